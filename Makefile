@@ -1,0 +1,44 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where there is an NVIDIA driver, pip picks the CUDA build of torch by itself; elsewhere one known CPU pair is taken.
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
+
+.PHONY: demo test setup lint types check bench flash clean
+
+demo: setup
+	$(BIN)/testbed demo
+
+test: setup lint types check
+
+# Set up once; again when pyproject.toml or the constraints change.
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Python %d.%d found; 3.11 to 3.13 is needed: make PYTHON=python3.12 ..." % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(CONSTRAINTS) -e '.[real,joblib,dev]'
+	@touch $@
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/mypy
+
+check:
+	$(BIN)/pytest -n 2
+
+bench: setup
+	$(BIN)/testbed bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# FlashAttention 2 is source only: it needs CUDA_HOME, and its build takes a while.
+flash: setup
+	$(BIN)/pip install --no-build-isolation -e '.[flash]'

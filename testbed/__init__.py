@@ -1,0 +1,1 @@
+"""The core: one scheduler and paged-KV block manager, a pure state machine (no clock, device, randomness or I/O)."""

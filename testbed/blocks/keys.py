@@ -1,0 +1,41 @@
+"""Block keys: a chain of xxhash64 values over the tokens of full blocks, so that equal prefixes have equal keys."""
+
+from __future__ import annotations
+
+from array import array
+from struct import Struct
+from typing import Protocol
+
+from xxhash import xxh64_intdigest
+
+_PREVIOUS = Struct("<Q")
+
+
+class KeySource(Protocol):
+    """Names the content of full blocks."""
+
+    def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
+        """Appends keys and contents (what a hit is confirmed against) until there are `num_blocks` of each."""
+        ...
+
+
+class TokenKeys:
+    """key = xxh64(key of the block before it, token ids); the first block's predecessor is a hash of the salt.
+
+    The salt is part of the first block's content too: equal tokens of two salts stay apart if their keys collide.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
+        key = keys[-1] if keys else xxh64_intdigest(salt.encode())
+        width = self.block_size * tokens.itemsize
+        first = len(keys)
+        # a copy: a view would forbid the array to grow
+        data = tokens[first * self.block_size : num_blocks * self.block_size].tobytes()
+        for offset in range(0, (num_blocks - first) * width, width):
+            content = data[offset : offset + width]
+            key = xxh64_intdigest(_PREVIOUS.pack(key) + content)
+            keys.append(key)
+            contents.append(content if contents else salt.encode() + content)

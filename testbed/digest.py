@@ -1,0 +1,70 @@
+"""The decision digest: one 64-bit number that sums up every decision of a run, step by step.
+
+xxh64 over (digest before, composition hash, free GPU blocks, free CPU blocks, events of the step). Physical block ids
+stay out: two runs that decide alike have equal digests whatever the free list's order. A plan of five steps adds the
+same as five plans of one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from struct import Struct
+
+from xxhash import xxh64_intdigest
+
+from testbed.plan import FinishReason
+from testbed.step import Step
+
+VERSION = 1  # of the definition below: another definition is another version, and tapes do not compare across them
+_STEP = Struct("<QQqq")
+_REASONS = tuple(FinishReason)
+
+
+class Digest:
+    """Running digest of a scheduler's decisions. `value` is the digest after the last step."""
+
+    __slots__ = ("_composition", "_members", "_num_tokens", "value")
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._members: list[int] = []
+        self._num_tokens: list[int] = []
+        self._composition = _hash([])
+
+    def composition(self, step: Step) -> int:
+        """Hash of who computes how many tokens, in order; recomputed only when that changes."""
+        members = [row[0].seq_id for row in step.rows]
+        num_tokens = [row[2] for row in step.rows]
+        if members != self._members or num_tokens != self._num_tokens:
+            self._members, self._num_tokens = members, num_tokens
+            self._composition = _hash(members + num_tokens)
+        return self._composition
+
+    def add(self, composition: int, free_gpu: int, free_cpu: int, events: list[int]) -> None:
+        """Adds one step."""
+        head = _STEP.pack(self.value, composition, free_gpu, free_cpu)
+        self.value = xxh64_intdigest(head + array("q", events).tobytes() if events else head)
+
+
+def plan_events(step: Step) -> list[int]:
+    """The events of a plan as integers: admissions with their hits, preemptions, requests ended as ignored."""
+    events: list[int] = []
+    for admission in step.admitted:
+        events += (1, admission.seq_id, admission.num_cached_tokens, int(admission.is_resumed))
+    for preemption in step.preempted:
+        events += (2, preemption.seq_id, preemption.num_computed_tokens)
+    for ignored in step.ignored:
+        events += (3, ignored.seq_id)
+    return events
+
+
+def finish_event(seq_id: int, reason: FinishReason) -> tuple[int, int, int]:
+    return (4, seq_id, _REASONS.index(reason))
+
+
+def abort_event(seq_id: int) -> tuple[int, int]:
+    return (5, seq_id)
+
+
+def _hash(members: list[int]) -> int:
+    return xxh64_intdigest(array("q", members).tobytes())

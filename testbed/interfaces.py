@@ -1,0 +1,95 @@
+"""The seams: what the core asks of its neighbours. Protocols only; implementations live with their owners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from testbed.plan import BatchPlan, Finished, StepResult
+from testbed.request import Request
+
+
+class Arrive(NamedTuple):
+    request: Request
+
+
+class Abort(NamedTuple):
+    request_id: str
+
+
+Event = Arrive | Abort
+
+
+class Inbox(Protocol):
+    """Where requests come from: a trace, sessions, a router, a live caller. Pulled at step boundaries, never pushed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether events may still come that `next_ns` does not know of (a live caller, another replica)."""
+        ...
+
+    def due(self, now_ns: int) -> list[Event]:
+        """Removes and returns the events at or before `now_ns`, in order of instant, then of arrival."""
+        ...
+
+    def next_ns(self) -> int | None:
+        """The instant of the next known event; None if none is known. May change after every commit."""
+        ...
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        """Tells closed loops which requests ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Nothing to do before `until_ns`; None means until the inbox wakes the loop."""
+
+    until_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    plan: BatchPlan
+
+
+class Resume(NamedTuple):
+    """The driver's answer to a command: the time, and the result if it executed a plan."""
+
+    now_ns: int
+    result: StepResult | None = None
+
+
+class Work(Protocol):
+    """A plan that a backend has started. What more it offers is between a backend and its driver."""
+
+
+class Backend(Protocol):
+    """Executes plans. The simulator prices them, the real engine launches them."""
+
+    def start(self, plan: BatchPlan) -> Work: ...
+
+
+class Recorder(Protocol):
+    """Sees everything that happens in the loop, and changes nothing."""
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+
+class StepView(NamedTuple):
+    """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it."""
+
+    plan: BatchPlan
+    plan_ns: int
+    result: StepResult
+    commit_ns: int
+    digest: int
+    emitted: list[str]  # ids of the requests that emitted a token in this step
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    free_gpu_blocks: int  # after the plan, before its commit; cached and evictable ones count as free
+    free_cpu_blocks: int

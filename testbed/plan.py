@@ -1,0 +1,184 @@
+"""What crosses the seam between core and backend: the plan of a step, and what became of it.
+
+A plan says everything that a device needs and nothing else; a backend never reads its own memory of an earlier step.
+Everything here is a NamedTuple or a frozen, slotted dataclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from testbed.request import Request, SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # EOS, a stop token, a stop string
+    LENGTH = "length"  # max_tokens, max_model_len, or the end of a forced output
+    ABORT = "abort"
+    IGNORED = "ignored"  # can never fit
+
+
+class BlockedBy(StrEnum):
+    """What kept the head of the waiting queue out of a step."""
+
+    KV_BLOCKS = "kv_blocks"
+    TOKEN_BUDGET = "token_budget"
+    MAX_NUM_SEQS = "max_num_seqs"
+    PARTIAL_PREFILLS = "partial_prefills"
+    PREEMPTION = "preemption"
+    SWAPPED_FIRST = "swapped_first"
+
+
+class PreemptionMode(StrEnum):
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's share of a step.
+
+    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1. samples: whether one token is drawn from
+    the logits of the last of them. forced: the drawn token is not fed back, the core already knows the next one.
+    block_table: physical GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
+    """
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    tokens: Seq[int]
+    samples: bool
+    forced: bool
+    block_table: Seq[int]
+    sampling: SamplingParams
+
+
+class Preemption(NamedTuple):
+    seq_id: int
+    request_id: str
+    mode: PreemptionMode
+    num_computed_tokens: int  # what recompute will compute again
+
+
+class Ignored(NamedTuple):
+    seq_id: int
+    request_id: str
+    reason: str
+
+
+class Admission(NamedTuple):
+    """A waiting sequence that this step admitted. num_cached_tokens: prefix tokens found in the cache."""
+
+    seq_id: int
+    request_id: str
+    num_cached_tokens: int
+    is_resumed: bool
+
+
+class PrefillChunk(NamedTuple):
+    """The shape of one prefill in a step: attention reads `start + num_tokens` positions."""
+
+    start: int
+    num_tokens: int
+
+
+class BatchShape(NamedTuple):
+    """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed."""
+
+    num_decodes: int
+    decode_context_tokens: int  # sum over decode rows of the positions attended, the new one included
+    prefills: tuple[PrefillChunk, ...]
+    num_samples: int  # rows that need logits
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
+    num_blocks_copied: int = 0
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefill_tokens
+
+
+class RowSource(Protocol):
+    """Makes the rows of a plan when a device asks for them; a simulator never does."""
+
+    def __call__(self) -> tuple[ScheduledSequence, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One step (or `num_steps` equal ones), decided.
+
+    A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids.
+    """
+
+    step: int
+    num_steps: int
+    shape: BatchShape
+    rows: RowSource
+    num_scheduled: tuple[tuple[str, int], ...] | None  # (request_id, tokens), only when decisions are recorded
+    admitted: tuple[Admission, ...] = ()
+    preempted: tuple[Preemption, ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
+    swapped_in: tuple[str, ...] = ()  # ids of the requests behind `swap_in`
+    copies: tuple[tuple[int, int], ...] = ()
+    ignored: tuple[Ignored, ...] = ()
+    blocked_by: BlockedBy | None = None
+
+    @property
+    def scheduled(self) -> tuple[ScheduledSequence, ...]:
+        """The rows, in the order scheduled. Valid until the plan is committed."""
+        return self.rows()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.shape.num_tokens or self.preempted or self.ignored or self.swap_out or self.swap_in)
+
+
+class Outcome(NamedTuple):
+    """What a backend says of one sequence that was not forced. forks, dropped: beams (source seq_id, new tokens)."""
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    stop: FinishReason | None = None
+    forks: tuple[int, ...] = ()
+    dropped: bool = False
+
+
+class Spans(NamedTuple):
+    """Where the time of a step went, in ns. What the parts do not cover is idle or overlap."""
+
+    schedule_ns: int = 0
+    prepare_ns: int = 0
+    swap_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+
+
+class StepResult(NamedTuple):
+    """The end of each executed step (absolute ns; fewer than planned if a wake cut the plan), and what came out.
+
+    outcomes: one for each sampled row that was not forced; None means that every row was.
+    """
+
+    end_ns: tuple[int, ...]
+    outcomes: tuple[Outcome, ...] | None = None
+    spans: Spans = Spans()
+
+
+class Finished(NamedTuple):
+    """A request left the scheduler."""
+
+    request: Request
+    reason: FinishReason
+    message: str
+    num_output_tokens: int
+    output_token_ids: Seq[int]

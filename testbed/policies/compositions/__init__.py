@@ -1,0 +1,18 @@
+"""Batch compositions: one class each, owning the algorithm of a step. What they call is `testbed.step.Step`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from testbed.step import Step
+
+
+class Composition(Protocol):
+    """A user's own class with this method plugs in by `_target_`.
+
+    A class may list the limits that it does not read in `unused_limits`: a run that changes one says so.
+    """
+
+    def compose(self, step: Step) -> None:
+        """Decides one step by calling the step's operations: schedule, reserve, admit, ignore, blocked."""
+        ...

@@ -1,0 +1,73 @@
+"""Configuration of the scheduler: budgets and the names of the policies that plug into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from testbed.blocks.config import KVRules
+from testbed.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The `scheduler` group. Policies are a name, or {_target_: a class of yours}."""
+
+    name: str = "custom"
+    composition: Any = "unified"  # unified, prefill_first, decode_first
+    max_num_seqs: int = 256  # running sequences
+    max_num_batched_tokens: int | None = 2048  # tokens a step; null: as many as max_model_len, at least 2048
+    max_model_len: int | None = None  # null: the model's
+    preemption: Literal["auto", "recompute"] = "auto"
+    queue_order: Any = "fcfs"
+    victim: Any = "most_recently_admitted"
+    long_prefill_token_threshold: int = 0  # a longer prefill gets at most this many tokens a step; 0: off
+    max_num_partial_prefills: int = 1  # prompts that may be part-way through their prefill (decode_first)
+    watermark: float = 0.01  # the preset's; cache.watermark overrides it
+    kv_rules: KVRules = field(default_factory=KVRules)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_partial_prefills"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"scheduler.{name} is {value}; it must be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"scheduler.long_prefill_token_threshold is {self.long_prefill_token_threshold}; "
+                "it must be 0 (off) or above"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"scheduler.watermark is {self.watermark}; it must be in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The budgets of a scheduler, resolved: nothing is None."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int
+    max_num_partial_prefills: int
+
+    @classmethod
+    def resolve(cls, config: SchedulerConfig, model_max_len: int) -> Limits:
+        """Fills what is left to the model. Raises ConfigError on what contradicts it or itself."""
+        max_model_len = config.max_model_len or model_max_len
+        if max_model_len > model_max_len:
+            raise ConfigError(
+                f"scheduler.max_model_len is {max_model_len}, but the model has {model_max_len} positions; lower it"
+            )
+        budget = config.max_num_batched_tokens or max(max_model_len, 2048)
+        if config.long_prefill_token_threshold > budget:
+            raise ConfigError(
+                f"scheduler.long_prefill_token_threshold ({config.long_prefill_token_threshold}) is larger than "
+                f"max_num_batched_tokens ({budget}); a chunk cannot exceed the budget"
+            )
+        return cls(
+            config.max_num_seqs,
+            budget,
+            max_model_len,
+            config.long_prefill_token_threshold,
+            config.max_num_partial_prefills,
+        )

@@ -1,0 +1,55 @@
+"""Queue orders: in which order waiting sequences are looked at."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+from testbed.sequence import Sequence
+
+
+class WaitingQueue(Protocol):
+    """The waiting sequences in a policy's order. A user's own class with these methods plugs in by `_target_`."""
+
+    def push(self, seq: Sequence) -> None:
+        """A new sequence."""
+        ...
+
+    def push_preempted(self, seq: Sequence) -> None:
+        """A sequence that was running."""
+        ...
+
+    def head(self, now_ns: int) -> Sequence | None:
+        """The sequence to admit next; it stays in the queue."""
+        ...
+
+    def remove(self, seq: Sequence) -> None: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+
+class FCFS:
+    """First come, first served; a preempted sequence goes back to the front."""
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[int, Sequence] = OrderedDict()
+
+    def push(self, seq: Sequence) -> None:
+        self._queue[seq.seq_id] = seq
+
+    def push_preempted(self, seq: Sequence) -> None:
+        self._queue[seq.seq_id] = seq
+        self._queue.move_to_end(seq.seq_id, last=False)
+
+    def head(self, now_ns: int) -> Sequence | None:
+        return next(iter(self._queue.values()), None)
+
+    def remove(self, seq: Sequence) -> None:
+        del self._queue[seq.seq_id]
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue.values())

@@ -1,0 +1,286 @@
+"""The schema of request and step records, and their writer. The one thing that `analysis/` shares with the core.
+
+A run folder holds:
+    config.yaml        the resolved configuration
+    manifest.json      what made the run: code and package versions, device, seed, trace fingerprint, decision digest
+    requests.parquet   REQUEST_COLUMNS, one row a request, unfinished ones included
+    steps.parquet      STEP_COLUMNS, one row a step
+    summary.json       the headline numbers (analysis.metrics.summarise)
+    decisions.jsonl    with record.decisions=true: one line a step
+    tape.jsonl         a real run only
+    run.log            the log
+    done               written last: the folder is whole
+Instants are int64 ns on the run's clock (0 is the start of the run); durations derived from them are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+from testbed.interfaces import StepView
+from testbed.plan import BatchPlan, Finished, FinishReason, PreemptionMode
+from testbed.request import Request
+
+REQUEST_COLUMNS: dict[str, str] = {
+    "request_id": "string",
+    "session_id": "string",  # null outside sessions
+    "turn": "int32",  # null outside sessions
+    "tenant": "string",
+    "priority": "int32",
+    "num_prompt_tokens": "int32",
+    "num_output_tokens": "int32",  # emitted so far
+    "num_cached_tokens": "int32",  # prefix tokens found in the cache at the first admission
+    "num_preemptions": "int32",
+    "num_recomputed_tokens": "int64",  # computed again after a preemption; what the cache gave back does not count
+    "finish_reason": "string",  # stop, length, abort, ignored; null: unfinished when the run ended (censored)
+    "finish_message": "string",
+    "arrival_ns": "int64",  # intended arrival
+    "queued_ns": "int64",  # the step boundary that first saw it
+    "first_scheduled_ns": "int64",
+    "first_token_ns": "int64",
+    "finish_ns": "int64",
+    "token_ns": "list<int64>",  # every token's instant; null with record.token_times=false
+    "ttft_s": "double",  # first token - intended arrival
+    "tpot_s": "double",  # (last - first token) / (n - 1); null for n < 2
+    "e2e_s": "double",  # finish - intended arrival; null unless it ended by stop or length
+}
+
+STEP_COLUMNS: dict[str, str] = {
+    "step": "int64",
+    "start_ns": "int64",  # the instant given to plan
+    "end_ns": "int64",  # the instant given to commit
+    "num_decodes": "int32",
+    "num_prefills": "int32",  # prefill rows (whole prompts or chunks)
+    "num_decode_tokens": "int32",
+    "num_prefill_tokens": "int32",
+    "decode_context_tokens": "int64",
+    "num_emitted": "int32",
+    "num_running": "int32",  # after the plan
+    "num_waiting": "int32",
+    "num_swapped": "int32",
+    "free_gpu_blocks": "int32",  # after the plan, before its commit; cached and evictable ones count as free
+    "free_cpu_blocks": "int32",
+    "num_admitted": "int32",
+    "num_cached_tokens": "int32",  # prefix tokens found for the sequences admitted in this step
+    "num_preempted": "int32",
+    "num_swapped_out": "int32",
+    "num_swapped_in": "int32",
+    "num_ignored": "int32",
+    "blocked_by": "string",  # what kept the head of the queue out; null: nothing did
+    "schedule_ns": "int64",  # where the time went; the rest is idle or overlap
+    "prepare_ns": "int64",
+    "swap_ns": "int64",
+    "forward_ns": "int64",
+    "sample_ns": "int64",
+    "digest": "uint64",  # the running decision digest after this step
+}
+
+COMPLETED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+MANIFEST_KEYS = (
+    "status",  # complete, partial (interrupted or failed)
+    "backend",  # sim, real
+    "created",  # ISO time
+    "wall_s",  # wall clock of the run
+    "code_version",
+    "versions",  # {package: version}
+    "machine",  # {platform, cpu, num_cores, gpu}
+    "command",  # the command line that made it
+    "seed",
+    "trace",  # {name, num_requests, fingerprint, notes}
+    "model",  # name
+    "tensor_parallel_size",
+    "scheduler",  # name
+    "device",  # name
+    "attention",  # provider, real runs only
+    "cost",  # cost model, simulated runs only
+    "num_gpu_blocks",
+    "num_cpu_blocks",
+    "block_size",
+    "num_steps",
+    "num_sent",  # requests that reached the scheduler
+    "num_unsent",  # rows that did not: turns after one that was ignored or aborted, or cut off by a partial run's end
+    "prefix_cache",  # {queried_tokens, hit_tokens} of first admissions
+    "digest",  # final decision digest, 16 hex digits
+)
+
+
+class RunRecorder:
+    """Writes requests.parquet, steps.parquet and, if asked, decisions.jsonl into a run folder, as a `Recorder`.
+
+    Rows are flushed in groups, so memory does not grow with the run. `close` adds a row for every request that is
+    unfinished and completes the files; it must be called also after a failure.
+    """
+
+    FLUSH_ROWS = 8192
+
+    def __init__(self, folder: Path, *, token_times: bool = True, decisions: bool = False) -> None:
+        self.num_finished = 0
+        self.num_sent = 0
+        self.ignored: list[tuple[str, str]] = []  # request id, reason
+        self._requests = _Table(folder / "requests.parquet", REQUEST_COLUMNS, self.FLUSH_ROWS)
+        self._steps = _Table(folder / "steps.parquet", STEP_COLUMNS, self.FLUSH_ROWS)
+        self._decisions = (folder / "decisions.jsonl").open("w", encoding="utf-8") if decisions else None
+        self._token_times = token_times
+        self._open: dict[str, _OpenRequest] = {}
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        self.num_sent += 1
+        self._open[request.request_id] = _OpenRequest(request, now_ns)
+
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
+        """Nothing to write: `ended` follows."""
+
+    def committed(self, step: StepView) -> None:
+        plan, result, end_ns = step.plan, step.result, step.commit_ns
+        live = self._open
+        for preemption in plan.preempted:
+            live[preemption.request_id].preempted(preemption.num_computed_tokens)
+        for admission in plan.admitted:
+            live[admission.request_id].admitted(admission.num_cached_tokens, step.plan_ns)
+        for request_id in step.emitted:
+            live[request_id].token_ns.append(end_ns)
+        shape = plan.shape
+        num_cached = sum(admission.num_cached_tokens for admission in plan.admitted)
+        num_recomputed = sum(1 for preemption in plan.preempted if preemption.mode is PreemptionMode.RECOMPUTE)
+        self._steps.append(
+            (
+                plan.step, step.plan_ns, end_ns,
+                shape.num_decodes, len(shape.prefills), shape.num_decodes, shape.num_prefill_tokens,
+                shape.decode_context_tokens, len(step.emitted),
+                step.num_running, step.num_waiting, step.num_swapped, step.free_gpu_blocks, step.free_cpu_blocks,
+                len(plan.admitted), num_cached, num_recomputed, len(plan.preempted) - num_recomputed,
+                len(plan.swapped_in), len(plan.ignored),
+                plan.blocked_by.value if plan.blocked_by is not None else None,
+                *result.spans, step.digest,
+            )
+        )  # fmt: skip
+        if self._decisions is not None:
+            self._decisions.write(json.dumps(decision(step)) + "\n")
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        for item in finished:
+            if item.reason is FinishReason.IGNORED:
+                self.ignored.append((item.request.request_id, item.message))
+            request = self._open.pop(item.request.request_id)
+            self._requests.append(request.row(item.reason.value, item.message, now_ns, self._token_times))
+            self.num_finished += 1
+
+    def close(self) -> None:
+        for request in self._open.values():
+            self._requests.append(request.row(None, None, None, self._token_times))
+        self._open = {}
+        try:
+            self._requests.close()
+        finally:
+            try:
+                self._steps.close()
+            finally:
+                if self._decisions is not None:
+                    self._decisions.close()
+
+
+def num_scheduled(plan: BatchPlan) -> dict[str, int]:
+    """Tokens computed by each request, in the order scheduled; those of a request's sequences are summed."""
+    tokens: dict[str, int] = {}
+    for request_id, count in plan.num_scheduled or ():
+        tokens[request_id] = tokens.get(request_id, 0) + count
+    return tokens
+
+
+def decision(step: StepView) -> dict[str, Any]:
+    """One line of decisions.jsonl: what a step decided, ids in the order scheduled."""
+    plan = step.plan
+    return {
+        "step": plan.step,
+        "time_s": step.plan_ns / 1e9,
+        "scheduled": num_scheduled(plan),
+        "preempted": [item.request_id for item in plan.preempted if item.mode is PreemptionMode.RECOMPUTE],
+        "swapped_out": [item.request_id for item in plan.preempted if item.mode is PreemptionMode.SWAP],
+        "swapped_in": list(plan.swapped_in),
+        "ignored": [item.request_id for item in plan.ignored],
+        "cached_tokens": {item.request_id: item.num_cached_tokens for item in plan.admitted},
+        "free_blocks": step.free_gpu_blocks,
+        "free_cpu_blocks": step.free_cpu_blocks,
+    }
+
+
+class _OpenRequest:
+    """What is known of a request that has not ended."""
+
+    __slots__ = (
+        "first_scheduled_ns", "most_computed", "num_cached_tokens", "num_preemptions", "num_recomputed_tokens",
+        "queued_ns", "request", "restarted_at", "token_ns",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, queued_ns: int) -> None:
+        self.request = request
+        self.queued_ns = queued_ns
+        self.first_scheduled_ns: int | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.most_computed = 0  # tokens that were computed once, at the last preemption
+        self.restarted_at = 0  # tokens that the cache gave back at the last admission
+        self.token_ns = array("q")
+
+    def admitted(self, num_cached_tokens: int, plan_ns: int) -> None:
+        if self.first_scheduled_ns is None:
+            self.first_scheduled_ns, self.num_cached_tokens = plan_ns, num_cached_tokens
+        self.restarted_at = num_cached_tokens
+        self.num_recomputed_tokens += max(0, self.most_computed - num_cached_tokens)
+
+    def preempted(self, num_computed_tokens: int) -> None:
+        """What it had not yet got back of an earlier preemption was not computed again after all."""
+        self.num_preemptions += 1
+        self.num_recomputed_tokens -= max(0, self.most_computed - max(num_computed_tokens, self.restarted_at))
+        self.most_computed = max(self.most_computed, num_computed_tokens)
+
+    def row(self, reason: str | None, message: str | None, finish_ns: int | None, token_times: bool) -> tuple[Any, ...]:
+        request, times = self.request, self.token_ns
+        num_output = len(times)
+        arrival_ns = request.arrival_ns
+        return (
+            request.request_id, request.session_id, request.turn, request.tenant, request.priority,
+            len(request.prompt_token_ids), num_output, self.num_cached_tokens, self.num_preemptions,
+            self.num_recomputed_tokens, reason, message or None, arrival_ns, self.queued_ns, self.first_scheduled_ns,
+            times[0] if times else None, finish_ns, times if token_times else None,
+            (times[0] - arrival_ns) / 1e9 if times else None,
+            (times[-1] - times[0]) / (num_output - 1) / 1e9 if num_output > 1 else None,
+            (finish_ns - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
+        )  # fmt: skip
+
+
+class _Table:
+    """Rows that become a Parquet file, group by group. The file exists, complete, once closed."""
+
+    def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
+        import pyarrow as pa  # not at the top: the core runs without it
+        import pyarrow.parquet as pq
+
+        types = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
+        self._schema = pa.schema([(name, types.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
+        self._make = pa.record_batch
+        self._array = pa.array
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._rows: list[tuple[Any, ...]] = []
+        self._flush_rows = flush_rows
+
+    def append(self, row: tuple[Any, ...]) -> None:
+        self._rows.append(row)
+        if len(self._rows) >= self._flush_rows:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            columns = zip(*self._rows, strict=True)
+            arrays = [self._array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+            self._writer.write_batch(self._make(arrays, schema=self._schema))
+            self._rows = []
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()

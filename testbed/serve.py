@@ -1,0 +1,66 @@
+"""The only loop: arrivals, plan, execute, commit. A generator that does no waiting and no work.
+
+Its driver is its clock: it yields commands (WaitUntil, Execute) and is resumed with the time. Requests are pulled at
+step boundaries only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from testbed.errors import LivelockError
+from testbed.interfaces import Arrive, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
+from testbed.scheduler import Scheduler
+
+Loop = Generator[WaitUntil | Execute, Resume, None]
+
+
+def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
+    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move."""
+    now_ns = (yield WaitUntil(inbox.next_ns())).now_ns if inbox.next_ns() is not None else 0
+    while True:
+        _take_due(inbox, scheduler, recorder, now_ns)
+        if scheduler.has_work:
+            plan = scheduler.plan(now_ns)
+            if not plan.is_empty:
+                free_gpu, free_cpu = scheduler.free_gpu_blocks, scheduler.blocks.num_free_cpu_blocks
+                counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
+                resume = yield Execute(plan)
+                assert resume.result is not None, "an executed plan has a result"
+                finished = scheduler.commit(resume.result, resume.now_ns)
+                recorder.committed(
+                    StepView(
+                        plan, now_ns, resume.result, resume.now_ns, scheduler.digest, scheduler.emitted,
+                        *counts, free_gpu, free_cpu,
+                    )
+                )  # fmt: skip
+                now_ns = resume.now_ns
+                if finished:
+                    recorder.ended(finished, now_ns)
+                    inbox.finished(finished, now_ns)
+                continue
+        next_ns = inbox.next_ns()
+        if next_ns is None and not inbox.is_open:
+            if scheduler.has_work:
+                raise LivelockError(_stuck(scheduler))
+            return
+        now_ns = (yield WaitUntil(next_ns)).now_ns
+
+
+def _take_due(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int) -> None:
+    for event in inbox.due(now_ns):
+        if isinstance(event, Arrive):
+            recorder.arrived(event.request, now_ns, scheduler.num_steps)
+            scheduler.add(event.request)
+            continue
+        finished = scheduler.abort(event.request_id)
+        if finished is not None:
+            recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
+            recorder.ended([finished], now_ns)
+            inbox.finished([finished], now_ns)
+
+
+def _stuck(scheduler: Scheduler) -> str:
+    ids = [seq.request.request_id for seq in scheduler.unfinished()]
+    named = ", ".join(ids[:5]) + (", …" if len(ids) > 5 else "")
+    return f"nothing can be scheduled and nothing will arrive, but {len(ids)} requests wait: {named}; check the policy"

@@ -1,0 +1,176 @@
+"""The tape of a real run: what the outside world did to the core, so that the same decisions can be had again.
+
+Per step the instants that `plan` and `commit` were given and every outcome that was not forced; every arrival and abort
+with the step that first saw it. Lines of JSON, written as things happen: a killed run leaves a usable tape. The prompts
+themselves are in the run folder's trace.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from testbed.digest import VERSION as DIGEST_VERSION
+from testbed.errors import RunFolderError
+from testbed.interfaces import Abort, Arrive, Event, StepView
+from testbed.plan import Finished, FinishReason, Outcome, Spans
+from testbed.request import Request
+
+VERSION = 1
+
+
+class TapeStep(NamedTuple):
+    """One recorded step. decision: what it decided, in the form of decisions.jsonl."""
+
+    plan_ns: int
+    commit_ns: int
+    outcomes: tuple[Outcome, ...] | None
+    spans: Spans
+    digest: int
+    decision: dict[str, Any]
+
+
+class TapeEvent(NamedTuple):
+    """An arrival or an abort, first seen at the boundary before `step`, at `now_ns`."""
+
+    kind: str  # arrive, abort
+    request_id: str
+    step: int
+    now_ns: int
+    arrival_ns: int  # arrivals: the intended instant
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    steps: tuple[TapeStep, ...]
+    events: tuple[TapeEvent, ...]
+
+
+class TapeWriter:
+    """Records a run, as a `Recorder`. One line an event, flushed at each step."""
+
+    def __init__(self, path: Path, decide: Callable[[StepView], dict[str, Any]]) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._decide = decide
+        self._write({"kind": "tape", "version": VERSION, "digest_version": DIGEST_VERSION})
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        self._write(
+            {"kind": "arrive", "id": request.request_id, "step": step, "ns": now_ns, "arrival_ns": request.arrival_ns}
+        )
+
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
+        self._write({"kind": "abort", "id": request_id, "step": step, "ns": now_ns})
+
+    def committed(self, step: StepView) -> None:
+        outcomes = step.result.outcomes
+        self._write(
+            {
+                "kind": "step",
+                "plan_ns": step.plan_ns,
+                "commit_ns": step.commit_ns,
+                "outcomes": None if outcomes is None else [list(outcome) for outcome in outcomes],
+                "spans": list(step.result.spans),
+                "digest": f"{step.digest:016x}",
+                "decision": self._decide(step),
+            }
+        )
+        self._file.flush()
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        """Not recorded: ends follow from the rest."""
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def read_tape(path: Path) -> Tape:
+    """Reads a tape. A torn last line (a killed run) is left out. Raises RunFolderError if it is none."""
+    if not path.is_file():
+        raise RunFolderError(f"no tape at {path}: only runs with backend=real have one")
+    steps: list[TapeStep] = []
+    events: list[TapeEvent] = []
+    is_tape = False
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise RunFolderError(f"{path} is not a tape: not UTF-8 text (at byte {error.start})") from None
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            item = json.loads(line)
+            kind = item["kind"]
+            if kind == "step":
+                steps.append(_step(item))
+            elif kind == "tape":
+                if item["version"] != VERSION:
+                    raise RunFolderError(f"{path} is a tape of version {item['version']}; this code reads {VERSION}")
+                if item["digest_version"] != DIGEST_VERSION:
+                    raise RunFolderError(
+                        f"{path} has digests of version {item['digest_version']}, and this code makes version "
+                        f"{DIGEST_VERSION}; replay it with the code that its manifest names"
+                    )
+                is_tape = True
+            else:
+                events.append(TapeEvent(kind, item["id"], item["step"], item["ns"], item.get("arrival_ns", item["ns"])))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise RunFolderError(f"{path}:{number}: not a line of a tape ({error})") from None
+    if not is_tape:
+        raise RunFolderError(f"{path} is not a tape: the line that says so and gives the version is missing")
+    return Tape(tuple(steps), tuple(events))
+
+
+def _step(item: dict[str, Any]) -> TapeStep:
+    outcomes = item["outcomes"]
+    return TapeStep(
+        item["plan_ns"],
+        item["commit_ns"],
+        None if outcomes is None else tuple(_outcome(*fields) for fields in outcomes),
+        Spans(*item["spans"]),
+        int(item["digest"], 16),
+        item["decision"],
+    )
+
+
+def _outcome(seq_id: int, tokens: list[int], stop: str | None, forks: list[int], dropped: bool) -> Outcome:
+    return Outcome(seq_id, tuple(tokens), None if stop is None else FinishReason(stop), tuple(forks), dropped)
+
+
+class TapeInbox:
+    """Gives the loop the events of a tape at the very boundaries that first saw them.
+
+    make_request: builds the request of an id, with the arrival instant that was recorded.
+    """
+
+    is_open = False
+
+    def __init__(self, tape: Tape, make_request: Callable[[str, int], Request]) -> None:
+        self._events = tape.events
+        self._next = 0
+        self._make_request = make_request
+
+    def due(self, now_ns: int) -> list[Event]:
+        events: list[Event] = []
+        while self._next < len(self._events) and self._events[self._next].now_ns <= now_ns:
+            event = self._events[self._next]
+            self._next += 1
+            if event.kind == "abort":
+                events.append(Abort(event.request_id))
+            else:
+                events.append(Arrive(self._make_request(event.request_id, event.arrival_ns)))
+        return events
+
+    def next_ns(self) -> int | None:
+        return self._events[self._next].now_ns if self._next < len(self._events) else None
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        """Nothing: what a finish led to is on the tape."""

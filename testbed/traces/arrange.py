@@ -1,0 +1,119 @@
+"""What makes a list of rows a trace: unique ids, whole sessions, sorted arrivals. Every maker of traces ends here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from testbed.errors import TraceError
+from testbed.traces.schema import Trace, TraceRequest
+
+
+def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) -> Trace:
+    """Checks and sorts `rows` into a Trace; rows that were out of order are counted in its notes.
+
+    A closed-loop turn (think_ns set) has no arrival of its own: it is given, and sorted by, that of the turn before it.
+    Raises TraceError, naming the place, on no rows, a duplicate id, an empty prompt or output, and broken sessions: a
+    gap or a repetition of turns (they may begin at any number), a first turn without an arrival, turns that go back in
+    time.
+    """
+    given = list(rows)
+    if not given:
+        raise TraceError(f"trace {name!r} has no requests; expected at least one")
+    _check_rows(given)
+    sessions = sessions_of(given)
+    for positions in sessions.values():
+        _check_session(given, positions)
+    num_late = _count_late(given)
+    order = sorted(range(len(given)), key=lambda position: given[position].arrival_ns)
+    if sessions:
+        _restore_turn_order(order, sessions, len(given))
+    said = list(notes)
+    if num_late:
+        said.append(f"{num_late} rows were out of order and were sorted")
+    return Trace(name, tuple(given[position] for position in order), tuple(said))
+
+
+def sessions_of(rows: Sequence[TraceRequest]) -> dict[str, list[int]]:
+    """The positions of each session's rows in turn order; sessions in order of first appearance."""
+    sessions: dict[str, list[int]] = {}
+    for position, row in enumerate(rows):
+        if row.session_id is not None:
+            sessions.setdefault(row.session_id, []).append(position)
+    for positions in sessions.values():
+        positions.sort(key=lambda position: rows[position].turn or 0)
+    return sessions
+
+
+def _check_rows(rows: list[TraceRequest]) -> None:
+    seen: dict[str, str] = {}
+    for row in rows:
+        where = row.place or f"request {row.request_id!r}"
+        if row.request_id in seen:
+            first = seen[row.request_id]
+            raise TraceError(
+                f"{where}: field 'request_id' is {row.request_id!r}; expected an id not used before"
+                + (f" (first at {first})" if first else "")
+            )
+        seen[row.request_id] = row.place
+        if row.num_prompt_tokens < 1:
+            raise TraceError(f"{where}: the prompt is empty; expected at least one token")
+        if row.output is not None and row.output.num_tokens < 1:
+            raise TraceError(f"{where}: the output is empty; expected at least one token, or no output at all")
+        if (row.session_id is None) != (row.turn is None):
+            missing, given = ("session_id", "turn") if row.session_id is None else ("turn", "session_id")
+            raise TraceError(f"{where}: field {missing!r} is absent; expected it beside {given!r}")
+        if row.think_ns is not None and row.session_id is None:
+            raise TraceError(f"{where}: field 'think_time' is given outside a session; expected session_id and turn")
+
+
+def _check_session(rows: list[TraceRequest], positions: list[int]) -> None:
+    """Checks one session's turns, and gives its closed-loop turns the arrival of the turn before them."""
+    previous: TraceRequest | None = None
+    for position in positions:
+        row = rows[position]
+        where = row.place or f"request {row.request_id!r}"
+        if previous is None:
+            if row.think_ns is not None:
+                raise TraceError(
+                    f"{where}: the first turn of session {row.session_id!r} (turn {row.turn}) has a think_time; "
+                    "expected an arrival_time instead"
+                )
+        else:
+            assert previous.turn is not None
+            if row.turn != previous.turn + 1:
+                raise TraceError(
+                    f"{where}: field 'turn' is {row.turn} in session {row.session_id!r}; "
+                    f"expected {previous.turn + 1}, the turn after {previous.place or previous.request_id}"
+                )
+            if row.think_ns is not None:
+                row = rows[position] = replace(row, arrival_ns=previous.arrival_ns)
+            elif row.arrival_ns < previous.arrival_ns:
+                raise TraceError(
+                    f"{where}: turn {row.turn} of session {row.session_id!r} arrives at {row.arrival_ns / 1e9} s, "
+                    f"before turn {previous.turn} at {previous.arrival_ns / 1e9} s; expected turns in order of time"
+                )
+        previous = row
+
+
+def _count_late(rows: list[TraceRequest]) -> int:
+    """How many timed rows stand after one that arrives later."""
+    num_late = latest = 0
+    for row in rows:
+        if row.think_ns is None:
+            if row.arrival_ns < latest:
+                num_late += 1
+            else:
+                latest = row.arrival_ns
+    return num_late
+
+
+def _restore_turn_order(order: list[int], sessions: dict[str, list[int]], num_rows: int) -> None:
+    """Lets turns of one session that arrive at one instant stand in turn order, in the places that they have."""
+    place_of = [0] * num_rows
+    for place, position in enumerate(order):
+        place_of[position] = place
+    for positions in sessions.values():
+        places = sorted(place_of[position] for position in positions)
+        for place, position in zip(places, positions, strict=True):
+            order[place] = position

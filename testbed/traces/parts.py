@@ -1,0 +1,53 @@
+"""Arithmetic on the parts of a prompt: join, cut, rename. Pure; makes no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from testbed.traces.schema import Part, Span, TokenIds
+from testbed.traces.synthesis import content_key
+
+
+def join_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The same content with neighbouring spans of one content joined, and empty parts left out."""
+    joined: list[Part] = []
+    for part in parts:
+        if part.num_tokens == 0:
+            continue
+        last = joined[-1] if joined else None
+        if (
+            isinstance(part, Span)
+            and isinstance(last, Span)
+            and last.key == part.key
+            and last.start + last.length == part.start
+        ):
+            joined[-1] = Span(last.key, last.start, last.length + part.length)
+        else:
+            joined.append(part)
+    return tuple(joined)
+
+
+def cut_parts(parts: Sequence[Part], max_tokens: int) -> tuple[Part, ...]:
+    """The first `max_tokens` tokens of a content."""
+    kept: list[Part] = []
+    room = max_tokens
+    for part in parts:
+        if room <= 0:
+            break
+        kept.append(part if part.num_tokens <= room else cut_part(part, room))
+        room -= part.num_tokens
+    return tuple(kept)
+
+
+def cut_part(part: Part, max_tokens: int) -> Part:
+    """The first `max_tokens` tokens of a part."""
+    if isinstance(part, Span):
+        return Span(part.key, part.start, min(part.length, max_tokens))
+    return TokenIds(part.ids[:max_tokens])
+
+
+def rename_part(part: Part, *names: str | int) -> Part:
+    """The part with its content renamed: spans of one key stay equal, and differ from those under other names."""
+    if isinstance(part, Span):
+        return Span(content_key("renamed", part.key, *names), part.start, part.length)
+    return part

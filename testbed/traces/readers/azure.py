@@ -1,0 +1,78 @@
+"""The Azure LLM inference traces of 2023 and 2024 (Azure/AzurePublicDataset; Splitwise, ISCA 2024; DynamoLLM, 2025).
+
+CSV `TIMESTAMP,ContextTokens,GeneratedTokens`; a timestamp is naive with 7 fractional digits (2023) or has an offset
+(2024). There is no content: every request is independent and has tokens of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from itertools import islice
+from pathlib import Path
+
+from testbed.errors import TraceError
+from testbed.traces.arrange import arrange
+from testbed.traces.readers.fields import refuse, token_count
+from testbed.traces.readers.open_text import read_csv
+from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.synthesis import content_key
+
+_INSTANT = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?(?:(Z)|([+-])(\d\d):?(\d\d))?", re.ASCII
+)
+_EXPECTED = "an instant as 2023-11-16 18:15:46.6805900, with or without an offset as +00:00"
+
+
+def read_azure(path: str | Path, limit: int | None = None) -> Trace:
+    """Reads a 2023 or 2024 file (plain, .gz, .zst), at most its first `limit` rows; the first request arrives at 0.
+
+    Raises TraceError, naming file and line, on a malformed row, a missing column, or a file that mixes instants with
+    and without offset.
+    """
+    rows: list[tuple[int, int, int, str]] = []
+    has_offset: bool | None = None
+    cells = read_csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    for place, (stamp, context, generated) in islice(cells, limit):
+        instant_ns, offset = parse_instant(stamp or "", place, "TIMESTAMP")
+        if has_offset is None:
+            has_offset = offset
+        elif has_offset != offset:
+            raise refuse(place, "TIMESTAMP", stamp, "an offset in all rows or in none")
+        num_prompt = token_count(context, place, "ContextTokens")
+        rows.append((instant_ns, num_prompt, token_count(generated, place, "GeneratedTokens"), place))
+    if not rows:
+        raise TraceError(f"{path}: no requests; expected at least one row after the header")
+    start_ns = min(row[0] for row in rows)
+    return arrange("azure", (_request(i, row, start_ns) for i, row in enumerate(rows)))
+
+
+def _request(i: int, row: tuple[int, int, int, str], start_ns: int) -> TraceRequest:
+    instant_ns, num_prompt, num_output, place = row
+    key = content_key("azure", i)
+    return TraceRequest(
+        request_id=f"azure-{i}",
+        arrival_ns=instant_ns - start_ns,
+        prompt=(Span(key, 0, num_prompt),),
+        output=Span(key, num_prompt, num_output),
+        place=place,
+    )
+
+
+def parse_instant(text: str, place: str, field: str) -> tuple[int, bool]:
+    """(ns since the year 1, whether the text has an offset), exact to the last digit. Naive instants count as UTC."""
+    match = _INSTANT.fullmatch(text.strip())
+    if match is None:
+        raise refuse(place, field, text, _EXPECTED)
+    year, month, day, hour, minute, second, fraction, zulu, sign, offset_hours, offset_minutes = match.groups()
+    try:
+        days = date(int(year), int(month), int(day)).toordinal()
+    except ValueError:
+        raise refuse(place, field, text, _EXPECTED) from None
+    if int(hour) > 23 or int(minute) > 59 or int(second) > 60:  # 60: a leap second
+        raise refuse(place, field, text, _EXPECTED)
+    total_s = ((days * 24 + int(hour)) * 60 + int(minute)) * 60 + int(second)
+    if sign:
+        offset_s = (int(offset_hours) * 60 + int(offset_minutes)) * 60
+        total_s -= offset_s if sign == "+" else -offset_s
+    return total_s * 10**9 + int((fraction or "0").ljust(9, "0")), bool(sign or zulu)

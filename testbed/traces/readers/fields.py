@@ -1,0 +1,129 @@
+"""Checks one value of a trace row. Every refusal reads "file:line: field 'x' is 'y'; expected ..."."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from typing import Any
+
+from testbed.errors import TraceError
+from testbed.traces.schema import MAX_NS
+
+MAX_NUM_TOKENS = 100_000_000  # of one prompt or output; more is surely a mistake, and would not fit in memory
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
+    """The error for a value that is not what was expected. Long values are shortened."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return TraceError(f"{place}: field {field!r} is {shown}; expected {expected}")
+
+
+def whole_number(value: object, place: str, field: str, minimum: int, maximum: int, expected: str) -> int:
+    """An int, a whole float (pandas writes 3 as 3.0 beside an absent value), or the text of one."""
+    number: int | None = None
+    if isinstance(value, str):
+        text = value.strip()
+        if text.isascii() and "_" not in text:
+            try:
+                number = int(text)
+            except ValueError:
+                number = _whole(_float(text))
+    elif isinstance(value, float):
+        number = _whole(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    if number is None or not minimum <= number <= maximum:
+        raise refuse(place, field, value, expected)
+    return number
+
+
+def token_count(value: object, place: str, field: str) -> int:
+    """A number of tokens: 1 to MAX_NUM_TOKENS."""
+    return whole_number(
+        value, place, field, 1, MAX_NUM_TOKENS, f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"
+    )
+
+
+def seconds(value: object, place: str, field: str) -> int:
+    """Seconds as ns, rounded to the nearest. Raises TraceError unless finite and 0 or above."""
+    number: float | None = None
+    if isinstance(value, str):
+        number = _float(value.strip())
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = None
+    if number is None or not math.isfinite(number) or number < 0 or number * 1e9 > MAX_NS:
+        raise refuse(place, field, value, "a finite number of seconds, 0 or above")
+    return round(number * 1e9)
+
+
+def nanoseconds(value: object, place: str, field: str) -> int:
+    return whole_number(value, place, field, 0, MAX_NS, "a whole number of ns, 0 or above")
+
+
+def token_ids(value: object, place: str, field: str) -> array[int]:
+    """A list of token ids, or the text of one ("[1, 2]" or "1 2"). Raises TraceError if empty or not all ids."""
+    expected = f"a list of at least one token id, each from 0 to {MAX_TOKEN_ID}"
+    items: Any = value
+    if isinstance(value, str):
+        try:
+            items = json.loads(value) if value.lstrip().startswith("[") else [int(word) for word in value.split()]
+        except (ValueError, RecursionError):
+            raise refuse(place, field, value, expected) from None
+    if not isinstance(items, list | tuple | array) or len(items) == 0:
+        raise refuse(place, field, value, expected)
+    for position, item in enumerate(items):
+        if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
+            raise refuse(place, f"{field}[{position}]", item, f"a token id from 0 to {MAX_TOKEN_ID}")
+    return array("i", items)
+
+
+def name_text(value: object, place: str, field: str) -> str:
+    """A non-empty name; a whole number is taken as its text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise refuse(place, field, value, "a name that is not empty")
+    return value
+
+
+def json_object(line: str, place: str) -> dict[str, Any]:
+    """The object on one line of JSONL."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = f"not JSON: {json_reason(error)}"
+        raise TraceError(f"{place}: {reason}; expected one whole object on each line") from None
+    if not isinstance(found, dict):
+        raise TraceError(f"{place}: found a JSON {type(found).__name__}; expected one object on each line")
+    return found
+
+
+def json_reason(error: ValueError | RecursionError) -> str:
+    """Why json.loads refused a text, in a few words."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+
+
+def present(fields: dict[str, Any], field: str, place: str) -> Any:
+    """The value of a field that must be there."""
+    if field not in fields:
+        raise TraceError(f"{place}: field {field!r} is missing; found {', '.join(fields) or 'nothing'}")
+    return fields[field]
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text) if "_" not in text else None
+    except ValueError:
+        return None
+
+
+def _whole(number: float | None) -> int | None:
+    return int(number) if number is not None and math.isfinite(number) and number.is_integer() else None

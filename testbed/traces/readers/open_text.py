@@ -1,0 +1,152 @@
+"""Opens a trace file as lines of text: plain, .gz or .zst. Owns what can go wrong before a row is understood."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from testbed.errors import TraceError
+
+COMPRESSIONS = (".gz", ".zst")
+
+
+def existing_file(path: str | Path) -> Path:
+    """`path` as a Path. Raises TraceError if no file is there."""
+    file = Path(path)
+    if file.is_file():
+        return file
+    what = "is a folder; expected a file" if file.is_dir() else "does not exist; set trace.path to a trace file"
+    raise TraceError(f"{path}: {what}")
+
+
+def format_suffix(path: str | Path) -> str:
+    """The extension that says the format, without that of a compression: '.jsonl' of 'a.jsonl.gz'."""
+    file = Path(path)
+    return Path(file.stem).suffix.lower() if file.suffix.lower() in COMPRESSIONS else file.suffix.lower()
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Yields (line number from 1, line without its end), blank lines left out. Any line end; a byte-order mark is cut.
+
+    Raises TraceError if the file is absent, is not UTF-8, or its compression is damaged.
+    """
+    file = existing_file(path)
+    number = 0
+    try:
+        with open_text(file) as stream:
+            for line in stream:
+                number += 1
+                if line.strip():
+                    yield number, line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}:{number + 1}: not UTF-8 text ({error.reason}); expected a text file") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}:{number + 1}: damaged compressed file: {error}") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "zstandard":
+            raise
+        raise TraceError(f"{path}:{number + 1}: damaged compressed file: {error}") from None
+
+
+def open_text(file: Path) -> TextIO:
+    """The file as text, unpacked by its extension."""
+    suffix = file.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8-sig")
+    if suffix == ".zst":
+        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(file)), encoding="utf-8-sig")
+    return file.open("rt", encoding="utf-8-sig")
+
+
+class _ZstdFile(io.RawIOBase):
+    """A .zst file unpacked, frame after frame; a file that ends within a frame raises EOFError, as gzip does."""
+
+    def __init__(self, file: Path) -> None:
+        import zstandard  # heavy, and seldom needed
+
+        self._packed = file.open("rb")
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame: Any = None
+        self._rest = b""
+        self._unpacked = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            packed = self._rest or self._packed.read(1 << 17)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            if self._frame is None:
+                self._frame = self._new_frame()
+            self._unpacked = self._frame.decompress(packed)
+            self._rest = b""
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._unpacked))
+        buffer[:size] = self._unpacked[:size]
+        self._unpacked = self._unpacked[size:]
+        return size
+
+    def close(self) -> None:
+        self._packed.close()
+        super().close()
+
+
+def read_csv(
+    path: str | Path, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> Iterator[tuple[str, list[str | None]]]:
+    """Yields (place, cells) of each row: those of `required`, then of `optional` (None: no such column, or empty).
+
+    Columns are found by the header's names. Raises TraceError on a missing column, a row with more or fewer cells than
+    the header, or quotes that do not end.
+    """
+    numbers = [0]
+    reader = csv.reader(_numbered(path, numbers), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if not header:
+            raise TraceError(f"{path}: the file is empty; expected a header and rows")
+        missing = [name for name in required if name not in header]
+        if missing:
+            raise TraceError(
+                f"{path}:1: column {missing[0]!r} is missing; expected {', '.join(required)}, found {', '.join(header)}"
+            )
+        picks = [header.index(name) for name in required]
+        extras = [header.index(name) if name in header else None for name in optional]
+        width = len(header)
+        for cells in reader:
+            place = f"{path}:{numbers[0]}"
+            if len(cells) != width:
+                raise TraceError(f"{place}: {len(cells)} cells; expected {width}, as in the header")
+            chosen: list[str | None] = [cells[pick] for pick in picks]
+            chosen += [None if pick is None else cells[pick].strip() or None for pick in extras]
+            yield place, chosen
+    except csv.Error as error:
+        raise TraceError(f"{path}:{numbers[0]}: not CSV: {error}") from None
+
+
+def csv_header(path: str | Path) -> tuple[str, ...]:
+    """The names of a CSV's columns. Raises TraceError if a name occurs twice."""
+    names = tuple(name.strip() for name in next(csv.reader(_numbered(path, [0])), []))
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once")
+    return names
+
+
+def _numbered(path: str | Path, numbers: list[int]) -> Iterator[str]:
+    """The lines of `path`; numbers[0] is always the number of the last one."""
+    for number, line in read_lines(path):
+        numbers[0] = number
+        yield line

@@ -1,0 +1,28 @@
+"""Every step costs the same. For teaching, and for checks against queueing theory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from testbed.errors import ConfigError
+from testbed.plan import BatchShape, Spans
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantConfig:
+    step_s: float = 0.01  # length of every step, seconds; there is no host overhead beside it
+
+    def __post_init__(self) -> None:
+        if not 1e-9 <= self.step_s <= 1e6:
+            raise ConfigError(f"cost.step_s is {self.step_s}; it must be from 1e-9 (1 ns) to 1e6 seconds")
+
+
+class ConstantCost:
+    """Prices any step at step_s, rounded to ns."""
+
+    def __init__(self, config: ConstantConfig) -> None:
+        self.config = config
+        self._spans = Spans(forward_ns=round(config.step_s * 1e9))
+
+    def price(self, shape: BatchShape) -> Spans:
+        return self._spans

@@ -1,0 +1,187 @@
+"""A step's time as a linear function of its shape, with coefficients given or fitted to measured steps.
+
+The features are those on which a transformer's work depends linearly: tokens (projections and MLP), decode context (KV
+read), pairs of prefill attention, blocks moved. What it cannot say: that small batches cost as much as slightly larger
+ones (weights are read once), which the roofline model can.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.cost.base import attention_pairs_doubled
+from testbed.errors import ConfigError
+from testbed.plan import BatchShape, Spans
+
+MIN_STEPS = 14  # two per coefficient
+FORMAT = "testbed linear cost 1"
+NUM_REWEIGHTINGS = 5  # the weights have settled by then
+MeasuredStep = tuple[BatchShape, int]  # the shape of a step, and how long it took in ns
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Coefficients in seconds. The defaults are of the size of an 8B model in bfloat16 on one H100.
+
+    path: a file written by save_fit; its coefficients replace those given here.
+    """
+
+    base_s: float = 6e-3  # each step: weights read, launches, host
+    per_prefill_token_s: float = 2.5e-5
+    per_decode_s: float = 2e-5
+    per_decode_context_token_s: float = 4.5e-8
+    per_prefill_attention_pair_s: float = 1e-9
+    per_swapped_block_s: float = 4e-5
+    per_copied_block_s: float = 1.5e-6
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in COEFFICIENTS:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 <= value <= 1e6):
+                raise ConfigError(f"cost.{name} is {value}; it must be from 0 to 1e6 seconds")
+
+
+COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != "path")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFit:
+    """Fitted coefficients, and the relative error |predicted - measured| / measured on steps that a fold left out."""
+
+    config: LinearConfig
+    median_relative_error: float
+    p90_relative_error: float
+    num_steps: int
+    num_folds: int
+
+
+class LinearCost:
+    """Prices a step by LinearConfig: swaps as swap_ns, all else as forward_ns, at least 1 ns."""
+
+    def __init__(self, config: LinearConfig) -> None:
+        self.config = config = config if config.path is None else load_linear(config.path)
+        self._base_ns = config.base_s * 1e9
+        self._prefill_ns = config.per_prefill_token_s * 1e9
+        self._decode_ns = config.per_decode_s * 1e9
+        self._context_ns = config.per_decode_context_token_s * 1e9
+        self._half_pair_ns = config.per_prefill_attention_pair_s * 1e9 / 2
+        self._swap_ns = config.per_swapped_block_s * 1e9
+        self._copy_ns = config.per_copied_block_s * 1e9
+
+    def price(self, shape: BatchShape) -> Spans:
+        num_decodes, context, prefills, _, num_out, num_in, num_copied = shape
+        forward = self._base_ns + num_decodes * self._decode_ns + context * self._context_ns
+        if prefills:
+            num_tokens = doubled_pairs = 0
+            for start, length in prefills:
+                num_tokens += length
+                doubled_pairs += length * (2 * start + length + 1)
+            forward = forward + num_tokens * self._prefill_ns + doubled_pairs * self._half_pair_ns
+        if num_copied:
+            forward = forward + num_copied * self._copy_ns
+        swap_ns = round((num_out + num_in) * self._swap_ns) if num_out or num_in else 0
+        return Spans(0, 0, swap_ns, round(forward) or (0 if swap_ns else 1), 0)
+
+
+def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5) -> LinearFit:
+    """Fits the coefficients by non-negative least squares on the relative error, and cross-validates the fit.
+
+    Folds are dealt by a fixed permutation, so the same steps give the same fit. A coefficient whose feature never
+    occurs in `steps` becomes 0. Raises ConfigError on fewer than MIN_STEPS steps or a time that is not positive.
+    """
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"a linear cost needs at least {MIN_STEPS} measured steps, found {len(steps)}; profile more")
+    for position, (_, measured_ns) in enumerate(steps):
+        if measured_ns <= 0:
+            raise ConfigError(f"measured step {position} took {measured_ns} ns; it must be above 0")
+    if not 2 <= num_folds <= len(steps):
+        raise ConfigError(f"num_folds is {num_folds}; it must be from 2 to the number of steps ({len(steps)})")
+    features = np.array([_features(shape) for shape, _ in steps], dtype=np.float64)  # [num_steps, num_coefficients]
+    measured = np.array([measured_ns for _, measured_ns in steps], dtype=np.float64)  # [num_steps]
+    fold = np.random.Generator(np.random.PCG64(0)).permutation(len(steps)) % num_folds
+    errors = np.empty(len(steps))
+    for number in range(num_folds):
+        out = fold == number
+        predicted = features[out] @ _solve(features[~out], measured[~out])
+        errors[out] = np.abs(predicted - measured[out]) / measured[out]
+    coefficients = (_solve(features, measured) / 1e9).tolist()
+    return LinearFit(
+        config=LinearConfig(**dict(zip(COEFFICIENTS, coefficients, strict=True))),
+        median_relative_error=float(np.median(errors)),
+        p90_relative_error=float(np.quantile(errors, 0.9)),
+        num_steps=len(steps),
+        num_folds=num_folds,
+    )
+
+
+def save_fit(fit: LinearFit, path: str | Path, **about: Any) -> None:
+    """Writes a fit as JSON, with what `about` says of its origin (model, device, command, ...)."""
+    quality = {name: value for name, value in asdict(fit).items() if name != "config"}
+    coefficients = {name: getattr(fit.config, name) for name in COEFFICIENTS}
+    document = {"format": FORMAT, "coefficients": coefficients, **quality, "about": about}
+    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def load_linear(path: str | Path) -> LinearConfig:
+    """The coefficients of a file that save_fit wrote. Raises ConfigError naming the file and what is wrong with it."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"cost.path: no file at {path}; `make demo` writes one, linear-cost.json, beside its report")
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"cost.path: {path} is not JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise ConfigError(f"cost.path: {path} is no linear cost: its 'format' is {found!r}; expected {FORMAT!r}")
+    coefficients = document.get("coefficients")
+    if not isinstance(coefficients, dict) or sorted(coefficients) != sorted(COEFFICIENTS):
+        raise ConfigError(f"cost.path: {path}: 'coefficients' must hold exactly {', '.join(COEFFICIENTS)}")
+    for name, value in coefficients.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"cost.path: {path}: {name} is {value!r}; it must be a number")
+    try:
+        return LinearConfig(**coefficients)
+    except ConfigError as error:
+        raise ConfigError(f"cost.path: {path}: {error}") from None
+
+
+def _features(shape: BatchShape) -> tuple[float, ...]:
+    """What each coefficient multiplies, in the order of COEFFICIENTS."""
+    return (
+        1,
+        shape.num_prefill_tokens,
+        shape.num_decodes,
+        shape.decode_context_tokens,
+        attention_pairs_doubled(shape) / 2,
+        shape.num_blocks_swapped_out + shape.num_blocks_swapped_in,
+        shape.num_blocks_copied,
+    )
+
+
+def _solve(features: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients in ns: min sum(((features @ x - measured) / expected)**2), x >= 0.
+
+    `expected` is first what was measured, then what the fit before predicts: noise that only lengthens steps would
+    otherwise pull a relative fit below the mean.
+    """
+    from scipy.optimize import nnls  # slow to import, and a simulation does not need it
+
+    expected = measured
+    for _ in range(NUM_REWEIGHTINGS):
+        relative = features / expected[:, None]
+        scale = relative.max(axis=0)
+        scale[scale == 0] = 1.0
+        solution, _ = nnls(relative / scale, measured / expected)
+        found: NDArray[np.float64] = np.where(features.any(axis=0), solution / scale, 0.0)
+        expected = np.maximum(features @ found, 0.1 * measured)
+    return found

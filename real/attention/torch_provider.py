@@ -1,0 +1,163 @@
+"""The reference provider: plain torch, any device, any block size.
+
+Rows with one new token (decodes) are computed together: their blocks are gathered into one padded batch. Decodes are
+grouped by the power of two above their length in blocks, so that padding at most doubles the work. Rows with more
+(prefills, chunks of them) are computed one by one, in tiles of queries that bound the size of the mask.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, store_kv
+
+MAX_GATHERED_TOKENS = 2**16  # padded positions that one decode group gathers; a single longer row stands alone
+MAX_MASK_ELEMENTS = 2**24  # queries x keys of one prefill tile
+MAX_MASKED_QUERIES = 256  # of one tile that needs a mask: the masked half of a tile is computed in vain
+
+
+class DecodeGroup(NamedTuple):
+    """Decode rows of similar length."""
+
+    tokens: Tensor | None  # int64 [n], where their queries lie in the flat batch; None: they are the batch, in order
+    blocks: Tensor  # int32 [n * max blocks of the group], their block tables one after the other
+    mask: Tensor  # bool [n, 1, 1, max blocks * block_size]: the positions that exist
+
+
+class PrefillTile(NamedTuple):
+    """Consecutive queries of one row: tokens first … last - 1 of the flat batch attend to `num_keys` positions."""
+
+    first: int
+    last: int
+    num_keys: int
+    row_first: int  # where the row's tokens begin in the flat batch
+    block_table: Tensor | None  # [blocks that hold num_keys]; None: every key is one of this step's own
+
+
+class TorchAttention:
+    """Gathers keys and values by block table and calls scaled_dot_product_attention."""
+
+    name = "torch"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    def prepare(self, metadata: AttentionMetadata) -> StepAttention:
+        first_tokens = [0, *accumulate(metadata.query_lens)]
+        decodes = [row for row, num_queries in enumerate(metadata.query_lens) if num_queries == 1]
+        groups = [self._decode_group(metadata, rows, first_tokens) for rows in self._group(decodes, metadata)]
+        tiles: list[PrefillTile] = []
+        for row, num_queries in enumerate(metadata.query_lens):
+            if num_queries > 1:
+                tiles += self._tiles(metadata, row, first_tokens[row])
+        return TorchStep(self.spec, metadata.slot_mapping, groups, tiles)
+
+    def _group(self, rows: list[int], metadata: AttentionMetadata) -> list[list[int]]:
+        """Splits decode rows by length class, and each class so that no gather exceeds its limit."""
+        by_class: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            by_class[(self._num_blocks(metadata.context_lens[row]) - 1).bit_length()].append(row)
+        groups = []
+        for size_class, members in sorted(by_class.items()):
+            limit = max(1, MAX_GATHERED_TOKENS // (self.spec.block_size << size_class))
+            groups += [members[i : i + limit] for i in range(0, len(members), limit)]
+        return groups
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.spec.block_size)
+
+    def _decode_group(self, metadata: AttentionMetadata, rows: list[int], first_tokens: list[int]) -> DecodeGroup:
+        device = metadata.block_tables.device
+        num_blocks = max(self._num_blocks(metadata.context_lens[row]) for row in rows)
+        tables, lengths = metadata.block_tables[:, :num_blocks], metadata.context_lens_tensor
+        tokens: Tensor | None = None
+        if len(rows) != metadata.num_rows:
+            index = torch.tensor(rows, device=device)
+            tables, lengths = tables[index], lengths[index]
+            tokens = torch.tensor([first_tokens[row] for row in rows], device=device)
+        positions = torch.arange(num_blocks * self.spec.block_size, device=device)
+        mask = positions < lengths[:, None]  # [n, max positions]
+        return DecodeGroup(tokens, tables.flatten(), mask[:, None, None, :])
+
+    def _tiles(self, metadata: AttentionMetadata, row: int, row_first: int) -> list[PrefillTile]:
+        num_queries, context = metadata.query_lens[row], metadata.context_lens[row]
+        num_cached = context - num_queries
+        tile = max(1, min(num_queries, MAX_MASK_ELEMENTS // context))
+        if num_cached:
+            tile = min(tile, MAX_MASKED_QUERIES)
+        tiles = []
+        for begin in range(0, num_queries, tile):
+            end = min(begin + tile, num_queries)
+            num_keys = num_cached + end
+            table = metadata.block_tables[row, : self._num_blocks(num_keys)] if num_cached else None
+            tiles.append(PrefillTile(row_first + begin, row_first + end, num_keys, row_first, table))
+        return tiles
+
+
+class TorchStep:
+    """One step's attention; see StepAttention for the shapes."""
+
+    def __init__(
+        self, spec: AttentionSpec, slot_mapping: Tensor, groups: list[DecodeGroup], tiles: list[PrefillTile]
+    ) -> None:
+        self._spec = spec
+        self._slot_mapping = slot_mapping
+        self._groups = groups
+        self._tiles = tiles
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
+        store_kv(key, value, kv_cache, self._slot_mapping)
+        if len(self._groups) == 1 and self._groups[0].tokens is None:
+            return self._decode(self._groups[0], query, kv_cache)
+        output = torch.empty_like(query)
+        for group in self._groups:
+            assert group.tokens is not None, "a group that is the whole batch stands alone"
+            output.index_copy_(0, group.tokens, self._decode(group, query.index_select(0, group.tokens), kv_cache))
+        for tile in self._tiles:
+            output[tile.first : tile.last] = self._prefill(tile, query, key, value, kv_cache)
+        return output
+
+    def _decode(self, group: DecodeGroup, query: Tensor, kv_cache: Tensor) -> Tensor:
+        """Query [n, num_heads, head_dim] -> the same shape. The query heads of one KV head stand in as its queries."""
+        num_rows = query.shape[0]
+        num_kv_heads, head_dim = self._spec.num_kv_heads, self._spec.head_dim
+        queries = query.reshape(num_rows, num_kv_heads, -1, head_dim)
+        shape = (num_rows, -1, num_kv_heads, head_dim)
+        keys = kv_cache[0].index_select(0, group.blocks).view(shape).transpose(1, 2)
+        values = kv_cache[1].index_select(0, group.blocks).view(shape).transpose(1, 2)
+        output = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=group.mask, scale=self._spec.scale
+        )
+        return output.reshape(num_rows, -1, head_dim)
+
+    def _prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
+        """One tile's rows of the output, [last - first, num_heads, head_dim]."""
+        if tile.block_table is None:
+            end = tile.row_first + tile.num_keys
+            keys, values = key[tile.row_first : end], value[tile.row_first : end]
+        else:
+            keys = kv_cache[0].index_select(0, tile.block_table).flatten(0, 1)[: tile.num_keys]
+            values = kv_cache[1].index_select(0, tile.block_table).flatten(0, 1)[: tile.num_keys]
+        num_kv_heads, head_dim = self._spec.num_kv_heads, self._spec.head_dim
+        num_queries = tile.last - tile.first
+        queries = query[tile.first : tile.last].reshape(num_queries, num_kv_heads, -1, head_dim)
+        mask: Tensor | None = None  # square and causal
+        if num_queries != tile.num_keys:  # the queries are the last positions of the keys
+            positions = torch.arange(tile.num_keys, device=query.device)
+            mask = positions <= positions[-num_queries:, None]  # [queries, keys]
+        shape = (num_kv_heads, queries.shape[2], tile.num_keys, head_dim)
+        output = functional.scaled_dot_product_attention(
+            queries.permute(1, 2, 0, 3),  # KV heads stand in for the batch: [num_kv_heads, group, queries, head_dim]
+            keys.transpose(0, 1)[:, None].expand(shape),  # shared by the group, not copied
+            values.transpose(0, 1)[:, None].expand(shape),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._spec.scale,
+        )
+        return output.permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)

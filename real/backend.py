@@ -1,0 +1,155 @@
+"""The real engine behind the core's Backend protocol: one plan in, sampled tokens and measured times out."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from real.attention.interface import AttentionSpec
+from real.attention.registry import choose_attention
+from real.cache_engine import CacheEngine, block_bytes
+from real.config import RealConfig
+from real.device import Placement, Stopwatch, describe_device, resolve_device, resolve_dtype, stopwatch
+from real.host_memory import check_fits
+from real.loader import load_weights
+from real.models.interface import CausalLM
+from real.models.registry import build_model, check_supported
+from real.profiling import Limits, fitting_num_blocks, warm_up
+from real.runner import ModelRunner
+from real.sampler import sample
+from testbed.errors import ConfigError, DeviceError
+from testbed.plan import BatchPlan, Outcome, ScheduledSequence, Spans
+from testbed.specs import ModelSpec
+
+
+class RealWork:
+    """A plan that was launched. `wait` may be called once."""
+
+    def __init__(
+        self, sampled: list[ScheduledSequence], token_ids: Tensor | None, clock: Stopwatch, prepare_ns: int
+    ) -> None:
+        self._sampled = sampled
+        self._token_ids = token_ids  # int64 [num_samples], on the device
+        self._clock = clock
+        self._prepare_ns = prepare_ns
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        """Blocks until the device is done: outcomes of the rows that were not forced (None: there are none), times."""
+        swap_ns, forward_ns, sample_ns = self._clock.finish()
+        spans = Spans(prepare_ns=self._prepare_ns, swap_ns=swap_ns, forward_ns=forward_ns, sample_ns=sample_ns)
+        if self._token_ids is None or all(row.forced for row in self._sampled):
+            return None, spans
+        drawn = zip(self._sampled, self._token_ids.tolist(), strict=True)
+        return tuple(Outcome(row.seq_id, (token,)) for row, token in drawn if not row.forced), spans
+
+
+class RealBackend:
+    """Loads a model, allocates its KV memory, executes plans. Implements testbed.interfaces.Backend.
+
+    num_gpu_blocks: None measures what fits (CUDA) or takes the stated budget (CPU). num_cpu_blocks: None is no swap
+    space. max_model_len: the longest sequence to leave room for; None takes the model's. seed: of dummy weights and of
+    requests that bring no seed. Raises ModelError, DeviceError, ConfigError.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: RealConfig,
+        *,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        gpu_memory_utilization: float = 0.9,
+        num_gpu_blocks: int | None = None,
+        num_cpu_blocks: int | None = None,
+        max_model_len: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        _check_at_least(
+            1, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+        )
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec))
+        choice = choose_attention(config.attention, _attention_spec(spec, block_size, placement))
+        self.attention_name = choice.provider.name
+        self.attention_reasons = choice.reasons
+        self.device_description = describe_device(placement.device)
+        check_supported(spec)
+        if placement.device.type == "cpu":
+            size = block_bytes(spec, block_size, placement.dtype)
+            num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
+            check_fits(spec.name, spec.num_parameters * placement.dtype.itemsize, num_blocks, size)
+        model, self.load_format = _load_model(spec, placement, config.load_format, seed)
+        self.runner = ModelRunner(
+            model, choice.provider, placement, block_size=block_size, vocab_size=spec.vocab_size, seed=seed
+        )
+        limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_position_embeddings)
+        if num_gpu_blocks is None:
+            num_gpu_blocks = fitting_num_blocks(
+                self.runner, spec, placement, limits, gpu_memory_utilization, config.cpu_kv_bytes
+            )
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_cpu_blocks = num_cpu_blocks or 0
+        _check_at_least(1, num_gpu_blocks=self.num_gpu_blocks)
+        _check_at_least(0, num_cpu_blocks=self.num_cpu_blocks)
+        self.cache = CacheEngine(
+            spec,
+            placement,
+            block_size=block_size,
+            num_gpu_blocks=self.num_gpu_blocks,
+            num_cpu_blocks=self.num_cpu_blocks,
+        )
+        self._device = placement.device
+        warm_up(self.runner, self.cache, placement, limits)
+
+    @torch.inference_mode()
+    def start(self, plan: BatchPlan) -> RealWork:
+        """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done."""
+        assert plan.num_steps == 1, "the real engine takes its plans one step at a time"
+        began_ns = time.perf_counter_ns()
+        rows = plan.scheduled
+        inputs = self.runner.prepare(rows) if rows else None
+        prepare_ns = time.perf_counter_ns() - began_ns
+        clock = stopwatch(self._device)
+        clock.mark()
+        self.cache.execute(plan)
+        clock.mark()
+        logits = self.runner.logits(inputs, self.cache.gpu) if inputs is not None else None
+        clock.mark()
+        sampled = [row for row in rows if row.samples]
+        token_ids = sample(logits, inputs.sampling) if sampled and inputs is not None and logits is not None else None
+        clock.mark()
+        return RealWork(sampled, token_ids, clock, prepare_ns)
+
+
+def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: int) -> tuple[CausalLM, str]:
+    """The model with its weights, and where they came from."""
+    try:
+        model = build_model(spec, placement)
+    except RuntimeError:  # torch has no narrower one for host memory
+        raise DeviceError(
+            f"the weights of {spec.name} ({spec.num_parameters * placement.dtype.itemsize:,} bytes) do not fit on "
+            f"{describe_device(placement.device)}; choose a smaller model"
+        ) from None
+    return model, load_weights(model, spec, load_format, seed)
+
+
+def _attention_spec(spec: ModelSpec, block_size: int, placement: Placement) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=spec.num_attention_heads,
+        num_kv_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        scale=spec.head_dim**-0.5,
+        block_size=block_size,
+        device=placement.device,
+        dtype=placement.dtype,
+    )
+
+
+def _check_at_least(minimum: int, **counts: int) -> None:
+    for name, count in counts.items():
+        if count < minimum:
+            raise ConfigError(f"{name} is {count}; it must be at least {minimum}")

@@ -1,0 +1,51 @@
+"""Options of the real backend. Plain values, checked here; importing this module does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from testbed.errors import ConfigError
+
+DEVICES = ("auto", "cuda", "cpu")
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_NAMES = ("auto", "flash_attn", "triton", "torch")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+PACES = ("real_time", "as_fast_as_possible")
+MAX_NUM_THREADS = 1024  # torch does not survive many more
+
+
+@dataclass(frozen=True, slots=True)
+class RealConfig:
+    """How the engine runs; what it runs is a ModelSpec, what it is fed is a plan.
+
+    device: `auto` takes CUDA where there is a GPU. dtype: of weights and KV; None takes the model's. attention: `auto`
+    takes the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors when
+    the model's path is a folder and draws random weights otherwise. cpu_kv_bytes: KV memory when the device is the CPU.
+    num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals,
+    `as_fast_as_possible` moves the clock forward instead of waiting.
+    """
+
+    device: str = "auto"
+    dtype: str | None = None
+    attention: str = "auto"
+    load_format: str = "auto"
+    cpu_kv_bytes: int = 256 * 1024**2
+    num_threads: int | None = None
+    pace: str = "real_time"
+
+    def __post_init__(self) -> None:
+        _check_choice("device", self.device, DEVICES)
+        if self.dtype is not None:
+            _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention", self.attention, ATTENTION_NAMES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("pace", self.pace, PACES)
+        if self.cpu_kv_bytes < 1:
+            raise ConfigError(f"backend.cpu_kv_bytes is {self.cpu_kv_bytes}; it must be at least 1")
+        if self.num_threads is not None and not 1 <= self.num_threads <= MAX_NUM_THREADS:
+            raise ConfigError(f"backend.num_threads is {self.num_threads}; it must be 1 to {MAX_NUM_THREADS}, or null")
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"backend.{key} is {value!r}; choose one of {', '.join(choices)}")

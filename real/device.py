@@ -1,0 +1,100 @@
+"""Where the engine computes: the device, its number format, its description, and how a step's time is measured."""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from real.config import DTYPES
+from testbed.errors import ConfigError, DeviceError
+from testbed.specs import ModelSpec
+
+
+class Placement(NamedTuple):
+    """Where tensors live and in which format."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto`, `cuda` or `cpu` -> a device. Raises DeviceError if CUDA is demanded and absent."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("backend.device=cuda, but torch finds no CUDA GPU here; use backend.device=cpu or auto")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(name: str | None, spec: ModelSpec) -> torch.dtype:
+    """The configured format, or the model's. Raises ConfigError if the engine cannot compute in it."""
+    chosen = name or spec.dtype
+    if chosen not in DTYPES:
+        raise ConfigError(f"the real backend cannot compute in {chosen}; set backend.dtype to {', '.join(DTYPES)}")
+    dtype = getattr(torch, chosen)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def describe_device(device: torch.device) -> str:
+    """One line for manifests: the GPU's name, or the CPU's with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+class Stopwatch(Protocol):
+    """Marks instants on the device's own time line."""
+
+    def mark(self) -> None: ...
+
+    def finish(self) -> list[int]:
+        """Waits for the device once; the ns between consecutive marks."""
+        ...
+
+
+class CpuStopwatch:
+    """The monotonic clock: CPU work is done when its call returns."""
+
+    def __init__(self) -> None:
+        self._marks: list[int] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter_ns())
+
+    def finish(self) -> list[int]:
+        return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+
+
+class CudaStopwatch:
+    """CUDA events on the current stream: no wait until `finish`."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+
+    def finish(self) -> list[int]:
+        self._events[-1].synchronize()
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return [round(before.elapsed_time(after) * 1e6) for before, after in pairs]  # ms -> ns
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    return CudaStopwatch() if device.type == "cuda" else CpuStopwatch()

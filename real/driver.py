@@ -1,0 +1,109 @@
+"""Drives the core's loop in real time: waits when it says wait, runs the engine when it says execute.
+
+The clock starts at 0 with the loop's first command and is handed in, so that tests can turn it by hand. This module
+needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Protocol, TypeVar
+
+from real.config import RealConfig
+from testbed.errors import LivelockError
+from testbed.interfaces import Execute, Resume, WaitUntil
+from testbed.plan import BatchPlan, Outcome, Spans, StepResult
+
+SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
+
+Result = TypeVar("Result")
+
+
+class Clock(Protocol):
+    """The run's time, in ns since `start`."""
+
+    def start(self) -> None: ...
+    def now_ns(self) -> int: ...
+    def wait_until(self, until_ns: int) -> None: ...
+
+
+class RealTimeClock:
+    """Waits by sleeping."""
+
+    def __init__(self) -> None:
+        self._origin_ns = time.perf_counter_ns()
+
+    def start(self) -> None:
+        self._origin_ns = time.perf_counter_ns()
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns() - self._origin_ns
+
+    def wait_until(self, until_ns: int) -> None:
+        while (left_ns := until_ns - self.now_ns()) > 0:
+            time.sleep(min(left_ns / 1e9, SLEEP_SLICE_S))
+
+
+class SkippingClock(RealTimeClock):
+    """Waits by moving forward: steps take the time they take, idle time takes none."""
+
+    def wait_until(self, until_ns: int) -> None:
+        self._origin_ns -= max(0, until_ns - self.now_ns())
+
+
+class RunningWork(Protocol):
+    """A plan that was launched."""
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]: ...
+
+
+class RunningBackend(Protocol):
+    """What the driver asks of an engine; RealBackend is one."""
+
+    def start(self, plan: BatchPlan) -> RunningWork: ...
+
+
+def run(
+    loop: Generator[WaitUntil | Execute, Resume, Result],
+    backend: RunningBackend,
+    config: RealConfig,
+    clock: Clock | None = None,
+) -> Result:
+    """Runs `testbed.serve.serve(...)` to its end on the engine; returns what the loop returns.
+
+    Raises LivelockError if the loop waits for a wake: nobody is there to wake it. What the loop or the engine raises,
+    an interrupt included, passes through; records of committed steps are the recorder's and stay.
+    """
+    clock = clock or (RealTimeClock() if config.pace == "real_time" else SkippingClock())
+    resume: Resume | None = None
+    last_ns, schedule_ns, sent_ns = 0, 0, 0
+    while True:
+        try:
+            command = next(loop) if resume is None else loop.send(resume)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        if resume is None:
+            clock.start()
+        else:
+            last_ns, schedule_ns = resume.now_ns, clock.now_ns() - sent_ns
+        if isinstance(command, Execute):
+            resume = _execute(command.plan, backend, clock, last_ns, schedule_ns)
+        else:
+            resume = _wait(command, clock, last_ns)
+        sent_ns = clock.now_ns()
+
+
+def _wait(command: WaitUntil, clock: Clock, last_ns: int) -> Resume:
+    if command.until_ns is None:
+        raise LivelockError("the loop waits to be woken, but a replayed trace has nobody who could wake it")
+    clock.wait_until(command.until_ns)
+    return Resume(max(clock.now_ns(), command.until_ns, last_ns))
+
+
+def _execute(plan: BatchPlan, backend: RunningBackend, clock: Clock, last_ns: int, schedule_ns: int) -> Resume:
+    """One step; it ends at least 1 ns after the instant before it."""
+    outcomes, spans = backend.start(plan).wait()
+    now_ns = max(clock.now_ns(), last_ns + 1)
+    return Resume(now_ns, StepResult((now_ns,), outcomes, spans._replace(schedule_ns=schedule_ns)))

@@ -1,0 +1,42 @@
+"""Whether weights and KV memory fit in the host's memory: an allocation that is too large succeeds, and kills later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from testbed.errors import DeviceError
+
+MEMINFO = Path("/proc/meminfo")
+RESERVE_BYTES = 256 * 1024**2  # for the temporaries of a step and the core
+
+
+def available_bytes() -> int | None:
+    """What can be allocated without swapping, as Linux estimates it; None where it does not say."""
+    if not MEMINFO.is_file():
+        return None
+    for line in MEMINFO.read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return int(amount.split()[0]) * 1024
+    return None
+
+
+def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes: int) -> None:
+    """Raises DeviceError if the weights, or the KV blocks beside them, are more than what is available.
+
+    The swap pool does not count: its pages are taken when they are first written.
+    """
+    available = available_bytes()
+    if available is None:
+        return
+    weights = f"the weights of {model_name} ({weight_bytes:,} bytes)"
+    if weight_bytes + RESERVE_BYTES > available:
+        raise DeviceError(
+            f"{weights} do not fit in the {available:,} bytes that are available, of which {RESERVE_BYTES:,} are kept "
+            "for the steps; choose a smaller model, or backend=sim"
+        )
+    if weight_bytes + num_blocks * block_bytes + RESERVE_BYTES > available:
+        raise DeviceError(
+            f"no memory for {num_blocks} KV blocks on cpu, {block_bytes:,} bytes each, beside {weights}: "
+            f"{available:,} bytes are available; lower cache.num_gpu_blocks or backend.cpu_kv_bytes"
+        )

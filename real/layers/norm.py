@@ -1,0 +1,30 @@
+"""RMS normalisation (Zhang & Sennrich 2019), fused with the residual addition that precedes it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from real.device import Placement
+from real.layers.linear import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last dimension, which has `size` elements."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.weight = empty_parameter((size,), placement)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (self.size,), self.weight, self.eps)
+
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds x to the residual stream, normalises it: (normalised, new residual), both [num_tokens, size].
+
+        Overwrites x, which becomes the new residual.
+        """
+        residual = x.add_(residual)
+        return self.forward(residual), residual

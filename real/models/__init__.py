@@ -1,0 +1,1 @@
+"""Model architectures, by the names that Hugging Face configs give them."""

@@ -1,0 +1,118 @@
+"""Qwen3 (dense): grouped-query attention with normalised queries and keys, rotary positions, SwiGLU.
+
+Module names follow Hugging Face's Qwen3ForCausalLM, so that its checkpoints load by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from real.attention.interface import StepAttention
+from real.device import Placement
+from real.layers.activation import silu_and_mul
+from real.layers.embedding import LMHead, VocabEmbedding
+from real.layers.linear import MergedColumnParallel, QKVParallel, RowParallel
+from real.layers.norm import RMSNorm
+from real.layers.rotary import RotaryEmbedding, rotate
+from real.models.interface import CausalLM
+from testbed.specs import ModelSpec
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        self.qkv_proj = QKVParallel(spec.hidden_size, heads, kv_heads, head_dim, placement)
+        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement)
+        self.q_norm = RMSNorm(head_dim, spec.rms_norm_eps, placement)
+        self.k_norm = RMSNorm(head_dim, spec.rms_norm_eps, placement)
+
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, attention: StepAttention
+    ) -> Tensor:
+        query, key, value = self.qkv_proj.project(hidden)
+        query = rotate(self.q_norm(query), *rotation)
+        key = rotate(self.k_norm(key), *rotation)
+        output: Tensor = self.o_proj(attention(query, key, value, kv_cache).flatten(1))
+        return output
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+        super().__init__()
+        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        self.gate_up_proj = MergedColumnParallel(spec.hidden_size, parts, placement)
+        self.down_proj = RowParallel(spec.intermediate_size, spec.hidden_size, placement)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        return output
+
+
+class Qwen3Layer(nn.Module):
+    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
+        self.self_attn = Qwen3Attention(spec, placement)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
+        self.mlp = Qwen3MLP(spec, placement)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        attention: StepAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """(output of the feed-forward, residual stream before it is added), both [num_tokens, hidden]."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm.add_and_normalize(hidden, residual)
+        hidden = self.self_attn(hidden, rotation, kv_cache, attention)
+        hidden, residual = self.post_attention_layernorm.add_and_normalize(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, placement)
+        self.layers = nn.ModuleList(Qwen3Layer(spec, placement) for _ in range(spec.num_hidden_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
+        self.rotary = RotaryEmbedding(spec.head_dim, spec.rope_theta, placement.device)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
+    ) -> Tensor:
+        hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden]
+        rotation = self.rotary(positions, hidden.dtype)
+        residual: Tensor | None = None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            hidden, residual = layer(hidden, residual, rotation, kv_cache, attention)
+        assert residual is not None
+        normalized, _ = self.norm.add_and_normalize(hidden, residual)
+        return normalized
+
+
+class Qwen3ForCausalLM(CausalLM):
+    """See CausalLM for the shapes."""
+
+    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+        super().__init__()
+        self.model = Qwen3Model(spec, placement)
+        tied_to = self.model.embed_tokens if spec.tie_word_embeddings else None
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to)
+
+    def hidden_states(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
+    ) -> Tensor:
+        output: Tensor = self.model(token_ids, positions, kv_caches, attention)
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.lm_head(hidden)
+        return output

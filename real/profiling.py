@@ -1,0 +1,128 @@
+"""How many KV blocks fit: measured at the maximum load on a GPU, a stated budget on the CPU. And the warm-up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from real.attention.interface import AttentionMetadata
+from real.cache_engine import CacheEngine, block_bytes
+from real.device import Placement
+from real.runner import ModelRunner, StepInputs
+from real.sampler import SamplingInputs, sample
+from testbed.errors import DeviceError
+from testbed.specs import ModelSpec, num_kv_blocks
+
+WARM_UP_TOKENS = 256  # enough for a prefill of a measured kind; the maximum would take a CPU seconds
+
+
+class Limits(NamedTuple):
+    """The largest step that the core will plan."""
+
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+def fitting_num_blocks(
+    runner: ModelRunner,
+    spec: ModelSpec,
+    placement: Placement,
+    limits: Limits,
+    gpu_memory_utilization: float,
+    cpu_kv_bytes: int,
+) -> int:
+    """KV blocks that the device has room for. Raises DeviceError if not even one fits."""
+    size = block_bytes(spec, limits.block_size, placement.dtype)
+    if placement.device.type == "cpu":
+        return _num_blocks_of_budget(size, limits.block_size, cpu_kv_bytes)
+    weights, temporaries = _measure(runner, spec, placement, limits)
+    return num_kv_blocks(
+        memory_bytes=torch.cuda.mem_get_info(placement.device)[1],
+        utilization=gpu_memory_utilization,
+        weight_bytes=weights,
+        activation_bytes=temporaries,
+        block_bytes=size,
+    )
+
+
+def _num_blocks_of_budget(size: int, block_size: int, cpu_kv_bytes: int) -> int:
+    if cpu_kv_bytes < size:
+        raise DeviceError(
+            f"backend.cpu_kv_bytes is {cpu_kv_bytes:,}, but one KV block of {block_size} tokens takes {size:,} bytes; "
+            "raise it or choose a smaller cache.block_size"
+        )
+    return cpu_kv_bytes // size
+
+
+@torch.inference_mode()
+def _measure(runner: ModelRunner, spec: ModelSpec, placement: Placement, limits: Limits) -> tuple[int, int]:
+    """Bytes of the weights, and of the peak of two steps at the maximum load plus what others hold of the GPU."""
+    block_size, max_num_batched_tokens, max_num_seqs, max_model_len = limits
+    device = placement.device
+    torch.cuda.synchronize(device)
+    weights = torch.cuda.memory_allocated(device)
+    shape = (2, 1, block_size, spec.num_key_value_heads, spec.head_dim)
+    kv_caches = [torch.zeros(shape, device=device, dtype=placement.dtype)] * spec.num_hidden_layers
+    torch.cuda.reset_peak_memory_stats(device)
+    chunk = min(max_num_batched_tokens, max_model_len)
+    loads = [
+        [(chunk, max_model_len)] * max(1, max_num_batched_tokens // chunk),  # prefills at the end of long prompts
+        [(1, max_model_len)] * min(max_num_seqs, max_num_batched_tokens),  # decodes of the longest sequences
+    ]
+    try:
+        for load in loads:
+            inputs = _synthetic_load(load, max_num_seqs, block_size, device)
+            sample(runner.logits(inputs, kv_caches), inputs.sampling)
+    except torch.OutOfMemoryError:
+        raise DeviceError(
+            f"not enough GPU memory for a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences; "
+            "lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+        ) from None
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - weights
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = max(0, total - free - torch.cuda.memory_reserved(device))  # the CUDA context, other processes
+    return weights, activations + others
+
+
+@torch.inference_mode()
+def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: Limits) -> None:
+    """Runs a prefill and a decode step and touches the device's KV memory: no measured step pays for first calls."""
+    num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
+    num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    for load in ([(num_tokens, num_tokens)], [(1, 1)] * num_seqs):
+        inputs = _synthetic_load(load, 1, limits.block_size, placement.device)
+        sample(runner.logits(inputs, cache.gpu), inputs.sampling)
+    for layer in cache.gpu:
+        layer.zero_()
+
+
+def _synthetic_load(load: list[tuple[int, int]], num_samples: int, block_size: int, device: torch.device) -> StepInputs:
+    """Inputs of (query length, context length) rows that all read and write block 0: full work, little memory."""
+    query_lens = tuple(query for query, _ in load)
+    context_lens = tuple(context for _, context in load)
+    num_tokens = sum(query_lens)
+    lengths = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    starts = [torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32).to(device) for lens in (query_lens, context_lens)]
+    max_blocks = -(-max(context_lens) // block_size)
+    metadata = AttentionMetadata(
+        query_lens=query_lens,
+        context_lens=context_lens,
+        query_starts=starts[0],
+        context_starts=starts[1],
+        context_lens_tensor=lengths,
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        block_tables=torch.zeros((len(load), max_blocks), dtype=torch.int32, device=device),
+    )
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    sample_tokens = torch.arange(num_samples, device=device) % num_tokens
+    sampling = SamplingInputs(
+        torch.arange(num_samples, device=device),
+        torch.ones(num_samples, device=device),
+        torch.zeros(num_samples, dtype=torch.int64, device=device),
+    )
+    return StepInputs(zeros, zeros, metadata, sample_tokens, sampling)

@@ -1,0 +1,19 @@
+"""Experiments: command line, configuration and wiring. The only package that knows both backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.api import replay, simulate
+
+__all__ = ["replay", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    """`from experiments import simulate` without loading pandas for every command."""
+    if name in __all__:
+        from experiments import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'experiments' has no attribute {name!r}")

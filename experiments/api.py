@@ -1,0 +1,65 @@
+"""Runs from Python: `from experiments import simulate, replay`. Each returns an `analysis.load.Run`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from analysis.load import Run, load_run
+from experiments.compose import compose_config, to_overrides
+from experiments.run import execute
+from testbed.errors import TestbedError, TraceError
+from testbed.traces.readers.own import read_own
+from testbed.traces.schema import Trace
+
+TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
+
+
+def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **settings: Any) -> Run:
+    """Simulates a trace and returns the finished run (`.requests`, `.steps`, `.summary`, `.path`).
+
+    trace: a Trace; a file of our own schema (.jsonl, .csv, .parquet); rows of that schema as dicts; or the `trace`
+    group's keys as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's groups, by option
+    name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}. folder: where the run goes; a new
+    temporary folder by default. Raises TestbedError in one line.
+    """
+    return _run(trace, folder, {"backend": "sim", **settings})
+
+
+def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **settings: Any) -> Run:
+    """As `simulate`, on the real engine (backend=real)."""
+    backend = settings.pop("backend", {})
+    return _run(trace, folder, {"backend": {"name": "real", **backend}, **settings})
+
+
+def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[str, Any]) -> Run:
+    rows: Trace | None = None
+    if isinstance(trace, Mapping):
+        settings["trace"] = dict(trace)
+    else:
+        rows = _rows(trace)
+    config = compose_config(to_overrides(settings))
+    target = Path(tempfile.mkdtemp(prefix="testbed-")) / "run" if folder is None else Path(folder)
+    result = execute(config, target, command="from Python", trace=rows)
+    if result.status != "complete":
+        raise TestbedError(result.message)
+    return load_run(result.folder)
+
+
+def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:
+    if isinstance(trace, Trace):
+        return trace
+    if isinstance(trace, str | PathLike):
+        return read_own(fspath(trace))
+    if not isinstance(trace, Iterable):
+        raise TraceError(
+            f"trace is {trace!r}; give a Trace, a file, rows as dicts, or the trace group's keys as one dict"
+        )
+    with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
+        file = Path(scratch) / "rows.jsonl"
+        file.write_text("".join(json.dumps(dict(row)) + "\n" for row in trace))
+        return read_own(file)

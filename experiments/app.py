@@ -1,0 +1,159 @@
+"""`testbed run`: the Hydra app around `experiments.run.execute`."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import sys
+from contextlib import redirect_stderr
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import hydra
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.compose import compose_from
+from experiments.config import RunConfig, read_config, register
+from experiments.messages import is_hydras, translate
+from experiments.run import INTERRUPTED, TRACE_FILE, RunResult, execute, has_run, set_aside
+from testbed.errors import ConfigError, RunFolderError, TestbedError
+
+
+class RunFailedError(TestbedError):
+    """A run ended partial, or with requests that could never fit; its folder says more."""
+
+
+def run_app(arguments: list[str]) -> int:
+    """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
+    sources = [item for item in arguments if item.startswith("from=")]
+    if sources:
+        return _run_from(sources[-1][5:], [item for item in arguments if not item.startswith("from=")])
+    register()
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    flags = [item for item in arguments if item in ("-m", "--multirun")]  # argparse wants them before the overrides
+    sys.argv = ["testbed run", *flags, *(item for item in arguments if item not in flags)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
+    try:
+        with redirect_stderr(_WithoutFraming(sys.stderr)):
+            hydra.main(version_base="1.3", config_path="conf", config_name="config")(_job)()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise translate(error, arguments) from None
+    except ValueError as error:
+        if not is_hydras(error):
+            raise
+        raise translate(error, arguments) from None
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+    return 0
+
+
+class _WithoutFraming(io.TextIOBase):
+    """Standard error without Hydra's line before an error of ours and without usage: one line says it better."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if not text.startswith(("Error executing job with overrides", "usage: ")):
+            self._stream.write(text.removeprefix("testbed run: "))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def _job(node: DictConfig) -> dict[str, Any] | None:
+    """One point of a sweep, or the only run. Of a sweep's failures only the first is raised: each is printed."""
+    try:
+        return _run_point(node)
+    except TestbedError as error:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            print(f"failed       {HydraConfig.get().runtime.output_dir}: {error}")
+        raise
+
+
+def _run_point(node: DictConfig) -> dict[str, Any] | None:
+    register()  # a launcher may have started this process
+    raw = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(raw, dict)
+    config = RunConfig.from_container({str(key): value for key, value in raw.items()})
+    info = HydraConfig.get()
+    folder = Path(info.runtime.output_dir)
+    if info.mode is RunMode.MULTIRUN and has_run(folder) and not config.overwrite:
+        if (folder / "done").exists():
+            _same_point(folder, config)
+            print(f"done before  {folder}")
+            return None
+        print(f"set aside    {set_aside(folder)}")
+        folder.mkdir(parents=True)
+    command = shlex.join(["testbed", "run", *info.overrides.hydra, *info.overrides.task])
+    return _finish(execute(config, folder, command=command))
+
+
+def _same_point(folder: Path, config: RunConfig) -> None:
+    """A finished point is skipped only if it is this very point."""
+    if read_config(folder) != config.raw:
+        raise RunFolderError(
+            f"{folder} holds a finished run of another configuration; choose another hydra.sweep.dir or pass "
+            "overwrite=true"
+        )
+
+
+def _finish(result: RunResult) -> dict[str, Any]:
+    """Prints what came out; raises RunFailedError when the exit status must not be 0."""
+    from experiments.listing import print_summary
+
+    print_summary(result)
+    if result.exit_status:
+        error = RunFailedError(result.message)
+        error.exit_status = result.exit_status
+        if result.exit_status == INTERRUPTED:
+            raise KeyboardInterrupt(result.message)
+        raise error
+    if result.message:
+        print(f"note: {result.message}", file=sys.stderr)
+    return result.summary
+
+
+def _with_its_trace(raw: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The configuration of a folder that was moved since: a trace that it holds itself is still found."""
+    path = raw.get("trace", {}).get("path")
+    kept = source.absolute() / TRACE_FILE
+    if path is not None and Path(path).name == TRACE_FILE and not Path(path).exists() and kept.exists():
+        raw["trace"]["path"] = str(kept)
+    return raw
+
+
+def _run_from(source: str, overrides: list[str]) -> int:
+    """Repeats the run of a folder: its configuration, checked as any other, with the overrides laid over it."""
+    if not source:
+        raise ConfigError("from= needs the folder of a run")
+    folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
+    kept = []
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals or key.startswith(("-", "+", "~")):
+            raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
+        if key == "hydra.run.dir":
+            folder = Path(value)
+        else:
+            kept.append(item)
+    config = compose_from(_with_its_trace(read_config(Path(source)), Path(source)), kept)
+    command = shlex.join(["testbed", "run", f"from={source}", *overrides])
+    _finish(execute(config, folder, command=command))
+    return 0

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table; none decides a test."""

@@ -1,0 +1,130 @@
+"""How fast the core and the simulator are: scheduler steps/s at 256 sequences, simulated requests/s on 10,000 requests.
+
+Compare numbers of one run only, as ratios: machines are noisy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments import build
+from experiments.compose import compose_config
+from experiments.environment import describe_machine, describe_versions
+from experiments.run import execute
+from testbed.plan import Outcome, StepResult
+from testbed.request import Request, SamplingParams
+from testbed.scheduler import Scheduler
+from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
+from testbed.traces.schema import Span, Trace
+from testbed.traces.synthesis import content_key, synthesize
+
+NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 256, 64, 512, 32_000
+SCHEDULERS = ("vllm_v1", "decode_first", "prefill_first")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("testbed bench", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3, help="of the scheduler's measurement; the best counts (3)")
+    parser.add_argument("--requests", type=int, default=10_000, help="simulated requests (10000)")
+    options = parser.parse_args(arguments)
+    machine, versions = describe_machine(), describe_versions()
+    print(f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}\n")
+    _bench_scheduler(max(1, options.repeats))
+    print()
+    _bench_simulator(max(1, options.requests))
+    return 0
+
+
+def _bench_scheduler(repeats: int) -> None:
+    """plan + commit, one step at a time, distinct tokens coming back for every sequence, digest on."""
+    print(f"scheduler: {NUM_SEQS} running, {OUTPUT_TOKENS} output tokens each, 16-token blocks, best of {repeats}")
+    print(f"  {'scheduler':<16}{'prefix caching':<16}{'steps/s':>10}{'µs/step':>10}")
+    points = [(name, caching) for name in SCHEDULERS for caching in (False, True)]
+    rows = []
+    for name, caching in tqdm(points, desc="scheduler", disable=None, leave=False):
+        rates = [_steps_per_s(name, caching, repeat) for repeat in range(repeats)]
+        rows.append((name, caching, max(rates)))
+    for name, caching, rate in rows:
+        print(f"  {name:<16}{'on' if caching else 'off':<16}{rate:>10,.0f}{1e6 / rate:>10.1f}")
+
+
+def _steps_per_s(name: str, caching: bool, repeat: int) -> float:
+    config = compose_config(
+        [f"scheduler={name}", f"cache.prefix_caching={str(caching).lower()}", "scheduler.max_num_batched_tokens=32768"]
+    )
+    scheduler = build.build_scheduler(config, build.Pools(20_000, 0), record_decisions=False)
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    for index in range(NUM_SEQS):
+        prompt = synthesize(Span(content_key("bench", repeat, index), 0, PROMPT_TOKENS), VOCAB)
+        scheduler.add(Request(str(index), prompt, sampling=sampling))
+    return _drive(scheduler)
+
+
+def _drive(scheduler: Scheduler) -> float:
+    """Steps per second of plan + commit; making the outcomes, a model's work, is not counted."""
+    spent_ns = now_ns = 0
+    clock = time.perf_counter_ns
+    while scheduler.has_work:
+        began_ns = clock()
+        plan = scheduler.plan(now_ns)
+        spent_ns += clock() - began_ns
+        outcomes = tuple(
+            Outcome(row.seq_id, ((now_ns * 7919 + row.seq_id * 31) % VOCAB,)) for row in plan.scheduled if row.samples
+        )
+        now_ns += 1
+        result = StepResult((now_ns,), outcomes)
+        began_ns = clock()
+        scheduler.commit(result, now_ns)
+        spent_ns += clock() - began_ns
+    return scheduler.num_steps / spent_ns * 1e9
+
+
+def azure_like(num_requests: int, seed: int = 0) -> Trace:
+    """Lengths like the Azure 2023 conversation trace's (P50 1,020 in, 129 out), bursty arrivals at 8 a second."""
+    return generate(
+        SyntheticConfig(
+            num_requests=num_requests,
+            arrival="gamma",
+            rate=8.0,
+            cv=1.1,
+            prompt=LengthConfig("lognormal", 1020.0, 0.9, 1, 8000),
+            output=LengthConfig("lognormal", 129.0, 0.9, 1, 1500),
+        ),
+        seed,
+    )
+
+
+def _bench_simulator(num_requests: int) -> None:
+    trace = azure_like(num_requests)
+    config = compose_config(
+        [
+            "model=llama3.1_8b", "device=h100", "scheduler=decode_first", "scheduler.max_num_seqs=512",
+            "scheduler.max_num_batched_tokens=512", "cache.num_gpu_blocks=27800",
+        ]
+    )  # fmt: skip
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="testbed-bench-") as scratch:
+        result = execute(config, Path(scratch) / "run", command="testbed bench", trace=trace)
+        manifest: dict[str, Any] = _manifest(result.folder)
+    wall_s = time.perf_counter() - began
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    print(f"simulator: {num_requests:,} Azure-like requests, Llama-3.1-8B on an H100, decode_first, records written")
+    print(f"  {'requests/s':>12}{'steps/s':>12}{'loop s':>10}{'with summary s':>16}{'peak MiB':>10}")
+    loop_s = manifest["wall_s"]
+    rates = f"{num_requests / loop_s:>12,.0f}{manifest['num_steps'] / loop_s:>12,.0f}"
+    print(f"  {rates}{loop_s:>10.2f}{wall_s:>16.2f}{peak_mib:>10,.0f}")
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    import json
+
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return manifest

@@ -1,0 +1,137 @@
+"""The `testbed` command. `run` is a Hydra app; the others are plain commands. Every user's mistake is one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from testbed.errors import ConfigError, RunFolderError, TestbedError
+
+USAGE = """usage: testbed <command> ...
+
+  run [key=value ...]          one run, or with -m a sweep (Hydra); `testbed run --help` lists the keys
+  run from=<folder>            repeat a run; more key=value pairs change it
+  list [group]                 what there is to choose from
+  parity <run folder>          replay a real run's tape through the simulator and compare every decision
+  report <folder> ...          one HTML page about runs or sweeps
+  trace <format> <file>        what is in a trace
+  bench                        how fast the scheduler and the simulator are
+  demo                         the ablation, the replay on the real engine, and the report of `make demo`
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a user's own policy lies in a file beside them
+    try:
+        if name not in COMMANDS:
+            from experiments.settings import unknown
+
+            raise ConfigError(unknown(f"there is no command {name!r}", name, list(COMMANDS)))
+        return COMMANDS[name](rest)
+    except TestbedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt as stop:
+        print(f"error: {str(stop) or 'interrupted'}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except (OSError, MemoryError) as error:
+        from experiments.run import describe_failure
+
+        print(f"error: {describe_failure(error)}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    from experiments.app import run_app
+
+    return run_app(arguments)
+
+
+def _list(arguments: list[str]) -> int:
+    from experiments.listing import print_listing
+
+    parser = argparse.ArgumentParser("testbed list", description="What there is to choose from, a line each.")
+    parser.add_argument("group", nargs="?", help="only this group")
+    print_listing(parser.parse_args(arguments).group)
+    return 0
+
+
+def _parity(arguments: list[str]) -> int:
+    from experiments.parity import check_parity, print_divergence
+
+    parser = argparse.ArgumentParser("testbed parity", description="Replay a real run's tape, compare every decision.")
+    parser.add_argument("run", type=Path, help="a run folder made with backend=real")
+    options = parser.parse_args(arguments)
+    report = check_parity(options.run)
+    if report.divergence is None:
+        until = "; the run was interrupted there" if report.is_cut else ""
+        print(f"identical: {report.num_steps} steps, decision digest {report.digest:016x}{until}")
+        return 0
+    print_divergence(report)
+    return 1
+
+
+def _report(arguments: list[str]) -> int:
+    from analysis.report import report_from_folders
+
+    parser = argparse.ArgumentParser("testbed report", description="One self-contained HTML page about runs or sweeps.")
+    parser.add_argument("folders", nargs="+", type=Path, help="run or sweep folders")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="where to write it (report.html)")
+    parser.add_argument("--title", help="the page's title")
+    parser.add_argument("--baseline", help="the arm that the others are compared with")
+    parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
+    options = parser.parse_args(arguments)
+    if options.out.exists() and not options.overwrite:
+        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    print(report_from_folders(options.folders, options.out, title=options.title, baseline=options.baseline))
+    return 0
+
+
+def _trace(arguments: list[str]) -> int:
+    from experiments.listing import print_trace
+
+    parser = argparse.ArgumentParser("testbed trace", description="What is in a trace: counts, lengths, arrivals.")
+    parser.add_argument("format", help="azure, burstgpt, mooncake, bailian, jsonl, csv, parquet")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--limit", type=int, help="read at most this many rows")
+    options = parser.parse_args(arguments)
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit is {options.limit}; it must be at least 1")
+    print_trace(options.format, options.file, options.limit)
+    return 0
+
+
+def _bench(arguments: list[str]) -> int:
+    from experiments.bench.core import main as bench
+
+    return bench(arguments)
+
+
+def _demo(arguments: list[str]) -> int:
+    from experiments.demo import main as demo
+
+    return demo(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run,
+    "list": _list,
+    "parity": _parity,
+    "report": _report,
+    "trace": _trace,
+    "bench": _bench,
+    "demo": _demo,
+}

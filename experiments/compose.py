@@ -1,0 +1,136 @@
+"""Configurations from Python: Hydra's groups and overrides without its command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from experiments.config import GROUPS, RunConfig, register
+from experiments.messages import is_hydras, options, translate, unknown_key
+from experiments.settings import unknown
+from testbed.errors import ConfigError
+
+
+def compose_config(overrides: list[str]) -> RunConfig:
+    """The configuration that `testbed run <overrides>` would have. Raises ConfigError in one line."""
+    register()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("experiments.conf", version_base="1.3"):
+            node = compose("config", overrides=overrides)
+        raw = OmegaConf.to_container(node, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translate(error, overrides) from None
+    except ValueError as error:
+        if not is_hydras(error):
+            raise
+        raise translate(error, overrides) from None
+    assert isinstance(raw, dict)
+    return RunConfig.from_container({str(key): value for key, value in raw.items()})
+
+
+def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
+    """A run's saved configuration with overrides over it, both checked against the groups' schemas.
+
+    An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError in one line.
+    """
+    register()
+    chosen = dict(item.split("=", 1) for item in overrides if item.partition("=")[0] in GROUPS)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("experiments.conf", version_base="1.3"):
+            node = compose("config", overrides=[f"{group}={_option(group, saved, chosen)}" for group in GROUPS])
+        OmegaConf.set_struct(node, True)
+        for key, value in saved.items():
+            if key in chosen:
+                continue
+            if isinstance(value, dict) and "_target_" in value:
+                OmegaConf.set_struct(node, False)
+                node[key] = OmegaConf.create(value)  # a user's own class: it has no schema
+                OmegaConf.set_struct(node, True)
+            else:
+                OmegaConf.update(node, key, value)
+        for item in overrides:
+            if item.partition("=")[0] not in chosen:
+                _lay_over(node, item, overrides)
+        raw = OmegaConf.to_container(node, resolve=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise translate(error, overrides) from None
+    assert isinstance(raw, dict)
+    return RunConfig.from_container({str(key): value for key, value in raw.items()})
+
+
+def _lay_over(node: DictConfig, override: str, overrides: list[str]) -> None:
+    """Sets one key=value. Raises ConfigError naming it."""
+    key, _, value = override.partition("=")
+    try:
+        OmegaConf.update(node, key, yaml.safe_load(value))
+    except (ConfigKeyError, ConfigAttributeError):
+        raise unknown_key(key, overrides) from None
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{override}: {str(error).splitlines()[0]}") from None
+
+
+def _option(group: str, saved: dict[str, Any], chosen: dict[str, str]) -> str:
+    """The option whose schema the group's saved values have."""
+    if group in chosen:
+        return chosen[group]
+    names = options(group)
+    name = saved.get(group, {}).get("name")
+    if name in names:
+        return str(name)
+    return "_schema" if group in ("scheduler", "model", "device") else names[0]
+
+
+def to_overrides(settings: dict[str, Any]) -> list[str]:
+    """Python settings as overrides: a string chooses a group's option, a dict sets keys (`name` chooses the option).
+
+    {"scheduler": "decode_first", "cache": {"block_size": 32}, "seed": 1} becomes
+    ["scheduler=decode_first", "cache.block_size=32", "seed=1"].
+    """
+    chosen: list[str] = []
+    values: list[str] = []
+    tops = (*GROUPS, "experiment", "seed", "allow_ignored", "overwrite")
+    for key, value in settings.items():
+        if key not in tops:
+            raise ConfigError(unknown(f"there is no group {key!r}", key, tops))
+        if isinstance(value, dict):
+            value = dict(value)
+            if "name" in value:
+                chosen.append(f"{key}={value.pop('name')}")
+            values += _flat(key, value)
+        else:
+            chosen.append(f"{key}={_literal(value)}")
+    return chosen + values
+
+
+def _flat(prefix: str, tree: dict[str, Any]) -> list[str]:
+    items: list[str] = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and "_target_" not in value:
+            items += _flat(f"{prefix}.{key}", value)
+        else:
+            items.append(f"{prefix}.{key}={_literal(value)}")
+    return items
+
+
+def _literal(value: Any) -> str:
+    """A Python value in the grammar of Hydra's overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_literal(item) for item in value) + "]"
+    if isinstance(value, str) and not value.replace("_", "").replace(".", "").isalnum():
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+    return str(value)

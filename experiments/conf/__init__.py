@@ -1,0 +1,1 @@
+"""Hydra configuration files, one folder a group."""

@@ -1,0 +1,200 @@
+"""The configuration of a run: Hydra's side of it (groups, schemas) and the typed object that the rest sees.
+
+`register` fills Hydra's ConfigStore; `RunConfig.from_container` is the only way from Hydra's nodes to components'
+dataclasses. No DictConfig goes further than this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from experiments.settings import (
+    MooncakeTraceConfig,
+    RecordConfig,
+    RecordedConfig,
+    SamplingConfig,
+    ShareGPTTraceConfig,
+    SimConfig,
+    TensorParallelConfig,
+    TraceConfig,
+    unknown,
+)
+from experiments.structured import editable, freeze
+from real.config import RealConfig
+from sim.cost.constant import ConstantConfig
+from sim.cost.linear import LinearConfig
+from sim.cost.roofline import RooflineConfig
+from testbed.blocks.config import CacheConfig
+from testbed.errors import ConfigError, RunFolderError
+from testbed.policies.config import SchedulerConfig
+from testbed.specs import DeviceSpec, ModelSpec, load_hf_config
+from testbed.traces.generators import SyntheticConfig
+
+TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
+    "azure": TraceConfig,
+    "burstgpt": TraceConfig,
+    "mooncake": MooncakeTraceConfig,
+    "bailian": TraceConfig,
+    "sharegpt": ShareGPTTraceConfig,
+    "jsonl": TraceConfig,
+    "csv": TraceConfig,
+    "parquet": TraceConfig,
+}
+COST_CONFIGS: dict[str, type] = {"roofline": RooflineConfig, "linear": LinearConfig, "constant": ConstantConfig}
+GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record")
+
+
+@dataclass
+class Root:
+    """The top level; each group is filled by the option that was chosen."""
+
+    backend: Any = MISSING
+    scheduler: Any = MISSING
+    cache: Any = MISSING
+    trace: Any = MISSING
+    model: Any = MISSING
+    device: Any = MISSING
+    cost: Any = MISSING
+    sampling: Any = MISSING
+    record: Any = MISSING
+    seed: int = 0
+    overwrite: bool = False  # replace a run that the folder already has
+    allow_ignored: bool = False  # exit with 0 although requests could never fit
+
+
+@cache
+def register() -> None:
+    """Registers every structured option with Hydra, once."""
+    store = ConfigStore.instance()
+    store.store(name="_root", node=Root)
+    store.store(group="backend", name="sim", node=editable(SimConfig))
+    store.store(group="backend", name="real", node=_named(_Name, "real", RealConfig))
+    store.store(group="scheduler", name="_schema", node=editable(SchedulerConfig))
+    store.store(group="cache", name="default", node=editable(CacheConfig))
+    store.store(group="model", name="_schema", node=editable(ModelSpec))
+    store.store(group="device", name="_schema", node=editable(TensorParallelConfig, DeviceSpec))
+    store.store(group="sampling", name="default", node=editable(SamplingConfig))
+    store.store(group="record", name="default", node=editable(RecordConfig))
+    for name, cls in TRACE_CONFIGS.items():
+        store.store(group="trace", name=name, node=_named(cls, name))
+    store.store(group="trace", name="synthetic", node=_named(TraceConfig, "synthetic", SyntheticConfig))
+    for name, cost in COST_CONFIGS.items():
+        store.store(group="cost", name=name, node=_named(_Name, name, cost))
+    store.store(group="cost", name="recorded", node=editable(RecordedConfig))
+
+
+@dataclass(frozen=True)
+class _Name:
+    name: str = ""
+
+
+def _named(cls: type, name: str, *more: type) -> Any:
+    node = editable(*more, cls)
+    node.name = name
+    return node
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, typed. `raw` is the resolved configuration as plain containers, as config.yaml has it.
+
+    overwrite and allow_ignored say how this command behaves, not what the run is: they are not kept.
+    """
+
+    backend: SimConfig | RealConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    trace: TraceConfig
+    model: ModelSpec
+    device: DeviceSpec
+    tensor_parallel_size: int
+    sampling: SamplingConfig
+    record: RecordConfig
+    seed: int
+    overwrite: bool
+    allow_ignored: bool
+    raw: dict[str, Any]
+
+    @property
+    def is_real(self) -> bool:
+        return isinstance(self.backend, RealConfig)
+
+    @classmethod
+    def from_container(cls, raw: dict[str, Any]) -> RunConfig:
+        """Converts and validates a resolved configuration. Raises ConfigError in one line."""
+        options = {name: bool(raw.get(name, False)) for name in ("overwrite", "allow_ignored")}
+        raw = {key: value for key, value in raw.items() if key not in ("experiment", *options)}
+        missing = [group for group in GROUPS if not isinstance(raw.get(group), dict)]
+        if missing:
+            raise ConfigError(f"the configuration lacks {', '.join(missing)}")
+        tops = [item.name for item in fields(Root)]
+        for key in raw:
+            if key not in tops:
+                raise ConfigError(unknown(f"unknown key {key!r}", key, tops))
+        name = raw["backend"].get("name")
+        if name not in ("sim", "real"):
+            raise ConfigError(unknown(f"backend is {name!r}", str(name), ("sim", "real")))
+        model = _model(raw["model"])
+        trace_class = TRACE_CONFIGS.get(raw["trace"].get("name", ""), TraceConfig)
+        for group in GROUPS:
+            _refuse_strays(group, raw[group])
+        return cls(
+            backend=freeze(RealConfig, "backend", raw["backend"]) if name == "real" else SimConfig(),
+            scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
+            cache=freeze(CacheConfig, "cache", raw["cache"]),
+            trace=freeze(trace_class, "trace", raw["trace"]),
+            model=model,
+            device=freeze(DeviceSpec, "device", raw["device"]),
+            tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
+            sampling=freeze(SamplingConfig, "sampling", raw["sampling"]),
+            record=freeze(RecordConfig, "record", raw["record"]),
+            seed=raw.get("seed", 0),
+            **options,
+            raw=raw,
+        )
+
+
+def _refuse_strays(group: str, values: dict[str, Any]) -> None:
+    """Refuses a key that was forced in with `+` or stands in a file, and that nothing would ever read."""
+    if "_target_" in values:
+        return  # the class that it names knows its own arguments
+    register()
+    store = ConfigStore.instance()
+    options = [
+        name for name in (f"{values.get('name')}.yaml", "default.yaml", "_schema.yaml") if name in store.list(group)
+    ]
+    if not options:
+        return  # a name that whoever builds the group will refuse
+    known = list(store.load(f"{group}/{options[0]}").node)
+    for key in values:
+        if key not in known:
+            raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))
+
+
+def _model(values: dict[str, Any]) -> ModelSpec:
+    """The model's shape; a local checkpoint or config.json at `model.path` overrides it."""
+    spec = freeze(ModelSpec, "model", values)
+    if spec.path is None:
+        return spec
+    return replace(spec, **load_hf_config(spec.path))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration of a run's folder. Raises RunFolderError if there is none, or it is damaged."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise RunFolderError(f"no run at {folder}: config.yaml is missing")
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise RunFolderError(f"{file} holds no configuration")
+    return raw

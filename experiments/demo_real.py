@@ -1,0 +1,106 @@
+"""The real half of the demo: profile the engine, replay a trace under each policy, simulate the same at fitted prices.
+
+The profile is taken in two halves, before and after the replays, so that the fit sees the machine as it was meanwhile.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from analysis.load import Run, load_run
+from analysis.report import Pair
+from experiments.calibrate import fit_and_save, profile
+from experiments.compose import compose_config
+from experiments.run import execute
+from testbed.errors import TestbedError
+
+RATE_SCALES = (4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.13)  # of the replay, the fastest first
+BUSY_SHARE = 0.8  # of the replay's time that the engine is busy at most: loaded, but not drowned
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """Real runs with their simulations, two equal real runs, and how it was done."""
+
+    pairs: list[Pair]
+    repeat: tuple[Run, Run]
+    description: str
+
+
+def run_point(overrides: list[str], folder: Path) -> Run:
+    """One run into `folder`. Raises TestbedError if it did not end well."""
+    command = shlex.join(["testbed", "run", *overrides])
+    result = execute(compose_config(overrides), folder, command=command)
+    if result.exit_status:
+        error = TestbedError(result.message)
+        error.exit_status = result.exit_status
+        raise error
+    return load_run(folder)
+
+
+def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) -> Fidelity:
+    """Replays the shortened trace under each policy ({name: overrides}); a small model is made on the spot."""
+    base = _real_overrides(_make_model(out / "model"), quick=quick)
+    config = compose_config(base)
+    num_requests = 10 if quick else 24
+    steps = profile(config, num_requests=num_requests)
+    fit_and_save(steps, config, out / "load" / "linear-cost.json")
+    first = next(iter(policies.values()))
+    scale = _rate_scale(out / "load", base, list(policies.values()))
+    load = [*base, f"trace.rate_scale={scale:g}"]
+    reals: dict[str, Run] = {}
+    for name, policy in tqdm(policies.items(), desc="replay on the real engine", disable=None):
+        reals[name] = run_point([*load, *policy], out / "real" / _slug(name))
+    again = run_point([*load, *first], out / "real-again" / _slug(next(iter(policies))))
+    steps += profile(config, num_requests=num_requests)
+    fit = fit_and_save(steps, config, out / "linear-cost.json")
+    pairs = [
+        Pair(name, run_point(_simulated([*load, *policy], out), out / "sim-of-real" / _slug(name)), reals[name])
+        for name, policy in policies.items()
+    ]
+    description = (
+        f"{scale:g} x the rate, linear cost fitted to {fit.num_steps} other steps, cross-validated error "
+        f"{fit.median_relative_error:.1%} (median), {fit.p90_relative_error:.1%} (P90)"
+    )
+    return Fidelity(pairs, (next(iter(reals.values())), again), description)
+
+
+def _make_model(folder: Path) -> Path:
+    """A small Qwen3-shaped checkpoint of random weights."""
+    try:
+        from real.checkpoint import make_checkpoint
+    except ModuleNotFoundError as error:
+        raise TestbedError(f"the real half needs {error.name!r}: pip install 'llm-serving-testbed[real]'") from None
+    return make_checkpoint(folder, compose_config(["model=tiny"]).model, seed=0)
+
+
+def _real_overrides(model: Path, *, quick: bool) -> list[str]:
+    # one thread: the steadiest on a machine that others use too
+    short = ["trace.limit=16"] if quick else []
+    return ["experiment=demo_real", f"model.path={model}", "backend=real", "backend.num_threads=1", *short]
+
+
+def _simulated(overrides: list[str], folder: Path) -> list[str]:
+    """The overrides of a real run, turned into its simulation at the prices fitted in `folder`."""
+    kept = [item for item in overrides if not item.startswith("backend")]
+    return [*kept, "cost=linear", f"cost.path={folder / 'linear-cost.json'}"]
+
+
+def _rate_scale(folder: Path, base: list[str], policies: list[list[str]]) -> float:
+    """The fastest replay at which, says the simulator, no policy drowns this machine."""
+    for scale in tqdm(RATE_SCALES, desc="choosing the load", disable=None, leave=False):
+        for number, policy in enumerate(policies):
+            overrides = _simulated([*base, *policy, f"trace.rate_scale={scale:g}"], folder)
+            if run_point(overrides, folder / f"x{scale:g}-{number}").summary["busy_share"] > BUSY_SHARE:
+                break
+        else:
+            return scale
+    return RATE_SCALES[-1]
+
+
+def _slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")

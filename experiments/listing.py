@@ -1,0 +1,136 @@
+"""What commands print: options, traces, summaries. Plain text, one line a thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from experiments.run import RunResult
+from experiments.settings import unknown
+from testbed.errors import ConfigError
+
+DESCRIPTIONS = {
+    "backend": {"sim": "a SimPy model prices each step", "real": "the engine runs a model on CUDA or the CPU"},
+    "trace": {
+        "synthetic": "generated: arrivals, lengths, shared prompts, multi-turn sessions",
+        "azure": "Azure LLM inference trace, 2023 or 2024 CSV (trace.path)",
+        "burstgpt": "BurstGPT CSV (trace.path)",
+        "mooncake": "Mooncake JSONL with hash_ids (trace.path)",
+        "bailian": "Qwen/Bailian JSONL with hash_ids (trace.path)",
+        "sharegpt": "ShareGPT JSON (trace.path, trace.tokenizer)",
+        "jsonl": "our own schema as JSON lines (trace.path)",
+        "csv": "our own schema as CSV (trace.path)",
+        "parquet": "our own schema as Parquet (trace.path)",
+    },
+    "cost": {
+        "roofline": "from the model's shape and the device's data sheet",
+        "linear": "coefficients, fitted to measured steps",
+        "constant": "every step takes cost.step_s seconds",
+        "recorded": "the tape of a real run (cost.run)",
+    },
+}
+
+
+def print_listing(only: str | None) -> None:
+    """Prints every group's options, or those of one group."""
+    from experiments import build
+    from experiments.config import register
+    from experiments.messages import options
+
+    register()
+    groups: dict[str, Iterable[tuple[str, str]]] = {
+        "backend": DESCRIPTIONS["backend"].items(),
+        "scheduler": _described("scheduler", options("scheduler")),
+        "scheduler.composition": _documented(build.COMPOSITIONS),
+        "scheduler.queue_order": _documented(build.QUEUE_ORDERS),
+        "scheduler.victim": _documented(build.VICTIMS),
+        "cache.eviction": _documented(build.EVICTIONS),
+        "trace": DESCRIPTIONS["trace"].items(),
+        "model": _described("model", options("model")),
+        "device": _described("device", options("device")),
+        "cost": DESCRIPTIONS["cost"].items(),
+        "experiment": _described("experiment", options("experiment")),
+    }
+    if only is not None and only not in groups:
+        raise ConfigError(unknown(f"there is no group {only!r}", only, list(groups)))
+    for group, rows in groups.items():
+        if only in (None, group):
+            print(group)
+            for name, text in rows:
+                print(f"  {name:<24} {text}")
+
+
+def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
+    """Options that are YAML files: their first comment line describes them."""
+    folder = files("experiments.conf") / group
+    described = []
+    for name in names:
+        file = folder / f"{name}.yaml"
+        lines = [line for line in file.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
+        described.append((name, lines[0][2:] if lines else ""))
+    return described
+
+
+def _documented(classes: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, (cls.__doc__ or "").strip().splitlines()[0]) for name, cls in classes.items()]
+
+
+def print_trace(name: str, file: Path, limit: int | None) -> None:
+    """Prints a trace's size, lengths and arrivals."""
+    import numpy as np
+
+    from testbed.traces.fingerprint import fingerprint
+    from testbed.traces.readers import READERS
+
+    if name not in READERS or name == "sharegpt":
+        raise ConfigError(
+            unknown(f"there is no trace format {name!r}", name, [key for key in READERS if key != "sharegpt"])
+        )
+    trace = READERS[name](file, limit=limit)
+    prompts = np.array([row.num_prompt_tokens for row in trace.rows])
+    outputs = np.array([row.num_output_tokens or 0 for row in trace.rows])
+    arrivals = np.array([row.arrival_ns for row in trace.rows if row.think_ns is None]) / 1e9
+    gaps = np.diff(arrivals)
+    duration = float(arrivals[-1] - arrivals[0]) if len(arrivals) else 0.0
+    print(f"{trace.name}: {len(trace)} requests in {duration:,.1f} s, fingerprint {fingerprint(trace)}")
+    for label, values in (("prompt tokens", prompts), ("output tokens", outputs)):
+        p50, p90, p99 = np.percentile(values, (50, 90, 99))
+        spread = f"P50 {p50:,.0f}, P90 {p90:,.0f}, P99 {p99:,.0f}, max {values.max():,}"
+        print(f"  {label:<14} mean {values.mean():,.0f}, {spread}")
+    if len(gaps) > 1 and gaps.mean() > 0:
+        counts = np.bincount((arrivals // 60).astype(int))
+        dispersion = f", dispersion of 60 s counts {counts.var() / counts.mean():.1f}" if len(counts) > 1 else ""
+        rate = len(gaps) / duration
+        print(f"  arrivals       {rate:.3g} req/s, CV of gaps {gaps.std() / gaps.mean():.2f}{dispersion}")
+    sessions = {row.session_id for row in trace.rows if row.session_id is not None}
+    if sessions:
+        print(f"  sessions       {len(sessions)}")
+    for note in trace.notes:
+        print(f"  note: {note}")
+
+
+def print_summary(result: RunResult) -> None:
+    """Prints the headline numbers of a run and where it is."""
+    summary = result.summary
+    ended = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items() if count)
+    print(f"requests     {summary['num_requests']:,} sent: {ended or 'none'}")
+    throughput = summary["throughput"]
+    if throughput["output_tokens_per_s"] is not None:
+        rates = f"{throughput['requests_per_s']:.4g} req/s, {throughput['output_tokens_per_s']:.4g} output tok/s"
+        print(f"throughput   {rates} over {summary['duration_s']:,.4g} s")
+    for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
+        values = summary[key]
+        print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
+    hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
+    print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemptions")
+    for note in result.notes:
+        print(f"note         {note}")
+    print(f"{result.status:<12} {result.folder}")
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "not reached"
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

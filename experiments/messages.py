@@ -1,0 +1,120 @@
+"""Hydra's and OmegaConf's complaints as one line with the nearest valid name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.errors import OverrideParseException
+
+from experiments.config import GROUPS
+from experiments.settings import unknown
+from testbed.errors import ConfigError
+
+
+def translate(error: Exception, overrides: list[str]) -> ConfigError:
+    """A ConfigError that says what Hydra's exception means."""
+    text = str(error)
+    cause = f"{text}\n{error.__cause__ or ''}"
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return unknown_key(match[1], overrides)
+    if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        return ConfigError(
+            unknown(
+                f"{match[1]} has no option {match[2]!r}",
+                match[2],
+                [*options(match[1]), *_own_options(overrides, match[1])],
+            )
+        )
+    if match := re.search(r"Error merging override ([^\n]+)", text):
+        return ConfigError(f"{match[1]}: {_detail(cause.partition(match[0])[2])}")
+    if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        return ConfigError(f"{match[1]} has several values: add -m to run each of them, or write a list as key=[a,b]")
+    if isinstance(error, OverrideParseException):
+        return ConfigError(f"cannot read the override {error.override!r}: expected key=value (quote it for the shell)")
+    if match := re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", cause):
+        return unknown_key(match[2], overrides)
+    if isinstance(error, ValueError) and is_hydras(error):
+        return ConfigError(f"{_not_a_name(overrides)}: expected key=value, and the name of an option for a group")
+    if isinstance(error, yaml.YAMLError):
+        return ConfigError(f"a configuration file is not YAML: {' '.join(text.split())}")
+    return ConfigError(_detail(text) if text.strip() else type(error).__name__)
+
+
+def _own_options(arguments: list[str], group: str) -> list[str]:
+    """Options of a group in the folder that --config-dir names."""
+    for flag in ("--config-dir", "-cd"):
+        if flag in arguments[:-1]:
+            folder = Path(arguments[arguments.index(flag) + 1]) / group
+            return sorted(file.stem for file in folder.glob("*.yaml") if not file.stem.startswith("_"))
+    return []
+
+
+def _not_a_name(overrides: list[str]) -> str:
+    """The override that gives a group something else than a name."""
+    for item in overrides:
+        key, _, value = item.partition("=")
+        if not key or (key in GROUPS and not re.match(r"[A-Za-z_{]", value)):
+            return f"cannot read the override {item!r}"
+    return "cannot read an override"
+
+
+def is_hydras(error: ValueError) -> bool:
+    """Whether Hydra raised it, over an override such as `=3` or `model=3`."""
+    return str(error).startswith("Config group override")
+
+
+def _detail(text: str) -> str:
+    """The line that says what is wrong, without Hydra's framing."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [
+        line for line in lines if re.match(r"(Value|Invalid|Cannot|Key|Unsupported|mismatched|no viable|token)", line)
+    ]
+    return telling[0] if telling else lines[0]
+
+
+def unknown_key(key: str, overrides: list[str]) -> ConfigError:
+    from difflib import get_close_matches
+
+    keys = valid_keys(overrides)
+    near = get_close_matches(key, keys, n=1, cutoff=0.5)
+    group = key.rpartition(".")[0]
+    siblings = [name for name in keys if name.rpartition(".")[0] == group]
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    if group and siblings:
+        where = f"{group} has: {', '.join(name.rpartition('.')[2] for name in siblings)}"
+    else:
+        where = f"at the top there are: {', '.join(dict.fromkeys(name.partition('.')[0] for name in keys))}"
+    return ConfigError(f"unknown key {key!r}; {hint}{where}")
+
+
+def valid_keys(overrides: list[str]) -> list[str]:
+    """Dotted keys of the configuration with the groups that the overrides choose (sweeps take their first choice)."""
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    from analysis.load import flatten
+
+    choices = [item.split(",")[0] for item in overrides if re.match(r"^[a-z_]+=", item)]
+    for chosen in (choices, []):
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_module("experiments.conf", version_base="1.3"):
+                config = compose("config", overrides=[item for item in chosen if not item.startswith("hydra")])
+        except Exception:  # noqa: BLE001  a broken choice: the defaults' keys will do for a hint
+            continue
+        tree: Any = OmegaConf.to_container(config)
+        return list(flatten(tree))
+    return []
+
+
+def options(group: str) -> list[str]:
+    """Names of a group's options, the schemas left out."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_config_search_path
+
+    loader = ConfigLoaderImpl(create_config_search_path("pkg://experiments.conf"))
+    return [name for name in loader.get_group_options(group) if not name.startswith("_")]

@@ -1,0 +1,212 @@
+"""Decision parity: a real run's tape, replayed through the ordinary simulator, must decide the same at every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import build
+from experiments.config import RunConfig, read_config
+from sim.backend import SimWork
+from sim.cost.recorded import RecordedBackend
+from sim.driver import run as drive
+from testbed.errors import RunFolderError, TestbedError
+from testbed.interfaces import StepView
+from testbed.plan import BatchPlan, Finished
+from testbed.records import decision, num_scheduled
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from testbed.serve import Loop, serve
+from testbed.tape import Tape, TapeInbox, read_tape
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.inbox import to_request
+from testbed.traces.readers.own import read_jsonl
+from testbed.traces.schema import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first step at which the replay decided otherwise: what was recorded, what was decided."""
+
+    step: int
+    recorded: dict[str, Any] | None
+    replayed: dict[str, Any] | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    num_steps: int  # that agree
+    digest: int
+    divergence: Divergence | None
+    is_cut: bool = False  # the real run was interrupted: the replay agrees up to the end of its tape
+
+
+def print_divergence(report: ParityReport) -> None:
+    """Prints the first step that differs, field by field."""
+    divergence = report.divergence
+    assert divergence is not None
+    print(f"{report.num_steps} steps agree; step {divergence.step} differs: {divergence.reason}")
+    recorded, replayed = divergence.recorded or {}, divergence.replayed or {}
+    for key in replayed or recorded:
+        left, right = recorded.get(key), replayed.get(key)
+        mark = " " if left == right else "*"
+        print(f"{mark} {key:<14} recorded {json.dumps(left)}")
+        if mark == "*":
+            print(f"  {'':<14} replayed {json.dumps(right)}")
+
+
+class _DivergedError(TestbedError):
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(
+            f"the replay diverges from the recorded run at step {divergence.step}: {divergence.reason}; "
+            "cost=recorded needs that run's own scheduler, cache and trace"
+        )
+        self.divergence = divergence
+
+
+class _TapeEndedError(TestbedError):
+    """The tape of an interrupted run has ended: what would have come after it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedInputs:
+    """What `cost=recorded` takes from a real run's folder. checker: the backend, and a recorder of the same loop."""
+
+    checker: _Checker
+    inbox: TapeInbox
+    pools: build.Pools
+
+    def drive(self, loop: Loop) -> None:
+        """Runs the loop in the simulator. Raises where it decides otherwise, and where the tape of a cut run ends."""
+        drive(loop, self.checker)
+        self.checker.finish()
+
+
+def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedInputs:
+    """Reads a real run's folder for a replay with `trace`. Raises RunFolderError if that run had another trace."""
+    tape = read_tape(folder / "tape.jsonl")
+    manifest = _manifest(folder)
+    recorded, given = manifest["trace"]["fingerprint"], fingerprint(trace)
+    if recorded != given:
+        raise RunFolderError(
+            f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it with its own: "
+            f"trace=jsonl trace.path={folder / 'trace.jsonl'}"
+        )
+    pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
+    checker = _Checker(tape, RecordedBackend(tape), is_whole=manifest["status"] == "complete")
+    return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace)), pools)
+
+
+def check_parity(folder: Path, wrap_scheduler: Callable[[Scheduler], Scheduler] | None = None) -> ParityReport:
+    """Replays the tape of a real run's folder and compares every step.
+
+    wrap_scheduler: for tests that break parity on purpose. Raises RunFolderError for a folder that is no real run.
+    """
+    config = RunConfig.from_container(read_config(folder))
+    if not config.is_real:
+        raise RunFolderError(f"{folder} is a simulated run; parity replays the tape of a run with backend=real")
+    inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"))
+    scheduler = build.build_scheduler(config, inputs.pools, record_decisions=True)
+    if wrap_scheduler is not None:
+        scheduler = wrap_scheduler(scheduler)
+    checker = inputs.checker
+    divergence: Divergence | None = None
+    is_cut = False
+    try:
+        inputs.drive(serve(inputs.inbox, scheduler, checker))
+    except _DivergedError as diverged:
+        divergence = diverged.divergence
+    except _TapeEndedError:
+        is_cut = True
+    return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut)
+
+
+class _Checker:
+    """A backend and a recorder at once: compares a plan before it runs, and all it decided and the digest after it.
+
+    is_whole: whether the run that left the tape came to its end.
+    """
+
+    def __init__(self, tape: Tape, backend: RecordedBackend, *, is_whole: bool) -> None:
+        self.num_steps = 0
+        self._tape = tape
+        self._backend = backend
+        self._is_whole = is_whole
+
+    def start(self, plan: BatchPlan) -> SimWork:
+        if plan.step >= len(self._tape.steps):
+            if not self._is_whole:
+                raise self._tape_ended()
+            raise _DivergedError(
+                Divergence(plan.step, None, _plan_part(plan), "the tape has ended, the replay goes on")
+            )
+        recorded = self._tape.steps[plan.step].decision
+        replayed = _plan_part(plan)
+        if any(recorded[key] != value for key, value in replayed.items()):
+            raise _DivergedError(Divergence(plan.step, recorded, replayed, "another batch was decided"))
+        return self._backend.start(plan)
+
+    def committed(self, step: StepView) -> None:
+        recorded, decided = self._tape.steps[step.plan.step], decision(step)
+        for reason, ours, theirs in (
+            ("planned at another instant", step.plan_ns, recorded.plan_ns),
+            ("committed at another instant", step.commit_ns, recorded.commit_ns),
+            ("another batch was decided", decided, recorded.decision),
+            ("the decision digests differ", step.digest, recorded.digest),
+        ):
+            if ours != theirs:
+                raise _DivergedError(Divergence(step.plan.step, recorded.decision, decided, reason))
+        self.num_steps += 1
+
+    def finish(self) -> None:
+        """After the replay: nothing of the tape may be left. Raises if so, and for a run that was interrupted."""
+        if self.num_steps != len(self._tape.steps):
+            recorded = self._tape.steps[self.num_steps]
+            raise _DivergedError(
+                Divergence(self.num_steps, recorded.decision, None, "the replay ended before the tape")
+            )
+        if not self._is_whole:
+            raise self._tape_ended()
+
+    def _tape_ended(self) -> _TapeEndedError:
+        return _TapeEndedError(
+            f"the recorded run was interrupted, and its tape ends after {len(self._tape.steps)} steps"
+        )
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+
+def _plan_part(plan: BatchPlan) -> dict[str, Any]:
+    """The fields of a decision that a plan alone determines."""
+    return {
+        "step": plan.step,
+        "scheduled": num_scheduled(plan),
+        "ignored": [item.request_id for item in plan.ignored],
+        "cached_tokens": {item.request_id: item.num_cached_tokens for item in plan.admitted},
+    }
+
+
+def _request_maker(config: RunConfig, trace: Trace) -> Callable[[str, int], Request]:
+    rows = {row.request_id: row for row in trace.rows}
+    vocab_size, sampling = build.vocab_size(config), build.sampling_params(config)
+
+    def make(request_id: str, arrival_ns: int) -> Request:
+        if request_id not in rows:
+            raise RunFolderError(f"the tape names request {request_id!r}, which the trace does not have")
+        return to_request(rows[request_id], vocab_size, arrival_ns, sampling)
+
+    return make
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    file = folder / "manifest.json"
+    if not file.is_file():
+        raise RunFolderError(f"no run at {folder}: manifest.json is missing")
+    manifest: dict[str, Any] = json.loads(file.read_text())
+    return manifest

@@ -1,0 +1,382 @@
+"""One run: from a RunConfig to a complete run folder, on either backend. Owns folders, manifest, progress, endings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+from tqdm import tqdm
+
+from experiments import build
+from experiments.config import RunConfig
+from experiments.environment import describe_machine, describe_versions
+from experiments.interrupt import interruptible
+from experiments.settings import TraceConfig
+from real.config import RealConfig
+from testbed.errors import RunFolderError, TestbedError
+from testbed.interfaces import Inbox, Recorder, StepView
+from testbed.plan import Finished
+from testbed.records import RunRecorder, decision
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from testbed.serve import serve
+from testbed.tape import TapeWriter
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.inbox import TraceInbox
+from testbed.traces.schema import Trace
+from testbed.traces.serialize import write_jsonl
+
+TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended. status: complete or partial. message: what the user should know, one line, or empty."""
+
+    folder: Path
+    status: str
+    exit_status: int
+    message: str
+    summary: dict[str, Any]
+    notes: tuple[str, ...] = ()  # what was done to the trace, settings without effect, turns that were never sent
+
+
+class Recorders:
+    """Shows the loop's events to several recorders, in order."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        for recorder in self._recorders:
+            recorder.arrived(request, now_ns, step)
+
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
+        for recorder in self._recorders:
+            recorder.aborted(request_id, now_ns, step)
+
+    def committed(self, step: StepView) -> None:
+        for recorder in self._recorders:
+            recorder.committed(step)
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        for recorder in self._recorders:
+            recorder.ended(finished, now_ns)
+
+
+class ProgressBar:
+    """Finished requests, with rate and ETA; silent when standard error is no terminal. A `Recorder`."""
+
+    def __init__(self, total: int, label: str) -> None:
+        self._bar: tqdm[Any] = tqdm(total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        self._bar.update(len(finished))
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace | None = None) -> RunResult:
+    """Runs `config` into `folder`. trace: instead of the configuration's own (from Python).
+
+    Raises TestbedError before anything runs; once it runs, an interrupt or a failure keeps what there is and marks the
+    folder partial.
+    """
+    folder = folder.absolute()
+    _refuse_overwrite(folder, config.overwrite)
+    if trace is None:
+        trace = build.build_trace(config)
+    else:
+        config = _reading(config, folder / TRACE_FILE)
+    prepared = _prepare_real(config, trace) if config.is_real else _prepare_sim(config, trace)
+    is_compared = config.is_real or prepared.checker is not None
+    scheduler = build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
+    _claim(folder, config)
+    manifest = _manifest(config, trace, prepared, command)
+    with _log_to(folder / "run.log"):
+        return _run(config, folder, trace, prepared, scheduler, manifest)
+
+
+def _reading(config: RunConfig, file: Path) -> RunConfig:
+    """The configuration that says of a trace handed over in Python where the run folder keeps it: `from=` finds it."""
+    settings = TraceConfig(name="jsonl", path=str(file), vocab_size=config.trace.vocab_size)
+    return replace(config, trace=settings, raw={**config.raw, "trace": asdict(settings)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A backend that is ready to be driven. drive: loop -> None."""
+
+    pools: build.Pools
+    drive: Callable[[Any], object]
+    inbox: Inbox
+    description: dict[str, Any]  # of the manifest
+    checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
+
+
+def _prepare_sim(config: RunConfig, trace: Trace) -> _Prepared:
+    from sim.driver import run as drive
+
+    recorded = build.recorded_run(config)
+    if recorded is not None:
+        from experiments.parity import recorded_inputs
+
+        inputs = recorded_inputs(Path(recorded), config, trace)
+        description = {"cost": "recorded", "attention": None, "device": config.device.name}
+        return _Prepared(inputs.pools, inputs.drive, inputs.inbox, description, inputs.checker)
+    priced = build.build_sim_backend(config, trace)
+    description = {"cost": config.raw["cost"].get("name"), "attention": None, "device": config.device.name}
+    return _Prepared(
+        build.simulated_pools(config), lambda loop: drive(loop, priced), _trace_inbox(config, trace), description
+    )
+
+
+def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
+    build.check_token_ids(config, trace)
+    backend = build.build_real_backend(config)
+    from real.driver import run as drive
+
+    assert isinstance(config.backend, RealConfig)
+    options = config.backend
+    description = {"cost": None, "attention": backend.attention_name, "device": backend.device_description}
+    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    return _Prepared(pools, lambda loop: drive(loop, backend, options), _trace_inbox(config, trace), description)
+
+
+def _trace_inbox(config: RunConfig, trace: Trace) -> TraceInbox:
+    return TraceInbox(trace, build.vocab_size(config), build.sampling_params(config))
+
+
+def _run(
+    config: RunConfig,
+    folder: Path,
+    trace: Trace,
+    prepared: _Prepared,
+    scheduler: Scheduler,
+    manifest: dict[str, Any],
+) -> RunResult:
+    """Drives the loop and closes the folder, whatever happens."""
+    log = logging.getLogger("testbed")
+    log.info("%s: %d requests, fingerprint %s", trace.name, len(trace), manifest["trace"]["fingerprint"])
+    for note in trace.notes:
+        log.info("trace: %s", note)
+    recorder = RunRecorder(folder, token_times=config.record.token_times, decisions=config.record.decisions)
+    tape = TapeWriter(folder / "tape.jsonl", decision) if config.is_real else None
+    if tape is not None or config.trace.path == str(folder / TRACE_FILE):
+        write_jsonl(trace, folder / TRACE_FILE)
+    bar = ProgressBar(len(trace), manifest["backend"])
+    _write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
+    more = [extra for extra in (tape, prepared.checker) if extra is not None]
+    recorders = Recorders(recorder, *more, bar)
+    began = time.monotonic()
+    failure: BaseException | None = None
+    try:
+        with interruptible(serve(prepared.inbox, scheduler, recorders)) as loop:
+            prepared.drive(loop)
+    except (KeyboardInterrupt, TestbedError, MemoryError, OSError) as error:
+        failure = error
+    finally:
+        late = _close_all(bar, recorder, *([tape] if tape is not None else []))
+    failure = failure or late
+    manifest |= {
+        "status": "complete" if failure is None else "partial",
+        "wall_s": round(time.monotonic() - began, 3),
+        "num_steps": scheduler.num_steps,
+        "num_sent": recorder.num_sent,
+        "num_unsent": len(trace) - recorder.num_sent,
+        "prefix_cache": {
+            "queried_tokens": scheduler.blocks.num_queried_tokens,
+            "hit_tokens": scheduler.blocks.num_hit_tokens,
+        },
+        "digest": f"{scheduler.digest:016x}",
+    }
+    return _close(config, folder, manifest, recorder, failure)
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def _close_all(*files: _Closable) -> OSError | None:
+    """Closes each, also after one that could not write its last lines; the first such failure."""
+    failure: OSError | None = None
+    for file in files:
+        try:
+            file.close()
+        except OSError as error:
+            failure = failure or error
+    return failure
+
+
+def _close(
+    config: RunConfig, folder: Path, manifest: dict[str, Any], recorder: RunRecorder, failure: BaseException | None
+) -> RunResult:
+    """Writes manifest and summary; the `done` marker only for a complete run.
+
+    Raises RunFolderError if they cannot be written; the run's own failure, if there was one, is what it says.
+    """
+    try:
+        _write_json(folder / "manifest.json", manifest)
+        summary = _summarise(folder)
+        _write_json(folder / "summary.json", summary)
+        if failure is None:
+            (folder / "done").write_text(manifest["digest"] + "\n")
+    except (OSError, RunFolderError) as error:
+        raise RunFolderError(_failure_message(failure or error, folder, manifest, recorder)) from None
+    status, message, exit_status = manifest["status"], "", 0
+    if failure is not None:
+        message = _failure_message(failure, folder, manifest, recorder)
+        exit_status = INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1
+    elif recorder.ignored:
+        first_id, reason = recorder.ignored[0]
+        message = (
+            f"{len(recorder.ignored)} of {manifest['trace']['num_requests']} requests could never fit and ended as "
+            f"'ignored' (first: {first_id!r}: {reason}); the other results are complete. Cut them with "
+            "trace.max_prompt_tokens, raise the limit, or accept it with allow_ignored=true"
+        )
+        exit_status = 0 if config.allow_ignored else 1
+    logging.getLogger("testbed").info("%s %s", status, message)
+    return RunResult(folder, status, exit_status, message, summary, _notes(config, manifest))
+
+
+def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
+    notes = [*manifest["trace"]["notes"], *build.unused_settings(config)]
+    if manifest["status"] == "complete" and manifest["num_unsent"]:
+        notes.append(
+            f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
+        )
+    return tuple(notes)
+
+
+def _failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], recorder: RunRecorder) -> str:
+    after = f"after {recorder.num_finished} of {manifest['trace']['num_requests']} requests"
+    if isinstance(failure, KeyboardInterrupt):
+        return f"interrupted {after}; partial results kept in {folder}"
+    return f"failed {after}: {describe_failure(failure)}; partial results kept in {folder}"
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line for whatever ended a run."""
+    import errno
+
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full ({error.filename or 'while writing'}); free some space and run again"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; choose another folder or file (hydra.run.dir, --out)"
+    if isinstance(error, MemoryError):
+        return "out of memory; lower trace.limit, or record.token_times=false"
+    return str(error) or type(error).__name__
+
+
+def _summarise(folder: Path) -> dict[str, Any]:
+    from analysis.load import load_run
+
+    return load_run(folder).summarise()
+
+
+def _manifest(config: RunConfig, trace: Trace, prepared: _Prepared, command: str) -> dict[str, Any]:
+    return {
+        "status": "partial",
+        "backend": "real" if config.is_real else "sim",
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": describe_versions(),
+        "code_version": describe_versions()["llm-serving-testbed"],
+        "machine": describe_machine(),
+        "command": command or " ".join(sys.argv),
+        "seed": config.seed,
+        "trace": {
+            "name": trace.name,
+            "num_requests": len(trace),
+            "fingerprint": fingerprint(trace),
+            "notes": list(trace.notes),
+        },
+        "model": config.model.name,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "scheduler": config.scheduler.name,
+        "num_gpu_blocks": prepared.pools.num_gpu_blocks,
+        "num_cpu_blocks": prepared.pools.num_cpu_blocks,
+        "block_size": config.cache.block_size,
+        **prepared.description,
+    }
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a run, whole or partial, is in the folder."""
+    return any((folder / name).exists() for name in ("done", "manifest.json", "requests.parquet"))
+
+
+def _refuse_overwrite(folder: Path, overwrite: bool) -> None:
+    if has_run(folder) and not overwrite:
+        raise RunFolderError(
+            f"{folder} already holds a run, and runs are not overwritten; choose another hydra.run.dir or pass "
+            "overwrite=true"
+        )
+
+
+def _claim(folder: Path, config: RunConfig) -> None:
+    """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
+             "tape.jsonl", TRACE_FILE, "run.log", "config.yaml")  # fmt: skip
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.raw, sort_keys=False))
+
+
+def set_aside(folder: Path) -> Path:
+    """Moves a partial run out of the way, so that the point is run again; nothing is lost."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.partial-{number}")).exists():
+        number += 1
+    shutil.move(folder, target)
+    return target
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written ends the run as any other file of its folder does, instead of printing a trace."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        raise
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    log = logging.getLogger("testbed")
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,110 @@
+"""Settings that belong to no single component: where a trace comes from, sampling, records. One dataclass a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """The `trace` group: a file (or, for `synthetic`, a generator's options), and what is done to its rows.
+
+    Applied in this order: limit (rows read), window, rate, lengths.
+    """
+
+    name: str = "jsonl"
+    path: str | None = None
+    limit: int | None = None  # read at most this many rows
+    start_s: float = 0.0  # the window's start, on the trace's clock
+    end_s: float | None = None  # the window's end; null: the trace's
+    rate_scale: float = 1.0  # 2 means twice the request rate: arrivals are divided by it
+    max_prompt_tokens: int | None = None  # longer prompts are cut
+    max_output_tokens: int | None = None  # longer outputs are cut
+    vocab_size: int | None = None  # of synthetic tokens; null: the model's
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_prompt_tokens", "max_output_tokens", "vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"trace.{name} is {value}; it must be at least 1, or null")
+        if not 0 < self.rate_scale < float("inf"):
+            raise ConfigError(f"trace.rate_scale is {self.rate_scale}; it must be above 0")
+        if self.start_s < 0 or (self.end_s is not None and self.end_s <= self.start_s):
+            raise ConfigError(
+                f"trace.start_s is {self.start_s} and trace.end_s is {self.end_s}; the window must start at 0 or later "
+                "and end after its start"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeTraceConfig(TraceConfig):
+    spread_batches: bool = False  # the published timestamps come in batches of about 3 s: spread each evenly
+
+
+@dataclass(frozen=True, slots=True)
+class ShareGPTTraceConfig(TraceConfig):
+    tokenizer: str | None = None  # a local folder with a tokenizer
+    max_turns: int | None = None  # of each conversation
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """The `sampling` group: how outputs that the trace does not force are drawn (backend=real)."""
+
+    temperature: float = 0.0  # 0 is greedy
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecordConfig:
+    """The `record` group."""
+
+    decisions: bool = False  # decisions.jsonl, one line a step
+    token_times: bool = True  # every token's instant in requests.parquet
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """The `backend=sim` group. The simulator's prices are the `cost` group's."""
+
+    name: str = "sim"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConfig:
+    """`cost=recorded`: durations and outcomes of a real run's tape."""
+
+    name: str = "recorded"
+    run: str | None = None  # the real run's folder
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise ConfigError("cost=recorded needs cost.run=<folder of a real run>")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelConfig:
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"device.tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1")
+
+
+def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ConfigError, with the nearest valid name first, if value is not among the choices."""
+    if value not in choices:
+        raise ConfigError(unknown(f"{key} is {value!r}", str(value), choices))
+
+
+def unknown(what: str, name: str, choices: tuple[str, ...] | list[str]) -> str:
+    """One line that names the nearest valid choice and lists them all."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, choices, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{what}; {hint}valid: {', '.join(choices)}"

@@ -1,0 +1,105 @@
+"""Between Hydra and the components: their frozen dataclasses as editable structured configs, and back again.
+
+OmegaConf makes a frozen dataclass read-only and knows no Literal, so each component's config gets an editable twin for
+the edge; `freeze` turns a resolved node into the component's own dataclass, which validates itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from experiments.settings import check_choice
+from testbed.errors import ConfigError, RequestError
+
+T = TypeVar("T")
+
+
+def editable(*classes: type) -> Any:
+    """An instance of an editable twin with the fields and defaults of all classes; later classes win."""
+    collected: dict[str, tuple[str, Any, Any]] = {}
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for item in fields(cls):
+            default = item.default if item.default is not MISSING else None
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            collected[item.name] = (item.name, *_twin(_plain(hints[item.name]), default))
+    return make_dataclass(classes[-1].__name__, list(collected.values()))()
+
+
+def _twin(kind: Any, default: Any) -> tuple[Any, Any]:
+    """Type and field of an editable attribute with this default."""
+    if is_dataclass(default) and not isinstance(default, type):
+        pairs = [(item.name, getattr(default, item.name)) for item in fields(default)]
+        hints = get_type_hints(type(default))
+        nested = make_dataclass(
+            type(default).__name__, [(name, *_twin(_plain(hints[name]), value)) for name, value in pairs]
+        )
+        return nested, field(default_factory=nested)
+    if isinstance(default, list | dict):
+        return kind, field(default_factory=partial(type(default), default))
+    if isinstance(default, tuple):
+        return kind, field(default_factory=partial(list, default))
+    if default is None and kind is not Any:
+        kind = kind | None
+    return kind, field(default=default)
+
+
+def _plain(hint: Any) -> Any:
+    """The hint in types that OmegaConf knows."""
+    if hint is Any:
+        return Any
+    origin = get_origin(hint)
+    if origin is Literal:
+        return str
+    if origin is tuple:
+        return list[get_args(hint)[0]]  # type: ignore[misc]  # a run-time type
+    if origin in (Union, UnionType):
+        args = [_plain(arg) for arg in get_args(hint) if arg is not NoneType]
+        if len(args) > 1 or is_dataclass(args[0]):
+            return Any  # an optional nested config is given whole: key={a: 1, b: 2}
+        return args[0] | None if len(args) != len(get_args(hint)) else args[0]
+    return hint
+
+
+def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
+    """The component's dataclass from a resolved node. Extra keys belong to others and are left out.
+
+    Raises ConfigError, naming `group.key`, for values that a Literal does not have; the class checks the rest.
+    """
+    hints = get_type_hints(cls)
+    chosen: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]  # every cls here is a dataclass
+        if item.name not in values:
+            continue
+        value, hint = values[item.name], hints[item.name]
+        if get_origin(hint) is Literal:
+            check_choice(f"{group}.{item.name}", value, get_args(hint))
+        elif isinstance(value, dict) and (nested := _dataclass_in(hint)) is not None:
+            value = _freeze_whole(nested, f"{group}.{item.name}", value)
+        elif get_origin(hint) is tuple and isinstance(value, list):
+            value = tuple(value)
+        chosen[item.name] = value
+    try:
+        return cls(**chosen)
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass that a hint names, alone or as an option."""
+    for candidate in (hint, *get_args(hint)):
+        if isinstance(candidate, type) and is_dataclass(candidate):
+            return candidate
+    return None
+
+
+def _freeze_whole(cls: type[T], group: str, values: dict[str, Any]) -> T:
+    """As freeze, for a node that only this class owns: other keys are refused."""
+    names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every cls here is a dataclass
+    for key in values:
+        check_choice(f"a key of {group}", key, tuple(names))
+    return freeze(cls, group, values)

@@ -1,0 +1,219 @@
+"""Runs into arms: what was varied, what replicates what, and which real run belongs to which simulated one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.format import plain
+from analysis.load import Run, swept_keys
+from testbed.errors import RunFolderError
+
+NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
+_POLICY = ("scheduler.", "cache.")
+_NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record")  # top-level keys
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One policy: its factors' levels, and its runs over seeds (replicates) and loads."""
+
+    name: str
+    levels: Mapping[str, Any]
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A simulated run and the real run of the same trace and policy."""
+
+    label: str
+    sim: Run
+    real: Run
+
+
+def is_seed(key: str) -> bool:
+    return key.split(".")[-1] == "seed"
+
+
+def is_policy(key: str) -> bool:
+    """Whether a setting can make one arm another: seeds, the trace, what is recorded and permissions cannot."""
+    return not is_seed(key) and key.split(".")[0] not in _NO_POLICY
+
+
+def infer_arms(runs: Sequence[Run]) -> list[Arm]:
+    """Arms by the swept policy keys, in the order of the runs.
+
+    An arm is named by the fewest keys that tell all arms apart, a component's name first.
+    """
+    swept = [key for key in swept_keys(runs) if is_policy(key)]
+    swept.sort(key=lambda key: key.split(".")[-1] not in NAMING_KEYS)
+    naming = _naming_keys(runs, swept)
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(repr([run.flat_config.get(key) for key in swept]), []).append(run)
+    arms = []
+    for members in groups.values():
+        levels = {key: members[0].flat_config.get(key) for key in swept}
+        name = ", ".join(_level_name(key, levels[key], naming) for key in naming) or "all runs"
+        arms.append(Arm(name, levels, tuple(members)))
+    return arms
+
+
+def _naming_keys(runs: Sequence[Run], swept: Sequence[str]) -> list[str]:
+    """The keys of `swept` of which each tells some runs apart that those before it did not."""
+    kept: list[str] = []
+    groups = 1
+    for key in swept:
+        split = len({repr([run.flat_config.get(k) for k in (*kept, key)]) for run in runs})
+        if split > groups:
+            kept, groups = [*kept, key], split
+    return kept
+
+
+def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:
+    leaf = key.split(".")[-1]
+    if leaf in NAMING_KEYS:
+        return plain(value).rsplit(".", 1)[-1] if leaf == "_target_" else plain(value)
+    same_leaf = sum(other.split(".")[-1] == leaf for other in naming) > 1
+    return f"{key if same_leaf else leaf.replace('_', ' ')} {plain(value)}"
+
+
+def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
+    """The factors: levels that differ between arms, those that always change together as one, its naming key first."""
+    groups: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for arm in arms for key in arm.levels):
+        values = [repr(arm.levels.get(key)) for arm in arms]
+        if len(set(values)) > 1:
+            groups.setdefault(repr([values.index(value) for value in values]), []).append(key)
+    return [tuple(keys) for keys in groups.values()]
+
+
+def factor_name(key: str) -> str:
+    """A factor's key as words: "cache.prefix_caching" -> "prefix caching", "scheduler.name" -> "scheduler"."""
+    parts = key.split(".")
+    word = parts[-2] if parts[-1] in NAMING_KEYS and len(parts) > 1 else parts[-1]
+    return word.replace("_", " ")
+
+
+def find_arm(arms: Sequence[Arm], name: str | None) -> Arm:
+    """The arm called `name`, or the only one whose name holds it; the first for None. Else RunFolderError."""
+    if name is None:
+        return arms[0]
+    exact = [arm for arm in arms if arm.name == name]
+    near = exact or [arm for arm in arms if name in arm.name]
+    if len(near) != 1:
+        what = "no arm is" if not near else f"{len(near)} arms are"
+        raise RunFolderError(f"baseline {name!r}: {what} called so; the arms are: {'; '.join(a.name for a in arms)}")
+    return near[0]
+
+
+def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
+    """Every real run with the simulated one of its trace and policy (the scheduler.* and cache.* settings that differ).
+
+    Settings of memory size follow from the device, and do not count. Where several simulated runs fit, the one whose
+    cost model fits most real runs is taken, so that all pairs share their prices where they can.
+    """
+    sims = [run for run in runs if run.manifest.get("backend") == "sim"]
+    reals = [run for run in runs if run.manifest.get("backend") == "real"]
+    keys = [key for key in swept_keys(runs) if key.startswith(_POLICY) and not key.endswith(_FROM_MEMORY)]
+
+    def policy(run: Run) -> str:
+        return repr((run.fingerprint, [run.flat_config.get(key) for key in keys]))
+
+    def prices(sim: Run) -> str:
+        return repr(sim.config.get("cost"))
+
+    fits = {id(real): [sim for sim in sims if real.fingerprint and policy(sim) == policy(real)] for real in reals}
+    common = Counter(prices(sim) for found in fits.values() for sim in found)
+    pairs = [
+        (max(fits[id(real)], key=lambda sim: common[prices(sim)]), real)  # the first of those equally common
+        for real in reals
+        if fits[id(real)]
+    ]
+    if len(pairs) < 2:
+        return [Pair("sim against real", sim, real) for sim, real in pairs]
+    names = {id(run): arm.name for arm in infer_arms([real for _, real in pairs]) for run in arm.runs}
+    labels = [names[id(real)] for _, real in pairs]
+    distinct = {(label, sim.path) for label, (sim, _) in zip(labels, pairs, strict=True)}  # a repeat shares its sim
+    shared = [label for label, count in Counter(label for label, _ in distinct).items() if count > 1]
+    labels = [
+        f"{label} ({real.path.name})" if label in shared else label
+        for label, (_, real) in zip(labels, pairs, strict=True)
+    ]
+    return [Pair(label, sim, real) for label, (sim, real) in zip(labels, pairs, strict=True)]
+
+
+def split_repeats(pairs: Sequence[Pair]) -> tuple[list[Pair], list[tuple[Run, Run]]]:
+    """The first pair of each simulated run, and (first real, further real) of those with more: equal real runs."""
+    first: dict[Path, Pair] = {}
+    repeats = []
+    for pair in pairs:
+        known = first.setdefault(pair.sim.path, pair)
+        if known is not pair:
+            repeats.append((known.real, pair.real))
+    return list(first.values()), repeats
+
+
+_FROM_MEMORY = ("num_gpu_blocks", "num_cpu_blocks", "gpu_memory_utilization", "swap_space_gib")
+
+
+def load_keys(runs: Sequence[Run]) -> list[str]:
+    """The swept settings of the trace, without its seed: what makes one load (one condition) another."""
+    return [key for key in swept_keys(runs) if key.startswith("trace.") and not is_seed(key)]
+
+
+def _load_value(run: Run, key: str) -> str:
+    value, config = run.flat_config.get(key), run.flat_config
+    if key != "trace.rate" or value is None or config.get("trace.name") != "synthetic":
+        return plain(value)
+    return f"{plain(value)} {'sessions' if (config.get('trace.max_turns') or 1) > 1 else 'requests'}/s"
+
+
+def by_load(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
+    """Load -> the arms with their runs at it, the lightest first; the label says what differs ("" for one load)."""
+    keys = load_keys([run for arm in arms for run in arm.runs])
+
+    def label(run: Run) -> str:
+        return ", ".join(f"{key.removeprefix('trace.')} = {_load_value(run, key)}" for key in keys)
+
+    offered: dict[str, float] = {}
+    for run in (run for arm in arms for run in arm.runs):
+        offered.setdefault(label(run), run.summary["throughput"]["offered_per_s"] or 0.0)
+    loads = sorted(offered, key=lambda load: offered[load])
+    result = {}
+    for load in loads:
+        parts = [Arm(arm.name, arm.levels, tuple(run for run in arm.runs if label(run) == load)) for arm in arms]
+        result[load] = [arm for arm in parts if arm.runs]
+    return result
+
+
+def replicates(arm: Arm) -> dict[tuple[str | None, int | None, int], Run]:
+    """An arm's runs by (trace fingerprint, seed, repetition). Of simulated runs with equal digests only one counts."""
+    found: dict[tuple[str | None, int | None, int], Run] = {}
+    for run in arm.runs:
+        key = (run.fingerprint, run.manifest.get("seed"))
+        earlier = [other for (*known, _), other in found.items() if tuple(known) == key]
+        digest = run.manifest.get("digest")
+        is_copy = run.manifest.get("backend") == "sim" and any(o.manifest.get("digest") == digest for o in earlier)
+        if not is_copy:
+            found[(*key, len(earlier))] = run
+    return found
+
+
+def paired_replicates(baseline: Arm, arm: Arm) -> list[tuple[Run, Run]]:
+    """(baseline run, arm's run) of each replicate that both have. RunFolderError where they share no trace."""
+    ours, theirs = replicates(arm), replicates(baseline)
+    shared = [key for key in theirs if key in ours and key[0] is not None]
+    if not shared:
+        raise RunFolderError(f"the arms '{arm.name}' and '{baseline.name}' share no run of one trace and seed")
+    return [(theirs[key], ours[key]) for key in shared]
+
+
+def comparable(arms: Sequence[Arm], baseline: Arm) -> list[Arm]:
+    """The arms that share a trace and seed with `baseline`, which is one of them."""
+    known = {key for key in replicates(baseline) if key[0] is not None}
+    return [arm for arm in arms if arm.name == baseline.name or known & set(replicates(arm))]

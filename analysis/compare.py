@@ -1,0 +1,157 @@
+"""Arms against the baseline: a comparison for each arm and metric, its interval, and what that allows one to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from analysis import format as fmt
+from analysis.arms import Arm, paired_replicates, replicates
+from analysis.fidelity import summary_value
+from analysis.frames import FloatArray, numbers
+from analysis.load import Run
+from analysis.metrics import SLO, request_metrics
+from analysis.statistics import Estimate, Verdict, holm, moving_block_bootstrap, paired_t, verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A headline number: where it is in a summary, what is better (+1 more, -1 less, 0 neither), how it is written."""
+
+    label: str
+    path: str
+    better: int
+    write: Callable[[float | None], str]
+
+    def of(self, summary: Mapping[str, Any]) -> float | None:
+        return summary_value(summary, self.path)
+
+
+def _rate(unit: str) -> Callable[[float | None], str]:
+    return lambda value: fmt.number(value, unit)
+
+
+_MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile, for its bootstrap to mean something
+LATENCY = (
+    Metric("mean TTFT", "ttft_s.mean", -1, fmt.seconds),
+    Metric("P99 TTFT", "ttft_s.p99", -1, fmt.seconds),
+    Metric("mean TPOT", "tpot_s.mean", -1, fmt.seconds),
+    Metric("P99 TPOT", "tpot_s.p99", -1, fmt.seconds),
+    Metric("mean E2E", "e2e_s.mean", -1, fmt.seconds),
+    Metric("P99 E2E", "e2e_s.p99", -1, fmt.seconds),
+)
+RATES = (
+    Metric("requests/s", "throughput.requests_per_s", 1, _rate("req/s")),
+    Metric("output tokens/s", "throughput.output_tokens_per_s", 1, _rate("tok/s")),
+)
+SLO_METRICS = (
+    Metric("SLO attainment", "slo.attainment", 1, fmt.share),
+    Metric("goodput", "slo.goodput_per_s", 1, _rate("req/s")),
+)
+INSIDE = (
+    Metric("requests sent", "num_requests", 0, fmt.number),
+    Metric("finished", "num_finished", 0, fmt.number),
+    Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share),
+    Metric("preemptions", "preemptions.total", 0, fmt.number),
+    Metric("recomputed tokens", "preemptions.recomputed_share", 0, fmt.share),
+    Metric("mean KV use", "kv.utilisation_mean", 0, fmt.share),
+    Metric("peak KV use", "kv.utilisation_peak", 0, fmt.share),
+    Metric("mean running", "mean_running", 0, fmt.mean_count),
+    Metric("mean waiting", "mean_waiting", 0, fmt.mean_count),
+    Metric("busy", "busy_share", 0, fmt.share),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One arm and metric: the arm's mean over replicates and its change to the baseline (None: nothing to compare)."""
+
+    arm: str
+    metric: Metric
+    value: float | None
+    estimate: Estimate | None  # on the scale log_ratio
+    verdict: Verdict
+    p_holm: float | None = None
+
+
+def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
+    """Mean over the arm's replicates; None where any of them does not reach the metric."""
+    values = [metric.of(run.summary_under(slo)) for run in replicates(arm).values()]
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def compare(
+    arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
+) -> list[Comparison]:
+    """Every arm but the baseline, every metric. `margin` is the relative change that counts as none.
+
+    With replicates: Student's interval on the mean log-ratio of paired replicates, p-values by Holm over the arms of a
+    metric. With one: moving blocks over that run's requests, for latencies only.
+    """
+    found = []
+    for metric in metrics:
+        rows = []
+        for arm in arms:
+            if arm.name != baseline.name:
+                pairs = paired_replicates(baseline, arm)
+                estimate = _estimate(pairs, metric, slo)
+                rows.append(Comparison(arm.name, metric, mean_over_replicates(arm, metric, slo), estimate, "unknown"))
+        found += _judge(rows, margin)
+    return found
+
+
+def _judge(rows: Sequence[Comparison], margin: float) -> list[Comparison]:
+    tested = [row for row in rows if row.estimate is not None and row.estimate.p_value is not None]
+    p_values = [row.estimate.p_value for row in tested if row.estimate is not None and row.estimate.p_value is not None]
+    adjusted = {row.arm: p for row, p in zip(tested, holm(p_values), strict=True)}
+    judged = []
+    for row in rows:
+        p = adjusted.get(row.arm)
+        said: Verdict = "unknown" if row.estimate is None else verdict(row.estimate, float(np.log1p(margin)), p)
+        judged.append(replace(row, verdict=said, p_holm=p))
+    return judged
+
+
+def _estimate(pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None) -> Estimate | None:
+    values = [(metric.of(base.summary_under(slo)), metric.of(run.summary_under(slo))) for base, run in pairs]
+    known = [(base, run) for base, run in values if base is not None and run is not None]
+    if len(known) < len(values) or not known or min(min(pair) for pair in known) < 0:
+        return None
+    if all(base == run for base, run in known):
+        return Estimate(0.0, 0.0, 0.0, len(known), "equal in every replicate", "log_ratio")
+    if min(min(pair) for pair in known) == 0:
+        return None
+    if len(known) == 1:
+        within = _within_one_trace(*pairs[0], metric)
+        if within is not None:
+            return within
+    base, other = zip(*known, strict=True)
+    return paired_t(base, other, "log_ratio")
+
+
+def _within_one_trace(baseline: Run, run: Run, metric: Metric) -> Estimate | None:
+    """Log-ratio of a latency's mean or quantile with a moving-block interval over the shared requests of one trace."""
+    name, _, which = metric.path.partition(".")
+    if name not in ("ttft_s", "tpot_s", "e2e_s"):
+        return None
+    sides = []
+    for side in (baseline, run):
+        frame = request_metrics(side.requests).set_index("request_id")[[name]]
+        frame["arrival"] = numbers(side.requests, "arrival_ns")
+        sides.append(frame)
+    both = sides[0].add_suffix("_base").join(sides[1].add_suffix("_arm"), how="inner").dropna()
+    both = both.sort_values("arrival_base", kind="stable")
+    pairs = both[[f"{name}_base", f"{name}_arm"]].to_numpy(dtype=np.float64)
+    tail = 0.5 if which == "mean" else 1.0 - int(which[1:]) / 100
+    if len(pairs) * tail < _MIN_BEYOND or (pairs <= 0).any():
+        return None
+
+    def log_ratio(rows: FloatArray) -> float:
+        base, other = rows.mean(axis=0) if which == "mean" else np.quantile(rows, int(which[1:]) / 100, axis=0)
+        return float(np.log(other / base))
+
+    return moving_block_bootstrap(pairs, log_ratio, num_resamples=400, scale="log_ratio")

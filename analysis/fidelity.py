@@ -1,0 +1,150 @@
+"""How far the simulator is from the real engine: request by request, per metric, and in the ranking of policies.
+
+Errors are signed and relative to the real run: (sim - real) / real. Only runs of one trace are matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from analysis.frames import numbers
+from analysis.load import Run, same_trace
+from analysis.metrics import request_metrics
+from testbed.errors import RunFolderError
+
+LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")
+STATISTICS = ("mean", "p50", "p90", "p99")
+RATES = ("requests_per_s", "output_tokens_per_s")
+FIDELITY_METRICS: dict[str, int] = {  # dotted path in a summary -> +1 where more is better, -1 where less is
+    **{f"{metric}.{statistic}": -1 for metric in LATENCY_METRICS for statistic in STATISTICS},
+    **{f"throughput.{rate}": 1 for rate in RATES},
+}
+
+
+def summary_value(summary: Mapping[str, Any], path: str) -> float | None:
+    """The number at a dotted path of a summary; None where it is absent or not reached."""
+    value: Any = summary
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def match_requests(sim: Run, real: Run) -> pd.DataFrame:
+    """One row a request: request_id, and sim_ and real_ of ttft_s, tpot_s, e2e_s, num_output_tokens and the like.
+
+    RunFolderError when the traces differ, or the runs do not hold the same request ids.
+    """
+    same_trace([sim, real])
+    frames = []
+    for run in (sim, real):
+        frame = request_metrics(run.requests).set_index("request_id")
+        frame["num_output_tokens"] = numbers(run.requests, "num_output_tokens")
+        frame["num_cached_tokens"] = numbers(run.requests, "num_cached_tokens")
+        frame["num_preemptions"] = numbers(run.requests, "num_preemptions")
+        frames.append(frame)
+    only = set(frames[0].index) ^ set(frames[1].index)
+    if only:
+        raise RunFolderError(
+            f"{sim.path} and {real.path}: {len(only)} requests are in one run only, the first {min(only)}; "
+            "match runs of the same requests"
+        )
+    joined = frames[0].add_prefix("sim_").join(frames[1].add_prefix("real_"))
+    return joined.reset_index()
+
+
+def relative_error(sim: float | None, real: float | None) -> float | None:
+    """(sim - real) / real; None where either is unknown or the real value is 0."""
+    return None if sim is None or not real else (sim - real) / real
+
+
+def error_table(sim: Run, real: Run) -> pd.DataFrame:
+    """One row a metric of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; None: not reached)."""
+    same_trace([sim, real])
+    rows = []
+    for path in FIDELITY_METRICS:
+        values = summary_value(sim.summary, path), summary_value(real.summary, path)
+        rows.append({"metric": path, "sim": values[0], "real": values[1], "error": relative_error(*values)})
+    return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
+
+
+def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
+    """One row a latency over matched requests: num, median signed error, P90 and P99 of the absolute error.
+
+    `num_unmatched` are the requests that have the latency in one of the two runs only.
+    """
+    rows = []
+    for name in LATENCY_METRICS:
+        sim, real = numbers(matched, f"sim_{name}"), numbers(matched, f"real_{name}")
+        both = ~np.isnan(sim) & (real > 0)
+        error = (sim[both] - real[both]) / real[both]
+        levels = np.quantile(np.abs(error), [0.9, 0.99]) if error.size else (np.nan, np.nan)
+        row: dict[str, Any] = {"metric": name, "num": int(both.sum())}
+        row["num_unmatched"] = int((np.isnan(sim) ^ np.isnan(real)).sum())
+        row["median_error"] = float(np.median(error)) if error.size else np.nan
+        rows.append(row | {"abs_error_p90": float(levels[0]), "abs_error_p99": float(levels[1])})
+    return pd.DataFrame(rows)
+
+
+def real_noise(repeats: Sequence[tuple[Run, Run]]) -> dict[str, float]:
+    """Metric -> how far two equal real runs (same trace, same policy) are apart at most, relative to the first."""
+    noise: dict[str, float] = {}
+    for first, again in repeats:
+        same_trace([first, again])
+        for path in FIDELITY_METRICS:
+            error = relative_error(summary_value(again.summary, path), summary_value(first.summary, path))
+            if error is not None:
+                noise[path] = max(noise.get(path, 0.0), abs(error))
+    return noise
+
+
+def ranking_agreement(
+    pairs: Mapping[str, tuple[Run, Run]],
+    metrics: Sequence[str] | None = None,
+    noise: Mapping[str, float] | None = None,
+    margin: float = 0.02,
+) -> pd.DataFrame:
+    """Does the simulator rank policies as the real engine does? One row a metric.
+
+    `pairs`: policy -> (sim run, real run), all on one trace. Columns: metric, num_policies, kendall_tau (tau-b; None
+    for fewer than two policies or all equal), sim_winner, real_winner, same_winner,
+    real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of policies whose real values
+    differ by more than the metric's `noise` and by more than `margin`; num_same_order: those that sim orders alike.
+    """
+    same_trace([run for pair in pairs.values() for run in pair])
+    rows: list[dict[str, Any]] = []
+    for path in metrics or tuple(FIDELITY_METRICS):
+        values = {name: [summary_value(run.summary, path) for run in pair] for name, pair in pairs.items()}
+        known = {name: (sim, real) for name, (sim, real) in values.items() if sim is not None and real is not None}
+        row: dict[str, Any] = {"metric": path, "num_policies": len(known), "kendall_tau": None}
+        row |= {"sim_winner": None, "real_winner": None, "same_winner": None, "real_spread": None}
+        row |= {"num_told_apart": 0, "num_same_order": 0}
+        if len(known) >= 2:
+            sign = FIDELITY_METRICS.get(path, -1)
+            sims, reals = zip(*known.values(), strict=True)
+            if len(set(sims)) > 1 and len(set(reals)) > 1:
+                row["kendall_tau"] = float(stats.kendalltau(sims, reals).statistic)
+            names = list(known)
+            row["sim_winner"] = names[int(np.argmax(np.array(sims) * sign))]
+            row["real_winner"] = names[int(np.argmax(np.array(reals) * sign))]
+            row["real_spread"] = max(reals) / min(reals) - 1.0 if min(reals) > 0 else None
+            row["same_winner"] = row["sim_winner"] == row["real_winner"]
+            row |= _order(list(known.values()), max(margin, (noise or {}).get(path, 0.0)))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str, int]:
+    """Of the pairs of (sim, real) whose real values are more than `threshold` apart, how many sim orders alike."""
+    told_apart = same = 0
+    for (sim_a, real_a), (sim_b, real_b) in combinations(values, 2):
+        low, high = sorted((real_a, real_b))
+        if high > low * (1.0 + threshold):
+            told_apart += 1
+            same += (sim_a - sim_b) * (real_a - real_b) > 0
+    return {"num_told_apart": told_apart, "num_same_order": same}

@@ -1,0 +1,268 @@
+"""Sentences from numbers: each says a difference with its interval and how it was got, and nothing beyond that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pandas as pd
+
+from analysis import format as fmt
+from analysis.arms import Arm, Pair, factor_name, replicates
+from analysis.compare import Comparison
+from analysis.effects import Effect
+
+METRIC_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
+_STATISTIC = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99"}
+
+
+def metric_name(path: str) -> str:
+    """ "ttft_s.p99" -> "P99 TTFT", "throughput.requests_per_s" -> "requests/s"."""
+    head, _, tail = path.partition(".")
+    if head in METRIC_NAMES:
+        return f"{_STATISTIC.get(tail, tail)} {METRIC_NAMES[head]}"
+    return tail.replace("_per_s", "/s").replace("_", " ") or head
+
+
+def interval_text(comparison: Comparison) -> str:
+    """The change and its 95 % interval in percent: "−23 % [−28, −18]"; without one the change alone; "" for neither."""
+    if comparison.estimate is None:
+        return ""
+    if comparison.verdict == "identical":
+        return f"0{fmt.SPACE}%"
+    value, low, high = comparison.estimate.percent()
+    if comparison.verdict == "unknown":
+        return fmt.change(value)
+    return f"{fmt.change(value)} [{fmt.change(low)[:-2]},{fmt.SPACE}{fmt.change(high)[:-2]}]"
+
+
+def verdict_text(comparison: Comparison, margin: float) -> str:
+    """The verdict in words for a table cell."""
+    words = {
+        "identical": "identical",
+        "equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)",
+        "inside the noise": "inside the noise",
+        "unknown": "no interval" if comparison.estimate is not None else "not comparable",
+    }
+    if comparison.verdict in words:
+        return words[comparison.verdict]
+    good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
+    return {1: "better", -1: "worse"}.get(good, comparison.verdict)
+
+
+def arm_finding(rows: Sequence[Comparison], opening: str, margin: float) -> str:
+    """A few sentences on one arm: what is better, worse, inside the noise, and what could not be compared.
+
+    `opening` says against what: "Against <baseline>".
+    """
+    return _sentences(f"{opening}, {rows[0].arm}", rows, margin)
+
+
+def effect_finding(effects: Sequence[Effect], margin: float) -> str:
+    """A few sentences on one factor's step, averaged over the other factors; its range where it is far from even."""
+    first = effects[0]
+    name = f"{factor_name(first.factor)} {fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
+    text = _sentences(f"On average over the other factors, {name}", [effect.comparison for effect in effects], margin)
+    uneven = []
+    for effect in effects:
+        if effect.spread is not None and effect.comparison.verdict != "equivalent":
+            low, high = (100.0 * math.expm1(x) for x in effect.spread)
+            if effect.spread[0] < 0 < effect.spread[1] and max(abs(low), abs(high)) > 100 * margin:
+                span = f"{fmt.change(low)} to {fmt.change(high)}"
+                uneven.append(f"{effect.comparison.metric.label} ({span})")
+    if uneven:
+        text += f" The sign depends on the other factors for {fmt.listing(uneven)}."
+    return text
+
+
+def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
+    """For each metric the arm whose claimed improvement is largest; silence where no arm is better beyond the noise."""
+    by_arm: dict[str, list[str]] = {}
+    for metric in dict.fromkeys(row.metric for row in rows):
+        better = [
+            row
+            for row in rows
+            if row.metric is metric
+            and row.estimate is not None
+            and row.verdict in ("higher", "lower")
+            and row.estimate.value * metric.better > 0
+        ]
+        if better:
+            best = max(better, key=lambda row: row.estimate.value * metric.better if row.estimate else 0.0)
+            by_arm.setdefault(best.arm, []).append(f"{metric.label} ({interval_text(best)})")
+    return [
+        f"The largest improvement on {baseline} in {fmt.listing(texts)} is that of {arm}."
+        for arm, texts in by_arm.items()
+    ]
+
+
+def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        text = f"{row.metric.label} ({interval_text(row)})" if row.estimate is not None else row.metric.label
+        said = verdict_text(row, margin)
+        same = row.verdict in ("identical", "equivalent")
+        groups.setdefault("same" if same else said, []).append(row.metric.label if same else text)
+    parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]
+    if parts:
+        sentences = [f"{subject} is {'; '.join(parts)}."]
+    elif "inside the noise" in groups or "same" in groups:
+        sentences = [f"{subject} shows no difference beyond the noise."]
+    else:
+        sentences = [f"{subject}:"]
+    return " ".join([*sentences, *[form(groups[key], margin) for key, form in _CLOSINGS.items() if key in groups]])
+
+
+_CLAIMS = ("better", "worse", "higher", "lower")
+_CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
+    "inside the noise": lambda texts, _: f"Inside the noise: {fmt.listing(texts)}.",
+    "same": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
+    "no interval": lambda texts, _: f"Observed without an interval, so no claim is made: {fmt.listing(texts)}.",
+    "not comparable": lambda texts, _: f"Not comparable (zero, not reached or not recorded): {fmt.listing(texts)}.",
+}
+
+
+def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
+    """How the intervals were got, and over what they generalise."""
+    methods = {row.estimate.method.split(" of ")[0] for row in rows if row.estimate is not None}
+    if num_replicates >= 2:
+        return (
+            f"Changes are relative: means of log-ratios over {num_replicates} replicates (seeds), paired on the same "
+            "trace, with 95 % Student intervals. A change counts when its p-value, corrected by Holm over the arms of "
+            "a metric, is below 0.05; the intervals are those of single comparisons. Holm's correction raises the "
+            "p-values so that among all arms of a metric even one false claim has a chance below 5 %."
+        )
+    if "moving blocks" in methods:
+        return (
+            "There is one replicate. Changes are relative; their 95 % intervals are of a moving-block bootstrap over "
+            "the requests of that one trace: they cover the variation within it, not that between traces or seeds, and "
+            "are not corrected for the number of comparisons. Rates of a single run, and tails beyond which fewer than "
+            "five requests lie, have no interval."
+        )
+    return "There is one replicate and too few requests for an interval: the changes are observations, not estimates."
+
+
+_TOO_NOISY = 0.3  # two equal real runs this far apart in a told metric: their differences say nothing of a simulator
+_ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
+
+
+def fidelity_findings(
+    pairs: Sequence[Pair],
+    tables: Mapping[str, pd.DataFrame],
+    ranking: pd.DataFrame | None,
+    margin: float,
+    noise: Mapping[str, float],
+) -> list[str]:
+    """What the pairs show: the error of each latency and rate, the machine's own noise, the order of the policies."""
+    said = []
+    known = [path for path in _ERRORS_TOLD if path in noise]
+    largest = max((noise[path] for path in known), default=0.0)
+    if largest > _TOO_NOISY:
+        said.append(
+            "The machine was too noisy for this comparison: two equal real runs differed by up to "
+            f"{fmt.significant(100 * largest, 2)} %. Run it again when the machine is idle."
+        )
+    for pair in pairs:
+        errors = tables[pair.label].set_index("metric")["error"].dropna()
+        shown = [
+            f"{metric_name(path)} {fmt.change(100 * errors[path])}" for path in _ERRORS_TOLD if path in errors.index
+        ]
+        if shown:
+            said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
+    if known:
+        told = fmt.listing([f"{metric_name(path)} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
+        reach = "" if largest > _TOO_NOISY else ": no simulator can be expected to come closer"
+        said.append(f"The real engine itself, run twice on one trace under one policy, differed by {told}{reach}.")
+    if ranking is not None:
+        told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
+        limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")
+        order = f"; the simulator orders {same} of these alike" if told_apart else ", so their order is not checked"
+        said.append(
+            f"Over all metrics the real engine tells {told_apart or 'no'} pairs of policies apart by more than "
+            f"{limit}{order}."
+        )
+    return said
+
+
+def smaller_than_error(rows: Sequence[Comparison], tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    """A warning, one sentence: claimed changes that are smaller than the simulator's measured error of their metric."""
+    worst: dict[str, float] = {}
+    for table in tables.values():
+        for path, error in table.set_index("metric")["error"].dropna().items():
+            worst[str(path)] = max(worst.get(str(path), 0.0), abs(float(error)) * 100)
+    claimed: dict[str, int] = {}
+    smaller: dict[str, int] = {}
+    labels = {row.metric.path: row.metric.label for row in rows}
+    for row in rows:
+        path = row.metric.path
+        if row.verdict in ("higher", "lower") and row.estimate is not None and path in worst:
+            claimed[path] = claimed.get(path, 0) + 1
+            if abs(row.estimate.percent()[0]) < worst[path]:
+                smaller[path] = smaller.get(path, 0) + 1
+    if not smaller:
+        return []
+    counted = [
+        f"{num} of {claimed[path]} in {labels[path]} (error up to {fmt.significant(worst[path], 2)} %)"
+        for path, num in smaller.items()
+    ]
+    return [
+        "Changes that are smaller than the simulator's largest measured error in their metric, to be confirmed on the "
+        f"real engine before they are relied on: {fmt.listing(counted)}. Errors that all arms share cancel in a "
+        "change, so this is a caution and not a verdict."
+    ]
+
+
+def not_measured(arms: Sequence[Arm], pairs: Sequence[Pair]) -> list[str]:
+    """What the fidelity numbers do not cover, plainly."""
+    runs = [run for arm in arms for run in arm.runs if run.manifest.get("backend") == "sim"]
+    if not runs:
+        return []
+    if not pairs:
+        return ["No real run was given. How far the simulated numbers are from a real engine was not measured."]
+    said = []
+    for key, word in (("device", "device"), ("model", "model")):
+        simulated = {str(run.manifest.get(key)) for run in runs}
+        measured = {str(pair.real.manifest.get(key)) for pair in pairs}
+        if simulated - measured:
+            said.append(
+                f"The ablation simulates the {word} {fmt.listing(sorted(simulated - measured))}; the real runs used "
+                f"{fmt.listing(sorted(measured))}. The error on the former was not measured."
+            )
+    traces = {run.fingerprint for run in runs}
+    if not traces & {pair.real.fingerprint for pair in pairs}:
+        said.append(
+            "The real runs used another trace than the ablation; the errors on its own trace were not measured."
+        )
+    if len(pairs) < len(arms):
+        said.append(f"{len(pairs)} of the policies ran on the real engine; the errors of the others were not measured.")
+    return said
+
+
+def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
+    """What a reader must know before using the numbers."""
+    said = []
+    counts = sorted({len(replicates(arm)) for arm in arms})
+    if counts and counts[0] == 1:
+        said.append("At least one arm has a single replicate: nothing here says how the result varies between traces.")
+    elif counts and counts[0] < 5:
+        said.append(f"There are only {counts[0]} replicates: intervals over so few are wide and lean on normality.")
+    unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)
+    if unfinished:
+        said.append(
+            f"{fmt.number(unfinished)} requests were unfinished when their run ended. They are censored, not dropped: "
+            "quantiles are Kaplan–Meier's, a mean over them cannot be known, and each has failed its SLO."
+        )
+    ignored = sum(run.summary.get("finish_reasons", {}).get("ignored", 0) for arm in arms for run in arm.runs)
+    if ignored:
+        said.append(f"{fmt.number(ignored)} requests were ignored (they can never fit); they have no latency.")
+    unsent = sum(run.summary.get("num_unsent") or 0 for arm in arms for run in arm.runs)
+    if unsent:
+        said.append(
+            f"{fmt.number(unsent)} requests of the traces were never sent: their session's earlier turn was ignored or "
+            "aborted, or their run was cut off."
+        )
+    if not slo_given:
+        said.append("No SLO was given, so there is no goodput.")
+    if any(run.manifest.get("backend") == "sim" for arm in arms for run in arm.runs):
+        said.append("Simulated numbers are a cost model's predictions; see above for what was measured of its error.")
+    return said

@@ -1,0 +1,79 @@
+"""Numbers as a reader wants them: three significant digits, a unit, never NaN, None or a negative zero."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+NOT_REACHED = "not reached"
+NOTHING = "–"
+MINUS = "−"
+SPACE = "\u00a0"  # no break between a number and its unit
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """`value` rounded to `digits` significant digits, without an exponent, thousands set off by a thin space."""
+    if not math.isfinite(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places)
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))  # 9.996 became 10.0
+    text = f"{abs(rounded):,.{max(places, 0)}f}".replace(",", "\u202f")
+    return (MINUS if rounded < 0 else "") + text
+
+
+def seconds(value: float | None) -> str:
+    """A duration with its unit, from µs to s."""
+    if value is None:
+        return NOT_REACHED
+    size = abs(value)
+    factor, unit = (1.0, "s") if size >= 10 else (1e3, "ms") if size >= 1e-3 or size == 0 else (1e6, "µs")
+    return f"{significant(value * factor)}{SPACE}{unit}"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """A number and its unit; the dash where it is unknown. Whole numbers are written out."""
+    if value is None:
+        return NOTHING
+    whole = float(value).is_integer() and abs(value) < 1e15
+    text = f"{abs(int(value)):,}".replace(",", "\u202f") if whole else significant(abs(value))
+    return (MINUS if value < 0 else "") + text + (f"{SPACE}{unit}" if unit else "")
+
+
+def mean_count(value: float | None) -> str:
+    """A mean of counts: below 1 with two decimals at most, since a thousandth of a request says nothing."""
+    if value is None or abs(value) >= 1:
+        return number(value)
+    return f"{abs(value):.2f}".rstrip("0").rstrip(".")
+
+
+def share(value: float | None) -> str:
+    """A share of 1 in percent."""
+    return NOTHING if value is None else f"{significant(100.0 * value)}{SPACE}%"
+
+
+def change(percent: float) -> str:
+    """A relative change in percent, always signed unless it rounds to 0."""
+    if not math.isfinite(percent):
+        return NOTHING
+    rounded = round(percent, 1) if abs(percent) < 10 else round(percent)
+    if rounded == 0:
+        return f"0{SPACE}%"
+    text = f"{abs(rounded):.1f}" if abs(percent) < 10 else f"{abs(rounded):.0f}"
+    return f"{'+' if rounded > 0 else MINUS}{text}{SPACE}%"
+
+
+def plain(value: Any) -> str:
+    """A configuration value: on and off for booleans, "default" for null."""
+    if value is None:
+        return "default"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def listing(words: list[str]) -> str:
+    """a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""

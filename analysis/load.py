@@ -1,0 +1,268 @@
+"""Run folders into frames: one run, or every run below a folder.
+
+Every mistake is a RunFolderError of one line. Partial runs load and say so; none is mixed in silently with whole ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow.parquet as pq
+import yaml
+
+from analysis.frames import as_frame
+from analysis.metrics import SLO, SUMMARY_VERSION, summarise
+from testbed.errors import RunFolderError
+from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+
+FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
+_MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
+
+# What a summary needs of the steps: a long run has millions, and most columns are for plots.
+SUMMARY_STEP_COLUMNS = (
+    "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_running", "num_waiting", "num_swapped",
+    "free_gpu_blocks", "schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. The frames are read on first use, with the columns of `testbed.records`."""
+
+    path: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    _under: dict[SLO, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run ended by itself: its `done` marker is there and its manifest does not say partial."""
+        return (self.path / "done").exists() and self.manifest.get("status") != "partial"
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The trace's fingerprint; two runs are on the same trace if and only if these are equal."""
+        trace = self.manifest.get("trace")
+        return trace.get("fingerprint") if isinstance(trace, dict) else None
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        """`requests.parquet`; token_ns stays an Arrow list column."""
+        return _read_frame(self.path / "requests.parquet", REQUEST_COLUMNS)
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """`steps.parquet`."""
+        return _read_frame(self.path / "steps.parquet", STEP_COLUMNS)
+
+    @cached_property
+    def has_swapped(self) -> bool:
+        """Whether any step swapped a sequence out; reads that one column."""
+        return bool(_read_numbers(self.path / "steps.parquet", ("num_swapped_out",))["num_swapped_out"].any())
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """`summary.json` where this version of `summarise` wrote it, else computed from the records."""
+        file = self.path / "summary.json"
+        stored = _read_json(file) if file.exists() else {}
+        return stored if stored.get("summary_version") == SUMMARY_VERSION else self._summarise(None)
+
+    def summary_under(self, slo: SLO | None) -> dict[str, Any]:
+        """The summary with attainment and goodput under `slo`; computed once for each."""
+        if slo is None:
+            return self.summary
+        if slo not in self._under:
+            self._under[slo] = self._summarise(slo)
+        return self._under[slo]
+
+    def _summarise(self, slo: SLO | None) -> dict[str, Any]:
+        """From the records, without keeping them: a sweep's frames together may not fit in memory."""
+        requests = _read_frame(self.path / "requests.parquet", REQUEST_COLUMNS)
+        steps = _read_numbers(self.path / "steps.parquet", SUMMARY_STEP_COLUMNS)
+        return summarise(requests, steps, self.manifest, slo)
+
+    def summarise(self) -> dict[str, Any]:
+        """The summary from the records, whatever summary.json says."""
+        return self._summarise(None)
+
+    @cached_property
+    def flat_config(self) -> dict[str, Any]:
+        """The configuration with dotted keys."""
+        return flatten(self.config)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every run below a folder: the whole ones, and (path, reason) for those that are not."""
+
+    path: Path
+    runs: tuple[Run, ...]
+    incomplete: tuple[tuple[Path, str], ...]
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row a run: `run` (relative path), the config keys that differ, and the summary's numbers, dotted."""
+        keys = swept_keys(self.runs)
+        rows = []
+        for run in self.runs:
+            values = {key: _cell(run.flat_config.get(key)) for key in keys}
+            numeric = {k: v for k, v in flatten(run.summary).items() if isinstance(v, int | float) or v is None}
+            rows.append({"run": relative(run.path, self.path)} | values | numeric)
+        return pd.DataFrame(rows)
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """The run in folder `path`; RunFolderError when it is none, lacks a file, or a file is not what it should be."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder}: no such run folder")
+    missing = [name for name in FILES if not (folder / name).exists()]
+    if len(missing) == len(FILES):
+        raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(FILES)})")
+    if missing:
+        raise RunFolderError(f"{folder}: {', '.join(missing)} missing; the run did not get to its end, run it again")
+    _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
+    _check_schema(folder / "steps.parquet", STEP_COLUMNS)
+    return Run(folder, _read_yaml(folder / "config.yaml"), _read_json(folder / "manifest.json"))
+
+
+def load_sweep(path: str | os.PathLike[str]) -> Sweep:
+    """Every run at or below `path` in path order. RunFolderError when there is no complete one."""
+    root = Path(path)
+    if not root.is_dir():
+        raise RunFolderError(f"{root}: no such folder")
+    runs, incomplete = [], []
+    for folder in _run_folders(root):
+        try:
+            run = load_run(folder)
+        except RunFolderError as error:
+            incomplete.append((folder, str(error).removeprefix(f"{folder}: ")))
+            continue
+        if run.is_complete:
+            runs.append(run)
+        else:
+            incomplete.append((folder, "the run is partial (interrupted or still going)"))
+    if not runs:
+        found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
+        raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
+    return Sweep(root, tuple(runs), tuple(incomplete))
+
+
+def same_trace(runs: Iterable[Run]) -> str:
+    """The one trace fingerprint of all `runs`. RunFolderError when they differ or one has none."""
+    known = list(runs)
+    for run in known:
+        if not run.fingerprint:
+            raise RunFolderError(f"{run.path}: manifest.json has no trace fingerprint, so the run cannot be paired")
+        if run.fingerprint != known[0].fingerprint:
+            raise RunFolderError(
+                f"{known[0].path} and {run.path} ran different traces (fingerprints {known[0].fingerprint} and "
+                f"{run.fingerprint}); pair runs of one trace only"
+            )
+    if not known:
+        raise RunFolderError("no runs to pair")
+    return str(known[0].fingerprint)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with dotted keys; lists stay values, empty mappings vanish."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def swept_keys(runs: Sequence[Run]) -> list[str]:
+    """The dotted config keys whose values differ between runs, in the order of the files.
+
+    Hydra's own keys and values that name the run's folder do not count.
+    """
+    keys = list(dict.fromkeys(key for run in runs for key in run.flat_config if not key.startswith("hydra.")))
+    absent = object()
+
+    def differs(key: str) -> bool:
+        values = [run.flat_config.get(key, absent) for run in runs]
+        if any(isinstance(v, str) and run.path.name in v and os.sep in v for v, run in zip(values, runs, strict=True)):
+            return False
+        return any(value != values[0] for value in values[1:])
+
+    return [key for key in keys if differs(key)]
+
+
+def relative(path: Path, start: Path) -> str:
+    """`path` as seen from the folder `start`, with forward slashes."""
+    return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()
+
+
+def _run_folders(root: Path) -> list[Path]:
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if any(mark in files for mark in _MARKS):
+            found.append(Path(folder))
+    return found
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunFolderError(f"{file}: cannot be read as YAML ({_one_line(error)})") from error
+    if not isinstance(tree, dict):
+        raise RunFolderError(f"{file}: holds no mapping of configuration keys")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{file}: cannot be read as JSON ({_one_line(error)})") from error
+    if not isinstance(tree, dict):
+        raise RunFolderError(f"{file}: holds no JSON object")
+    return tree
+
+
+def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
+    try:
+        names = set(pq.read_schema(file).names)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({_one_line(error)})") from error
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
+
+
+def _read_frame(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
+    try:
+        return as_frame(pq.ParquetFile(file).read(columns=list(columns)))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({_one_line(error)})") from error
+
+
+def _read_numbers(file: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """Numeric columns without nulls, one after the other: never all of them twice in memory."""
+    try:
+        source = pq.ParquetFile(file)
+        arrays = {name: source.read(columns=[name]).column(0).to_numpy() for name in columns}
+    except (OSError, ValueError, KeyError) as error:
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({_one_line(error)})") from error
+    return pd.DataFrame(arrays, copy=False)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

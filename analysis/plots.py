@@ -1,0 +1,320 @@
+"""The figures: each takes runs (or comparisons) by label and returns a Figure; `style.save` writes PNG and SVG.
+
+Nothing to draw (no request finished, no decode, one request) draws an empty panel that says so, without a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from analysis import style
+from analysis.frames import FloatArray, numbers
+from analysis.load import Run
+from analysis.metrics import request_metrics
+from analysis.occupancy import kv_usage, run_end_ns, spans
+from analysis.statistics import Estimate, Verdict, verdict
+from analysis.survival import km_steps
+
+LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
+_MAX_POINTS = 800  # of one curve: more cannot be seen, and make an SVG heavy
+
+
+def latency_cdf(runs: Mapping[str, Run]) -> Figure:
+    """Distribution functions of TTFT, TPOT and E2E, one curve a run; with censored requests Kaplan-Meier's.
+
+    A curve that ends below 1 has requests that were not finished (or not started) when the run ended.
+    """
+    with style.styled():
+        figure, ((*panels,),) = style.grid(1, 3, 2.3 + style.legend_height(list(runs)), sharey=True)
+        for axes, (name, title) in zip(panels, LATENCIES.items(), strict=True):
+            _cdf_panel(axes, {label: _latency_values(run, name) for label, run in runs.items()}, title)
+        panels[0].set_ylabel("share of requests")
+        handles = [style.line_handle(**style.series_style(index)) for index in range(len(runs))]
+        style.legend_below(figure, handles, list(runs))
+    return figure
+
+
+def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
+    """(observed, censored) seconds of one latency of one run, as `metrics.summarise` censors them."""
+    metrics, frame = request_metrics(run.requests), run.requests
+    value, reason = numbers(metrics, name), metrics["finish_reason"].to_numpy()
+    observed = value[~np.isnan(value)]
+    if name == "tpot_s":
+        return observed, np.empty(0)
+    end_ns = run_end_ns(frame, run.steps)
+    cut_ns = np.where(reason == "abort", numbers(frame, "finish_ns"), end_ns)
+    open_ = np.isnan(value) & np.isin(reason, ("abort", "unfinished")) & (numbers(frame, "arrival_ns") <= end_ns)
+    return observed, (cut_ns - numbers(frame, "arrival_ns"))[open_] / 1e9
+
+
+def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], title: str) -> None:
+    axes.set_title(title)
+    everything = np.concatenate([np.empty(0), *[observed for observed, _ in curves.values()]])
+    if not everything.size:
+        axes.text(0.5, 0.5, "no request has one", transform=axes.transAxes, ha="center", color=style.GREY)
+        axes.set_xlabel(f"{title} (ms)")
+        return
+    factor, unit = style.time_unit(everything)
+    for index, (observed, censored) in enumerate(curves.values()):
+        if observed.size:
+            values, cdf = km_steps(observed, censored)
+            keep = np.unique(np.linspace(0, values.size - 1, _MAX_POINTS).astype(int))
+            x = np.append(values[keep[0]], values[keep]) * factor
+            axes.plot(x, np.append(0.0, cdf[keep]), drawstyle="steps-post", **style.series_style(index))
+    style.log_if_wide(axes.xaxis, everything * factor, ratio=5.0)
+    axes.set_ylim(0.0, 1.02)
+    axes.set_xlabel(f"{title} ({unit})")
+
+
+def throughput_latency(arms: Mapping[str, Sequence[Run]]) -> Figure:
+    """P99 TTFT and P99 TPOT over the completed requests/s, one curve an arm, one point a load.
+
+    Runs of one load (equal `trace.*` settings but the seed) are replicates: a point is their mean, its bar spans them.
+    A triangle at the top edge is a load at which the quantile was not reached in some replicate.
+    """
+    panels_of = {"ttft_s": "P99 TTFT", "tpot_s": "P99 TPOT"}
+    with style.styled():
+        figure, ((*panels,),) = style.grid(1, 2, 2.5 + style.legend_height(list(arms)))
+        for axes, (name, title) in zip(panels, panels_of.items(), strict=True):
+            points = {label: _load_points(runs, name) for label, runs in arms.items()}
+            known = np.array([row["mean"] for rows in points.values() for row in rows if row["mean"] is not None])
+            factor, unit = style.time_unit(known)
+            for index, rows in enumerate(points.values()):
+                _load_curve(axes, rows, factor, index)
+            style.log_if_wide(axes.yaxis, known * factor, ratio=8.0)
+            axes.set_xlabel("completed requests per second")
+            axes.set_ylabel(f"{title} ({unit})")
+        handles = [style.line_handle(marker=style.marker(i), **style.series_style(i)) for i in range(len(arms))]
+        style.legend_below(figure, handles, list(arms))
+    return figure
+
+
+def _load_points(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
+    """One dict a load, by offered rate: rate, and mean, low, high of the P99 over replicates (None: not reached)."""
+    loads: dict[str, list[Run]] = {}
+    for run in runs:
+        keys = {k: v for k, v in run.flat_config.items() if k.startswith("trace.") and not k.endswith("seed")}
+        loads.setdefault(repr(keys), []).append(run)
+    points = []
+    for replicates in loads.values():
+        rate = float(np.mean([run.summary["throughput"]["requests_per_s"] or 0.0 for run in replicates]))
+        offered = float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in replicates]))
+        values = [run.summary[name]["p99"] for run in replicates]
+        known = [value for value in values if value is not None]
+        complete = len(known) == len(values)
+        mean = float(np.mean(known)) if complete else None
+        points.append({"rate": rate, "offered": offered, "mean": mean, "values": known if complete else []})
+    return sorted(points, key=lambda point: (point["offered"], point["rate"]))
+
+
+def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, index: int) -> None:
+    look = style.series_style(index)
+    reached = [row for row in rows if row["mean"] is not None]
+    x, y = [row["rate"] for row in reached], [row["mean"] * factor for row in reached]
+    axes.plot(x, y, marker=style.marker(index), **look)
+    for row in reached:
+        if len(row["values"]) > 1:
+            span = [min(row["values"]) * factor, max(row["values"]) * factor]
+            axes.plot([row["rate"]] * 2, span, color=look["color"], linewidth=0.8, marker="_", markersize=4)
+    lost = [row["rate"] for row in rows if row["mean"] is None]
+    edge = axes.get_xaxis_transform()
+    axes.plot(lost, [0.97] * len(lost), transform=edge, marker="^", linestyle="none", color=look["color"])
+
+
+def timeline(runs: Mapping[str, Run]) -> Figure:
+    """KV usage and queue over time, one column a run; ticks on top of the queue are steps that preempted."""
+    with style.styled():
+        figure, (upper, lower) = style.grid(2, max(len(runs), 1), 3.5, sharex=True, sharey="row")
+        for column, (label, run) in enumerate(runs.items()):
+            upper[column].set_title(label)
+            lower[column].set_xlabel("time since the start of the run (s)")
+            if len(run.steps):
+                _timeline_column(upper[column], lower[column], run)
+        upper[0].set_ylim(0, 105)
+        upper[0].set_ylabel("KV blocks in use (%)")
+        lower[0].set_ylabel("requests")
+        lower[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+        swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
+        looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
+        handles = [style.line_handle(**look) for look in looks.values()]
+        tick = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
+        style.legend_below(figure, [*handles, tick], [*looks, "preemption"])
+    return figure
+
+
+_QUEUES: dict[str, dict[str, Any]] = {
+    "running": {"color": style.BLUE, "linestyle": "-", "linewidth": 1.1},
+    "waiting": {"color": style.VERMILLION, "linestyle": (0, (4, 1.2)), "linewidth": 1.1},
+    "swapped": {"color": style.GREEN, "linestyle": (0, (1.2, 1.2)), "linewidth": 1.1},
+}
+
+
+def _timeline_column(upper: Axes, lower: Axes, run: Run) -> None:
+    start, until, following = spans(run.requests, run.steps)
+    times = np.column_stack((start, until)).ravel() / 1e9
+
+    def held(values: FloatArray) -> FloatArray:
+        """The value during each span, and what holds after it: itself, or 0 when the engine idles."""
+        after = np.where(until < following, 0.0, values)
+        return np.column_stack((values, after)).ravel()
+
+    usage = kv_usage(run.steps, run.manifest.get("num_gpu_blocks"))
+    if usage is None:
+        style.say_empty(upper, "size of the pool unknown")
+    else:
+        x, y = _thin(times, held(100.0 * usage))
+        upper.fill_between(x, y, step="post", color=style.SKY, alpha=0.35, linewidth=0)
+        upper.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)
+    for name, look in _QUEUES.items():
+        count = numbers(run.steps, f"num_{name}")
+        if name != "swapped" or count.any():
+            lower.plot(*_thin(times, held(count)), drawstyle="steps-post", **look)
+    marks = start[numbers(run.steps, "num_preempted") > 0] / 1e9
+    marks = np.unique(marks.round(max(0, 3 - int(np.log10(max(times[-1], 1.0))))))
+    edge = lower.get_xaxis_transform()
+    if marks.size:  # an empty, unclipped line has no extent, which the layout takes for an infinite one
+        lower.plot(marks, [1.0] * marks.size, "|", transform=edge, color=style.BLACK, markersize=7, clip_on=False)
+
+
+def _thin(times: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """At most about `_MAX_POINTS` points that keep each bin's extremes, in time order."""
+    if times.size <= _MAX_POINTS:
+        return times, values
+    edges = np.linspace(0, times.size, _MAX_POINTS // 2 + 1).astype(int)
+    keep = {0, times.size - 1}
+    for low, high in pairwise(edges):
+        keep |= {low + int(np.argmin(values[low:high])), low + int(np.argmax(values[low:high]))}
+    chosen = np.array(sorted(keep))
+    return times[chosen], values[chosen]
+
+
+def ablation_bars(
+    changes: Mapping[str, Mapping[str, Estimate | None]],
+    better: Mapping[str, int],
+    verdicts: Mapping[str, Mapping[str, Verdict]] | None = None,
+) -> Figure:
+    """Relative change to the baseline, in percent, one panel a metric, one bar an arm, with intervals.
+
+    `changes`: metric -> arm -> estimate on the scale log_ratio (None: cannot be compared). `better`: metric -> +1 where
+    more is better, -1 where less is. `verdicts`: the same keys; by default each interval's own.
+    """
+    arms = list(dict.fromkeys(arm for by_arm in changes.values() for arm in by_arm))
+    kinds = {
+        metric: {
+            arm: _kind(estimate, better.get(metric, 0), (verdicts or {}).get(metric, {}).get(arm))
+            for arm, estimate in by_arm.items()
+            if estimate is not None
+        }
+        for metric, by_arm in changes.items()
+    }
+    with style.styled():
+        figure, ((*panels,),) = style.grid(1, max(len(changes), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
+        for axes, (metric, by_arm) in zip(panels, changes.items(), strict=False):
+            _bar_panel(axes, arms, by_arm, kinds[metric])
+            axes.set_title(metric)
+            axes.set_xlabel("change (%)")
+        panels[0].set_yticks(range(len(arms)), arms)
+        panels[0].set_ylim(max(len(arms), 1) - 0.4, -0.6)
+        seen = {kind for by_arm in kinds.values() for kind in by_arm.values()}
+        shown = [kind for kind in _BARS if kind in seen]
+        style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
+    return figure
+
+
+_BARS: dict[str, dict[str, Any]] = {
+    "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
+    "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},
+    "changed": {"facecolor": style.PURPLE, "edgecolor": style.PURPLE},
+    "inside the noise": {"facecolor": "#E6E6E6", "edgecolor": style.GREY, "hatch": "////"},
+    "equivalent": {"facecolor": "#C9C9C9", "edgecolor": style.GREY},
+    "no interval": {"facecolor": "white", "edgecolor": style.BLACK},
+}
+
+
+def _kind(estimate: Estimate, better: int, said: Verdict | None) -> str:
+    said = said or verdict(estimate)
+    if said == "unknown":
+        return "no interval"
+    if said in ("identical", "equivalent"):
+        return "equivalent"
+    if said == "inside the noise":
+        return said
+    return "changed" if better == 0 else "better" if estimate.value * better > 0 else "worse"
+
+
+def _bar_panel(
+    axes: Axes, arms: Sequence[str], by_arm: Mapping[str, Estimate | None], kinds: Mapping[str, str]
+) -> None:
+    for row, arm in enumerate(arms):
+        estimate = by_arm.get(arm)
+        if estimate is None:
+            axes.text(0, row, " not comparable", va="center", color=style.GREY, fontsize=6.5)
+            continue
+        value, low, high = estimate.percent()
+        axes.barh(row, value, height=0.62, linewidth=0.8, **_BARS[kinds[arm]])
+        if np.isfinite([estimate.low, estimate.high]).all():
+            axes.plot([low, high], [row, row], color=style.BLACK, linewidth=1.0, marker="|", markersize=5)
+    axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.08)
+    widest = max(abs(limit) for limit in axes.get_xlim())
+    axes.xaxis.set_major_locator(MaxNLocator(3 if 1 <= widest < 1000 else 2))  # long labels: two steps fit a panel
+
+
+def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> Figure:
+    """Each request's simulated latency over its real one (above) and their ratio (below), per latency.
+
+    `matched`: label -> `fidelity.match_requests` (columns sim_<latency>, real_<latency>, seconds). On the line the
+    simulator is exact; the dashed lines are +-10 %.
+    """
+    with style.styled():
+        figure, (upper, lower) = style.grid(2, 3, 4.0 + style.legend_height(list(matched)), height_ratios=[2.0, 1.0])
+        for column, (name, title) in enumerate(LATENCIES.items()):
+            pairs = [_pair(frame, name) for frame in matched.values()]
+            _scatter_column(upper[column], lower[column], pairs, title)
+        handles = [
+            style.line_handle(color=style.COLOURS[i % 7], marker=style.marker(i), linestyle="none")
+            for i in range(len(matched))
+        ]
+        style.legend_below(figure, handles, list(matched))
+    return figure
+
+
+def _pair(frame: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
+    real, sim = numbers(frame, f"real_{name}"), numbers(frame, f"sim_{name}")
+    good = (real > 0) & (sim > 0)
+    return real[good], sim[good]
+
+
+def _scatter_column(upper: Axes, lower: Axes, pairs: Sequence[tuple[FloatArray, FloatArray]], title: str) -> None:
+    upper.set_title(title)
+    everything = np.concatenate([np.empty(0), *[values for pair in pairs for values in pair]])
+    if not everything.size:
+        style.say_empty(upper, "no request has one in both")
+        style.say_empty(lower)
+        return
+    factor, unit = style.time_unit(everything)
+    low, high = float(everything.min()) * factor / 1.15, float(everything.max()) * factor * 1.15
+    upper.plot([low, high], [low, high], color=style.BLACK, linewidth=0.8)
+    for index, (real, sim) in enumerate(pairs):
+        look: dict[str, Any] = {"color": style.COLOURS[index % 7], "marker": style.marker(index)}
+        look |= {"linestyle": "none", "markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
+        upper.plot(real * factor, sim * factor, **look)
+        lower.plot(real * factor, sim / real, **look)
+    for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):
+        lower.axhline(level, color=style.BLACK, linewidth=0.6, linestyle=dashes)
+    if style.log_if_wide(upper.xaxis, everything * factor, 6.0):
+        for axis in (upper.yaxis, lower.xaxis):
+            style.set_log(axis, low, high)
+    upper.set(xlim=(low, high), ylim=(low, high), ylabel=f"simulated ({unit})")
+    lower.set(xlim=(low, high), ylabel="sim / real", xlabel=f"real {title} ({unit})")
+    style.log_if_wide(lower.yaxis, np.concatenate([sim / real for real, sim in pairs]), 6.0)

@@ -1,0 +1,355 @@
+"""The ablation report: one self-contained HTML page, and the same as Markdown, from run folders.
+
+`write_report` takes arms and sim-real pairs as they are given; `report_from_folders` infers both from what was swept.
+Next to `<out>.html` it writes `<out>.md` and `<out>_files/` with every figure as PNG and SVG; the HTML needs neither.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from analysis import fidelity, findings, plots, style, tables
+from analysis.arms import (
+    Arm,
+    Pair,
+    by_load,
+    comparable,
+    find_arm,
+    infer_arms,
+    infer_pairs,
+    replicates,
+    split_repeats,
+)
+from analysis.compare import INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
+from analysis.effects import Effect, by_factor, main_effects, one_factor_away
+from analysis.groups import differing, experiments, left_out
+from analysis.load import Run, load_sweep, relative
+from analysis.metrics import SLO
+from testbed.errors import RunFolderError
+
+_HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
+_TOLD = (*_HEADLINE, "e2e_s.p99", "slo.attainment")  # the metrics that findings speak of
+_MAX_CURVES = 8
+_MAX_SVG_BYTES = 400_000
+
+
+@dataclass(frozen=True)
+class ReportInput:
+    """What a report is made of. `arms` may span seeds and loads; `commands` default to those in the manifests."""
+
+    arms: Sequence[Arm]
+    pairs: Sequence[Pair] = ()
+    repeats: Sequence[tuple[Run, Run]] = ()  # equal real runs: their differences are the machine's noise
+    title: str = "Ablation report"
+    question: str = ""
+    baseline: str | None = None  # an arm's name; the first arm by default
+    slo: SLO | Mapping[str, float | None] | None = None
+    margin: float = 0.02  # relative change that counts as none
+    commands: Sequence[str] = ()
+    notes: Sequence[str] = ()  # limits that only the author knows
+    incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
+
+
+class Plot(NamedTuple):
+    title: str
+    caption: str
+    data_uri: str
+    file: str  # the PNG, relative to the report
+
+
+@dataclass
+class _Sections:
+    """What is gathered while a report is built."""
+
+    out: Path
+    findings: list[str] = field(default_factory=list)
+    ablation: list[Any] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be compared
+
+    def plot(self, figure: Any, name: str, title: str, caption: str) -> Plot:
+        png, svg = style.save(figure, self.out.with_name(f"{self.out.stem}_files") / name)
+        small = svg.stat().st_size <= _MAX_SVG_BYTES
+        kind, data = ("svg+xml", svg.read_bytes()) if small else ("png", png.read_bytes())
+        uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        return Plot(title, caption, uri, relative(png, self.out.parent))
+
+
+def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
+    """Writes the report to `out` (an .html path), returns it. RunFolderError for arms or pairs of different traces."""
+    if not report.arms:
+        raise RunFolderError("a report needs at least one arm with a run")
+    path = Path(out).with_suffix(".html")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sections = _Sections(path)
+    slo = SLO.parse(report.slo)
+    baseline = find_arm(report.arms, report.baseline)
+    loads = by_load(report.arms)
+    groups = _comparable_groups(sections, loads, baseline.name)
+    for load, arms in groups.items():
+        _ablation(sections, load, arms, report, slo)
+    _run_plots(sections, groups, baseline)
+    context = _context(report, sections, baseline, slo)
+    environment = Environment(
+        loader=PackageLoader("analysis"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["md"] = _markdown
+    environment.autoescape = True
+    html = environment.get_template("report.html.j2").render(context)
+    environment.autoescape = False
+    markdown = environment.overlay(autoescape=False).get_template("report.md.j2").render(context)
+    for file, text in ((path, html), (path.with_suffix(".md"), markdown)):
+        file.write_text(text, encoding="utf-8")
+    return path
+
+
+def report_from_folders(
+    folders: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    title: str | None = None,
+    baseline: str | None = None,
+    question: str | None = None,
+    slo: SLO | Mapping[str, float | None] | None = None,
+) -> Path:
+    """A report on every complete run at or below `folders`: arms from what was swept, pairs from traces and policies.
+
+    Simulated runs are the arms (real ones where there are no others); a simulated run that only serves to be compared
+    with a real one is no arm where others are. Of several experiments the largest is reported. What is left out
+    (incomplete runs, the other experiments) is named.
+    """
+    if not folders:
+        raise RunFolderError("no run folder given")
+    sweeps = [load_sweep(folder) for folder in folders]
+    runs = list({run.path.resolve(): run for sweep in sweeps for run in sweep.runs}.values())
+    pairs, repeats = split_repeats(infer_pairs(runs))
+    sims = [run for run in runs if run.manifest.get("backend") == "sim"] or runs
+    paired = {pair.sim.path for pair in pairs}
+    traces = {run.fingerprint for run in sims if run.path not in paired}
+    chosen, *others = experiments([run for run in sims if run.fingerprint in traces] or sims)
+    others = [other for other in others if not {run.path for run in other} <= paired]
+    report = ReportInput(
+        arms=infer_arms(chosen),
+        pairs=pairs,
+        repeats=repeats,
+        notes=[left_out(chosen, other, Path(out).parent) for other in others],
+        title=title or "Ablation report",
+        question=question or "",
+        baseline=baseline,
+        slo=slo,
+        incomplete=[entry for sweep in sweeps for entry in sweep.incomplete],
+    )
+    return write_report(report, out)
+
+
+def _comparable_groups(
+    sections: _Sections, loads: Mapping[str, Sequence[Arm]], baseline_name: str
+) -> dict[str, list[Arm]]:
+    """Load -> its baseline (the report's, else the first arm there) and the arms that share a trace with it.
+
+    RunFolderError when there are arms to compare and none can be.
+    """
+    groups = {}
+    for load, arms in loads.items():
+        ordered = sorted(arms, key=lambda arm: arm.name != baseline_name)
+        groups[load] = comparable(ordered, ordered[0])
+        at_load = f"At {load} " if load else ""
+        if ordered[0].name != baseline_name:
+            sections.notes.append(f"{at_load}the baseline is {ordered[0].name}: {baseline_name} has no run there.")
+        missing = [arm.name for arm in arms if arm.name not in {kept.name for kept in groups[load]}]
+        if missing:
+            sections.notes.append(
+                f"{at_load}not compared, because on other traces or seeds than {ordered[0].name}: {'; '.join(missing)}."
+            )
+    names = {arm.name for arms in loads.values() for arm in arms}
+    if len(names) > 1 and all(len(arms) < 2 for arms in groups.values()):
+        first, *others = [arm for arms in loads.values() for arm in arms]
+        other = [run for arm in others for run in arm.runs]
+        raise RunFolderError(
+            f"nothing to compare: the arms ran different traces ({differing(first.runs, other)}). "
+            "Report them separately, or run them on one trace"
+        )
+    return groups
+
+
+def _ablation(sections: _Sections, load: str, arms: Sequence[Arm], report: ReportInput, slo: SLO | None) -> None:
+    """Tables, bars and findings at one load; the first arm is the baseline."""
+    baseline = arms[0]
+    at_load = f" at {load}" if load else ""
+    rates = (*RATES, *(SLO_METRICS if slo else ()))
+    rows = compare(arms, baseline, (*LATENCY, *rates), report.margin, slo)
+    sections.comparisons += rows
+    num = min(len(replicates(arm)) for arm in arms)
+    group: dict[str, Any] = {"load": load, "method": findings.interval_method(rows, num) if len(arms) > 1 else ""}
+    args = (arms, baseline)
+    group["tables"] = [
+        tables.ablation_table(f"Latency{at_load}", *args, LATENCY, rows, report.margin, slo),
+        tables.ablation_table(f"Throughput{at_load}", *args, rates, rows, report.margin, slo),
+        tables.values_table(f"What happened inside{at_load} (means over replicates)", arms, INSIDE, slo),
+    ]
+    told = [metric for metric in (*LATENCY, *rates) if metric.path in _TOLD]
+    effects = main_effects(arms, baseline, told, report.margin, slo)
+    if effects:
+        caption = f"Main effects{at_load}: one factor changed, averaged over the levels of the others"
+        group["tables"].insert(0, tables.effects_table(caption, effects, report.margin))
+    if len(arms) > 1:
+        group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
+        said = _said(rows, effects, arms, baseline, report.margin, num)
+        sections.findings += [f"At {load}: {text[0].lower()}{text[1:]}" if load else text for text in said]
+    sections.ablation.append({"plots": []} | group)
+
+
+def _said(
+    rows: Sequence[Comparison],
+    effects: Sequence[Effect],
+    arms: Sequence[Arm],
+    baseline: Arm,
+    margin: float,
+    num_replicates: int,
+) -> list[str]:
+    """The findings: of a replicated factorial design the main effects, else a few sentences on each arm.
+
+    Of an unreplicated factorial design only the arms one factor away from the baseline are told; the tables have all.
+    """
+    if effects and num_replicates > 1:
+        said = [findings.effect_finding(group, margin) for group in by_factor(effects).values()]
+        return said + findings.best_arms([row for row in rows if row.metric.path in _TOLD], baseline.name)
+    near = one_factor_away(arms, baseline) if effects else {arm.name for arm in arms}
+    by_arm: dict[str, list[Comparison]] = {}
+    for row in rows:
+        if row.metric.path in _TOLD and row.arm in near:
+            by_arm.setdefault(row.arm, []).append(row)
+    opening = "On this one trace, against" if num_replicates == 1 else "Against"
+    return [findings.arm_finding(of_arm, f"{opening} {baseline.name}", margin) for of_arm in by_arm.values()]
+
+
+def _bars(sections: _Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
+    chosen = [row for row in rows if row.metric.path in _HEADLINE]
+    changes: dict[str, dict[str, Any]] = {}
+    verdicts: dict[str, dict[str, Any]] = {}
+    for row in chosen:
+        changes.setdefault(row.metric.label, {})[row.arm] = row.estimate
+        verdicts.setdefault(row.metric.label, {})[row.arm] = row.verdict
+    figure = plots.ablation_bars(changes, {row.metric.label: row.metric.better for row in chosen}, verdicts)
+    caption = "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's."
+    title = f"Change against the baseline{f' at {load}' if load else ''}"
+    return sections.plot(figure, f"ablation_{index}", title, caption)
+
+
+def _run_plots(sections: _Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm) -> None:
+    """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
+    load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
+    ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
+    first = {arm.name: next(iter(replicates(arm).values())) for arm in ordered}
+    where = f"{f' at {load}' if load else ''}, seed {next(iter(first.values())).manifest.get('seed')}"
+    dropped = len(arms) - len(ordered)
+    note = f" The first {len(ordered)} of {len(arms)} arms are shown." if dropped else ""
+    sections.plots.append(
+        sections.plot(
+            plots.latency_cdf(first),
+            "latency_cdf",
+            f"Latency distributions{where}",
+            f"Share of requests within a latency, queueing included.{note}",
+        )
+    )
+    if len(loads) > 1:
+        every = {
+            arm.name: [run for part in loads.values() for a in part if a.name == arm.name for run in a.runs]
+            for arm in ordered
+        }
+        caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
+        figure = plots.throughput_latency(every)
+        sections.plots.append(sections.plot(figure, "throughput_latency", "Latency against throughput", caption))
+    shown = _timeline_choice(first)
+    caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
+    figure = plots.timeline(shown)
+    sections.plots.append(sections.plot(figure, "timeline", f"KV usage and queue over time{where}", caption))
+
+
+def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
+    """The baseline and the arm whose mean TTFT is furthest from it."""
+    (name, base), *others = first.items()
+    reference = fidelity.summary_value(base.summary, "ttft_s.mean") or 0.0
+
+    def distance(item: tuple[str, Run]) -> float:
+        return abs((fidelity.summary_value(item[1].summary, "ttft_s.mean") or reference) - reference)
+
+    return {name: base} | (dict([max(others, key=distance)]) if others else {})
+
+
+def _fidelity(report: ReportInput, sections: _Sections) -> dict[str, Any]:
+    """The section on the real engine: tables, plot, sentences, and what was not measured."""
+    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": []}
+    result["not_measured"] = findings.not_measured(report.arms, report.pairs)
+    if not report.pairs:
+        return result
+    matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
+    errors = {pair.label: fidelity.error_table(pair.sim, pair.real) for pair in report.pairs}
+    noise = fidelity.real_noise(report.repeats)
+    ranking: pd.DataFrame | None = None
+    if len(report.pairs) > 1 and len({pair.real.fingerprint for pair in report.pairs}) == 1:
+        labelled = {pair.label: (pair.sim, pair.real) for pair in report.pairs}
+        ranking = fidelity.ranking_agreement(labelled, noise=noise, margin=report.margin)
+    result["said"] = findings.fidelity_findings(report.pairs, errors, ranking, report.margin, noise)
+    result["warnings"] = findings.smaller_than_error(sections.comparisons, errors)
+    result["tables"] = [tables.error_tables(errors)]
+    result["tables"].append(
+        tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()})
+    )
+    if ranking is not None:
+        result["tables"].append(tables.ranking_table(ranking))
+    caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
+    figure = plots.sim_versus_real(matched)
+    result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
+    real = [pair.real for pair in report.pairs]
+    result["setup"] = tables.setup_table("Setup of the real runs", real, [run.manifest.get("seed") for run in real])
+    result["pairs"] = [
+        (p.label, *(relative(run.path, sections.out.parent) for run in (p.sim, p.real))) for p in report.pairs
+    ]
+    return result
+
+
+def _context(report: ReportInput, sections: _Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:
+    runs = [run for arm in report.arms for run in arm.runs]
+    everything = [*runs, *[run for pair in report.pairs for run in (pair.sim, pair.real)]]
+    links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
+    commands = report.commands or [str(run.manifest.get("command") or "") for run in everything]
+    return {
+        "title": report.title,
+        "question": report.question or _default_question(report.arms, baseline),
+        "findings": sections.findings,
+        "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
+        "slo": None if slo is None else tables.slo_text(slo),
+        "ablation": sections.ablation,
+        "plots": sections.plots,
+        "fidelity": {"warnings": [], "setup": None} | _fidelity(report, sections),
+        "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
+        "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
+        "commands": list(dict.fromkeys(command for command in commands if command)),
+        "runs": tables.runs_table(report.arms, links),
+        "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
+    }
+
+
+def _default_question(arms: Sequence[Arm], baseline: Arm) -> str:
+    if len(arms) == 1:
+        return f"How does {baseline.name} serve this trace?"
+    variants = f"{len(arms) - 1} variants" if len(arms) > 2 else next(a.name for a in arms if a.name != baseline.name)
+    return f"How {'do' if len(arms) > 2 else 'does'} {variants} differ from {baseline.name} on the same trace?"
+
+
+def _markdown(text: Any) -> str:
+    """Text that Markdown takes literally: markup characters are escaped, line ends become spaces."""
+    escaped = "".join(f"\\{char}" if char in "\\`*_[]<>|#" else char for char in str(text))
+    return " ".join(escaped.split("\n"))
+
+
+__all__ = ["Arm", "Pair", "ReportInput", "report_from_folders", "write_report"]

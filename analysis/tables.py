@@ -1,0 +1,210 @@
+"""The report's tables as plain cells, which the HTML and the Markdown template both print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from analysis import format as fmt
+from analysis.arms import Arm, factor_name, replicates
+from analysis.compare import Comparison, Metric, mean_over_replicates
+from analysis.effects import Effect, by_factor
+from analysis.fidelity import RATES
+from analysis.findings import interval_text, metric_name, verdict_text
+from analysis.load import Run
+from analysis.metrics import SLO
+
+MAX_FACTS = 5  # values of one fact that are spelt out: every manifest has its own
+
+
+class Cell(NamedTuple):
+    """A cell: its text, smaller lines under it, and a kind (better, worse, noise, head) for its look."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def ablation_table(
+    caption: str,
+    arms: Sequence[Arm],
+    baseline: Arm,
+    metrics: Sequence[Metric],
+    comparisons: Sequence[Comparison],
+    margin: float,
+    slo: SLO | None,
+) -> Table:
+    """Arms x metrics: the value, and for all but the baseline its change, interval and verdict."""
+    found = {(row.arm, row.metric.path): row for row in comparisons}
+    rows = []
+    for arm in [baseline, *[arm for arm in arms if arm.name != baseline.name]]:
+        is_baseline = arm.name == baseline.name
+        cells = [Cell(arm.name, ("baseline",) if is_baseline else (), "head")]
+        for metric in metrics:
+            row = found.get((arm.name, metric.path))
+            value = metric.write(mean_over_replicates(arm, metric, slo) if row is None else row.value)
+            if row is None:
+                cells.append(Cell(value))
+            else:
+                said = verdict_text(row, margin)
+                kind = {"better": "better", "worse": "worse"}.get(said, "noise")
+                cells.append(Cell(value, tuple(note for note in (interval_text(row), said) if note), kind))
+        rows.append(tuple(cells))
+    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows))
+
+
+def values_table(caption: str, arms: Sequence[Arm], metrics: Sequence[Metric], slo: SLO | None) -> Table:
+    """Arms x metrics, values only (means over replicates)."""
+    rows = [
+        (Cell(arm.name, kind="head"), *[Cell(m.write(mean_over_replicates(arm, m, slo))) for m in metrics])
+        for arm in arms
+    ]
+    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows))
+
+
+def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:
+    """Factors x metrics: the main effect, its interval, verdict, and the range over single cells."""
+    groups = by_factor(effects)
+    metrics = list(dict.fromkeys(effect.comparison.metric.label for effect in effects))
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        step = f"{fmt.plain(first.base_level)} → {fmt.plain(first.level)}"
+        cells = [Cell(factor_name(first.factor), (step, f"mean of {first.num_cells} pairs of arms"), "head")]
+        found = {effect.comparison.metric.label: effect for effect in group}
+        for label in metrics:
+            effect = found.get(label)
+            if effect is None or effect.comparison.estimate is None:
+                cells.append(Cell(fmt.NOTHING, ("not comparable",), "noise"))
+                continue
+            said = verdict_text(effect.comparison, margin)
+            value, _, interval = interval_text(effect.comparison).partition(" ")
+            notes = tuple(note for note in (interval, said) if note)
+            cells.append(Cell(value, notes, said if said in ("better", "worse") else "noise"))
+        rows.append(tuple(cells))
+    return Table(caption, ("factor", *metrics), tuple(rows))
+
+
+def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Table:
+    """What was run, on what: one row a fact, its values joined where runs differ."""
+
+    def values(*keys: str) -> str:
+        found: list[str] = []
+        for run in runs:
+            value: Any = run.manifest
+            for key in keys:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if value not in (None, "", [], {}):
+                found.append(_fact(value))
+        distinct = list(dict.fromkeys(found))
+        if len(distinct) > MAX_FACTS:
+            return f"{len(distinct)} different, the first: {'; '.join(distinct[:MAX_FACTS])}"
+        return "; ".join(distinct) or fmt.NOTHING
+
+    facts = [
+        ("trace", values("trace", "name")),
+        ("requests in the trace", values("trace", "num_requests")),
+        ("trace fingerprint", values("trace", "fingerprint")),
+        ("notes on the trace", values("trace", "notes")),
+        ("seeds", ", ".join(dict.fromkeys(fmt.plain(seed) for seed in seeds)) or fmt.NOTHING),
+        ("backend", values("backend")),
+        ("model", values("model")),
+        ("device", values("device")),
+        ("cost model", values("cost")),
+        ("attention", values("attention")),
+        ("GPU KV blocks × block size", f"{values('num_gpu_blocks')} × {values('block_size')}"),
+        *([("CPU KV blocks", values("num_cpu_blocks"))] if any(run.has_swapped for run in runs) else []),
+        ("machine that ran it", values("machine")),
+        ("code version", values("code_version")),
+        ("packages", values("versions")),
+        ("time base of rates", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
+    ]
+    rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text != fmt.NOTHING)
+    return Table(caption, ("", ""), rows)
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {fmt.plain(item)}" for key, item in value.items() if item not in (None, ""))
+    return ", ".join(fmt.plain(item) for item in value) if isinstance(value, list) else fmt.plain(value)
+
+
+def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
+    """Metrics x pairs: real -> simulated, and the signed error below."""
+    labels = list(errors)
+    rows = []
+    for index, path in enumerate(next(iter(errors.values()))["metric"]):
+        is_rate = path.split(".")[-1] in RATES
+        unit = "tok/s" if "token" in path else "req/s"
+        cells = [Cell(metric_name(path), kind="head")]
+        for label in labels:
+            real, sim, error = (_float(errors[label][name].iloc[index]) for name in ("real", "sim", "error"))
+            written = [fmt.number(v, unit) if is_rate else fmt.seconds(v) for v in (real, sim)]
+            said = fmt.NOTHING if error is None else fmt.change(100 * error)
+            cells.append(Cell(" → ".join(written), (said,), "strong"))
+        rows.append(tuple(cells))
+    caption = "Each metric, real → simulated, and below it the signed relative error, (sim − real) / real"
+    return Table(caption, ("metric", *labels), tuple(rows))
+
+
+def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
+    """Per latency and pair: how far single requests are off."""
+    rows = []
+    for label, frame in errors.items():
+        for item in frame.to_dict("records"):
+            texts = [_float(item[name]) for name in ("median_error", "abs_error_p90", "abs_error_p99")]
+            median, *tails = [fmt.NOTHING if value is None else fmt.change(100 * value) for value in texts]
+            head = Cell(f"{metric_name(str(item['metric'])).strip()}", (label,) if len(errors) > 1 else (), "head")
+            counts = (Cell(fmt.number(item["num"])), Cell(fmt.number(item["num_unmatched"])))
+            rows.append((head, *counts, Cell(median), *[Cell(tail.lstrip("+")) for tail in tails]))
+    headers = ("latency", "requests", "in one run only", "median error", "P90 of |error|", "P99 of |error|")
+    return Table("Error of single requests, matched by id", headers, tuple(rows))
+
+
+def ranking_table(ranking: pd.DataFrame) -> Table:
+    """Per metric: Kendall's tau of the policies' order, and both winners."""
+    rows = []
+    for item in ranking.to_dict("records"):
+        tau = _float(item["kendall_tau"])
+        same = {True: "yes", False: "no"}.get(item["same_winner"], fmt.NOTHING)
+        cells = [metric_name(str(item["metric"])), fmt.number(item["num_policies"]), fmt.number(tau)]
+        told_apart = item["num_told_apart"]
+        cells.append(f"{item['num_same_order']} of {told_apart}" if told_apart else "none told apart")
+        cells += [str(item[name] or fmt.NOTHING) for name in ("sim_winner", "real_winner")]
+        rows.append((Cell(cells[0], kind="head"), *[Cell(text) for text in cells[1:]], Cell(same)))
+    headers = ("metric", "policies", "Kendall's τ", "pairs ordered alike", "best in sim", "best in real", "same")
+    caption = (
+        "Do simulator and real engine rank the policies alike? "
+        "Kendall's τ is 1 for the same order, 0 for unrelated orders and −1 for the reverse."
+    )
+    return Table(caption, headers, tuple(rows))
+
+
+def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(arm, replicate, link) of every run."""
+    return [
+        (arm.name, f"seed {fmt.plain(key[1])}", links[str(run.path)])
+        for arm in arms
+        for key, run in replicates(arm).items()
+    ]
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None or value != value else float(value)
+
+
+def slo_text(slo: SLO) -> str:
+    """The limits in words."""
+    names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "every gap between tokens", "e2e_s": "E2E latency"}
+    parts = [f"{names[name]} ≤ {fmt.seconds(limit)}" for name, limit in asdict(slo).items() if limit is not None]
+    return fmt.listing(parts)

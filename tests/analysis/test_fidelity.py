@@ -1,0 +1,75 @@
+"""Simulated against real runs: matching, signed errors, rankings."""
+
+from __future__ import annotations
+
+import pytest
+
+from analysis import fidelity
+from analysis.load import load_run
+from testbed.errors import RunFolderError
+from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
+
+S = 10**9
+
+
+def run_of(folder, first_tokens, fingerprint="f"):
+    rows = [
+        request_row(request_id=f"r{i}", token_ns=[t, t + S], finish_ns=t + S, finish_reason="stop")
+        for i, t in enumerate(first_tokens)
+    ]
+    manifest = simulate(num_requests=2)[2] | {"trace": {"fingerprint": fingerprint}}
+    return load_run(write_folder(folder, table(rows, REQUEST_COLUMNS), table([], STEP_COLUMNS), manifest, {}))
+
+
+def test_errors_are_signed_and_relative_to_the_real_run(tmp_path):
+    sim, real = run_of(tmp_path / "sim", [1 * S, 3 * S]), run_of(tmp_path / "real", [2 * S, 3 * S])
+    table_ = fidelity.error_table(sim, real).set_index("metric")
+    assert table_.loc["ttft_s.mean", "error"] == pytest.approx(2.0 / 2.5 - 1)
+    assert table_.loc["tpot_s.p99", "error"] == 0
+    requests = fidelity.request_errors(fidelity.match_requests(sim, real)).set_index("metric")
+    assert requests.loc["ttft_s", "median_error"] == pytest.approx(-0.25)
+    assert requests.loc["ttft_s", "num"] == 2
+    assert fidelity.relative_error(None, 1.0) is None
+    assert fidelity.relative_error(1.0, 0.0) is None
+
+
+def test_only_the_same_requests_of_the_same_trace_are_matched(tmp_path):
+    sim = run_of(tmp_path / "sim", [S, S])
+    with pytest.raises(RunFolderError, match="different traces"):
+        fidelity.match_requests(sim, run_of(tmp_path / "other", [S, S], "g"))
+    with pytest.raises(RunFolderError, match="1 requests are in one run only, the first r2"):
+        fidelity.match_requests(sim, run_of(tmp_path / "more", [S, S, S]))
+
+
+def test_ranking_agreement(tmp_path):
+    times = {"a": (1, 1), "b": (2, 3), "c": (3, 2)}
+    pairs = {
+        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [real * S]))
+        for name, (sim, real) in times.items()
+    }
+    row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"]).iloc[0]
+    assert (row.sim_winner, row.real_winner, row.same_winner) == ("a", "a", True)
+    assert row.kendall_tau == pytest.approx(1 / 3)
+    assert row.real_spread == pytest.approx(2.0)
+    assert (row.num_told_apart, row.num_same_order) == (3, 2)
+
+
+def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_path):
+    first, again = run_of(tmp_path / "first", [4 * S]), run_of(tmp_path / "again", [5 * S])
+    noise = fidelity.real_noise([(first, again)])
+    assert noise["ttft_s.mean"] == pytest.approx(0.25)
+    times = {"a": (10, 4), "b": (8, 4.8), "c": (9, 6)}  # a and b: 20 %, b and c: 25 % apart on the real engine
+    pairs = {
+        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [int(real * S)]))
+        for name, (sim, real) in times.items()
+    }
+    row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"], noise).iloc[0]
+    assert (row.num_told_apart, row.num_same_order) == (1, 0)
+    with pytest.raises(RunFolderError, match="different traces"):
+        fidelity.real_noise([(first, run_of(tmp_path / "other", [S], "g"))])
+
+
+def test_a_simulated_run_matches_itself_exactly(tmp_path):
+    run = load_run(write_run(tmp_path / "run", num_requests=20))
+    assert (fidelity.error_table(run, run)["error"] == 0).all()

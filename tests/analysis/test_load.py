@@ -1,0 +1,102 @@
+"""Run folders: what loads, and the one line that says what does not."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from analysis.load import load_run, load_sweep, same_trace, swept_keys
+from testbed.errors import RunFolderError
+from tests.analysis.runs import write_run
+
+
+def refused(what, match):
+    with pytest.raises(RunFolderError, match=match) as caught:
+        what()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_run(tmp_path / "run", num_requests=12)
+
+
+def test_a_run_loads_lazily_and_summarises(folder):
+    run = load_run(folder)
+    assert run.is_complete
+    assert "requests" not in vars(run)
+    assert len(run.requests) == 12
+    assert run.summary["num_requests"] == 12
+    assert run.flat_config["scheduler.name"] == "decode_first"
+
+
+def test_a_stored_summary_of_this_version_is_taken(folder):
+    stored = load_run(folder).summary | {"num_requests": 99}
+    (folder / "summary.json").write_text(json.dumps(stored))
+    assert load_run(folder).summary["num_requests"] == 99
+    (folder / "summary.json").write_text(json.dumps(stored | {"summary_version": 0}))
+    assert load_run(folder).summary["num_requests"] == 12
+
+
+def test_what_is_no_run_folder_is_said_in_one_line(tmp_path, folder):
+    refused(lambda: load_run(tmp_path / "nothing"), "no such run folder")
+    (tmp_path / "empty").mkdir()
+    refused(lambda: load_run(tmp_path / "empty"), "not a run folder")
+    refused(lambda: load_sweep(tmp_path / "empty"), "no complete run folder")
+    refused(lambda: load_sweep(tmp_path / "nothing"), "no such folder")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "requests.parquet", "config.yaml"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    refused(lambda: load_run(folder), f"{name} missing")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "steps.parquet", "config.yaml"])
+def test_a_broken_file_is_named(folder, name):
+    (folder / name).write_text("{ not: [valid")
+    refused(lambda: load_run(folder), f"{name}: cannot be read")
+
+
+def test_missing_columns_are_named(folder):
+    pq.write_table(pa.table({"request_id": ["a"]}), folder / "requests.parquet")
+    refused(lambda: load_run(folder), "columns missing: session_id, turn")
+
+
+def test_a_partial_run_loads_and_says_so(tmp_path):
+    run = load_run(write_run(tmp_path / "partial", num_requests=30, stop_s=1.0))
+    assert not run.is_complete
+    assert run.summary["num_unfinished"] > 0
+
+
+def test_a_sweep_is_every_whole_run_below_and_reports_the_others(tmp_path):
+    for seed in (0, 1):
+        for watermark in (0.0, 0.1):
+            path = tmp_path / f"w{watermark}" / f"seed{seed}"
+            write_run(path, seed=seed, watermark=watermark, num_requests=8)
+    write_run(tmp_path / "w9" / "cut", num_requests=30, stop_s=1.0)
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead" / "run.log").write_text("")
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "manifest.json").write_text("{}")
+    sweep = load_sweep(tmp_path)
+    assert len(sweep.runs) == 4
+    assert swept_keys(sweep.runs) == ["seed", "cache.watermark"]
+    assert {(path.name, reason.split()[0]) for path, reason in sweep.incomplete} == {
+        ("dead", "not"),
+        ("cut", "the"),
+    }
+    frame = sweep.frame
+    assert list(frame.columns[:3]) == ["run", "seed", "cache.watermark"]
+    assert frame["ttft_s.p50"].notna().all()
+
+
+def test_runs_on_different_traces_are_never_paired(tmp_path):
+    one, other = (load_run(write_run(tmp_path / str(seed), seed=seed, num_requests=8)) for seed in (0, 1))
+    assert same_trace([one, one]) == one.fingerprint
+    refused(lambda: same_trace([one, other]), "different traces")
+    one.manifest["trace"] = {}
+    refused(lambda: same_trace([one]), "no trace fingerprint")

@@ -1,0 +1,237 @@
+"""Metrics against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics, summarise
+from analysis.survival import distribution, km_quantiles
+from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from tests.analysis.runs import request_row, simulate, table
+
+S = 10**9
+NO_STEPS = table([], STEP_COLUMNS)
+finite = st.floats(0, 1e6, allow_nan=False)
+
+
+def requests(*rows):
+    return table([request_row(request_id=f"r{i}", **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
+
+
+FINISHED = {"arrival_ns": 1 * S, "token_ns": [3 * S, 4 * S, 7 * S], "finish_ns": 7 * S, "finish_reason": "length"}
+
+
+def step(start, end, **values):
+    base = {"free_gpu_blocks": 10, "num_running": 0, "num_waiting": 0, "num_swapped": 0, "num_prefill_tokens": 0}
+    parts = dict.fromkeys(("schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns"), 0)
+    return base | parts | {"start_ns": int(start * S), "end_ns": int(end * S), "num_decode_tokens": 0} | values
+
+
+def test_latencies_of_one_request():
+    row = request_metrics(requests(FINISHED | {"first_scheduled_ns": 2 * S})).iloc[0]
+    assert row.ttft_s == 2
+    assert row.e2e_s == 6
+    assert row.queueing_s == 1
+    assert row.tpot_s == 2  # (7 - 3) / 2
+    assert row.tpot_incl_first_s == 2  # (7 - 1) / 3
+    assert row.itl_max_s == 3
+    assert row.normalised_latency_s == 2
+
+
+def test_a_single_token_has_no_tpot_and_no_gap():
+    row = request_metrics(requests(FINISHED | {"token_ns": [3 * S]})).iloc[0]
+    assert np.isnan(row.tpot_s)
+    assert np.isnan(row.itl_max_s)
+    assert row.tpot_incl_first_s == 2
+
+
+def test_pooled_gaps_never_cross_requests():
+    table_ = requests(FINISHED, {"token_ns": []}, {"token_ns": [9 * S]}, {"token_ns": [1 * S, 3 * S]})
+    assert itl_pooled(table_).tolist() == [1.0, 3.0, 2.0]
+    assert request_metrics(table_).itl_max_s.tolist()[0::3] == [3.0, 2.0]
+    assert itl_pooled(table_.to_pandas()).tolist() == [1.0, 3.0, 2.0]
+    assert itl_pooled(table_.slice(1)).tolist() == [2.0]
+
+
+def test_without_token_times_tpot_comes_from_its_column():
+    row = {"first_token_ns": 3 * S, "num_output_tokens": 3, "tpot_s": 2.0, "token_ns": None}
+    bare = requests(FINISHED | row)
+    metrics = request_metrics(bare).iloc[0]
+    assert metrics.tpot_s == 2
+    assert metrics.tpot_incl_first_s == 2
+    assert np.isnan(metrics.itl_max_s)
+    assert summarise(bare, NO_STEPS, {})["itl_s"]["p50"] is None
+
+
+def test_derived_columns_of_the_records_agree():
+    records, _, _ = simulate(num_requests=25)
+    metrics, frame = request_metrics(records), records.to_pandas()
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        np.testing.assert_allclose(metrics[name], frame[name], rtol=1e-12)
+
+
+def test_unfinished_and_aborted_requests_are_censored_and_counted():
+    rows = requests(
+        FINISHED,
+        {"arrival_ns": 2 * S, "token_ns": [5 * S]},
+        {"arrival_ns": 4 * S, "finish_ns": 6 * S, "finish_reason": "abort"},
+        {"arrival_ns": 4 * S, "finish_ns": 4 * S, "finish_reason": "ignored"},
+    )
+    summary = summarise(rows, table([step(1, 10)], STEP_COLUMNS), {})
+    assert summary["finish_reasons"] == {"stop": 0, "length": 1, "abort": 1, "ignored": 1, "unfinished": 1}
+    assert summary["e2e_s"]["count"] == 1
+    assert summary["e2e_s"]["num_censored"] == 2
+    assert summary["e2e_s"]["mean"] is None
+    assert summary["e2e_s"]["p99"] is None
+    assert summary["e2e_s"]["mean_at_least"] == pytest.approx((6 + 8 + 2) / 3)
+    assert summary["ttft_s"]["count"] == 2
+    assert summary["ttft_s"]["num_censored"] == 1
+    assert summary["itl_s"]["num_censored"] == 1  # the open gap from 5 s to 10 s
+
+
+def test_requests_that_had_not_arrived_yet_are_not_sent():
+    rows = requests(FINISHED, {"arrival_ns": 50 * S, "queued_ns": None})
+    summary = summarise(rows, table([step(1, 8)], STEP_COLUMNS), {})
+    assert summary["num_requests"] == 1
+    assert summary["num_not_sent"] == 1
+
+
+def test_attainment_is_over_requests_sent():
+    rows = requests(
+        FINISHED,
+        FINISHED | {"token_ns": [6 * S, 7 * S]},
+        FINISHED | {"token_ns": [3 * S]},
+        {"arrival_ns": 1 * S, "token_ns": [2 * S]},
+    )
+    slo = {"ttft_s": 2.0, "tpot_s": 2.0}
+    assert meets_slo(request_metrics(rows), SLO(**slo)).tolist() == [True, False, True, False]
+    summary = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, slo)["slo"]
+    assert summary["attainment"] == 0.5
+    assert summary["goodput_per_s"] == 2 / 8
+    low, high = summary["attainment_ci95"]
+    assert 0 < low < 0.5 < high < 1
+    assert summarise(rows, NO_STEPS, {}, SLO())["slo"] is None
+
+
+def test_throughput_has_the_stated_time_base():
+    summary = summarise(requests(FINISHED), table([step(1, 11)], STEP_COLUMNS), {})
+    assert summary["duration_s"] == 10
+    assert "first arrival" in summary["time_base"]
+    rates = summary["throughput"]
+    assert (rates["requests_per_s"], rates["output_tokens_per_s"], rates["prompt_tokens_per_s"]) == (0.1, 0.3, 1.0)
+
+
+def test_occupancy_is_time_weighted_and_zero_while_idle():
+    rows = requests(
+        {"arrival_ns": 0, "token_ns": [1 * S, 2 * S], "finish_ns": 2 * S, "finish_reason": "length"},
+        {"arrival_ns": 6 * S, "queued_ns": 6 * S, "token_ns": [8 * S], "finish_ns": 8 * S, "finish_reason": "stop"},
+    )
+    steps = [
+        step(0, 1, free_gpu_blocks=6, num_running=1, forward_ns=S // 2),
+        step(1, 2, free_gpu_blocks=4, num_running=1, forward_ns=2 * S),
+        step(6, 8, free_gpu_blocks=8, num_running=1),
+    ]
+    summary = summarise(rows, table(steps, STEP_COLUMNS), {"num_gpu_blocks": 10})
+    assert summary["kv"]["utilisation_mean"] == pytest.approx((0.4 + 0.6 + 2 * 0.2) / 8)
+    assert summary["kv"]["utilisation_peak"] == pytest.approx(0.6)
+    assert summary["mean_running"] == 0.5
+    assert summary["busy_share"] == 0.5
+    assert summary["littles_law_ratio"] == pytest.approx(1.0)
+    time = summary["time_s"]
+    assert (time["forward"], time["other"], time["overlap"], time["idle"]) == (2.5, 2.5, 1.0, 4.0)
+
+
+def test_gaps_between_steps_hold_the_last_state_while_work_remains():
+    rows = requests({"token_ns": [1 * S, 4 * S], "finish_ns": 4 * S, "finish_reason": "length"})
+    steps = [step(0, 1, num_running=1), step(3, 4, num_running=1)]
+    assert summarise(rows, table(steps, STEP_COLUMNS), {})["mean_running"] == 1.0
+
+
+def test_hits_preemptions_and_fairness():
+    rows = requests(
+        FINISHED | {"num_prompt_tokens": 100, "num_cached_tokens": 40, "num_preemptions": 2, "tenant": "a"},
+        FINISHED | {"num_prompt_tokens": 300, "num_recomputed_tokens": 32, "tenant": "b"},
+        {"num_prompt_tokens": 999, "tenant": "b"},
+    )
+    steps = table([step(1, 8, num_prefill_tokens=316, num_decode_tokens=4)], STEP_COLUMNS)
+    summary = summarise(rows, steps, {})
+    assert summary["prefix_hit_rate"] == 0.1  # the third was never admitted
+    assert summary["preemptions"]["total"] == 2
+    assert summary["preemptions"]["recomputed_share"] == 0.1
+    assert summary["fairness"]["jain_service"] == pytest.approx((103 + 303) ** 2 / (2 * (103**2 + 303**2)))
+    assert summary["fairness"]["max_min_service_gap_tokens"] == 200
+    assert summarise(requests(FINISHED), steps, {})["fairness"] is None
+
+
+def test_warm_up_cut_drops_early_arrivals_and_moves_the_time_base():
+    rows = requests(FINISHED, FINISHED | {"arrival_ns": 5 * S, "token_ns": [6 * S], "finish_ns": 6 * S})
+    summary = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, warmup_s=3.0)
+    assert summary["num_requests"] == 1
+    assert summary["num_in_warmup"] == 1
+    assert summary["duration_s"] == 5
+    assert summary["ttft_s"]["mean"] == 1
+    assert summary["throughput"]["output_tokens_per_s"] == 3 / 5  # tokens at 4, 6 and 7 s
+    assert "without the first 3 s" in summary["time_base"]
+
+
+def test_simulated_records_obey_littles_law_and_the_summary_is_json():
+    records, steps, manifest = simulate(num_requests=80, rate=12, num_blocks=120)
+    summary = summarise(records, steps, manifest, {"ttft_s": 0.5})
+    assert summary["littles_law_ratio"] == pytest.approx(1.0, abs=1e-9)
+    assert summary["preemptions"]["total"] > 0
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_an_empty_run_summarises_to_nothing_known():
+    summary = summarise(table([], REQUEST_COLUMNS), NO_STEPS, {})
+    assert summary["num_requests"] == 0
+    assert summary["ttft_s"]["mean"] is None
+    json.dumps(summary, allow_nan=False)
+
+
+def test_pandas_and_arrow_give_one_answer():
+    records, steps, manifest = simulate(num_requests=30, stop_s=2.0)
+    assert summarise(records, steps, manifest) == summarise(records.to_pandas(), steps.to_pandas(), manifest)
+
+
+def test_frames_of_the_wrong_kind_are_refused():
+    with pytest.raises(TypeError, match="DataFrame"):
+        summarise([], pa.table({}), {})
+
+
+@given(st.lists(finite, min_size=1, max_size=30))
+def test_jain_is_between_one_over_n_and_one(values):
+    index = jain_index(np.array(values))
+    assert index is None or 1 / len(values) - 1e-9 <= index <= 1
+    assert jain_index(np.full(len(values), 3.5)) == pytest.approx(1.0)
+
+
+@given(st.lists(finite, min_size=1, max_size=40))
+def test_kaplan_meier_without_censoring_is_the_plain_quantile(values):
+    result = km_quantiles(np.array(values), np.empty(0), [0.5, 0.9, 0.99])
+    np.testing.assert_allclose(result, np.quantile(values, [0.5, 0.9, 0.99]))
+
+
+@given(st.lists(finite, min_size=2, max_size=40), st.lists(finite, min_size=1, max_size=10))
+def test_censoring_never_lowers_a_quantile(values, censored):
+    everything = np.quantile(values + censored, [0.25, 0.5, 0.9])
+    for known, bound in zip(
+        km_quantiles(np.array(values), np.array(censored), [0.25, 0.5, 0.9]), everything, strict=True
+    ):
+        assert known is None or known >= bound - 1e-9 * (1 + abs(bound))
+
+
+def test_kaplan_meier_by_hand():
+    result = distribution(np.array([1.0, 2.0, 4.0]), np.array([3.0, 5.0]))
+    # F: 0.2, 0.4, then 1 of 2 at risk at 4: 0.7. So 2 is at (0.4 - 0.2) / 0.8, 4 from 0.4 / 0.8 to (0.7 - 0.2) / 0.8
+    assert result["p50"] == pytest.approx(4.0)
+    assert km_quantiles(np.array([1.0, 2.0, 4.0]), np.array([3.0, 5.0]), [0.375]) == [pytest.approx(3.0)]
+    assert result["p90"] is None
+    assert result["mean"] is None
+    assert result["mean_at_least"] == 3.0

@@ -1,0 +1,102 @@
+"""Every figure writes both files, and none stumbles over too little data."""
+
+from __future__ import annotations
+
+import warnings
+
+import matplotlib as mpl
+import pytest
+
+from analysis import fidelity, plots, style
+from analysis.load import load_run
+from analysis.statistics import paired_t
+from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
+
+S = 10**9
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return {
+        "prefill_first": load_run(write_run(root / "a", chunked=False, num_requests=30, num_blocks=120)),
+        "decode_first": load_run(write_run(root / "b", num_requests=30, num_blocks=120)),
+        "cut": load_run(write_run(root / "c", num_requests=30, stop_s=2.0)),
+        "real": load_run(write_run(root / "d", backend="real", noise=0.1, num_requests=30, num_blocks=120)),
+    }
+
+
+def degenerate(folder, rows, steps):
+    manifest = simulate(num_requests=2)[2] | {"num_gpu_blocks": None}
+    requests = table([request_row(request_id=f"r{i}", **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
+    return load_run(write_folder(folder, requests, table(steps, STEP_COLUMNS), manifest, {"trace": {"rate": 1}}))
+
+
+@pytest.fixture(scope="module")
+def poor(tmp_path_factory):
+    """Runs with nothing to draw: no request, one without decode, equal ones, none that finished."""
+    root = tmp_path_factory.mktemp("poor")
+    one = {"arrival_ns": 0, "token_ns": [S], "finish_ns": S, "finish_reason": "stop"}
+    step = {"step": 0, "start_ns": 0, "end_ns": S, "num_running": 1, "num_waiting": 0, "num_swapped": 0}
+    step |= {"free_gpu_blocks": 3, "num_preempted": 0, "num_prefill_tokens": 4, "num_decode_tokens": 0}
+    return {
+        "none": degenerate(root / "none", [], []),
+        "one": degenerate(root / "one", [one], [step]),
+        "equal": degenerate(root / "equal", [one] * 5, [step]),
+        "unfinished": degenerate(root / "unfinished", [{"arrival_ns": 0}], [step]),
+    }
+
+
+def saved(figure, folder, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        png, svg = style.save(figure, folder / name)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in svg.read_bytes()[:400]
+    return png, svg
+
+
+def test_every_figure_writes_png_and_svg(runs, tmp_path):
+    saved(plots.latency_cdf(runs), tmp_path, "cdf")
+    saved(plots.timeline({name: runs[name] for name in ("decode_first", "cut")}), tmp_path, "timeline")
+    saved(plots.throughput_latency({name: [run] for name, run in runs.items()}), tmp_path, "load")
+    matched = fidelity.match_requests(runs["decode_first"], runs["real"])
+    saved(plots.sim_versus_real({"decode_first": matched}), tmp_path, "sim")
+    estimates = {
+        "a": paired_t([1.0, 2.0], [1.1, 2.3], "log_ratio"),
+        "b": paired_t([1.0], [2.0], "log_ratio"),
+        "c": None,
+    }
+    saved(plots.ablation_bars({"mean TTFT": estimates, "tok/s": estimates}, {"mean TTFT": -1}), tmp_path, "bars")
+
+
+def test_poor_data_draws_without_a_warning(poor, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figures = [plots.latency_cdf({name: run}) for name, run in poor.items()]
+        figures += [plots.timeline(poor), plots.throughput_latency({name: [run] for name, run in poor.items()})]
+        figures += [plots.latency_cdf({}), plots.timeline({}), plots.throughput_latency({}), plots.sim_versus_real({})]
+        figures += [plots.ablation_bars({}, {}), plots.ablation_bars({"mean TTFT": {"a": None}}, {})]
+        figures += [plots.sim_versus_real({"x": fidelity.match_requests(run, run)}) for run in poor.values()]
+    for index, figure in enumerate(figures):
+        saved(figure, tmp_path, f"figure_{index}")
+
+
+def test_files_are_the_same_each_time_and_globals_stay_untouched(runs, tmp_path):
+    before = dict(mpl.rcParams)
+    first = [path.read_bytes() for path in saved(plots.latency_cdf(runs), tmp_path, "one")]
+    second = [path.read_bytes() for path in saved(plots.latency_cdf(runs), tmp_path, "two")]
+    assert first == second
+    assert dict(mpl.rcParams) == before
+
+
+def test_curves_of_many_points_are_thinned_to_their_extremes():
+    import numpy as np
+
+    values = np.zeros(50_000)
+    values[[123, 40_001]] = 7.0, -3.0
+    times, kept = plots._thin(np.arange(50_000.0), values)
+    assert times.size < 2_000
+    assert kept.max() == 7.0
+    assert kept.min() == -3.0

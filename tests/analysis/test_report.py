@@ -1,0 +1,301 @@
+"""The report, from folders to page: self-contained, escaped, and claiming no more than the numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from analysis import fidelity, findings, tables
+from analysis import format as fmt
+from analysis.arms import Arm, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.compare import LATENCY, compare
+from analysis.effects import main_effects
+from analysis.groups import experiments
+from analysis.load import load_run, load_sweep
+from analysis.report import Pair, ReportInput, report_from_folders, write_report
+from testbed.errors import RunFolderError
+from tests.analysis.runs import write_run
+
+
+def change_config(folder, **settings):
+    """Sets dotted keys (with "__" for the dot) in a run's configuration."""
+    config = json.loads((folder / "config.yaml").read_text())
+    for key, value in settings.items():
+        section, _, leaf = key.rpartition("__")
+        (config.setdefault(section, {}) if section else config)[leaf] = value
+    (folder / "config.yaml").write_text(json.dumps(config))
+
+
+FEW = {"num_requests": 10}
+SMALL = {"num_requests": 40, "rate": 12.0, "num_blocks": 120}
+
+
+class Page(HTMLParser):
+    """Collects what a page loads, links to, and says."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.loads, self.links, self.tags, self.text = [], [], set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        attributes = dict(attrs)
+        if tag == "a":
+            self.links.append(attributes["href"])
+        else:
+            self.loads += [attributes[name] for name in ("src", "href", "srcset", "data") if name in attributes]
+
+    def handle_data(self, data):
+        self.text += data.replace("\u00a0", " ").replace("\u202f", " ")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A 2 x 2 design over three seeds, and a pair of runs for each composition on another trace."""
+    root = tmp_path_factory.mktemp("sweep")
+    for chunked in (False, True):
+        for caching in (False, True):
+            for seed in range(3):
+                folder = root / "ablation" / f"{chunked}-{caching}-{seed}"
+                write_run(folder, seed=seed, chunked=chunked, prefix_caching=caching, **SMALL)
+        write_run(root / "pairs" / f"sim-{chunked}", seed=9, chunked=chunked, num_requests=20)
+        write_run(root / "pairs" / f"real-{chunked}", "real", seed=9, chunked=chunked, num_requests=20, noise=0.1)
+    write_run(root / "ablation" / "broken", stop_s=1.0, num_requests=30)
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(sweep, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "report.html"
+    path = report_from_folders(
+        [sweep / "ablation", sweep / "pairs"], out, title="<script>alert(1)</script>", question="Is a < b & c?"
+    )
+    assert path == out
+    return path
+
+
+def test_the_page_is_self_contained(page):
+    parsed = Page(page.read_text())
+    assert parsed.loads
+    assert all(target.startswith("data:image/") for target in parsed.loads)
+    assert "script" not in parsed.tags
+    assert "url(" not in page.read_text()
+    assert not any(link.startswith(("http", "/", "file")) for link in parsed.links)
+
+
+def test_links_lead_to_the_run_folders(page):
+    for link in Page(page.read_text()).links:
+        assert (page.parent / link).is_dir()
+
+
+def test_what_a_user_wrote_is_escaped(page):
+    text = page.read_text()
+    assert "<script>" not in text
+    assert "Is a &lt; b &amp; c?" in text
+    assert r"\<script\>" in page.with_suffix(".md").read_text()
+
+
+def test_the_page_never_prints_what_is_no_number(page):
+    for text in (Page(page.read_text()).text, page.with_suffix(".md").read_text()):
+        assert not re.search(r"\bnan\b|\bNone\b|\binf\b|(?<![\w.])[-−]0(?:\.0+)?(?![\d.])", text)
+
+
+def test_the_page_says_what_it_compared_and_what_it_left_out(page):
+    text = " ".join(Page(page.read_text()).text.split())
+    assert "prefix caching on instead of off" in text
+    assert "3 replicates" in text
+    assert "the run is partial" in text
+    assert "The real runs used another trace than the ablation" in text
+    assert "testbed run seed=2" in text
+    assert "trace fingerprint" in text
+
+
+def test_figures_lie_beside_the_page_in_both_formats(page):
+    files = {path.name for path in page.with_name("report_files").iterdir()}
+    stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}
+    assert files == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    for target in re.findall(r"!\[.*?\]\((.*?)\)", page.with_suffix(".md").read_text()):
+        assert (page.parent / target).exists()
+
+
+def test_without_a_real_run_the_page_says_that_nothing_was_measured(sweep, tmp_path):
+    folders = [path for path in (sweep / "ablation").iterdir() if path.name.endswith("-0")]
+    path = report_from_folders(folders, tmp_path / "one_seed.html", baseline="prefill_first, prefix caching off")
+    text = " ".join(Page(path.read_text()).text.split())
+    assert "No real run was given." in text
+    assert "On this one trace, against prefill_first, prefix caching off" in text
+    assert "nothing here says how the result varies between traces" in text
+
+
+def test_loads_become_conditions_and_a_curve(tmp_path):
+    for rate in (10.0, 4.0):
+        for chunked in (False, True):
+            write_run(tmp_path / f"{rate}-{chunked}", rate=rate, chunked=chunked, num_requests=25)
+    path = report_from_folders([tmp_path], tmp_path / "report.html")
+    text = Page(path.read_text()).text
+    assert text.index("Latency at rate = 4") < text.index("Latency at rate = 10")
+    assert (tmp_path / "report_files" / "throughput_latency.svg").exists()
+
+
+def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_named(tmp_path):
+    for chunked in (False, True):
+        for rate in (6.0, 10.0) if chunked else (10.0,):
+            for seed in (0, 1):
+                write_run(tmp_path / "a" / f"{chunked}-{rate}-{seed}", seed=seed, chunked=chunked, rate=rate, **FEW)
+    for scale in (1.0, 2.0):
+        folder = write_run(tmp_path / "b" / f"x{scale}", num_requests=12)
+        change_config(folder, cost__name="linear", trace__rate_scale=scale)
+    write_run(tmp_path / "c" / "sim", seed=9, num_requests=10)
+    write_run(tmp_path / "c" / "real", "real", seed=9, num_requests=10, noise=0.1)
+    write_run(tmp_path / "c" / "real-again", "real", seed=9, num_requests=10, noise=0.5)
+    path = report_from_folders([tmp_path], tmp_path / "report.html", baseline="prefill_first")
+    text = " ".join(Page(path.read_text()).text.split())
+    assert re.search(r"2 runs at or below b are another experiment \(other [^)]*trace.num_requests[^)]*\)", text)
+    assert "At rate = 6 the baseline is decode_first: prefill_first has no run there." in text
+    assert "Latency at rate = 10" in text
+    assert "run twice on one trace" in text
+
+
+def test_all_pairs_share_a_cost_model_where_they_can(tmp_path):
+    change_config(write_run(tmp_path / "another-sim", num_requests=8), cost__path="another.json")
+    for chunked in (False, True):
+        change_config(write_run(tmp_path / f"sim-{chunked}", chunked=chunked, num_requests=8), cost__path="one.json")
+        write_run(tmp_path / f"real-{chunked}", "real", chunked=chunked, num_requests=8)
+    pairs = infer_pairs(load_sweep(tmp_path).runs)
+    assert {pair.sim.path.name for pair in pairs} == {"sim-False", "sim-True"}
+
+
+def test_a_crossed_sweep_over_the_trace_or_the_device_is_one_experiment(tmp_path):
+    for device in ("h100", "a100"):
+        for chunked in (False, True):
+            folder = write_run(tmp_path / f"{device}-{chunked}", chunked=chunked, num_requests=8)
+            change_config(folder, device__name=device)
+    (members,) = experiments(load_sweep(tmp_path).runs)
+    assert len(infer_arms(members)) == 4
+
+
+def test_runs_that_differ_only_in_permissions_are_one_arm(tmp_path):
+    for index in (0, 1):
+        folder = write_run(tmp_path / str(index), seed=index, num_requests=8)
+        change_config(folder, overwrite=bool(index), allow_ignored=bool(index), experiment=f"e{index}")
+    assert [len(arm.runs) for arm in infer_arms(load_sweep(tmp_path).runs)] == [2]
+
+
+def test_when_nothing_can_be_compared_the_message_is_short_and_names_the_keys(tmp_path):
+    for chunked in (False, True):
+        write_run(tmp_path / str(chunked), chunked=chunked, seed=int(chunked), num_requests=8)
+    with pytest.raises(RunFolderError, match=r"different traces \(other seed\)\. Report them separately") as caught:
+        report_from_folders([tmp_path], tmp_path / "report.html")
+    assert len(str(caught.value)) <= 300
+
+
+def test_the_rate_of_a_synthetic_trace_has_a_unit(tmp_path):
+    for rate in (4.0, 10.0):
+        folder = write_run(tmp_path / str(rate), rate=rate, num_requests=8)
+        change_config(folder, trace__name="synthetic", trace__max_turns=5)
+    path = report_from_folders([tmp_path], tmp_path / "report.html")
+    assert "Latency at rate = 4 sessions/s" in Page(path.read_text()).text
+
+
+def test_a_noisy_machine_is_told_first(tmp_path):
+    pair = Pair("p", *[load_run(write_run(tmp_path / kind, kind, num_requests=8)) for kind in ("sim", "real")])
+    errors = {"p": fidelity.error_table(pair.sim, pair.real)}
+    calm = findings.fidelity_findings([pair], errors, None, 0.02, {"ttft_s.p99": 0.1})
+    noisy = findings.fidelity_findings([pair], errors, None, 0.02, {"ttft_s.p99": 0.8})
+    assert "can be expected to come closer" in calm[-1]
+    assert "differed by up to 80 %. Run it again" in noisy[0]
+    assert not any("come closer" in text for text in noisy)
+
+
+def test_a_real_engine_that_tells_no_policies_apart_is_said_so(tmp_path):
+    runs = {name: load_run(write_run(tmp_path / name, num_requests=8)) for name in ("a", "b")}
+    ranking = fidelity.ranking_agreement({name: (run, run) for name, run in runs.items()})
+    assert {row[3].text for row in tables.ranking_table(ranking).rows} == {"none told apart"}
+    errors = tables.error_tables({name: fidelity.error_table(run, run) for name, run in runs.items()})
+    assert errors.headers == ("metric", "a", "b")
+    assert errors.rows[0][1].notes == (fmt.change(0.0),)
+    assert " → " in errors.rows[0][1].text
+
+
+def test_swap_space_is_not_told_where_no_run_swapped(page):
+    assert "CPU KV blocks" not in page.read_text()
+
+
+def test_a_single_run_is_described_not_compared(tmp_path):
+    path = report_from_folders([write_run(tmp_path / "run", num_requests=10)], tmp_path / "report.html")
+    assert "There is one arm, so nothing is compared" in path.read_text()
+
+
+def test_arms_on_different_traces_are_refused(tmp_path):
+    runs = [load_run(write_run(tmp_path / str(n), seed=n, num_requests=8)) for n in (0, 1)]
+    arms = [Arm(f"arm {n}", {"n": n}, (run,)) for n, run in enumerate(runs)]
+    with pytest.raises(RunFolderError, match="different traces"):
+        write_report(ReportInput(arms), tmp_path / "report.html")
+    with pytest.raises(RunFolderError, match="different traces"):
+        write_report(ReportInput(arms[:1], [Pair("p", runs[0], runs[1])]), tmp_path / "report.html")
+    with pytest.raises(RunFolderError, match="at least one arm"):
+        write_report(ReportInput([]), tmp_path / "report.html")
+    with pytest.raises(RunFolderError, match="no run folder given"):
+        report_from_folders([], tmp_path / "report.html")
+
+
+def test_arms_and_factors_are_inferred_from_what_was_swept(sweep):
+    arms = infer_arms(load_sweep(sweep / "ablation").runs)
+    assert [arm.name for arm in arms] == [
+        "prefill_first, prefix caching off",
+        "prefill_first, prefix caching on",
+        "decode_first, prefix caching off",
+        "decode_first, prefix caching on",
+    ]
+    assert level_groups(arms) == [("scheduler.name",), ("cache.prefix_caching",)]
+    assert find_arm(arms, "decode_first, prefix caching on") is arms[3]
+    with pytest.raises(RunFolderError, match="2 arms are called so"):
+        find_arm(arms, "decode_first")
+    pairs = infer_pairs(load_sweep(sweep / "pairs").runs)
+    assert {pair.label for pair in pairs} == {"prefill_first", "decode_first"}
+    assert all(pair.sim.config["scheduler"] == pair.real.config["scheduler"] for pair in pairs)
+
+
+def test_an_arm_equal_to_the_baseline_is_called_identical(tmp_path):
+    runs = tuple(load_run(write_run(tmp_path / str(s), seed=s, num_requests=10)) for s in (0, 1))
+    arms = [Arm("base", {}, runs), Arm("same", {}, runs)]
+    assert {row.verdict for row in compare(arms, arms[0], LATENCY)} == {"identical"}
+
+
+def test_main_effects_average_over_the_other_factor(sweep):
+    arms = infer_arms(load_sweep(sweep / "ablation").runs)
+    effects = main_effects(arms, arms[0], LATENCY[:1])
+    assert [(e.factor, e.num_cells) for e in effects] == [("scheduler.name", 2), ("cache.prefix_caching", 2)]
+    caching = effects[1].comparison
+    cells = [compare([arms[i], arms[i + 1]], arms[i], LATENCY[:1])[0].estimate.value for i in (0, 2)]
+    assert caching.estimate.value == pytest.approx(sum(cells) / 2)
+    assert caching.estimate.value < 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "not reached"),
+        (0.0, "0 ms"),
+        (1.23456, "1 230 ms"),
+        (12.345, "12.3 s"),
+        (0.00123, "1.23 ms"),
+        (4e-5, "40.0 µs"),
+    ],
+)
+def test_durations_are_written_with_three_digits_and_a_unit(value, text):
+    assert fmt.seconds(value).replace("\u00a0", " ").replace("\u202f", " ") == text
+
+
+def test_changes_are_signed_and_never_a_negative_zero():
+    plain = [fmt.change(x).replace("\u00a0", " ") for x in (-0.01, 0.04, 3.14159, -23.4, 250.0, float("inf"))]
+    assert plain == ["0 %", "0 %", "+3.1 %", "−23 %", "+250 %", "–"]
+    assert fmt.significant(9.996) == "10.0"
+    assert fmt.significant(-0.0) == "0"
+    assert fmt.number(-1234.0) == "−1\u202f234"
+    assert fmt.number(None) == "–"
+    assert [fmt.mean_count(x) for x in (0.000476, 0.0, 0.25, 3.14159, None)] == ["0", "0", "0.25", "3.14", "–"]

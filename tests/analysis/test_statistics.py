@@ -1,0 +1,134 @@
+"""Statistics against closed forms, published examples and simulated coverage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from analysis.statistics import (
+    block_length,
+    cliffs_delta,
+    effect_size,
+    holm,
+    moving_block_bootstrap,
+    mser5,
+    paired_bootstrap,
+    paired_t,
+    verdict,
+    wilson,
+)
+
+
+def test_paired_t_is_scipys():
+    rng = np.random.default_rng(1)
+    base = rng.normal(10, 2, 9)
+    other = base + rng.normal(0.5, 0.3, 9)
+    mine, theirs = paired_t(base, other), stats.ttest_rel(other, base)
+    assert mine.p_value == pytest.approx(theirs.pvalue)
+    assert (mine.low, mine.high) == pytest.approx(tuple(theirs.confidence_interval()))
+
+
+def test_log_ratio_says_percent():
+    estimate = paired_t([1.0, 2.0, 4.0], [1.1, 2.2, 4.4], "log_ratio")
+    assert estimate.percent() == pytest.approx((10.0, 10.0, 10.0))
+    with pytest.raises(ValueError, match="log_ratio"):
+        paired_t([1.0, 2.0], [1.0, 3.0]).percent()
+
+
+@pytest.mark.parametrize("num", [5, 12])
+def test_bootstrap_covers_about_as_often_as_it_says(num):
+    rng, hits = np.random.default_rng(3), 0
+    for trial in range(200):
+        base = rng.exponential(1.0, num)
+        other = base + rng.normal(0.2, 1.0, num)
+        estimate = paired_bootstrap(base, other, num_resamples=600, seed=trial)
+        hits += estimate.low <= 0.2 <= estimate.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_bootstraps_are_deterministic_in_their_seed():
+    base, other = np.arange(6.0), np.arange(6.0) ** 1.2
+    assert paired_bootstrap(base, other, seed=4) == paired_bootstrap(base, other, seed=4)
+    assert paired_bootstrap(base, other, seed=4, num_resamples=40) != paired_bootstrap(base, other, num_resamples=40)
+    series = np.sin(np.arange(200.0))
+    assert moving_block_bootstrap(series, seed=1) == moving_block_bootstrap(series, seed=1)
+
+
+def test_moving_blocks_are_wider_than_naive_under_autocorrelation():
+    rng, hits, num = np.random.default_rng(7), 0, 400
+    for trial in range(60):
+        noise = rng.normal(size=num)
+        series = np.empty(num)
+        series[0] = noise[0] / 0.8
+        for i in range(1, num):
+            series[i] = 0.6 * series[i - 1] + noise[i]
+        estimate = moving_block_bootstrap(series, num_resamples=200, seed=trial)
+        hits += estimate.low <= 0 <= estimate.high
+        assert estimate.high - estimate.low > 2 * 1.96 * series.std() / math.sqrt(num)
+    assert hits / 60 >= 0.85
+    assert block_length(np.zeros(50)) == 1
+    assert block_length(rng.normal(size=9)) <= 2
+
+
+def test_moving_blocks_keep_pairs_together():
+    base = np.random.default_rng(0).exponential(1.0, 100)
+    pairs = np.column_stack((base, base + 0.5))
+    estimate = moving_block_bootstrap(pairs, lambda rows: float(rows[:, 1].mean() - rows[:, 0].mean()))
+    assert (estimate.low, estimate.high) == pytest.approx((0.5, 0.5))
+
+
+def test_one_replicate_or_too_few_requests_give_no_interval():
+    for estimate in (paired_t([1.0], [2.0]), paired_bootstrap([1.0], [2.0]), moving_block_bootstrap([1.0, 2.0])):
+        assert math.isinf(estimate.low)
+        assert math.isinf(estimate.high)
+        assert verdict(estimate) == "unknown"
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_wilson_by_hand_and_at_the_ends():
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe (1998), table I
+    assert wilson(0, 10)[0] == 0
+    assert wilson(10, 10)[1] == 1
+    with pytest.raises(ValueError, match="successes"):
+        wilson(3, 2)
+
+
+def test_mser_finds_the_end_of_a_transient():
+    rng = np.random.default_rng(0)
+    series = np.concatenate((np.linspace(20, 0, 100), np.zeros(600))) + rng.normal(0, 1, 700)
+    assert 70 <= mser5(series) <= 130
+    assert mser5(rng.normal(size=10)) == 0
+
+
+def test_effect_sizes():
+    assert effect_size([1.0, 2.0], [2.0, 3.0]) is None  # no spread
+    diff = np.array([1.0, 2.0, 3.0, 4.0])
+    assert effect_size(np.ones(4), 1 + diff) == pytest.approx((1 - 3 / 11) * 2.5 / diff.std(ddof=1))
+    assert cliffs_delta([1.0, 2.0], [3.0, 4.0]) == 1
+    assert cliffs_delta([1.0], [1.0]) == 0
+
+
+def test_verdicts():
+    noisy, clear = paired_t([1.0, 2.0, 3.0], [1.5, 1.4, 3.1]), paired_t([1.0, 2.0, 3.0], [2.0, 3.1, 4.0])
+    assert verdict(noisy) == "inside the noise"
+    assert verdict(noisy, margin=5.0) == "equivalent"
+    assert verdict(clear) == "higher"
+    assert verdict(clear, p_value=0.2) == "inside the noise"
+    assert verdict(paired_t([1.0, 2.0], [1.0, 2.0])) == "identical"
+
+
+def test_pairs_must_pair():
+    with pytest.raises(ValueError, match="equally long"):
+        paired_t([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="positive"):
+        paired_t([0.0, 1.0], [1.0, 1.0], "log_ratio")
+    with pytest.raises(ValueError, match="missing"):
+        paired_t([math.nan, 1.0], [1.0, 1.0])

@@ -1,0 +1,185 @@
+"""Every backend behind one door: its own driver, the same scheduler, the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sim.backend import SimBackend
+from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.cost.linear import LinearConfig, LinearCost
+from sim.cost.recorded import RecordedBackend
+from sim.cost.roofline import RooflineConfig, RooflineCost
+from sim.driver import run as drive_simulated
+from testbed.blocks.config import KVRules
+from testbed.interfaces import Execute, Resume, StepView, WaitUntil
+from testbed.plan import BatchPlan, Finished, ScheduledSequence, Spans
+from testbed.records import decision
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from testbed.serve import Loop, serve
+from testbed.specs import DeviceSpec, ModelSpec
+from testbed.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
+from testbed.traces.inbox import TraceInbox, to_request
+from testbed.traces.schema import Trace
+from tests.testbed.core_kit import make_limits, make_scheduler
+
+VOCAB_SIZE = 512
+BLOCK_SIZE = 4
+BUDGET = 128  # tokens a step
+SPEC = ModelSpec("tiny", "Qwen3ForCausalLM", 64, 96, 2, 4, 2, 16, VOCAB_SIZE, 256, True, dtype="float32")
+
+
+class Seen(NamedTuple):
+    """All that a run shows: the steps, the rows of each as the backend read them, and how requests ended."""
+
+    steps: list[StepView]
+    rows: list[tuple[ScheduledSequence, ...]]
+    ended: dict[str, Finished]
+    cached: dict[str, int]  # prefix tokens found at the first admission
+
+
+class Watch:
+    """Between driver and backend, and a recorder: reads every plan's rows in start(), as a device would."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.seen = Seen([], [], {}, {})
+
+    def start(self, plan: BatchPlan) -> Any:
+        self.seen.rows.append(tuple(row._replace(tokens=list(row.tokens)) for row in plan.scheduled))
+        for item in plan.admitted:
+            self.seen.cached.setdefault(item.request_id, item.num_cached_tokens)
+        return self.backend.start(plan)
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+
+    def committed(self, step: StepView) -> None:
+        self.seen.steps.append(step)
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        self.seen.ended.update({item.request.request_id: item for item in finished})
+
+
+class Both:
+    """Two recorders as one."""
+
+    def __init__(self, *recorders: Any) -> None:
+        self._recorders = recorders
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            for recorder in self._recorders:
+                getattr(recorder, name)(*arguments)
+
+        return call
+
+
+class Simulated:
+    """SimBackend at one cost model's prices."""
+
+    is_real = False
+
+    def __init__(self, cost: Any) -> None:
+        self.backend: Any = SimBackend(cost)
+
+    def drive(self, loop: Loop, backend: Any) -> None:
+        drive_simulated(loop, backend)
+
+    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path) -> Seen:
+        """A whole run."""
+        watch = Watch(self.backend)
+        self.drive(serve(TraceInbox(trace, VOCAB_SIZE), scheduler, watch), watch)
+        return watch.seen
+
+    def execute(self, plans: Sequence[BatchPlan]) -> list[Resume]:
+        """Plans made by hand, one after another."""
+        return self._execute(plans, self.backend)
+
+    def _execute(self, plans: Sequence[BatchPlan], backend: Any) -> list[Resume]:
+        resumes: list[Resume] = []
+
+        def loop() -> Generator[WaitUntil | Execute, Resume, None]:
+            for plan in plans:
+                resumes.append((yield Execute(plan)))  # noqa: PERF401  (a comprehension cannot yield)
+
+        self.drive(loop(), backend)
+        return resumes
+
+
+class Recorded(Simulated):
+    """RecordedBackend on a tape that a simulated run of the same requests left."""
+
+    def __init__(self) -> None:
+        super().__init__(LinearCost(LinearConfig()))
+
+    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path) -> Seen:
+        watch = Watch(self.backend)
+        tape_file = folder / "tape.jsonl"
+        writer = TapeWriter(tape_file, decision)
+        self.drive(serve(TraceInbox(trace, VOCAB_SIZE), fresh(scheduler), Both(watch, writer)), watch)
+        writer.close()
+        tape = read_tape(tape_file)
+        rows = {row.request_id: row for row in trace.rows}
+        inbox = TapeInbox(tape, lambda name, arrival_ns: to_request(rows[name], VOCAB_SIZE, arrival_ns))
+        again = Watch(RecordedBackend(tape))
+        self.drive(serve(inbox, scheduler, again), again)
+        assert [step.digest for step in again.seen.steps] == [step.digest for step in watch.seen.steps]
+        return again.seen
+
+    def execute(self, plans: Sequence[BatchPlan]) -> list[Resume]:
+        steps = tuple(TapeStep(10 * i, 10 * i + 7, None, Spans(0, 1, 0, 5, 1), 0, {}) for i in range(len(plans)))
+        return self._execute(plans, RecordedBackend(Tape(steps, ())))
+
+
+class Real(Simulated):
+    """RealBackend, with random weights."""
+
+    is_real = True
+
+    def __init__(self, device: str) -> None:
+        from real.config import RealConfig
+        from tests.real.engine_helpers import tiny_backend
+
+        self.config = RealConfig(device=device, pace="as_fast_as_possible")
+        self.backend = tiny_backend(SPEC, block_size=BLOCK_SIZE, device=device, max_num_batched_tokens=BUDGET)
+
+    def drive(self, loop: Loop, backend: Any) -> None:
+        from real.driver import run
+
+        run(loop, backend, self.config)
+
+
+BACKENDS: dict[str, Callable[[], Simulated]] = {
+    "roofline": lambda: Simulated(RooflineCost(SPEC, DeviceSpec("h100"), RooflineConfig(), block_bytes=1024)),
+    "linear": lambda: Simulated(LinearCost(LinearConfig())),
+    "constant": lambda: Simulated(ConstantCost(ConstantConfig())),
+    "recorded": Recorded,
+    "real-cpu": lambda: Real("cpu"),
+    "real-cuda": lambda: Real("cuda"),
+}
+
+
+VLLM_V1 = KVRules("chunk", True, "allocation", False, 1)
+
+
+def core(composition: str, *, num_blocks: int = 60, caching: bool = True) -> Scheduler:
+    """The scheduler that all backends serve. vllm_v1: the preset's rules, a step hits blocks that it fills."""
+    is_preset = composition == "vllm_v1"
+    scheduler = make_scheduler(
+        "unified" if is_preset else composition,
+        rules=VLLM_V1 if is_preset else KVRules(),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        caching=caching,
+        limits=make_limits(budget=BUDGET, model_len=256),
+    )
+    scheduler.made_with = (composition, num_blocks, caching)  # type: ignore[attr-defined]
+    return scheduler
+
+
+def fresh(scheduler: Any) -> Scheduler:
+    composition, num_blocks, caching = scheduler.made_with
+    return core(composition, num_blocks=num_blocks, caching=caching)

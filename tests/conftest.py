@@ -1,0 +1,32 @@
+"""Set-up that every test shares: hypothesis prints what reproduces a failure, `gpu` tests need a GPU."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import settings
+
+# torch reads it when it is imported: several workers share the cores, and small matrices gain nothing from threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("testbed", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile("testbed")
+
+
+@cache
+def _has_cuda() -> bool:
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and a CUDA build of torch"))

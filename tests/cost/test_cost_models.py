@@ -1,0 +1,316 @@
+"""Cost models: integer prices, exact formulas, monotone where physics is, breakdowns that add up."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.cost.base import CostModel, attention_pairs_doubled, total_ns
+from sim.cost.collectives import Collectives
+from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.cost.linear import COEFFICIENTS, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
+from sim.cost.roofline import RooflineConfig, RooflineCost
+from testbed.errors import ConfigError
+from testbed.plan import BatchShape, PrefillChunk, Spans
+from testbed.specs import DeviceSpec, ModelSpec
+
+MODEL = ModelSpec("m", num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1000)
+WIDE = ModelSpec("wide", num_hidden_layers=2, hidden_size=4096, intermediate_size=16384)  # prefills bound by arithmetic
+DEVICE = DeviceSpec("d")
+BARE = DeviceSpec("bare", step_overhead_ns=0, compute_efficiency=1.0, memory_efficiency=1.0)
+NO_LAUNCH = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)
+
+chunks = st.builds(PrefillChunk, st.integers(0, 30_000), st.integers(1, 8192))
+shapes = st.builds(
+    lambda decodes, context, prefills, samples, *blocks: BatchShape(
+        decodes, context + decodes if decodes else 0, tuple(prefills), samples, *blocks
+    ),
+    st.integers(0, 600), st.integers(0, 10**6), st.lists(chunks, max_size=4), st.integers(0, 600),
+    *[st.integers(0, 500)] * 3,
+)  # fmt: skip
+
+
+def decode(num: int, context_each: int = 1000) -> BatchShape:
+    return BatchShape(num, num * context_each, (), num)
+
+
+def prefill(*lengths: int, start: int = 0) -> BatchShape:
+    return BatchShape(0, 0, tuple(PrefillChunk(start, n) for n in lengths), len(lengths))
+
+
+# --- constant ---
+
+
+def test_every_step_costs_the_same():
+    model: CostModel = ConstantCost(ConstantConfig(step_s=1))
+    assert model.price(decode(4)) == Spans(forward_ns=10**9)
+    assert total_ns(model.price(prefill(100))) == 10**9
+    assert total_ns(ConstantCost(ConstantConfig(1e-9)).price(decode(1))) == 1
+
+
+@pytest.mark.parametrize("step_s", [0, -1.0, 1e-10, float("nan"), float("inf")])
+def test_impossible_steps_are_refused(step_s):
+    with pytest.raises(ConfigError, match=r"cost\.step_s is .*; it must be from 1e-9"):
+        ConstantConfig(step_s)
+
+
+# --- linear ---
+
+NANO = LinearConfig(100e-9, 3e-9, 5e-9, 7e-9, 2e-9, 11e-9, 13e-9)  # whole ns, so sums can be checked by hand
+
+
+def test_the_linear_price_is_the_sum_of_its_terms():
+    cost = LinearCost(NANO)
+    shape = BatchShape(2, 30, (PrefillChunk(10, 4), PrefillChunk(0, 3)), 4, 1, 2, 3)
+    pairs = (4 * 10 + 10) + 6
+    assert attention_pairs_doubled(shape) == 2 * pairs
+    assert cost.price(shape) == Spans(swap_ns=33, forward_ns=100 + 7 * 3 + 2 * 5 + 30 * 7 + pairs * 2 + 39)
+
+
+@given(shapes)
+def test_linear_prices_are_positive_integers(shape):
+    for config in (NANO, LinearConfig(), LinearConfig(0, 0, 0, 0, 0, 0, 0)):
+        spans = LinearCost(config).price(shape)
+        assert all(type(part) is int and part >= 0 for part in spans)
+        assert total_ns(spans) >= 1
+
+
+def test_splitting_a_prompt_into_chunks_keeps_its_pairs():
+    whole = attention_pairs_doubled(prefill(1000))
+    parts = BatchShape(0, 0, (PrefillChunk(0, 300), PrefillChunk(300, 300), PrefillChunk(600, 400)), 1)
+    assert attention_pairs_doubled(parts) == whole == 1000 * 1001
+
+
+def measured(config: LinearConfig, noise: float = 0.0, num: int = 120) -> list[tuple[BatchShape, int]]:
+    rng = np.random.default_rng(5)
+    cost = LinearCost(config)
+    steps = []
+    for i in range(num):
+        num_decodes = int(rng.integers(0, 64)) if i % 3 else 0
+        prefills = () if i % 3 == 1 else (PrefillChunk(int(rng.integers(0, 2000)), int(rng.integers(1, 1000))),)
+        context = num_decodes * int(rng.integers(1, 3000))
+        shape = BatchShape(num_decodes, context, prefills, num_decodes, *(int(n) for n in rng.integers(0, 20, 3)))
+        steps.append((shape, round(total_ns(cost.price(shape)) * (1 + noise * float(rng.standard_normal())))))
+    return steps
+
+
+def test_a_fit_finds_the_coefficients_again():
+    fit = fit_linear(measured(LinearConfig()))
+    for name in COEFFICIENTS:
+        assert getattr(fit.config, name) == pytest.approx(getattr(LinearConfig(), name), rel=1e-3)
+    assert fit.p90_relative_error < 1e-5
+    assert (fit.num_steps, fit.num_folds) == (120, 5)
+
+
+def test_the_error_of_a_noisy_fit_is_that_of_the_noise():
+    fit = fit_linear(measured(LinearConfig(), noise=0.1))
+    assert fit.median_relative_error == pytest.approx(0.1 * 0.6745, rel=0.3)
+    assert fit.p90_relative_error == pytest.approx(0.1 * 1.645, rel=0.3)
+    assert fit_linear(measured(LinearConfig(), noise=0.1)) == fit
+
+
+def test_what_was_never_measured_costs_nothing():
+    steps = [(decode(n, 100 * n), 10**6 + n * 1000) for n in range(1, 40)]
+    fit = fit_linear(steps)
+    assert fit.config.per_swapped_block_s == fit.config.per_prefill_token_s == 0
+    assert LinearCost(fit.config).price(decode(50, 100)).forward_ns == pytest.approx(1_050_000, rel=0.01)
+
+
+def test_impossible_fits_are_refused():
+    with pytest.raises(ConfigError, match="at least 14 measured steps, found 3; profile more"):
+        fit_linear(measured(LinearConfig(), num=3))
+    with pytest.raises(ConfigError, match="measured step 20 took 0 ns; it must be above 0"):
+        fit_linear([*measured(LinearConfig(), num=20), (decode(1), 0)])
+    with pytest.raises(ConfigError, match="num_folds is 1; it must be from 2"):
+        fit_linear(measured(LinearConfig(), num=20), num_folds=1)
+
+
+def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
+    fit = fit_linear(measured(LinearConfig(), noise=0.1))
+    save_fit(fit, tmp_path / "fit.json", model="tiny", device="cpu")
+    assert load_linear(tmp_path / "fit.json") == fit.config
+    document = json.loads((tmp_path / "fit.json").read_text())
+    assert document["about"] == {"model": "tiny", "device": "cpu"}
+    assert document["p90_relative_error"] == fit.p90_relative_error
+    loaded = LinearCost(LinearConfig(path=str(tmp_path / "fit.json")))
+    assert loaded.price(decode(3)) == LinearCost(fit.config).price(decode(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "no file at .*; `make demo` writes one"),
+        ("{", "is not JSON"),
+        ("[]", "is no linear cost: its 'format' is 'list'"),
+        ({"format": "x"}, "its 'format' is 'x'; expected 'testbed linear cost 1'"),
+        ({"coefficients": {}}, "'coefficients' must hold exactly base_s, "),
+        ({"base_s": "1"}, "base_s is '1'; it must be a number"),
+        ({"base_s": -1}, r"cost\.base_s is -1; it must be from 0"),
+        ({"base_s": math.nan}, r"cost\.base_s is nan"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, change, message):
+    file = tmp_path / "fit.json"
+    if isinstance(change, str):
+        file.write_text(change)
+    elif change is not None:
+        document = {"format": "testbed linear cost 1", "coefficients": dict.fromkeys(COEFFICIENTS, 0.5)}
+        where = document if change.keys() & document.keys() else document["coefficients"]
+        file.write_text(json.dumps(where.update(change) or document))
+    with pytest.raises(ConfigError, match=message):
+        load_linear(file)
+
+
+def test_impossible_coefficients_are_refused():
+    for name in COEFFICIENTS:
+        with pytest.raises(ConfigError, match=rf"cost\.{name} is -0\.1; it must be from 0 to 1e6 seconds"):
+            LinearConfig(**{name: -0.1})
+
+
+# --- roofline ---
+
+
+@given(shapes, st.sampled_from([1, 2, 4, 16]), st.booleans())
+def test_the_breakdown_adds_up_to_the_price(shape, size, on_cpu):
+    device = replace(DEVICE, kind="cpu") if on_cpu else DEVICE
+    cost = RooflineCost(MODEL, device, tensor_parallel_size=size)
+    spans = cost.price(shape)
+    assert all(type(part) is int and part >= 0 for part in spans)
+    assert total_ns(spans) == sum(cost.breakdown(shape).values()) >= 1
+    assert cost.price(shape) == spans  # the memory of earlier prices changes nothing
+
+
+def test_a_decode_reads_weights_and_context_once():
+    cost = RooflineCost(MODEL, BARE, NO_LAUNCH)
+    parts = cost.breakdown(decode(1, 500))
+    bandwidth = BARE.memory_bytes_per_s
+    q, kv, h, inner = 2048, 1024, 512, 1024
+    qkv = 2 * (h * (q + 2 * kv) + h + q + 2 * kv) * 2
+    assert parts["qkv"] == round(qkv / bandwidth * 1e9)
+    assert parts["mlp"] == round(2 * (3 * h * inner + 2 * h + 3 * inner) * 2 / bandwidth * 1e9)
+    assert parts["attention_decode"] == round((501 * MODEL.kv_bytes_per_token() + 2 * 2 * q * 2) / bandwidth * 1e9)
+    assert parts["lm_head"] == round(((h * 1000 + h) * 2 + 4000) / bandwidth * 1e9)
+    assert parts["launch"] == parts["all_reduce"] == parts["attention_prefill"] == 0
+
+
+def test_a_long_prefill_is_bound_by_arithmetic():
+    parts = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(prefill(8192))
+    assert parts["mlp"] == round(2 * 2 * 8192 * MODEL.num_mlp_parameters / BARE.flops_per_s * 1e9)
+    pairs = 8192 * 8193 // 2
+    assert parts["attention_prefill"] == round(2 * 4 * 2048 * pairs / BARE.flops_per_s * 1e9)
+
+
+def test_chunks_are_priced_by_their_own_context():
+    cost = RooflineCost(MODEL, BARE, NO_LAUNCH)
+    both = cost.breakdown(BatchShape(0, 0, (PrefillChunk(0, 1024), PrefillChunk(30_000, 1024)), 0))
+    one, two = (cost.breakdown(prefill(1024, start=start)) for start in (0, 30_000))
+    assert both["attention_prefill"] == one["attention_prefill"] + two["attention_prefill"]
+    assert two["attention_prefill"] > 20 * one["attention_prefill"]
+
+
+def test_shared_heads_read_less():
+    full = RooflineCost(replace(MODEL, num_key_value_heads=16), BARE, NO_LAUNCH).breakdown(decode(64, 4000))
+    shared = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(decode(64, 4000))
+    assert full["attention_decode"] == pytest.approx(2 * shared["attention_decode"], rel=0.01)
+
+
+def test_a_smaller_kv_cache_reads_less():
+    fp8 = RooflineCost(MODEL, BARE, replace(NO_LAUNCH, kv_dtype="fp8")).breakdown(decode(64, 4000))
+    full = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(decode(64, 4000))
+    assert full["attention_decode"] == pytest.approx(2 * fp8["attention_decode"], rel=0.01)
+
+
+def test_a_graph_is_padded_to_a_captured_size():
+    cost = RooflineCost(MODEL, DEVICE)
+    assert [cost._padded(n) for n in (1, 2, 3, 4, 5, 8, 9, 505, 512)] == [1, 2, 4, 4, 8, 8, 16, 512, 512]
+    small = RooflineCost(MODEL, DEVICE, RooflineConfig(max_captured_size=6))
+    assert [small._padded(n) for n in (3, 5, 6)] == [4, 6, 6]
+    padded, exact = cost.breakdown(decode(9)), cost.breakdown(decode(16))
+    assert padded["mlp"] == exact["mlp"]
+    assert padded["attention_decode"] < exact["attention_decode"]
+
+
+def test_graphs_spare_the_launches():
+    graph, eager = RooflineCost(MODEL, DEVICE), RooflineCost(MODEL, DEVICE, RooflineConfig(cuda_graphs=False))
+    assert graph.breakdown(decode(8))["launch"] == 20_000
+    assert eager.breakdown(decode(8))["launch"] > 20_000
+    assert graph.price(decode(600)) == eager.price(decode(600))  # above the captured sizes
+    assert graph.price(prefill(64)) == eager.price(prefill(64))
+
+
+def test_launches_hide_behind_long_kernels():
+    big = ModelSpec("big", hidden_size=8192, intermediate_size=28672, num_hidden_layers=20)
+    assert RooflineCost(big, DEVICE).breakdown(prefill(4096))["launch"] == 0
+
+
+def test_float32_and_cpus():
+    wide = RooflineCost(replace(WIDE, dtype="float32"), BARE, NO_LAUNCH).breakdown(prefill(8192))
+    half = RooflineCost(WIDE, BARE, NO_LAUNCH).breakdown(prefill(8192))
+    assert wide["mlp"] == pytest.approx(2 * half["mlp"], rel=1e-6)
+    cpu = RooflineCost(replace(WIDE, dtype="float32"), replace(BARE, kind="cpu"))
+    assert cpu.breakdown(prefill(8192))["mlp"] == pytest.approx(half["mlp"], rel=1e-6)
+    assert cpu.breakdown(decode(3))["launch"] == 0
+
+
+def test_swaps_are_priced_by_the_host_link_and_copies_by_memory():
+    cost = RooflineCost(MODEL, BARE, block_bytes=55_000)
+    only_moves = BatchShape(0, 0, (), 0, 3, 2, 10)
+    spans = cost.price(only_moves)
+    assert spans.swap_ns == 5 * 1000 + 2 * BARE.host_link_latency_ns
+    assert spans.forward_ns == round(10 * 2 * 55_000 / BARE.memory_bytes_per_s * 1e9)
+    assert RooflineCost(MODEL, BARE, block_bytes=55_000, tensor_parallel_size=2).price(only_moves).swap_ns == 22_500
+    assert RooflineCost(MODEL, BARE).price(BatchShape(0, 0, (), 0)) == Spans(prepare_ns=1)
+
+
+def test_ranks_share_the_work_and_pay_for_talking():
+    one, four = (RooflineCost(WIDE, BARE, NO_LAUNCH, tensor_parallel_size=n).breakdown(prefill(8192)) for n in (1, 4))
+    assert four["mlp"] == pytest.approx(one["mlp"] / 4, rel=1e-6)
+    assert four["attention_prefill"] == pytest.approx(one["attention_prefill"] / 4, rel=0.01)
+    num_bytes = 8192 * 4096 * 2
+    each = 2 * 3 / 4 * num_bytes / BARE.interconnect_bytes_per_s * 1e9 + 6 * BARE.interconnect_latency_ns
+    assert four["all_reduce"] == pytest.approx(5 * each, rel=1e-6)
+
+
+def test_ranks_beyond_the_kv_heads_copy_them():
+    eight, sixteen = (
+        RooflineCost(MODEL, BARE, NO_LAUNCH, tensor_parallel_size=n).breakdown(decode(64, 4000)) for n in (8, 16)
+    )
+    assert sixteen["attention_decode"] == pytest.approx(eight["attention_decode"], rel=0.01)
+
+
+def test_collectives_take_the_faster_of_ring_and_tree():
+    links = Collectives(8, 1e9, 1000)
+    assert links.all_reduce_ns(8) == 2 * 8 + 2 * 3 * 1000  # a tree: few hops
+    assert links.all_reduce_ns(10**9) == 2 * 7 * 10**9 / 8 + 14 * 1000  # a ring: little volume
+    assert Collectives(1, 1e9, 1000).all_reduce_ns(8) == Collectives(1, 1e9, 1000).all_gather_ns(8) == 0
+
+
+@given(st.integers(1, 500), st.integers(1, 4000))
+def test_more_work_never_takes_less_time(num, context):
+    cost = RooflineCost(MODEL, DEVICE)
+    assert total_ns(cost.price(decode(num + 1, context))) >= total_ns(cost.price(decode(num, context)))
+    assert total_ns(cost.price(decode(num, context + 1))) >= total_ns(cost.price(decode(num, context)))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_captured_size": 0}, r"cost\.max_captured_size is 0; it must be at least 1"),
+        ({"graph_launch_ns": -1}, r"cost\.graph_launch_ns is -1"),
+        ({"kernel_launch_ns": -1}, r"cost\.kernel_launch_ns is -1"),
+        ({"kv_dtype": "int3"}, r"cost\.kv_dtype is 'int3'; choose one of float32"),
+    ],
+)
+def test_impossible_roofline_settings_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        RooflineConfig(**values)
+
+
+@pytest.mark.parametrize("size", [0, 3, 32])
+def test_ranks_that_do_not_divide_the_heads_are_refused(size):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}; it must divide the 16 attention heads"):
+        RooflineCost(MODEL, DEVICE, tensor_parallel_size=size)

@@ -1,0 +1,92 @@
+"""The library of models and devices: every file is a valid spec, named as its file, near the published numbers."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from sim.cost.base import total_ns
+from sim.cost.roofline import RooflineCost
+from testbed.plan import BatchShape, PrefillChunk
+from testbed.specs import DeviceSpec, ModelSpec, num_kv_blocks
+
+CONF = Path(__file__).parents[2] / "experiments" / "conf"
+MODELS = sorted(path.stem if path.suffix == ".yaml" else path.name for path in (CONF / "model").glob("*.yaml"))
+DEVICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
+
+PUBLISHED_PARAMETERS = {  # model cards and papers
+    "qwen3_0.6b": 0.596e9,
+    "qwen3_8b": 8.19e9,
+    "qwen3_32b": 32.8e9,
+    "llama3.1_8b": 8.03e9,
+    "opt_125m": 125e6,
+}
+
+
+def load(group: str, name: str) -> dict:
+    values = OmegaConf.to_object(OmegaConf.load(CONF / group / f"{name}.yaml"))
+    assert values.pop("defaults") == ["_schema", "_self_"]
+    return values
+
+
+def model(name: str) -> ModelSpec:
+    return ModelSpec(**load("model", name))
+
+
+def device(name: str) -> DeviceSpec:
+    return DeviceSpec(**load("device", name))
+
+
+def test_the_library_has_what_the_documents_promise():
+    assert set(MODELS) >= {*PUBLISHED_PARAMETERS, "tiny"}
+    assert set(DEVICES) >= {"h200", "h100", "a100", "b200", "l40s", "rtx4090", "rtx_pro_6000", "mi300x", "t4", "cpu"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_valid(name):
+    spec = model(name)
+    assert spec.name == name
+    if name in PUBLISHED_PARAMETERS:
+        assert spec.num_parameters == pytest.approx(PUBLISHED_PARAMETERS[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices_are_valid_and_name_their_source(name):
+    spec = device(name)
+    assert spec.name == name
+    assert spec.source
+    assert spec.kind == ("cpu" if name == "cpu" else "cuda")
+    assert 1 < spec.flops_per_s / spec.memory_bytes_per_s < 500  # flops per byte: no unit was missed
+    text = (CONF / "device" / f"{name}.yaml").read_text()
+    for line in text.splitlines()[6:]:
+        if line.partition(":")[0] not in ("name", "kind", "source", "defaults", ""):
+            assert "#" in line, f"no source: {line}"
+
+
+def test_the_demo_model_is_small():
+    assert model("tiny").num_parameters < 6e6
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_small_model_fits_on_every_device_and_has_a_price(name):
+    spec = device(name)
+    shape = model("qwen3_0.6b")
+    assert (
+        num_kv_blocks(
+            memory_bytes=spec.memory_bytes,
+            utilization=0.9,
+            weight_bytes=shape.num_parameters * shape.dtype_bytes,
+            activation_bytes=0,
+            block_bytes=16 * shape.kv_bytes_per_token(),
+        )
+        > 500
+    )
+    assert total_ns(RooflineCost(shape, spec).price(BatchShape(8, 8000, (), 8))) > 100_000
+
+
+def test_prices_lie_between_the_peak_and_a_third_of_it():
+    """By hand, Llama-3.1-8B in bfloat16 on one H100: 15 GB of weights at 3.35 TB/s are 4.5 ms a token, and
+    2 x 7.0e9 x 2048 FLOP at 989 TFLOPS are 29 ms a prompt."""
+    cost = RooflineCost(model("llama3.1_8b"), device("h100"))
+    assert 4.5e6 < total_ns(cost.price(BatchShape(1, 1000, (), 1))) < 13.5e6
+    assert 29e6 < total_ns(cost.price(BatchShape(0, 0, (PrefillChunk(0, 2048),), 1))) < 87e6

@@ -1,0 +1,114 @@
+"""Runs of a few requests on a model of a few thousand weights, from Python and through the command line's `main`."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from experiments.cli import main
+from experiments.compose import compose_config
+from experiments.config import RunConfig
+from testbed.traces.readers.own import read_jsonl
+from testbed.traces.schema import Trace
+
+# One argument a key, as a user would type it. The model is small enough for a step to take about a millisecond.
+TINY = (
+    "model=tiny",
+    "model.hidden_size=64",
+    "model.intermediate_size=96",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.head_dim=16",
+    "model.vocab_size=512",
+    "model.max_position_embeddings=256",
+    "cache.block_size=4",
+    "cache.num_gpu_blocks=64",
+    "cache.num_cpu_blocks=0",
+    "scheduler.max_num_seqs=8",
+    "scheduler.max_num_batched_tokens=64",
+)
+SHORT = (
+    "trace.num_requests=6",
+    "trace.rate=400",
+    "trace.prompt={kind: uniform, min_tokens: 4, max_tokens: 24}",
+    "trace.output={kind: uniform, min_tokens: 2, max_tokens: 8}",
+)
+REAL = (
+    "backend=real",
+    "backend.device=cpu",
+    "backend.num_threads=1",
+    "backend.pace=as_fast_as_possible",
+)
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
+    return compose_config(list(overrides)).raw
+
+
+def config_of(overrides: Sequence[str] = (*TINY, *SHORT), **dotted: Any) -> RunConfig:
+    """The configuration of these overrides, composed once; `dotted`: group__key=value, set without Hydra."""
+    raw = copy.deepcopy(_composed(tuple(overrides)))
+    for key, value in dotted.items():
+        *groups, last = key.split("__")
+        node = raw
+        for group in groups:
+            node = node[group]
+        node[last] = value
+    return RunConfig.from_container(raw)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def trace_of(folder: Path, rows: Sequence[dict[str, Any]]) -> Trace:
+    """A trace of our own schema, read as a user's file is read."""
+    return read_jsonl(write_rows(folder / "rows.jsonl", rows))
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return manifest
+
+
+def table_of(folder: Path, name: str = "requests") -> pa.Table:
+    return pq.read_table(folder / f"{name}.parquet")
+
+
+def decisions_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+
+
+class Said:
+    """What a command answered. lines: those of standard error that are not empty."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+        self.lines = [line for line in err.splitlines() if line.strip()]
+
+    def error(self) -> str:
+        """The one line of a failure: it begins with `error:`, it is alone, and the exit status is not 0."""
+        assert self.status != 0, f"it succeeded and said {self.out!r}"
+        assert len(self.lines) == 1, f"not one line: {self.err!r}"
+        assert self.lines[0].startswith("error: "), self.lines[0]
+        assert "Traceback" not in self.out + self.err
+        return self.lines[0].removeprefix("error: ")
+
+
+def say(capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
+    """`testbed <arguments>` in this process."""
+    capsys.readouterr()
+    status = main(list(arguments))
+    captured = capsys.readouterr()
+    return Said(status, captured.out, captured.err)

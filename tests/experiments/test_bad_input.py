@@ -1,0 +1,367 @@
+"""Every mistake of SPEC section 9 gives one line that names the thing, an exit status, and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of, trace_of, write_rows
+
+needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+GOOD = {"arrival_time": 0.0, "prompt_tokens": 8, "output_tokens": 3}
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: Path, rows: list[dict[str, Any]], *more: str) -> Any:
+    path = write_rows(folder / "t.jsonl", rows)
+    return say(capsys, "run", *TINY, "trace=jsonl", f"trace.path={path}", f"hydra.run.dir={folder / 'run'}", *more)
+
+
+# --- traces ---
+
+BAD_ROWS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"arrival_time": -1.0}, ["arrival_time", "-1"]),
+    ({"arrival_time": "soon"}, ["arrival_time", "soon"]),
+    ({"arrival_time": None}, ["arrival_time"]),
+    ({"prompt_tokens": -5}, ["prompt_tokens", "-5"]),
+    ({"prompt_tokens": 0}, ["prompt_tokens", "0"]),
+    ({"prompt_tokens": 2.5}, ["prompt_tokens", "2.5"]),
+    ({"prompt_tokens": None, "prompt_token_ids": []}, ["prompt_token_ids"]),
+    ({"prompt_tokens": None, "prompt_token_ids": [1, -2]}, ["prompt_token_ids", "-2"]),
+    ({"prompt_tokens": None}, ["prompt_tokens"]),
+    ({"output_tokens": 0}, ["output_tokens", "0"]),
+    ({"output_tokens": -1}, ["output_tokens", "-1"]),
+    ({"request_id": "first"}, ["first", "t.jsonl:1"]),  # used by the line before
+    ({"session_id": "s"}, ["turn"]),
+    ({"cancel_after": -1}, ["cancel_after"]),
+]
+
+
+@pytest.mark.parametrize(("bad", "named"), BAD_ROWS, ids=[json.dumps(bad) for bad, _ in BAD_ROWS])
+def test_a_bad_row_is_named_with_file_line_and_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: dict[str, Any], named: list[str]
+) -> None:
+    error = run(capsys, tmp_path, [{**GOOD, "request_id": "first"}, {**GOOD, **bad}]).error()
+    assert "t.jsonl:2" in error
+    for name in named:
+        assert name in error
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("text", "named"), [("{not json\n", "t.jsonl:1"), ("[1, 2]\n", "t.jsonl:1"), ("", "t.jsonl")])
+def test_a_file_that_is_no_trace_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, named: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    assert named in say(capsys, "run", "trace=jsonl", f"trace.path={path}", f"hydra.run.dir={tmp_path / 'r'}").error()
+
+
+@pytest.mark.parametrize("name", ["azure", "burstgpt", "mooncake", "bailian", "jsonl", "csv", "parquet"])
+def test_no_file_at_the_path_and_no_path_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    where = f"hydra.run.dir={tmp_path / 'run'}"
+    assert "nowhere" in say(capsys, "run", f"trace={name}", f"trace.path={tmp_path}/nowhere", where).error()
+    assert "trace.path" in say(capsys, "run", f"trace={name}", where).error()
+
+
+def test_rows_out_of_order_are_sorted_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**GOOD, "request_id": str(i), "arrival_time": float(t)} for i, t in enumerate((2, 0, 1))]
+    assert run(capsys, tmp_path, rows).status == 0
+    assert table_of(tmp_path / "run")["request_id"].to_pylist() == ["1", "2", "0"]
+    note = " ".join(manifest_of(tmp_path / "run")["trace"]["notes"])
+    assert "out of order" in note
+    assert note in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_a_simulated_request_without_a_forced_output_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = run(capsys, tmp_path, [GOOD, {"request_id": "mute", "arrival_time": 1, "prompt_tokens": 3}]).error()
+    assert "'mute'" in error
+    assert "output_tokens" in error
+
+
+# --- requests that can never fit ---
+
+BACKENDS = [pytest.param((), id="sim"), pytest.param(REAL, id="real", marks=needs_engine)]
+
+
+@pytest.mark.parametrize("scheduler", ["prefill_first", "decode_first", "unified"])
+@pytest.mark.parametrize(("prompt", "reason"), [(257, "max_model_len"), (250, "KV blocks")])
+def test_what_can_never_fit_ends_as_ignored_and_the_rest_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scheduler: str, prompt: int, reason: str
+) -> None:
+    rows = [{**GOOD, "request_id": "a"}, {**GOOD, "request_id": "b", "prompt_tokens": prompt}]
+    rows.append({**GOOD, "request_id": "c", "arrival_time": 0.5})
+    more = (f"scheduler={scheduler}", "scheduler.max_num_batched_tokens=256", "cache.num_gpu_blocks=50")
+    said = run(capsys, tmp_path, rows, *more)
+    error = said.error()
+    assert said.status == 1
+    assert "1 of 3 requests" in error
+    assert "'b'" in error
+    assert reason in error
+    assert "allow_ignored=true" in error
+    assert (tmp_path / "run" / "done").exists()
+    table = table_of(tmp_path / "run").to_pydict()
+    assert dict(zip(table["request_id"], table["finish_reason"], strict=True)) == {
+        "a": "length",
+        "b": "ignored",
+        "c": "length",
+    }
+    again = run(capsys, tmp_path, rows, *more, "allow_ignored=true", f"hydra.run.dir={tmp_path / 'again'}")
+    assert again.status == 0
+    assert len(again.lines) == 1
+    assert again.lines[0].startswith("note: 1 of 3 requests")
+
+
+@needs_engine
+def test_what_can_never_fit_is_ignored_on_the_engine_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**GOOD, "request_id": "a"}, {**GOOD, "request_id": "b", "prompt_tokens": 300}]
+    assert "'b'" in run(capsys, tmp_path, rows, *REAL).error()
+    assert run(capsys, tmp_path, rows, *REAL, "allow_ignored=true", "overwrite=true").status == 0
+
+
+# --- models and devices ---
+
+
+def test_no_model_at_the_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = run(capsys, tmp_path, [GOOD], f"model.path={tmp_path}/no-model").error()
+    assert "no-model" in error
+    assert "config.json" in error
+
+
+def checkpoint(folder: Path, **changes: Any) -> Path:
+    from real.checkpoint import make_checkpoint
+    from tests.real.engine_helpers import tiny_spec
+
+    path = make_checkpoint(folder / "model", tiny_spec(), seed=3)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return path
+
+
+@needs_engine
+def test_an_unsupported_architecture_names_those_that_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint(tmp_path, architectures=["MambaForCausalLM"])
+    error = run(capsys, tmp_path, [GOOD], *REAL, f"model.path={path}").error()
+    assert "MambaForCausalLM" in error
+    assert "Qwen3ForCausalLM" in error
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+@needs_engine
+def test_a_missing_weight_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = checkpoint(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors")
+    error = run(capsys, tmp_path, [GOOD], *REAL, f"model.path={path}").error()
+    assert "model.layers.1.mlp.up_proj.weight" in error
+    assert str(path) in error
+
+
+@needs_engine
+def test_a_wrong_shaped_weight_is_named_with_both_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint(tmp_path, intermediate_size=80)
+    error = run(capsys, tmp_path, [GOOD], *REAL, f"model.path={path}").error()
+    assert "down_proj" in error
+    assert "[64, 96]" in error
+    assert "[64, 80]" in error
+
+
+@needs_engine
+def test_weights_that_are_no_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint(tmp_path)
+    (path / "model.safetensors").write_bytes(b"\x00" * 100)
+    assert "model.safetensors" in run(capsys, tmp_path, [GOOD], *REAL, f"model.path={path}").error()
+
+
+def test_no_memory_for_one_block_in_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = f"hydra.run.dir={tmp_path / 'run'}"
+    error = say(capsys, "run", "model=qwen3_32b", "device=rtx4090", where).error()
+    assert "no room for one KV block" in error
+    assert "gpu_memory_utilization" in error
+
+
+@needs_engine
+def test_no_memory_for_one_block_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = run(capsys, tmp_path, [GOOD], *REAL, "cache.num_gpu_blocks=null", "backend.cpu_kv_bytes=100").error()
+    assert "no room for one KV block" in error or "cpu_kv_bytes" in error
+
+
+@needs_engine
+def test_a_gpu_that_is_demanded_and_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    error = run(capsys, tmp_path, [GOOD], *REAL, "backend.device=cuda").error()
+    assert "backend.device=cuda" in error
+    assert "backend.device=cpu" in error
+
+
+# --- folders and disks ---
+
+
+@pytest.mark.parametrize("where", ["hydra.run.dir=/dev/null/run", "hydra.run.dir=/proc/run"])
+def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str], where: str) -> None:
+    assert where.partition("=")[2] in say(capsys, "run", *TINY, "trace.num_requests=1", where).error()
+
+
+def test_a_run_is_never_overwritten_without_being_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, tmp_path, [GOOD]).status == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+    error = run(capsys, tmp_path, [GOOD, GOOD]).error()
+    assert str(tmp_path / "run") in error
+    assert "overwrite=true" in error
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
+    # a slip beside overwrite=true loses nothing either
+    run(capsys, tmp_path, [GOOD, GOOD], "overwrite=true", "scheduler.queue_order=fcsf").error()
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
+    assert run(capsys, tmp_path, [GOOD, GOOD], "overwrite=true").status == 0
+    assert manifest_of(tmp_path / "run")["num_sent"] == 2
+
+
+class FullDisk:
+    """A method that works `after` times, and then finds the disk full."""
+
+    def __init__(self, method: Callable[..., Any], after: int) -> None:
+        self.method, self.left = method, after
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.method(instance, *arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("place", ["_Table._flush", "_Table.close", "TapeWriter.committed"])
+def test_a_full_disk_is_one_line_and_what_was_written_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    from testbed import records, tape
+
+    owner = tape.TapeWriter if place.startswith("Tape") else records._Table
+    if owner is tape.TapeWriter:
+        pytest.importorskip("torch")
+    name = place.partition(".")[2]
+    monkeypatch.setattr(owner, name, FullDisk(getattr(owner, name), after=9 if name == "committed" else 0))
+    more = REAL if owner is tape.TapeWriter else ()
+    rows = [{**GOOD, "arrival_time": i / 10, "output_tokens": 5} for i in range(6)]
+    error = run(capsys, tmp_path, rows, *more).error()
+    assert "the disk is full" in error
+    assert str(tmp_path / "run") in error
+    manifest = manifest_of(tmp_path / "run")
+    assert manifest["status"] == "partial"
+    assert not (tmp_path / "run" / "done").exists()
+    if name == "committed":
+        assert table_of(tmp_path / "run", "steps").num_rows >= 9
+        assert "of 6 requests" in error
+
+
+def test_a_full_disk_at_the_very_end_is_no_whole_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    def full(source: Any, target: Any) -> None:
+        if str(target).endswith("summary.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr("experiments.run.os.replace", full)
+    error = run(capsys, tmp_path, [GOOD]).error()
+    assert "the disk is full" in error
+    assert not (tmp_path / "run" / "done").exists()
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_from_a_folder_that_holds_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert str(tmp_path) in say(capsys, "run", f"from={tmp_path}").error()
+
+
+def test_cost_recorded_without_a_run_and_with_a_simulated_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "cost.run" in run(capsys, tmp_path, [GOOD], "cost=recorded").error()
+    assert run(capsys, tmp_path, [GOOD]).status == 0
+    error = run(
+        capsys, tmp_path, [GOOD], "cost=recorded", f"cost.run={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'b'}"
+    ).error()
+    assert "backend=real" in error
+
+
+def test_a_trace_in_python_is_checked_like_one_in_a_file(tmp_path: Path) -> None:
+    from testbed.errors import TraceError
+
+    with pytest.raises(TraceError, match=r"rows.jsonl:1.*prompt_tokens"):
+        trace_of(tmp_path, [{**GOOD, "prompt_tokens": -1}])
+
+
+# --- what a review found ---
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("scheduler.victim={target: a.b}", "_target_"),
+        ("scheduler.victim=[]", "most_recently_admitted"),
+        ("scheduler.queue_order={_target_: json.JSONDecoder}", "json.JSONDecoder lacks"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, told: str
+) -> None:
+    said = run(capsys, tmp_path, [GOOD], override)
+    assert said.status == 1
+    assert told in said.error()
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@needs_engine
+def test_the_real_engine_refuses_ranks_that_it_does_not_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = run(capsys, tmp_path, [GOOD], *REAL, "device.tensor_parallel_size=2")
+    assert said.status == 1
+    assert "device.tensor_parallel_size is 2" in said.error()
+
+
+@needs_engine
+def test_a_token_that_the_model_does_not_have_is_refused_with_its_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"request_id": "odd", "arrival_time": 0.0, "prompt_token_ids": [1, 99999], "output_tokens": 2}
+    said = run(capsys, tmp_path, [GOOD, row], *REAL)
+    assert said.status == 1
+    assert all(part in said.error() for part in ("t.jsonl:2", "99999", "'odd'", "vocabulary"))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_setting_without_effect_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = run(capsys, tmp_path, [GOOD], "scheduler.composition=prefill_first", "scheduler.max_num_partial_prefills=4")
+    assert said.status == 0
+    assert "scheduler.max_num_partial_prefills has no effect with composition PrefillFirst" in said.out
+
+
+def test_turns_that_are_never_sent_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    session = {"session_id": "s", "output_tokens": 2}
+    rows = [
+        {**session, "turn": 0, "arrival_time": 0.0, "prompt_tokens": 4000},
+        {**session, "turn": 1, "think_time": 1.0, "prompt_tokens": 4100},
+    ]
+    said = run(capsys, tmp_path, rows, "allow_ignored=true")
+    assert said.status == 0
+    assert "1 turns were never sent" in said.out
+    assert manifest_of(tmp_path / "run")["num_unsent"] == 1

@@ -1,0 +1,124 @@
+"""The plain commands: list, trace, report, bench, demo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import demo_real
+from experiments.cli import main
+from experiments.messages import options
+from tests.experiments.kit import SHORT, TINY, say, write_rows
+
+
+def test_list_has_a_line_on_each_option(capsys: pytest.CaptureFixture[str]) -> None:
+    out = say(capsys, "list").out
+    for group in ("scheduler", "trace", "model", "device", "cost", "experiment"):
+        for name in options(group):
+            lines = [line for line in out.splitlines() if line.split()[:1] == [name]]
+            assert lines, f"{group}={name} is not listed"
+            assert all(len(line.split()) > 2 for line in lines), f"{group}={name} is not described"
+
+
+def test_list_of_one_group_and_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    out = say(capsys, "list", "cost").out
+    assert "constant" in out
+    assert "h100" not in out
+    assert "device" in say(capsys, "list", "devise").error()
+
+
+def test_trace_says_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"arrival_time": float(i), "prompt_tokens": 10, "output_tokens": 5} for i in (0, 2, 1)]
+    said = say(capsys, "trace", "jsonl", str(write_rows(tmp_path / "t.jsonl", rows)))
+    assert said.status == 0
+    assert "3 requests in 2.0 s" in said.out
+    assert "out of order" in said.out
+
+
+def test_trace_of_one_row_of_closed_loops_only_and_of_unknown_formats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [{"arrival_time": 5, "prompt_tokens": 10}])
+    assert "1 requests in 0.0 s" in say(capsys, "trace", "jsonl", str(path)).out
+    assert "jsonl" in say(capsys, "trace", "jsnol", str(path)).error()
+    assert "t.jsonl" in say(capsys, "trace", "azure", str(path)).error()
+    assert "limit" in say(capsys, "trace", "jsonl", str(path), "--limit", "0").error()
+
+
+def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = (*TINY, *SHORT, f"hydra.sweep.dir={tmp_path / 's'}")
+    assert say(capsys, "run", "-m", *more, "scheduler=unified,decode_first", "seed=0,1").status == 0
+    page = tmp_path / "page.html"
+    said = say(capsys, "report", str(tmp_path / "s"), "--out", str(page), "--title", "A <title>")
+    assert said.status == 0, said.err
+    assert str(page) in said.out
+    text = page.read_text()
+    assert "A &lt;title&gt;" in text
+    assert "decode_first" in text
+    assert 'src="http' not in text
+    assert "--overwrite" in say(capsys, "report", str(tmp_path / "s"), "--out", str(page)).error()
+    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(page), "--overwrite").status == 0
+    assert "nowhere" in say(capsys, "report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b.html")).error()
+
+
+def test_bench_prints_both_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "bench", "--repeats", "1", "--requests", "200")
+    assert said.status == 0, said.err
+    assert "steps/s" in said.out
+    assert "requests/s" in said.out
+
+
+def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "testbed <command>" in say(capsys, "--help").out
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments", "list", "cost"], capture_output=True, text=True, check=True
+    )
+    assert "roofline" in done.stdout
+    page = subprocess.run(
+        [sys.executable, "-m", "experiments", "run", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "hydra.run.dir" in page.stdout
+
+
+def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--bad"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --bad\n"
+
+
+@pytest.mark.slow
+def test_the_demo_makes_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two policies, one seed: the road of `make demo` from profile to page, not its numbers."""
+    pytest.importorskip("torch")
+    profile, overrides = demo_real.profile, demo_real._real_overrides
+    few: dict[str, Any] = {
+        "experiments.demo.SCHEDULERS": {"prefill_first": [], "decode_first": []},
+        "experiments.demo.WATERMARKS": (0.0,),
+        "experiments.demo.CACHING": (True,),
+        "experiments.demo.SEEDS": (0,),
+        "experiments.demo.OTHER_RATES": (),
+        "experiments.demo_real.RATE_SCALES": (4.0,),
+        "experiments.demo_real.profile": lambda config, num_requests: profile(config, num_requests=2),
+        "experiments.demo_real._real_overrides": lambda model, quick: [
+            *overrides(model, quick=quick),
+            "trace.limit=6",
+            "trace.max_output_tokens=16",
+            "backend.pace=as_fast_as_possible",
+        ],
+    }
+    for name, value in few.items():
+        monkeypatch.setattr(name, value)
+    said = say(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
+    assert said.status == 0, said.err
+    text = (tmp_path / "demo" / "report.html").read_text()
+    assert str(tmp_path / "demo" / "report.html") in said.out
+    assert "data:image/" in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert "not empty" in say(capsys, "demo", "--quick", "--out", str(tmp_path / "demo")).error()

@@ -1,0 +1,277 @@
+"""What can be chosen can be built, has the names that scripts rely on, and a slip of the pen is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments import build
+from experiments.compose import compose_config, to_overrides
+from experiments.config import RunConfig, register
+from experiments.messages import options
+from experiments.run import execute
+from real.config import RealConfig
+from testbed.errors import ConfigError, TestbedError
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say
+
+register()
+
+# SPEC section 10, as far as it exists: dotted key and default.
+CONTRACT: dict[str, Any] = {
+    "backend.name": "sim",
+    "scheduler.name": "vllm_v1",
+    "scheduler.max_num_seqs": 256,
+    "scheduler.max_num_batched_tokens": 2048,
+    "scheduler.max_model_len": None,
+    "scheduler.preemption": "auto",
+    "scheduler.queue_order": "fcfs",
+    "scheduler.long_prefill_token_threshold": 0,
+    "scheduler.max_num_partial_prefills": 1,
+    "cache.block_size": 16,
+    "cache.num_gpu_blocks": None,
+    "cache.num_cpu_blocks": None,
+    "cache.swap_space_gib": 4.0,
+    "cache.gpu_memory_utilization": 0.9,
+    "cache.watermark": None,
+    "cache.prefix_caching": True,
+    "cache.eviction": "lru",
+    "trace.name": "synthetic",
+    "trace.path": None,
+    "trace.limit": None,
+    "trace.rate_scale": 1.0,
+    "model.name": "qwen3_0.6b",
+    "model.path": None,
+    "device.name": "h100",
+    "device.tensor_parallel_size": 1,
+    "cost.name": "roofline",
+    "record.decisions": False,
+    "record.token_times": True,
+    "seed": 0,
+}
+NAMES = {
+    "backend": {"sim", "real"},
+    "scheduler": {"vllm_v1", "prefill_first", "decode_first", "unified"},
+    "trace": {"synthetic", "azure", "burstgpt", "mooncake", "bailian", "sharegpt", "jsonl", "csv", "parquet"},
+    "model": {"qwen3_0.6b", "qwen3_8b", "qwen3_32b", "llama3.1_8b", "opt_125m", "tiny"},
+    "device": {"h100", "h200", "a100", "rtx4090", "rtx_pro_6000", "cpu"},
+    "cost": {"roofline", "recorded", "linear", "constant"},
+}
+
+
+def test_the_names_that_are_a_contract_have_their_defaults() -> None:
+    raw = compose_config([]).raw
+    for key, default in CONTRACT.items():
+        node: Any = raw
+        for name in key.split("."):
+            assert name in node, f"{key} is gone"
+            node = node[name]
+        assert node == default, key
+        assert type(node) is type(default), key
+
+
+@pytest.mark.parametrize("group", NAMES)
+def test_the_options_that_are_a_contract_are_there(group: str) -> None:
+    assert NAMES[group] <= set(options(group))
+
+
+def test_constant_cost_takes_its_step_in_seconds() -> None:
+    assert compose_config(["cost=constant", "cost.step_s=1"]).raw["cost"]["step_s"] == 1.0
+
+
+@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("device", options("device"))
+def test_every_model_is_priced_on_every_device(model: str, device: str) -> None:
+    config = config_of((f"model={model}", f"device={device}"), cache__num_gpu_blocks=100)
+    plan = build.build_scheduler(config, build.Pools(100, 0), record_decisions=True).plan(0)
+    work = build.build_sim_backend(config, build.build_trace(config)).start(plan)
+    assert work.duration_ns >= 1
+
+
+@pytest.mark.parametrize("cost", ["roofline", "linear", "constant"])
+@pytest.mark.parametrize("scheduler", options("scheduler"))
+def test_every_scheduler_runs_at_every_price(tmp_path: Path, scheduler: str, cost: str) -> None:
+    result = execute(config_of((*TINY, *SHORT, f"scheduler={scheduler}", f"cost={cost}")), tmp_path / "run")
+    assert result.exit_status == 0
+    assert manifest_of(tmp_path / "run")["scheduler"] == scheduler
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_every_shipped_experiment_is_simulated(tmp_path: Path, experiment: str) -> None:
+    config = config_of((f"experiment={experiment}",), trace__num_requests=12)
+    assert execute(config, tmp_path / "run").exit_status == 0
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_every_shipped_experiment_runs_on_the_engine(tmp_path: Path, experiment: str) -> None:
+    pytest.importorskip("torch")
+    shape = ("model=tiny", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2")
+    config = config_of((f"experiment={experiment}", *shape, *REAL), trace__num_requests=6)
+    assert execute(config, tmp_path / "run").exit_status == 0
+
+
+def test_python_settings_are_overrides() -> None:
+    settings = {
+        "scheduler": "decode_first",
+        "cache": {"block_size": 32, "watermark": None, "prefix_caching": False},
+        "cost": {"name": "constant", "step_s": 0.25},
+        "trace": {"prompt": {"kind": "constant", "value": 7.0}, "path": "it's a/odd, path=x.jsonl"},
+        "seed": 3,
+    }
+    config = compose_config(to_overrides(settings))
+    assert (config.scheduler.composition, config.cache.block_size, config.seed) == ("decode_first", 32, 3)
+    assert (config.cache.watermark, config.cache.prefix_caching) == (None, False)
+    assert config.raw["cost"] == {"name": "constant", "step_s": 0.25}
+    assert config.raw["trace"]["prompt"]["value"] == 7.0
+    assert config.trace.path == "it's a/odd, path=x.jsonl"
+
+
+def test_backend_real_has_its_typed_options() -> None:
+    config = compose_config(["backend=real", "backend.pace=as_fast_as_possible"])
+    assert isinstance(config.backend, RealConfig)
+    assert config.is_real
+    assert config.backend.pace == "as_fast_as_possible"
+
+
+def test_a_configuration_survives_its_file() -> None:
+    raw = compose_config(["scheduler.kv_rules.allocate=chunk", "trace.turn_prompt={kind: constant, value: 9}"]).raw
+    again = RunConfig.from_container(yaml.safe_load(yaml.safe_dump(raw)))
+    assert again.raw == raw
+    assert again == RunConfig.from_container(raw)
+
+
+# --- slips of the pen: one line that names the place and the nearest valid name ---
+
+SLIPS = [
+    ("cache.blok_size=4", ["cache.blok_size", "cache.block_size"]),
+    ("cache.watermrak=0.1", ["cache.watermrak", "cache.watermark"]),
+    ("shceduler=unified", ["shceduler", "scheduler"]),
+    ("sede=1", ["sede", "seed"]),
+    ("scheduler=vllm_v2", ["vllm_v2", "vllm_v1"]),
+    ("scheduler=prefil_first", ["prefil_first", "prefill_first"]),
+    ("model=qwen3_8", ["qwen3_8", "qwen3_8b"]),
+    ("device=h1000", ["h1000", "h100"]),
+    ("cost=rofline", ["rofline", "roofline"]),
+    ("trace=azzure", ["azzure", "azure"]),
+    ("backend=reel", ["reel", "real"]),
+    ("experiment=dmo", ["dmo", "demo"]),
+    ("scheduler.queue_order=fcsf", ["scheduler.queue_order", "fcsf", "fcfs"]),
+    ("scheduler.composition=unifed", ["scheduler.composition", "unifed", "unified"]),
+    ("scheduler.victim=most_recent", ["scheduler.victim", "most_recently_admitted"]),
+    ("cache.eviction=lur", ["cache.eviction", "lur", "lru"]),
+    ("scheduler.preemption=recomptue", ["scheduler.preemption", "recomptue", "recompute"]),
+    ("scheduler.kv_rules.allocate=hole", ["allocate", "hole", "whole"]),
+    ("scheduler.kv_rules.hits_visble=commit", ["hits_visble", "hits_visible"]),
+    ("trace.arival=poisson", ["trace.arival", "trace.arrival"]),
+    ("trace.arrival=poison", ["arrival", "poison", "poisson"]),
+    ("trace.prompt.kind=lognorml", ["kind", "lognorml", "lognormal"]),
+    ("trace.prompt.vale=3", ["vale", "value"]),
+    ("cache.block_size=abc", ["cache.block_size", "abc"]),
+    ("cache.prefix_caching=maybe", ["cache.prefix_caching", "maybe"]),
+    ("seed=x", ["seed", "x"]),
+    ("model.dtype=float33", ["model.dtype", "float33", "float32"]),
+    ("cache.block_size", ["cache.block_size", "="]),
+    ("=3", ["=3"]),
+    ("trace.prompt={kind: ", ["trace.prompt"]),
+    ("+cache.extra=1", ["cache.extra"]),
+    ("+scheduler.kv_rules.foo=1", ["kv_rules", "foo"]),
+    ("+extra.key=1", ["extra"]),
+    ("model=3", ["model=3"]),
+    ("seed=1,2", ["seed=1,2", "-m"]),
+    ("cost.step_s=1", ["cost.step_s"]),  # a key of another option of the group
+    ("backend.pace=real_time", ["backend.pace"]),
+]
+
+
+@pytest.mark.parametrize(("slip", "named"), SLIPS, ids=[slip for slip, _ in SLIPS])
+def test_a_slip_of_the_pen_is_one_line_with_the_nearest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slip: str, named: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = say(capsys, "run", slip, "hydra.run.dir=run").error()
+    for name in named:
+        assert name in error
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("slip", "named"),
+    [("backend.pace=fast", "as_fast_as_possible"), ("backend.device=gpu", "cuda"), ("backend.attention=flsh", "torch")],
+)
+def test_options_of_the_engine_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], slip: str, named: str) -> None:
+    error = say(capsys, "run", "backend=real", slip, f"hydra.run.dir={tmp_path / 'run'}").error()
+    assert slip.partition("=")[0] in error
+    assert named in error
+
+
+RANGES = [
+    "cache.block_size=0",
+    "cache.block_size=513",
+    "cache.num_gpu_blocks=0",
+    "cache.num_cpu_blocks=-1",
+    "cache.gpu_memory_utilization=1.5",
+    "cache.gpu_memory_utilization=0",
+    "cache.watermark=1",
+    "cache.swap_space_gib=-1",
+    "cache.swap_space_gib=.nan",
+    "scheduler.max_num_seqs=0",
+    "scheduler.max_num_batched_tokens=0",
+    "scheduler.max_model_len=0",
+    "scheduler.max_model_len=1000000",
+    "scheduler.max_num_partial_prefills=0",
+    "scheduler.long_prefill_token_threshold=-1",
+    "scheduler.long_prefill_token_threshold=4096",
+    "scheduler.watermark=-0.1",
+    "trace.limit=0",
+    "trace.num_requests=0",
+    "trace.rate=0",
+    "trace.rate=-2",
+    "trace.rate=.nan",
+    "trace.rate_scale=0",
+    "trace.rate_scale=.nan",
+    "trace.start_s=-1",
+    "trace.end_s=0",
+    "trace.max_prompt_tokens=0",
+    "trace.vocab_size=0",
+    "trace.vocab_size=99999999",
+    "trace.cv=0",
+    "trace.prompt.value=0",
+    "trace.prompt.min_tokens=0",
+    "model.hidden_size=0",
+    "model.num_key_value_heads=3",
+    "device.tensor_parallel_size=0",
+    "device.memory_bytes=0",
+    "sampling.temperature=-1",
+    "sampling.max_tokens=0",
+    "seed=-1",
+]
+
+
+@pytest.mark.parametrize("override", RANGES)
+def test_a_value_out_of_range_is_refused_before_anything_runs(tmp_path: Path, override: str) -> None:
+    key, _, value = override.partition("=")
+    with pytest.raises(TestbedError) as refused:
+        execute(config_of((), **{key.replace(".", "__"): yaml.safe_load(value)}), tmp_path / "run")
+    assert key.rpartition(".")[2] in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("override", RANGES[::6])
+def test_a_value_out_of_range_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str) -> None:
+    error = say(capsys, "run", override, f"hydra.run.dir={tmp_path / 'run'}").error()
+    assert override.partition("=")[0].rpartition(".")[2] in error
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+def test_a_misspelt_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'run'" in say(capsys, "rum").error()
+
+
+def test_a_group_that_python_does_not_know_names_the_nearest() -> None:
+    from experiments import simulate
+
+    with pytest.raises(ConfigError, match="did you mean 'scheduler'"):
+        simulate([{"arrival_time": 0, "prompt_tokens": 2, "output_tokens": 1}], schedular="unified")

@@ -1,0 +1,93 @@
+"""Ctrl-C keeps what there is, says so in one line, and exits as shells expect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from analysis.load import load_run
+from tests.experiments.kit import REAL, TINY, manifest_of, say
+
+LONG = ("trace.num_requests=60000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
+BACKENDS = [
+    pytest.param((), id="sim"),
+    pytest.param(REAL, id="real", marks=pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")),
+]
+
+
+def interrupted(folder: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Exit status and lines of standard error of a run that gets SIGINT once it steps."""
+    command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=_default_sigint
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not _has_stepped(folder):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    return process.returncode, [line for line in error.splitlines() if line.strip()]
+
+
+def _default_sigint() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+
+
+def _has_stepped(folder: Path) -> bool:
+    file = folder / "decisions.jsonl"
+    return file.is_file() and file.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_keeps_partial_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "run"
+    status, lines = interrupted(folder, *backend, "record.decisions=true", f"hydra.run.dir={folder}")
+    assert status == 130
+    assert len(lines) == 1
+    assert lines[0].startswith("error: interrupted after ")
+    assert str(folder) in lines[0]
+    assert manifest_of(folder)["status"] == "partial"
+    assert not (folder / "done").exists()
+    run = load_run(folder)
+    assert not run.is_complete
+    assert len(run.steps) == manifest_of(folder)["num_steps"] > 10
+    finished = run.requests["finish_reason"].notna()
+    assert 0 < finished.sum() < 60_000
+    assert f"after {finished.sum()} of 60000 requests" in lines[0]
+    assert run.summary["status"] == "partial"
+    if backend:
+        said = say(capsys, "parity", str(folder))
+        assert said.status == 0, said.out
+        assert f"identical: {len(run.steps)} steps" in said.out
+
+
+def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    arguments = ("-m", "seed=0,1", "record.decisions=true", f"hydra.sweep.dir={folder}")
+    status, lines = interrupted(folder / "0", *arguments)
+    assert (status, len(lines)) == (130, 1)
+    assert manifest_of(folder / "0")["status"] == "partial"
+    assert not (folder / "1").exists(), "an interrupt ends the sweep, not one point of it"
+
+
+def test_ctrl_c_before_anything_runs_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    monkeypatch.setattr("experiments.listing.print_listing", press)
+    said = say(capsys, "list")
+    assert said.status == 130
+    assert said.error() == "interrupted"

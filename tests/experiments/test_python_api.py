@@ -1,0 +1,99 @@
+"""`from experiments import simulate, replay`: the same run as from the command line, in one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import replay, simulate
+from testbed.errors import TestbedError
+from testbed.traces.generators import SyntheticConfig, generate
+from tests.experiments.kit import TINY, manifest_of, say, trace_of, write_rows
+
+ROWS = [{"request_id": f"r{i}", "arrival_time": i / 100, "prompt_tokens": 6 + i, "output_tokens": 4} for i in range(5)]
+SMALL: dict[str, Any] = {
+    "model": {
+        "name": "tiny",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+    },
+    "cache": {"block_size": 4, "num_gpu_blocks": 64, "num_cpu_blocks": 0},
+    "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
+}
+
+
+def test_one_trace_in_four_forms_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path / "t.jsonl", ROWS)
+    digests = set()
+    for form in (ROWS, path, str(path), trace_of(tmp_path, ROWS), {"name": "jsonl", "path": str(path)}):
+        run = simulate(form, **SMALL)
+        assert run.is_complete
+        assert run.requests["request_id"].tolist() == [row["request_id"] for row in ROWS]
+        digests.add((run.manifest["digest"], run.fingerprint))
+    said = say(capsys, "run", *TINY, "trace=jsonl", f"trace.path={path}", f"hydra.run.dir={tmp_path / 'cli'}")
+    assert said.status == 0
+    manifest = manifest_of(tmp_path / "cli")
+    assert digests == {(manifest["digest"], manifest["trace"]["fingerprint"])}
+
+
+def test_settings_choose_options_and_keys(tmp_path: Path) -> None:
+    run = simulate(
+        generate(SyntheticConfig(num_requests=5)),
+        folder=tmp_path / "here",
+        scheduler="decode_first",
+        cost={"name": "constant", "step_s": 0.5},
+        cache={"watermark": None, "prefix_caching": False},
+    )
+    assert run.path == tmp_path / "here"
+    assert run.manifest["scheduler"] == "decode_first"
+    assert (run.steps["end_ns"] - run.steps["start_ns"] == 5 * 10**8).all()
+    assert run.summary["num_requests"] == 5
+
+
+def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    simulate(ROWS, folder=tmp_path / "run", **SMALL)
+    with pytest.raises(TestbedError, match="already holds a run"):
+        simulate(ROWS, folder=tmp_path / "run", **SMALL)
+    simulate(ROWS, folder=tmp_path / "run", overwrite=True, **SMALL)
+
+
+def test_a_trace_given_in_python_is_repeated_from_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = simulate(ROWS, folder=tmp_path / "run", **SMALL)
+    said = say(capsys, "run", f"from={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'again'}")
+    assert said.status == 0, said.err
+    again = manifest_of(tmp_path / "again")
+    assert (again["digest"], again["trace"]["fingerprint"]) == (run.manifest["digest"], run.fingerprint)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    assert say(capsys, "run", f"from={moved}", f"hydra.run.dir={tmp_path / 'third'}").status == 0
+    assert manifest_of(tmp_path / "third")["digest"] == run.manifest["digest"]
+    assert say(capsys, "run", f"from={moved}", f"hydra.run.dir={moved}", "overwrite=true").status == 0
+    assert say(capsys, "run", f"from={moved}", f"hydra.run.dir={tmp_path / 'fourth'}").status == 0
+
+
+def test_bad_input_raises_one_line(tmp_path: Path) -> None:
+    for trace, match in (([{"prompt_tokens": 3}], "arrival_time"), (tmp_path / "no.jsonl", "no.jsonl"), ([], "no req")):
+        with pytest.raises(TestbedError, match=match) as refused:
+            simulate(trace, **SMALL)
+        assert "\n" not in str(refused.value)
+
+
+def test_replay_runs_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    backend = {"device": "cpu", "num_threads": 1, "pace": "as_fast_as_possible"}
+    real = replay(ROWS, folder=tmp_path / "real", backend=backend, **SMALL)
+    assert real.manifest["backend"] == "real"
+    sim = simulate(ROWS, **SMALL)
+    for column in ("request_id", "num_prompt_tokens", "num_output_tokens"):
+        assert real.requests[column].tolist() == sim.requests[column].tolist()
+    recorded = simulate(ROWS, cost={"name": "recorded", "run": str(tmp_path / "real")}, **SMALL)
+    assert recorded.manifest["digest"] == real.manifest["digest"]

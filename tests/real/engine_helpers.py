@@ -1,0 +1,79 @@
+"""Hand-made plans: what the core would decide, laid out by a few lines so that these tests need no core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from real.backend import RealBackend
+from real.checkpoint import make_checkpoint
+from real.config import RealConfig
+from testbed.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
+from testbed.request import GREEDY, SamplingParams
+from testbed.specs import ModelSpec
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+TOLERANCE = 1e-5  # absolute, on float32 logits of unit scale: sums taken in another order, nothing more
+
+
+def tiny_spec(**changes: object) -> ModelSpec:
+    values: dict[str, object] = {
+        "name": "tiny-test",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "dtype": "float32",
+        "rope_theta": 10_000.0,
+    }
+    return ModelSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def tiny_backend(spec: ModelSpec | None = None, *, block_size: int = 4, device: str = "cpu", **options) -> RealBackend:
+    config = {key: options.pop(key) for key in ("attention", "load_format", "dtype", "cpu_kv_bytes") if key in options}
+    options = {"num_gpu_blocks": 64, "num_cpu_blocks": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8} | options
+    return RealBackend(spec or tiny_spec(), RealConfig(device=device, **config), block_size=block_size, **options)
+
+
+def row(
+    seq_id: int,
+    tokens: Sequence[int],
+    table: Sequence[int],
+    *,
+    start: int = 0,
+    end: int | None = None,
+    samples: bool = True,
+    forced: bool = False,
+    sampling: SamplingParams = GREEDY,
+) -> ScheduledSequence:
+    """The step that computes positions start … end - 1 of a sequence whose known tokens are `tokens`."""
+    part = tokens[start:end]
+    return ScheduledSequence(seq_id, start, len(part), part, samples, forced, table, sampling)
+
+
+def plan_of(*rows: ScheduledSequence, **moves: tuple[tuple[int, int], ...]) -> BatchPlan:
+    prefills = tuple(PrefillChunk(r.start, r.num_tokens) for r in rows if r.num_tokens > 1)
+    decodes = [r for r in rows if r.num_tokens == 1]
+    context = sum(r.start + 1 for r in decodes)
+    shape = BatchShape(len(decodes), context, prefills, sum(r.samples for r in rows))
+    return BatchPlan(step=0, num_steps=1, shape=shape, rows=lambda: rows, num_scheduled=None, **moves)
+
+
+def step_logits(backend: RealBackend, *rows: ScheduledSequence, **moves: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Logits of the rows that sample, [num_samples, vocab], after the plan's block moves."""
+    with torch.inference_mode():
+        backend.cache.execute(plan_of(*rows, **moves))
+        return backend.runner.logits(backend.runner.prepare(rows), backend.cache.gpu)
+
+
+def checkpoint(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """The spec, now with the path of a fresh random checkpoint of its shape."""
+    path = make_checkpoint(folder / spec.name, spec, seed=11)
+    return ModelSpec(**{name: getattr(spec, name) for name in ModelSpec.__dataclass_fields__} | {"path": str(path)})

@@ -1,0 +1,253 @@
+"""The engine behind the Backend protocol: outcomes, forced rows, times, memory, and bad options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from real import host_memory, profiling
+from real.cache_engine import block_bytes
+from real.config import RealConfig
+from real.device import Placement
+from testbed.errors import ConfigError, DeviceError, RequestError
+from testbed.interfaces import Backend
+from testbed.plan import Preemption, PreemptionMode
+from testbed.request import GREEDY, SamplingParams
+from tests.real.engine_helpers import checkpoint, plan_of, row, tiny_backend, tiny_spec
+
+PROMPTS = [[5, 9, 301, 44, 8, 77, 2], [13, 13, 250], [400 + i for i in range(12)]]
+
+
+def generate(backend, prompts: list[list[int]], num_tokens: int, chunk: int, sampling=GREEDY) -> list[list[int]]:
+    """Runs each sequence to `num_tokens` outputs; prompts come in chunks beside the others' decodes."""
+    known = [list(prompt) for prompt in prompts]
+    computed = [0] * len(prompts)
+    tables = [[i + len(prompts) * j for j in range(12)] for i in range(len(prompts))]
+    while any(len(known[i]) < len(prompts[i]) + num_tokens for i in range(len(prompts))):
+        rows = []
+        for i, prompt in enumerate(prompts):
+            if len(known[i]) == len(prompt) + num_tokens:
+                continue
+            end = min(computed[i] + chunk, len(known[i]))
+            samples = end == len(known[i])
+            rows.append(row(i, known[i], tables[i], start=computed[i], end=end, samples=samples, sampling=sampling))
+            computed[i] = end
+        outcomes, _ = backend.start(plan_of(*rows)).wait()
+        for outcome in outcomes or ():
+            known[outcome.seq_id] += outcome.tokens
+    return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_greedy_generation_equals_transformers(tmp_path, chunk):
+    spec = checkpoint(tmp_path, tiny_spec(num_hidden_layers=3))
+    reference = Qwen3ForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False, pad_token_id=0
+        )
+        expected.append(output[0, len(prompt) :].tolist())
+    assert generate(tiny_backend(spec), PROMPTS, 25, chunk) == expected
+
+
+def test_sampled_generation_does_not_depend_on_batch_or_chunks():
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    together = generate(tiny_backend(), PROMPTS, 10, 5, sampling)
+    alone = [generate(tiny_backend(), [prompt], 10, 64, sampling)[0] for prompt in PROMPTS]
+    assert together == alone
+
+
+def test_one_outcome_for_each_sampled_row_that_is_not_forced():
+    backend: Backend = tiny_backend()
+    rows = (
+        row(4, PROMPTS[0], [0, 1], forced=True),
+        row(7, PROMPTS[1], [2]),
+        row(2, PROMPTS[2], [3, 4, 5], end=8, samples=False),
+        row(1, PROMPTS[2], [6, 7, 8]),
+    )
+    outcomes, spans = backend.start(plan_of(*rows)).wait()
+    assert [outcome.seq_id for outcome in outcomes] == [7, 1]
+    assert all(len(outcome.tokens) == 1 and outcome.stop is None for outcome in outcomes)
+    assert spans.prepare_ns > 0
+    assert spans.forward_ns > 0
+    assert spans.sample_ns > 0
+    assert spans.schedule_ns == 0  # the driver's to fill in
+
+
+def test_forced_rows_are_sampled_and_their_tokens_left_out(monkeypatch):
+    import real.backend
+
+    shapes = []
+    sample = real.backend.sample
+    monkeypatch.setattr(
+        real.backend, "sample", lambda logits, inputs: shapes.append(logits.shape) or sample(logits, inputs)
+    )
+    rows = (row(0, PROMPTS[0], [0, 1], forced=True), row(1, PROMPTS[1], [2], forced=True))
+    outcomes, _ = tiny_backend().start(plan_of(*rows)).wait()
+    assert outcomes is None
+    assert shapes == [(2, 512)]
+
+
+def test_a_step_without_samples_has_no_outcomes():
+    assert tiny_backend().start(plan_of(row(0, PROMPTS[2], [0, 1], end=5, samples=False))).wait()[0] is None
+
+
+def test_a_plan_without_rows_moves_blocks_only():
+    backend = tiny_backend()
+    backend.start(plan_of(row(0, PROMPTS[0], [3, 1]))).wait()
+    kept = backend.cache.gpu[1][:, 3].clone()
+    preempted = (Preemption(0, "a", PreemptionMode.SWAP, 7),)
+    outcomes, spans = backend.start(plan_of(preempted=preempted, swap_out=((3, 5),))).wait()
+    assert outcomes is None
+    assert spans.forward_ns >= 0
+    assert torch.equal(backend.cache.cpu[1][:, 5], kept)
+    assert kept.abs().sum() > 0
+
+
+def test_moves_go_out_then_in_then_copy():
+    backend = tiny_backend(num_gpu_blocks=4, num_cpu_blocks=4)
+    for layer in range(2):
+        for block in range(4):
+            backend.cache.gpu[layer][:, block] = block + 1
+            backend.cache.cpu[layer][:, block] = 10 * (block + 1)
+    # block 0 goes out and is filled from outside in the same step; what came in is copied on
+    backend.start(plan_of(swap_out=((0, 1), (3, 2)), swap_in=((3, 0), (1, 3)), copies=((0, 2), (3, 1)))).wait()
+    for layer in range(2):
+        assert backend.cache.gpu[layer][0, :, 0, 0, 0].tolist() == [40, 1, 40, 1]
+        assert backend.cache.cpu[layer][1, :, 0, 0, 0].tolist() == [10, 1, 4, 40]
+
+
+def test_a_token_outside_the_vocabulary_is_named():
+    with pytest.raises(RequestError, match=r"sequence 3 has token id 512 at position 6; .* has 512 tokens"):
+        tiny_backend().start(plan_of(row(0, [1], [0]), row(3, [1, 2, 3, 4, 5, 6, 512], [1, 2], start=4)))
+
+
+def test_blocks_on_the_cpu_come_from_the_stated_budget():
+    size = block_bytes(tiny_spec(), 4, torch.float32)
+    assert size == 4 * tiny_spec().kv_bytes_per_token()
+    backend = tiny_backend(num_gpu_blocks=None, cpu_kv_bytes=5 * size + 1)
+    assert backend.num_gpu_blocks == 5
+    assert backend.num_cpu_blocks == 16
+    assert sum(layer.nbytes for layer in backend.cache.gpu) == 5 * size
+    assert tiny_backend(num_gpu_blocks=None, cpu_kv_bytes=5 * size, dtype="bfloat16").num_gpu_blocks == 10
+    with pytest.raises(DeviceError, match=r"cpu_kv_bytes is 2,047, but one KV block of 4 tokens takes 2,048 bytes"):
+        tiny_backend(num_gpu_blocks=None, cpu_kv_bytes=size - 1)
+
+
+def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
+    """The measuring steps run here on the CPU; only the counters of GPU memory are made up."""
+    counters = {
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 1000,  # weights
+        "max_memory_allocated": 1700,  # with the temporaries of a step
+        "memory_reserved": 1500,
+        "mem_get_info": (98_000, 100_000),  # 500 bytes are neither free nor torch's
+    }
+    for name, value in counters.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    backend = tiny_backend()
+    loads = []
+    logits = backend.runner.logits
+    monkeypatch.setattr(
+        backend.runner, "logits", lambda inputs, caches: loads.append(inputs.attention) or logits(inputs, caches)
+    )
+    limits = profiling.Limits(4, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
+    placement = Placement(torch.device("cpu"), torch.float32)
+    assert profiling._measure(backend.runner, tiny_spec(), placement, limits) == (1000, 700 + 500)
+    assert [(load.query_lens, load.context_lens) for load in loads] == [((64,), (256,)), ((1,) * 8, (256,) * 8)]
+
+
+def test_kv_memory_starts_as_zeros_after_the_warm_up():
+    assert all(layer.count_nonzero() == 0 for layer in tiny_backend().cache.gpu)
+
+
+def test_more_blocks_than_memory_is_one_line():
+    with pytest.raises(DeviceError, match=r"no memory for \d+ KV blocks on cpu") as error:
+        tiny_backend(num_gpu_blocks=10**12)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_and_blocks_that_do_not_fit_in_host_memory_are_refused_before_they_are_allocated(monkeypatch):
+    weights = tiny_spec().num_parameters * 4
+    block = block_bytes(tiny_spec(), 4, torch.float32)
+    needed = weights + 64 * block + host_memory.RESERVE_BYTES
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: needed)
+    tiny_backend(num_cpu_blocks=10**5)  # swap space is taken when it is first written
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: needed - 1)
+    with pytest.raises(DeviceError, match="no memory for 64 KV blocks on cpu, 2,048 bytes each, beside the weights"):
+        tiny_backend()
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: weights)
+    with pytest.raises(DeviceError, match=rf"the weights of tiny-test \({weights:,} bytes\) do not fit in the"):
+        tiny_backend()
+
+
+def test_available_memory_is_read_where_the_system_tells_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    assert host_memory.available_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    7 kB\n")
+    assert host_memory.available_bytes() == 7 * 1024
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_demanded_and_absent():
+    with pytest.raises(DeviceError, match=r"backend\.device=cuda, but torch finds no CUDA GPU"):
+        tiny_backend(device="cuda")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "tpu"},
+        {"dtype": "float8"},
+        {"attention": "xformers"},
+        {"load_format": "gguf"},
+        {"pace": "fast"},
+        {"cpu_kv_bytes": 0},
+        {"num_threads": 0},
+        {"num_threads": 100_000},
+    ],
+)
+def test_bad_options_are_named(options):
+    (key,) = options
+    with pytest.raises(ConfigError, match=f"backend.{key} is "):
+        RealConfig(**options)
+
+
+def test_bad_sizes_are_named():
+    for options in ({"block_size": 0}, {"num_gpu_blocks": 0}, {"num_cpu_blocks": -1}, {"max_num_seqs": 0}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            tiny_backend(**options)
+    with pytest.raises(ConfigError, match="cannot compute in fp8"):
+        tiny_backend(tiny_spec(dtype="fp8"))
+
+
+def test_it_says_what_it_runs_on():
+    backend = tiny_backend()
+    assert backend.attention_name == "torch"
+    assert "threads" in backend.device_description
+
+
+def test_importing_the_package_or_its_driver_needs_no_torch_and_no_simulator():
+    code = (
+        "import sys, real, real.config, real.driver; assert not {'torch', 'simpy', 'sim', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_cuda_memory_profile_and_swap():
+    backend = tiny_backend(device="cuda", num_gpu_blocks=None, gpu_memory_utilization=0.5)
+    _, total = torch.cuda.mem_get_info()
+    size = block_bytes(tiny_spec(), 4, torch.float32)
+    assert 0.2 * total < backend.num_gpu_blocks * size < 0.5 * total
+    assert generate(backend, PROMPTS, 5, 64) == generate(tiny_backend(), PROMPTS, 5, 64)

@@ -1,0 +1,171 @@
+"""Weights come in whole and in the right place, or one line says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from real.checkpoint import make_checkpoint
+from real.loader import INDEX_FILE, SINGLE_FILE
+from testbed.errors import ModelError
+from testbed.specs import ModelSpec, load_hf_config
+from tests.real.engine_helpers import checkpoint, row, step_logits, tiny_backend, tiny_spec
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return checkpoint(tmp_path, tiny_spec())
+
+
+def edit(spec: ModelSpec, change) -> None:
+    file = Path(spec.path) / SINGLE_FILE
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file)
+
+
+def logits_of(spec: ModelSpec, **options) -> torch.Tensor:
+    return step_logits(tiny_backend(spec, **options), row(0, [1, 2, 3, 4, 5], [7, 1]))
+
+
+def load_error(spec: ModelSpec, **options) -> str:
+    with pytest.raises(ModelError) as error:
+        tiny_backend(spec, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_checkpoint_is_a_function_of_spec_and_seed_and_reads_back_as_its_spec(tmp_path):
+    spec = tiny_spec()
+    one, two, other = (make_checkpoint(tmp_path / name, spec, seed) for name, seed in [("a", 1), ("b", 1), ("c", 2)])
+    assert (one / SINGLE_FILE).read_bytes() == (two / SINGLE_FILE).read_bytes() != (other / SINGLE_FILE).read_bytes()
+    assert ModelSpec(name=spec.name, **load_hf_config(one)) == spec
+
+
+def test_a_checkpoint_is_never_written_over_something(spec):
+    with pytest.raises(ModelError, match="not an empty folder"):
+        make_checkpoint(spec.path, tiny_spec())
+
+
+def test_dummy_weights_depend_on_the_seed_alone(tmp_path):
+    spec = checkpoint(tmp_path, tiny_spec())  # drawn with seed 11
+    torch.testing.assert_close(logits_of(tiny_spec(), seed=11), logits_of(spec), atol=0, rtol=0)
+    assert not torch.equal(logits_of(tiny_spec(), seed=12), logits_of(spec))
+    torch.testing.assert_close(logits_of(spec, load_format="dummy", seed=12), logits_of(tiny_spec(), seed=12))
+
+
+@pytest.mark.parametrize("seed", [2**64 + 12, 2**80 + 12])
+def test_a_seed_of_more_than_64_bits_is_reduced(seed):
+    assert torch.equal(logits_of(tiny_spec(), seed=seed), logits_of(tiny_spec(), seed=12))
+
+
+def test_sharded_files_load_like_a_single_one(spec):
+    expected = logits_of(spec)
+    folder = Path(spec.path)
+    weights = load_file(folder / SINGLE_FILE)
+    names = sorted(weights)
+    shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: weights[name] for name in members}, folder / file)
+    (folder / SINGLE_FILE).unlink()
+    weight_map = {name: file for file, members in shards.items() for name in members}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(logits_of(spec), expected)
+    (folder / "two.safetensors").unlink()
+    assert "names two.safetensors, which is not there" in load_error(spec)
+
+
+def test_weights_are_converted_to_the_format_asked_for(spec):
+    edit(spec, lambda weights: weights.update({name: tensor.bfloat16() for name, tensor in weights.items()}))
+    assert torch.equal(logits_of(spec), logits_of(spec))
+    assert logits_of(spec, dtype="bfloat16").dtype == torch.float32
+    torch.testing.assert_close(logits_of(spec, dtype="bfloat16"), logits_of(spec), atol=0.15, rtol=0)
+
+
+def test_a_tied_checkpoint_may_repeat_its_head(spec):
+    expected = logits_of(spec)
+    edit(spec, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(logits_of(spec), expected)
+
+
+def test_missing_weight(spec):
+    edit(spec, lambda weights: weights.pop(K_PROJ))
+    message = load_error(spec)
+    assert K_PROJ in message
+    assert "[32, 64]" in message
+    assert spec.path in message
+
+
+def test_wrong_shape(spec):
+    edit(spec, lambda weights: weights.update({K_PROJ: torch.zeros(16, 64)}))
+    message = load_error(spec)
+    assert f"{SINGLE_FILE}: weight '{K_PROJ}' has shape [16, 64], the model config expects [32, 64]" in message
+
+
+def test_unknown_weight(spec):
+    edit(spec, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    assert "'model.layers.0.self_attn.q_proj.bias', which the model does not have" in load_error(spec)
+
+
+def test_a_config_with_fewer_layers_than_the_checkpoint_is_noticed(spec):
+    assert "model.layers.1." in load_error(replace(spec, num_hidden_layers=1))
+
+
+def test_truncated_file(spec):
+    file = Path(spec.path) / SINGLE_FILE
+    file.write_bytes(file.read_bytes()[:1000])
+    assert "not a readable safetensors file" in load_error(spec)
+
+
+def test_other_formats_are_named(spec):
+    folder = Path(spec.path)
+    (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin")
+    assert "found pytorch_model.bin, which is not read" in load_error(spec)
+    (folder / "pytorch_model.bin").unlink()
+    assert "found no weights" in load_error(spec)
+
+
+def test_no_model_at_the_path(tmp_path):
+    assert "no model at" in load_error(replace(tiny_spec(), path=str(tmp_path / "nowhere")))
+    assert "model.path is not set" in load_error(tiny_spec(), load_format="safetensors")
+
+
+def test_index_that_is_none(spec):
+    (Path(spec.path) / INDEX_FILE).write_text("[]")
+    assert "not an index of safetensors" in load_error(spec)
+
+
+def test_a_config_file_alone_gives_random_weights(spec):
+    backend = tiny_backend(replace(spec, path=f"{spec.path}/config.json"))
+    assert backend.load_format == "dummy"
+    assert tiny_backend(spec).load_format == "safetensors"
+
+
+def test_unsupported_architecture(tmp_path):
+    message = load_error(tiny_spec(architecture="MambaForCausalLM"))
+    assert "'MambaForCausalLM'" in message
+    assert "supported: Qwen3ForCausalLM" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ],
+)
+def test_options_that_would_change_the_result_are_refused(spec, option, what):
+    file = Path(spec.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | option))
+    assert what in load_error(spec)

@@ -1,0 +1,101 @@
+"""The core decides and the engine computes: whatever is decided, every request gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from real.config import RealConfig
+from real.driver import run
+from testbed.interfaces import Arrive, Event
+from testbed.plan import Finished
+from testbed.request import Request, SamplingParams
+from testbed.serve import serve
+from tests.real.engine_helpers import tiny_backend
+from tests.testbed.core_kit import make_limits, make_scheduler
+
+RNG = random.Random(3)
+SHARED = [RNG.randrange(512) for _ in range(17)]
+PROMPTS = [SHARED + [RNG.randrange(512) for _ in range(n)] for n in (3, 12, 1, 20, 7, 9)] + [SHARED[:16], [5]]
+SAMPLING = [SamplingParams(temperature=t, max_tokens=14, seed=s) for s, t in enumerate([0, 1, 0, 0.8, 0, 0, 1, 0])]
+REQUESTS = [
+    Request(f"r{i}", prompt, arrival_ns=1_000_000 * i, sampling=sampling)
+    for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
+]
+
+
+class TickingClock:
+    """Each look at it takes a third of a millisecond, so that a run meets the same arrivals on every machine."""
+
+    def __init__(self) -> None:
+        self.time = 0
+
+    def start(self) -> None:
+        self.time = 0
+
+    def now_ns(self) -> int:
+        self.time += 333_333
+        return self.time
+
+    def wait_until(self, until_ns: int) -> None:
+        self.time = max(self.time, until_ns)
+
+
+class Requests:
+    """An inbox that keeps what finished; a recorder that counts preemptions and hits."""
+
+    is_open = False
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.pending = list(requests)
+        self.outputs: dict[str, list[int]] = {}
+        self.num_preemptions = self.num_cached_tokens = 0
+
+    def due(self, now_ns: int) -> list[Event]:
+        due = [request for request in self.pending if request.arrival_ns <= now_ns]
+        self.pending = self.pending[len(due) :]
+        return [Arrive(request) for request in due]
+
+    def next_ns(self) -> int | None:
+        return self.pending[0].arrival_ns if self.pending else None
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self.outputs |= {done.request.request_id: list(done.output_token_ids) for done in requests}
+
+    def committed(self, step) -> None:
+        self.num_preemptions += len(step.plan.preempted)
+        self.num_cached_tokens += sum(admission.num_cached_tokens for admission in step.plan.admitted)
+
+    def arrived(self, request, now_ns, step) -> None: ...
+    def aborted(self, request_id, now_ns, step) -> None: ...
+    def ended(self, finished, now_ns) -> None: ...
+
+
+def serve_on_engine(requests: list[Request], composition: str, num_blocks: int, caching: bool) -> Requests:
+    backend = tiny_backend(num_gpu_blocks=num_blocks)
+    scheduler = make_scheduler(
+        composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256)
+    )
+    inbox = Requests(requests)
+    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    return inbox
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {}
+    for request in REQUESTS:
+        outputs |= serve_on_engine([request], "prefill_first", 64, caching=False).outputs
+    assert all(len(output) == 14 for output in outputs.values())
+    return outputs
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("num_blocks", [24, 128], ids=["tight", "roomy"])
+@pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])
+def test_every_request_gets_the_tokens_it_gets_alone(alone, composition, num_blocks, caching):
+    together = serve_on_engine(REQUESTS, composition, num_blocks, caching)
+    assert together.outputs == alone
+    assert (together.num_preemptions > 0) == (num_blocks == 24)
+    assert (together.num_cached_tokens > 0) == caching

@@ -1,0 +1,152 @@
+"""The driver turns commands into waits and steps, on a clock that the test turns."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from real.config import RealConfig
+from real.driver import RealTimeClock, SkippingClock, run
+from testbed.errors import LivelockError
+from testbed.interfaces import Execute, Resume, WaitUntil
+from testbed.plan import Outcome, Spans, StepResult
+from tests.real.engine_helpers import plan_of, row, tiny_backend
+
+PLAN = plan_of()
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 999
+        self.waits: list[int] = []
+
+    def start(self) -> None:
+        self.time = 0
+
+    def now_ns(self) -> int:
+        return self.time
+
+    def wait_until(self, until_ns: int) -> None:
+        self.waits.append(until_ns)
+        self.time = max(self.time, until_ns)
+
+
+class FakeBackend:
+    """Each step takes `step_ns` of the fake clock."""
+
+    def __init__(self, clock: FakeClock, step_ns: int) -> None:
+        self.clock, self.step_ns = clock, step_ns
+
+    def start(self, plan):
+        assert plan is PLAN
+        return self
+
+    def wait(self):
+        self.clock.time += self.step_ns
+        return (Outcome(1, (5,)),), Spans(prepare_ns=1, forward_ns=2)
+
+
+def drive(commands: list, step_ns: int = 10, schedule_ns: int = 0) -> tuple[list[Resume], FakeClock]:
+    clock = FakeClock()
+    answers: list[Resume] = []
+
+    def loop() -> Generator[WaitUntil | Execute, Resume, str]:
+        for command in commands:
+            answers.append((yield command))
+            clock.time += schedule_ns
+        return "end"
+
+    assert run(loop(), FakeBackend(clock, step_ns), RealConfig(), clock) == "end"
+    return answers, clock
+
+
+def test_the_clock_starts_at_zero_with_the_first_command():
+    answers, _ = drive([WaitUntil(0), Execute(PLAN)])
+    assert [answer.now_ns for answer in answers] == [0, 10]
+
+
+def test_waits_are_waited_and_steps_are_stamped_with_their_end():
+    answers, clock = drive([WaitUntil(100), Execute(PLAN), WaitUntil(50), WaitUntil(200), Execute(PLAN)])
+    assert [answer.now_ns for answer in answers] == [100, 110, 110, 200, 210]
+    assert clock.waits == [100, 50, 200]
+    assert answers[0].result is None
+    assert answers[1].result == StepResult((110,), (Outcome(1, (5,)),), Spans(0, 1, 0, 2, 0))
+
+
+def test_time_inside_the_loop_is_the_step_s_schedule_time():
+    answers, _ = drive([Execute(PLAN), Execute(PLAN)], schedule_ns=7)
+    assert [answer.now_ns for answer in answers] == [10, 27]
+    assert [answer.result.spans.schedule_ns for answer in answers] == [0, 7]
+
+
+def test_every_step_lasts_at_least_a_nanosecond():
+    answers, _ = drive([Execute(PLAN), Execute(PLAN), WaitUntil(1), Execute(PLAN)], step_ns=0)
+    assert [answer.now_ns for answer in answers] == [1, 2, 2, 3]
+
+
+def test_waiting_for_a_wake_is_a_livelock():
+    with pytest.raises(LivelockError, match="nobody"):
+        drive([Execute(PLAN), WaitUntil(None)])
+
+
+def test_what_the_backend_raises_passes_through():
+    class Broken:
+        def start(self, plan):
+            raise StopIteration("not the loop's end")
+
+    def loop():
+        yield Execute(PLAN)
+
+    with pytest.raises(StopIteration):
+        run(loop(), Broken(), RealConfig(), FakeClock())
+
+
+def test_an_interrupt_passes_through():
+    clock = FakeClock()
+    clock.wait_until = lambda until_ns: (_ for _ in ()).throw(KeyboardInterrupt)
+
+    def loop():
+        yield WaitUntil(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(loop(), FakeBackend(clock, 1), RealConfig(), clock)
+
+
+def test_an_empty_loop_ends_at_once():
+    assert drive([])[0] == []
+
+
+def test_the_real_clock_waits_and_never_returns_early():
+    clock = RealTimeClock()
+    clock.start()
+    clock.wait_until(3_000_000)
+    assert clock.now_ns() >= 3_000_000
+
+
+def test_the_skipping_clock_reaches_any_instant_at_once_and_runs_on():
+    clock = SkippingClock()
+    clock.start()
+    hour = 3600 * 10**9
+    clock.wait_until(hour)
+    clock.wait_until(5)  # already past: time never goes back
+    assert hour <= clock.now_ns() < hour + 10**9
+
+
+@pytest.mark.parametrize("pace", ["real_time", "as_fast_as_possible"])
+def test_the_engine_runs_under_the_driver(pace):
+    backend = tiny_backend()
+    tokens = [3, 1, 4, 1, 5]
+    until = 10**6 if pace == "real_time" else 10**12
+
+    def loop() -> Generator[WaitUntil | Execute, Resume, list[int]]:
+        yield WaitUntil(until)
+        for _ in range(3):
+            start = 0 if len(tokens) == 5 else len(tokens) - 1
+            resume = yield Execute(plan_of(row(0, tokens, [0, 1], start=start)))
+            assert resume.result.end_ns == (resume.now_ns,)
+            assert resume.now_ns > until
+            tokens.extend(resume.result.outcomes[0].tokens)
+        return tokens
+
+    assert len(run(loop(), backend, RealConfig(pace=pace))) == 8

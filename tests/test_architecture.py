@@ -1,0 +1,250 @@
+"""Who may know whom, and what the core must not do: checked in the source, and in what a process has loaded."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
+FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+@dataclass(frozen=True)
+class Import:
+    file: str  # relative to the repository
+    line: int
+    module: str  # absolute, the whole dotted name
+    is_inside_function: bool
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import, also those inside functions; those for type checkers only are none."""
+    name = path.relative_to(ROOT).as_posix()
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(name, node.lineno, alias.name, inside)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                package = name.split("/")[: -node.level]
+                module = ".".join([*package, module]).rstrip(".")
+            for alias in node.names:  # `from testbed import records` imports testbed.records
+                yield Import(name, node.lineno, f"{module}.{alias.name}", inside)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    return walk(tree_of(path), False)
+
+
+def imports_in(room: str) -> list[Import]:
+    return [item for path in FILES if path.is_relative_to(ROOT / room) for item in imports_of(path)]
+
+
+def is_part_of(item: Import, *packages: str) -> bool:
+    return any(item.module == package or item.module.startswith(f"{package}.") for package in packages)
+
+
+def refused(imports: list[Import], *packages: str) -> list[str]:
+    return [str(item) for item in imports if is_part_of(item, *packages)]
+
+
+# --- rooms ---
+
+
+def test_the_core_needs_the_standard_library_and_xxhash() -> None:
+    """Traces compute with numpy; Parquet and zstd are opened by the functions that need them, never at the top."""
+    lazy = ("pyarrow", "zstandard", "compression")
+    bad = []
+    for item in imports_in("testbed"):
+        is_trace = item.file.startswith("testbed/traces/")
+        is_allowed = (
+            item.top in sys.stdlib_module_names
+            or item.top in ("testbed", "xxhash")
+            or (item.top == "numpy" and is_trace)
+            or (item.top in lazy and item.is_inside_function and (is_trace or item.file == "testbed/records.py"))
+        )
+        if not is_allowed:
+            bad.append(str(item))
+    assert not bad
+
+
+def test_only_traces_and_records_and_tapes_open_files() -> None:
+    """The state machine has no I/O: neither `open` nor a path, no clock, no thread, no randomness, no environment."""
+    forbidden = ("time", "datetime", "random", "secrets", "threading", "multiprocessing", "asyncio", "os", "socket",
+                 "subprocess", "logging", "tempfile", "uuid")  # fmt: skip
+    with_files = ("testbed/traces/", "testbed/records.py", "testbed/tape.py", "testbed/specs.py")
+    core = [item for item in imports_in("testbed") if not item.file.startswith(with_files)]
+    assert len(core) > 50, "nothing was looked at"
+    assert not refused(core, *forbidden, "pathlib", "io")
+    assert not refused([item for item in imports_in("testbed") if "/traces/" not in item.file], *forbidden)
+
+
+def test_the_core_knows_no_backend() -> None:
+    assert not refused(imports_in("testbed"), "sim", "real", "experiments", "analysis", "tests")
+
+
+def test_policies_and_blocks_know_their_place() -> None:
+    """Blocks know sequences but no policies; nobody inside knows the loop."""
+    blocks = [item for item in imports_in("testbed") if item.file.startswith("testbed/blocks/")]
+    assert not refused(blocks, "testbed.policies", "testbed.scheduler", "testbed.step", "testbed.serve")
+    policies = [item for item in imports_in("testbed") if item.file.startswith("testbed/policies/")]
+    assert not refused(policies, "testbed.scheduler", "testbed.serve", "testbed.records", "testbed.tape")
+    early = [item for item in imports_in("testbed") if item.file in ("testbed/request.py", "testbed/sequence.py")]
+    assert not refused(early, "testbed.blocks", "testbed.policies")
+
+
+def test_traces_know_no_scheduler() -> None:
+    traces = [item for item in imports_in("testbed") if item.file.startswith("testbed/traces/")]
+    assert not refused(traces, "testbed.scheduler", "testbed.serve", "testbed.blocks", "testbed.policies")
+
+
+def test_the_simulator_runs_without_torch_and_without_the_engine() -> None:
+    assert not refused(imports_in("sim"), "torch", "triton", "transformers", "safetensors", "flash_attn")
+    assert not refused(imports_in("sim"), "real", "experiments", "analysis", "tests")
+
+
+def test_the_engine_knows_no_simulator() -> None:
+    assert not refused(imports_in("real"), "simpy", "sim", "experiments", "analysis", "tests")
+
+
+def test_analysis_reads_records_and_knows_nothing_else_of_the_house() -> None:
+    bad = [
+        str(item)
+        for item in imports_in("analysis")
+        if item.top in (*ROOMS, "tests", "torch", "simpy", "hydra")
+        and item.top != "analysis"
+        and not is_part_of(item, "testbed.records", "testbed.errors")
+    ]
+    assert not bad
+
+
+def test_only_experiments_knows_both_backends() -> None:
+    for room in ROOMS:
+        known = {item.top for item in imports_in(room)} & {"sim", "real"} - {room}
+        assert room == "experiments" or not known, f"{room} imports {sorted(known)}"
+
+
+def test_hydra_stays_at_the_edge() -> None:
+    for room in ("testbed", "sim", "real", "analysis"):
+        assert not refused(imports_in(room), "hydra", "omegaconf")
+
+
+# --- what is really loaded ---
+
+
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        (
+            "import testbed.scheduler, testbed.serve, testbed.records, testbed.tape; "
+            "import testbed.policies.compositions.unified",
+            ("numpy", "torch", "simpy", "pyarrow", "pandas", "hydra", "scipy", "sim", "real"),
+        ),
+        ("import testbed.traces.inbox", ("torch", "simpy", "pyarrow", "pandas", "hydra", "sim", "real")),
+        ("import sim.driver, sim.backend", ("torch", "transformers", "triton", "hydra", "real")),
+    ],
+)
+def test_a_process_loads_no_more_than_it_may(program: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys; {program}; print(*sorted(m for m in {absent!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+# --- determinism ---
+
+IN_ORDER = ("list", "tuple", "iter", "enumerate", "zip", "map", "filter", "reversed", "dict", "array")
+SET_METHODS = ("union", "intersection", "difference", "symmetric_difference")
+
+
+def makes_a_set(node: ast.expr) -> bool:
+    """A set literal, a set comprehension, set(…), or an operation that plainly gives a set."""
+    if isinstance(node, ast.Set | ast.SetComp):
+        return True
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name):
+            return node.func.id in ("set", "frozenset")
+        return isinstance(node.func, ast.Attribute) and node.func.attr in SET_METHODS
+    return isinstance(node, ast.BinOp) and (makes_a_set(node.left) or makes_a_set(node.right))
+
+
+def iterated(tree: ast.AST) -> Iterator[ast.expr]:
+    """What for loops, comprehensions, and the calls that keep an order go through."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            yield node.iter
+        elif isinstance(node, ast.Starred):
+            yield node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IN_ORDER:
+            yield from node.args
+
+
+def set_names(tree: ast.AST) -> set[str]:
+    """Names and attributes that are given a set somewhere in the file."""
+    found = set()
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+        if (value is not None and makes_a_set(value)) or annotation.startswith(("set[", "frozenset[")):
+            found.update(ast.unparse(target) for target in targets)
+    return found
+
+
+DECIDING = [path for path in FILES if path.parts[len(ROOT.parts)] in ("testbed", "sim")]
+
+
+@pytest.mark.parametrize("path", DECIDING, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_decision_depends_on_the_order_of_a_set_or_on_a_hash_seed(path: Path) -> None:
+    tree = tree_of(path)
+    names = set_names(tree)
+    bad = [node.lineno for node in iterated(tree) if makes_a_set(node) or ast.unparse(node) in names]
+    assert not bad, f"a set is iterated at lines {bad}"
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    bad = [node.lineno for node in calls if node.func.id in ("hash", "id")]
+    assert not bad, f"hash() or id() at lines {bad}"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_bad"),
+    [
+        ("for x in {1, 2}: pass", True),
+        ("[x for x in set(y)]", True),
+        ("list(a | {1})", True),
+        ("a = set()\nfor x in a: pass", True),
+        ("self.a: set[int] = f()\n[*self.a]", True),
+        ("for x in sorted({1, 2}): pass", False),
+        ("a = set()\nif 1 in a: pass", False),
+        ("for x in {1: 2}: pass", False),
+    ],
+)
+def test_the_rule_about_sets_sees_what_it_should(source: str, is_bad: bool) -> None:
+    tree = ast.parse(source)
+    names = set_names(tree)
+    assert any(makes_a_set(node) or ast.unparse(node) in names for node in iterated(tree)) is is_bad

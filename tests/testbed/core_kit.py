@@ -1,0 +1,172 @@
+"""Builds a core by hand and steps it, without backend, clock or configuration files."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from xxhash import xxh64_intdigest
+
+from testbed.blocks.config import KVRules
+from testbed.blocks.eviction import LRU
+from testbed.blocks.keys import KeySource, TokenKeys
+from testbed.blocks.manager import BlockManager
+from testbed.plan import BatchPlan, Finished, Outcome, StepResult
+from testbed.policies.compositions.decode_first import DecodeFirst
+from testbed.policies.compositions.prefill_first import PrefillFirst
+from testbed.policies.compositions.unified import Unified
+from testbed.policies.config import Limits
+from testbed.policies.queue_order import FCFS
+from testbed.policies.victim import MostRecentlyAdmitted, VictimChoice
+from testbed.request import GREEDY, Request, SamplingParams
+from testbed.scheduler import Scheduler
+
+COMPOSITIONS = {"prefill_first": PrefillFirst, "decode_first": DecodeFirst, "unified": Unified}
+
+
+class WeakKeys(TokenKeys):
+    """The keys of the product, with a hash that has only `num_values` values: collisions everywhere."""
+
+    def __init__(self, block_size: int, num_values: int) -> None:
+        super().__init__(block_size)
+        self._num_values = num_values
+
+    def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
+        with patch("testbed.blocks.keys.xxh64_intdigest", lambda data: xxh64_intdigest(data) % self._num_values):
+            super().extend(keys, contents, tokens, num_blocks, salt)
+
+
+def make_blocks(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    watermark: float = 0.0,
+    rules: KVRules | None = None,
+    caching: bool = True,
+    key_source: KeySource | None = None,
+) -> BlockManager:
+    return BlockManager(
+        block_size=block_size,
+        num_gpu_blocks=num_blocks,
+        num_cpu_blocks=0,
+        watermark=watermark,
+        rules=rules or KVRules(),
+        eviction=LRU(),
+        key_source=(key_source or TokenKeys(block_size)) if caching else None,
+    )
+
+
+def make_limits(
+    *, seqs: int = 8, budget: int = 64, model_len: int = 512, threshold: int = 0, partial: int = 1
+) -> Limits:
+    return Limits(seqs, budget, model_len, threshold, partial)
+
+
+def make_scheduler(
+    composition: str = "unified",
+    *,
+    blocks: BlockManager | None = None,
+    limits: Limits | None = None,
+    eos_token_id: int | None = None,
+    victims: VictimChoice | None = None,
+    **block_options: Any,
+) -> Scheduler:
+    """Options that are not named go to `make_blocks`."""
+    return Scheduler(
+        limits=limits or make_limits(),
+        blocks=blocks or make_blocks(**block_options),
+        composition=COMPOSITIONS[composition](),
+        queue=FCFS(),
+        victims=victims or MostRecentlyAdmitted(),
+        eos_token_id=eos_token_id,
+        record_decisions=True,
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: int | Sequence[int],
+    output: int | Sequence[int] | None = 1,
+    *,
+    sampling: SamplingParams = GREEDY,
+    salt: str = "",
+    arrival_ns: int = 0,
+    **fields: Any,
+) -> Request:
+    """A prompt or an output given as a count gets tokens that no other request id has. output None: not forced."""
+    return Request(
+        request_id,
+        array("i", _tokens(prompt, request_id, 0)),
+        arrival_ns=arrival_ns,
+        forced_output=None if output is None else array("i", _tokens(output, request_id, 500)),
+        sampling=sampling,
+        cache_salt=salt,
+        **fields,
+    )
+
+
+def _tokens(given: int | Sequence[int], request_id: str, first: int) -> Sequence[int]:
+    if not isinstance(given, int):
+        return given
+    base = int.from_bytes(request_id.encode(), "big") % 1_000_000 * 1000 + first
+    return range(base, base + given)
+
+
+def add(scheduler: Scheduler, *requests: Request) -> None:
+    for request in requests:
+        scheduler.add(request)
+
+
+def scheduled(plan: BatchPlan) -> dict[str, int]:
+    """Tokens by request id, in the order scheduled."""
+    assert plan.num_scheduled is not None
+    return dict(plan.num_scheduled)
+
+
+def preempted(plan: BatchPlan) -> list[str]:
+    return [item.request_id for item in plan.preempted]
+
+
+def ignored(plan: BatchPlan) -> list[str]:
+    return [item.request_id for item in plan.ignored]
+
+
+def cached(plan: BatchPlan) -> dict[str, int]:
+    """Prefix tokens found, of those admitted."""
+    return {item.request_id: item.num_cached_tokens for item in plan.admitted}
+
+
+def commit(scheduler: Scheduler, tokens: dict[int, int] | None = None) -> list[Finished]:
+    """Commits the plan in flight; `tokens` are those sampled, by seq_id, for rows that are not forced."""
+    outcomes = None if tokens is None else tuple(Outcome(seq_id, (token,)) for seq_id, token in tokens.items())
+    scheduler.check_invariants()
+    finished = scheduler.commit(StepResult((1,), outcomes), 1)
+    scheduler.check_invariants()
+    return finished
+
+
+def step(scheduler: Scheduler, tokens: dict[int, int] | None = None) -> tuple[BatchPlan, list[Finished]]:
+    plan = scheduler.plan(0)
+    return plan, commit(scheduler, tokens)
+
+
+def drain(scheduler: Scheduler, max_steps: int = 10_000) -> list[Finished]:
+    """Steps until nothing is left; every request must be forced."""
+    finished: list[Finished] = []
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            return finished
+        plan = scheduler.plan(0)
+        assert not plan.is_empty, "nothing can be scheduled"
+        finished += commit(scheduler)
+    raise AssertionError(f"work is left after {max_steps} steps")
+
+
+@contextmanager
+def in_flight(scheduler: Scheduler) -> Iterator[BatchPlan]:
+    """A plan whose rows may be looked at; committed on leaving."""
+    yield scheduler.plan(0)
+    commit(scheduler)

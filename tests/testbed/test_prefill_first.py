@@ -1,0 +1,128 @@
+"""prefill_first, step by step: a step is all prompts, whole, or all decodes."""
+
+from __future__ import annotations
+
+from testbed.plan import BlockedBy, FinishReason
+from testbed.sequence import Sequence
+from tests.testbed.core_kit import (
+    add,
+    cached,
+    drain,
+    ignored,
+    make_limits,
+    make_request,
+    make_scheduler,
+    preempted,
+    scheduled,
+    step,
+)
+
+
+def test_prompts_come_before_decodes_and_both_stay_apart() -> None:
+    scheduler = make_scheduler("prefill_first", limits=make_limits(seqs=2, budget=10))
+    add(scheduler, make_request("a", 4, 3), make_request("b", 6, 2), make_request("c", 3, 1))
+    seen = []
+    while scheduler.has_work:
+        plan, finished = step(scheduler)
+        seen.append((scheduled(plan), plan.blocked_by, [item.request.request_id for item in finished]))
+    assert seen == [
+        ({"a": 4, "b": 6}, BlockedBy.MAX_NUM_SEQS, []),
+        ({"a": 1, "b": 1}, BlockedBy.MAX_NUM_SEQS, ["b"]),
+        ({"c": 3}, None, ["c"]),  # a place is free: the prompt goes first, a waits
+        ({"a": 1}, None, ["a"]),
+    ]
+
+
+def test_a_prompt_waits_for_the_token_budget_and_is_not_split() -> None:
+    scheduler = make_scheduler("prefill_first", limits=make_limits(budget=10))
+    add(scheduler, make_request("a", 4, 2), make_request("b", 7, 2), make_request("c", 3, 2))
+    plan, _ = step(scheduler)
+    assert (scheduled(plan), plan.blocked_by) == ({"a": 4}, BlockedBy.TOKEN_BUDGET)  # c would fit; b is first
+    assert scheduled(step(scheduler)[0]) == {"b": 7, "c": 3}
+    assert scheduled(step(scheduler)[0]) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_the_budget_counts_computed_tokens_only() -> None:
+    scheduler = make_scheduler("prefill_first", block_size=4, limits=make_limits(budget=9))
+    add(scheduler, make_request("a", range(9), 1))
+    drain(scheduler)
+    add(scheduler, make_request("b", range(12), 1), make_request("c", 5, 1))
+    plan, _ = step(scheduler)
+    assert cached(plan) == {"b": 8, "c": 0}
+    assert scheduled(plan) == {"b": 4, "c": 5}
+
+
+def test_a_prompt_over_the_budget_is_ignored_and_the_next_is_taken() -> None:
+    scheduler = make_scheduler("prefill_first", limits=make_limits(budget=10))
+    add(scheduler, make_request("long", 11, 1), make_request("a", 10, 1))
+    plan, finished = step(scheduler)
+    assert (ignored(plan), scheduled(plan)) == (["long"], {"a": 10})
+    assert [(item.request.request_id, item.reason) for item in finished] == [
+        ("long", FinishReason.IGNORED),
+        ("a", FinishReason.LENGTH),
+    ]
+    assert "11 tokens to prefill exceed max_num_batched_tokens (10)" in finished[0].message
+
+
+def test_more_decodes_than_budget_take_the_oldest_first() -> None:
+    scheduler = make_scheduler("prefill_first", limits=make_limits(budget=2))
+    add(scheduler, *(make_request(name, 1, 3) for name in "abc"))
+    seen = [scheduled(step(scheduler)[0]) for _ in range(6)]
+    assert seen == [{"a": 1, "b": 1}, {"c": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"c": 1}, {"c": 1}]
+    assert not scheduler.has_work
+
+
+def test_the_last_admitted_is_preempted_and_comes_back_first() -> None:
+    scheduler = make_scheduler("prefill_first", num_blocks=4, block_size=2)
+    add(scheduler, make_request("a", 4, 5), make_request("b", 4, 2))
+    assert scheduled(step(scheduler)[0]) == {"a": 4, "b": 4}
+    add(scheduler, make_request("c", 2, 1))
+    # position 4 of a needs a fifth block; c (1 block) waits for blocks, and from now on behind b
+    plan, _ = step(scheduler)
+    assert (scheduled(plan), preempted(plan), plan.blocked_by) == ({"a": 1}, ["b"], BlockedBy.KV_BLOCKS)
+    assert plan.preempted[0].num_computed_tokens == 4
+    assert scheduler.free_gpu_blocks == 1
+    for free in (1, 0, 0):  # b needs 3 blocks for its 4 + 1 tokens, and nobody overtakes it
+        plan, _ = step(scheduler)
+        assert (scheduled(plan), plan.blocked_by) == ({"a": 1}, BlockedBy.KV_BLOCKS)
+        assert scheduler.free_gpu_blocks == free
+    plan, finished = step(scheduler)
+    assert scheduled(plan) == {"b": 5, "c": 2}
+    assert [(item.request_id, item.is_resumed) for item in plan.admitted] == [("b", True), ("c", False)]
+    assert [(item.request.request_id, item.num_output_tokens) for item in finished] == [("b", 2), ("c", 1)]
+
+
+def test_a_step_that_preempts_with_an_empty_queue_says_why_the_victim_waits() -> None:
+    scheduler = make_scheduler("prefill_first", num_blocks=4, block_size=2)
+    add(scheduler, make_request("a", 4, 5), make_request("b", 4, 5))
+    assert step(scheduler)[0].blocked_by is None
+    plan, _ = step(scheduler)
+    assert (preempted(plan), plan.blocked_by) == (["b"], BlockedBy.PREEMPTION)
+
+
+def test_a_resumed_sequence_that_outgrew_the_budget_is_admitted_alone() -> None:
+    """Prompts are never split, so tokens that were emitted are computed again in one step, over the budget."""
+    scheduler = make_scheduler("prefill_first", num_blocks=5, block_size=2, caching=False, limits=make_limits(budget=5))
+    add(scheduler, make_request("a", 2, 8), make_request("b", 3, 8))
+    finished = drain(scheduler)
+    assert [(item.request.request_id, item.reason, item.num_output_tokens) for item in finished] == [
+        ("a", FinishReason.LENGTH, 8),
+        ("b", FinishReason.LENGTH, 8),
+    ]
+
+
+class TakesTheFirst:
+    """A user's victim choice that takes what this step has scheduled already."""
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        return next(iter(running.values()))
+
+
+def test_a_victim_that_was_scheduled_gives_its_share_of_the_budget_to_those_after_it() -> None:
+    scheduler = make_scheduler(
+        "prefill_first", num_blocks=3, block_size=2, limits=make_limits(budget=2), victims=TakesTheFirst()
+    )
+    add(scheduler, make_request("a", 1, 5), make_request("b", 2, 5), make_request("c", 1, 5))
+    assert [scheduled(step(scheduler)[0]) for _ in range(3)] == [{"a": 1}, {"b": 2}, {"c": 1}]
+    plan, _ = step(scheduler)  # a has a slot left, b needs a block and takes a's, c has a slot left
+    assert (scheduled(plan), preempted(plan)) == ({"b": 1, "c": 1}, ["a"])

@@ -1,0 +1,244 @@
+"""The files of a run: exactly the schema, every request that came, every step that ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from testbed.interfaces import StepView
+from testbed.plan import Spans, StepResult
+from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS, RunRecorder
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+
+ARROW = {
+    "string": pa.string(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "uint64": pa.uint64(),
+    "double": pa.float64(),
+    "list<int64>": pa.list_(pa.int64()),
+}
+
+
+def run_steps(
+    recorder: RunRecorder, scheduler: Scheduler, requests: list[Request], max_steps: int = 1000, step_ns: int = 10
+) -> None:
+    """As the loop does, all requests seen at instant 0."""
+    for request in requests:
+        recorder.arrived(request, 0, 0)
+        scheduler.add(request)
+    now_ns = 0
+    while scheduler.has_work and max_steps:
+        max_steps -= 1
+        plan = scheduler.plan(now_ns)
+        counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
+        result = StepResult((now_ns + step_ns,), None, Spans(1, 2, 3, 4, 5))
+        finished = scheduler.commit(result, now_ns + step_ns)
+        recorder.committed(
+            StepView(
+                plan, now_ns, result, now_ns + step_ns, scheduler.digest, scheduler.emitted, *counts,
+                scheduler.free_gpu_blocks, 0,
+            )
+        )  # fmt: skip
+        now_ns += step_ns
+        recorder.ended(finished, now_ns)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return pq.read_table(path).to_pylist()
+
+
+def test_both_files_have_exactly_the_schema(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    run_steps(recorder, make_scheduler(), [make_request("a", 4, 3)])
+    recorder.close()
+    for name, columns in (("requests", REQUEST_COLUMNS), ("steps", STEP_COLUMNS)):
+        schema = pq.read_schema(tmp_path / f"{name}.parquet")
+        assert {field.name: field.type for field in schema} == {key: ARROW[kind] for key, kind in columns.items()}
+        assert schema.names == list(columns)
+
+
+def test_a_run_without_a_request_leaves_empty_tables_of_the_schema(tmp_path: Path) -> None:
+    RunRecorder(tmp_path).close()
+    assert pq.read_table(tmp_path / "requests.parquet").num_rows == 0
+    assert pq.read_schema(tmp_path / "steps.parquet").names == list(STEP_COLUMNS)
+
+
+def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler(limits=make_limits(budget=4))
+    run_steps(
+        recorder,
+        scheduler,
+        [make_request("a", 6, 3, tenant="t", session_id="s", turn=2, priority=4), make_request("b", 3, 1)],
+    )
+    recorder.close()
+    b, a = sorted(rows(tmp_path / "requests.parquet"), key=lambda row: row["finish_ns"])
+    # steps end at 10, 20, 30, 40: a computes 4 and 2 prompt tokens, then decodes twice; b starts in the second step
+    assert a == {
+        "request_id": "a", "session_id": "s", "turn": 2, "tenant": "t", "priority": 4,
+        "num_prompt_tokens": 6, "num_output_tokens": 3, "num_cached_tokens": 0, "num_preemptions": 0,
+        "num_recomputed_tokens": 0, "finish_reason": "length", "finish_message": None,
+        "arrival_ns": 0, "queued_ns": 0, "first_scheduled_ns": 0, "first_token_ns": 20, "finish_ns": 40,
+        "token_ns": [20, 30, 40], "ttft_s": 20e-9, "tpot_s": 10e-9, "e2e_s": 40e-9,
+    }  # fmt: skip
+    assert (b["first_scheduled_ns"], b["token_ns"], b["tpot_s"], b["finish_ns"]) == (10, [30], None, 30)
+    assert (b["session_id"], b["turn"], b["tenant"]) == (None, None, None)
+
+
+def test_a_step_is_recorded_as_it_was_decided(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler(num_blocks=8, limits=make_limits(budget=8))
+    run_steps(recorder, scheduler, [make_request("a", 4, 2), make_request("b", 7, 1)])
+    recorder.close()
+    first, second = rows(tmp_path / "steps.parquet")
+    assert first == {
+        "step": 0, "start_ns": 0, "end_ns": 10, "num_decodes": 0, "num_prefills": 2, "num_decode_tokens": 0,
+        "num_prefill_tokens": 8, "decode_context_tokens": 0, "num_emitted": 1, "num_running": 2, "num_waiting": 0,
+        "num_swapped": 0, "free_gpu_blocks": 5, "free_cpu_blocks": 0, "num_admitted": 2, "num_cached_tokens": 0,
+        "num_preempted": 0, "num_swapped_out": 0, "num_swapped_in": 0, "num_ignored": 0, "blocked_by": None,
+        "schedule_ns": 1, "prepare_ns": 2, "swap_ns": 3, "forward_ns": 4, "sample_ns": 5, "digest": first["digest"],
+    }  # fmt: skip
+    assert (second["num_decodes"], second["decode_context_tokens"], second["num_prefill_tokens"]) == (1, 5, 3)
+    assert second["digest"] == scheduler.digest
+
+
+@pytest.mark.parametrize(("caching", "num_recomputed"), [(False, 4), (True, 0)])  # the cache gives both blocks back
+def test_preemptions_are_counted_with_what_they_cost(tmp_path: Path, caching: bool, num_recomputed: int) -> None:
+    recorder = RunRecorder(tmp_path)
+    run_steps(
+        recorder,
+        make_scheduler(num_blocks=5, block_size=2, caching=caching),
+        [make_request("a", 4, 3), make_request("b", 4, 3)],
+    )
+    recorder.close()
+    found = {row["request_id"]: row for row in rows(tmp_path / "requests.parquet")}
+    assert (found["a"]["num_preemptions"], found["a"]["num_recomputed_tokens"]) == (0, 0)
+    assert (found["b"]["num_preemptions"], found["b"]["num_recomputed_tokens"]) == (1, num_recomputed)
+    assert found["b"]["num_cached_tokens"] == 0, "what it hit when it came back is not a hit of its prompt"
+    assert sum(row["num_preempted"] for row in rows(tmp_path / "steps.parquet")) == 1
+
+
+def test_unfinished_requests_are_recorded_and_have_no_end(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler(limits=make_limits(seqs=2))
+    requests = [make_request("done", 4, 1), make_request("half", 4, 9), make_request("never seen", 4, 9)]
+    run_steps(recorder, scheduler, requests, max_steps=1)
+    recorder.close()
+    found = {row["request_id"]: row for row in rows(tmp_path / "requests.parquet")}
+    assert list(found) == ["done", "half", "never seen"]
+    assert found["done"]["finish_reason"] == "length"
+    half, unseen = found["half"], found["never seen"]
+    assert (half["finish_reason"], half["finish_ns"], half["e2e_s"]) == (None, None, None)
+    assert (half["num_output_tokens"], half["token_ns"], half["ttft_s"]) == (1, [10], 10e-9)
+    assert (unseen["first_scheduled_ns"], unseen["num_cached_tokens"], unseen["token_ns"]) == (None, None, [])
+    assert (recorder.num_sent, recorder.num_finished) == (3, 1)
+
+
+def test_ignored_and_aborted_requests_are_recorded_with_their_reason(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler(limits=make_limits(model_len=8))
+    run_steps(recorder, scheduler, [make_request("long", 9, 1), make_request("a", 4, 9)], max_steps=2)
+    finished = scheduler.abort("a")
+    assert finished is not None
+    recorder.ended([finished], 25)
+    recorder.close()
+    found = {row["request_id"]: row for row in rows(tmp_path / "requests.parquet")}
+    assert found["long"]["finish_reason"] == "ignored"
+    assert found["long"]["finish_message"] == "prompt of 9 tokens exceeds max_model_len (8)"
+    assert recorder.ignored == [("long", "prompt of 9 tokens exceeds max_model_len (8)")]
+    assert (found["a"]["finish_reason"], found["a"]["finish_ns"], found["a"]["num_output_tokens"]) == ("abort", 25, 2)
+
+
+def test_without_token_times_only_the_list_is_missing(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, token_times=False)
+    run_steps(recorder, make_scheduler(), [make_request("a", 4, 3)])
+    recorder.close()
+    (row,) = rows(tmp_path / "requests.parquet")
+    assert (row["token_ns"], row["num_output_tokens"], row["first_token_ns"], row["tpot_s"]) == (None, 3, 10, 10e-9)
+
+
+def test_rows_are_flushed_in_groups_so_that_memory_does_not_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunRecorder, "FLUSH_ROWS", 4)
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler()
+    for number in range(10):
+        run_steps(recorder, scheduler, [make_request(f"r{number}", 4, 1)])
+        assert len(recorder._requests._rows) < 4
+        assert len(recorder._steps._rows) < 4
+        assert not recorder._open
+    recorder.close()
+    file = pq.ParquetFile(tmp_path / "requests.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [4, 4, 2]
+    assert [row["request_id"] for row in rows(tmp_path / "requests.parquet")] == [f"r{number}" for number in range(10)]
+
+
+def test_instants_and_digests_keep_all_their_bits(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler()
+    run_steps(recorder, scheduler, [make_request("a", 4, 2)], step_ns=2**61 + 1)
+    recorder.close()
+    assert [row["end_ns"] for row in rows(tmp_path / "steps.parquet")] == [2**61 + 1, 2**62 + 2]
+    assert rows(tmp_path / "steps.parquet")[-1]["digest"] == scheduler.digest
+
+
+def test_a_decision_line_has_the_published_fields(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, decisions=True)
+    scheduler = make_scheduler("unified", num_blocks=5, block_size=2, limits=make_limits(model_len=12))
+    requests = [make_request("b", 4, 3), make_request("a", 4, 3), make_request("long", 13, 1)]
+    run_steps(recorder, scheduler, requests, step_ns=500_000_000)
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
+    assert lines[0] == {
+        "step": 0, "time_s": 0.0, "scheduled": {"b": 4, "a": 4}, "preempted": [], "swapped_out": [], "swapped_in": [],
+        "ignored": ["long"], "cached_tokens": {"b": 0, "a": 0}, "free_blocks": 1, "free_cpu_blocks": 0,
+    }  # fmt: skip
+    assert list(lines[0]["scheduled"]) == ["b", "a"], "in the order scheduled"
+    assert lines[1] == {
+        "step": 1, "time_s": 0.5, "scheduled": {"b": 1}, "preempted": ["a"], "swapped_out": [], "swapped_in": [],
+        "ignored": [], "cached_tokens": {}, "free_blocks": 2, "free_cpu_blocks": 0,
+    }  # fmt: skip
+    # b ends; a comes back with its 4 prompt tokens and the one it emitted, and finds its first two blocks
+    assert [line["scheduled"] for line in lines[2:]] == [{"b": 1}, {"a": 1}, {"a": 1}]
+    assert [line["cached_tokens"] for line in lines[2:]] == [{}, {"a": 4}, {}]
+    assert [line["time_s"] for line in lines] == [0.0, 0.5, 1.0, 1.5, 2.0]
+
+
+def test_no_decisions_are_written_unless_asked(tmp_path: Path) -> None:
+    RunRecorder(tmp_path).close()
+    assert not (tmp_path / "decisions.jsonl").exists()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_recomputed_tokens_are_those_computed_more_than_once(tmp_path: Path, caching: bool) -> None:
+    """What all requests computed, less what each had to compute once, whatever the cache gave back in between."""
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler("unified", num_blocks=8, block_size=2, caching=caching, limits=make_limits(budget=5))
+    run_steps(recorder, scheduler, [make_request(name, 4, 9) for name in ("a", "b", "c")])
+    recorder.close()
+    requests, steps = rows(tmp_path / "requests.parquet"), rows(tmp_path / "steps.parquet")
+    assert sum(row["num_preemptions"] for row in requests) > 1
+    computed = sum(row["num_prefill_tokens"] + row["num_decode_tokens"] for row in steps)
+    once = sum(row["num_prompt_tokens"] - row["num_cached_tokens"] + row["num_output_tokens"] - 1 for row in requests)
+    assert sum(row["num_recomputed_tokens"] for row in requests) == computed - once
+    assert all(row["num_recomputed_tokens"] >= 0 for row in requests)
+
+
+def test_only_a_request_that_was_served_has_an_end_to_end_latency(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    run_steps(
+        recorder, make_scheduler(num_blocks=2, block_size=2), [make_request("long", 40, 3), make_request("a", 2, 1)]
+    )
+    recorder.close()
+    latency = {row["request_id"]: row["e2e_s"] for row in rows(tmp_path / "requests.parquet")}
+    assert latency["long"] is None
+    assert latency["a"] > 0

@@ -1,0 +1,143 @@
+"""What is written to a tape comes back, and a killed run's tape is read to its last whole line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from testbed.errors import RunFolderError
+from testbed.interfaces import Abort, Arrive, StepView
+from testbed.plan import FinishReason, Outcome, Spans, StepResult
+from testbed.records import decision
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from testbed.tape import Tape, TapeEvent, TapeInbox, TapeWriter, read_tape
+from tests.testbed.core_kit import add, make_request, make_scheduler
+
+
+def view(scheduler: Scheduler, plan_ns: int, end_ns: int, outcomes: tuple[Outcome, ...] | None) -> StepView:
+    plan = scheduler.plan(plan_ns)
+    result = StepResult((end_ns,), outcomes, Spans(1, 2, 3, 4, 5))
+    scheduler.commit(result, end_ns)
+    return StepView(plan, plan_ns, result, end_ns, scheduler.digest, scheduler.emitted, 1, 0, 0, 60, 0)
+
+
+def write_tape(path: Path) -> list[StepView]:
+    """Two steps, one of them sampled and stopped by the backend, and an abort."""
+    scheduler, writer = make_scheduler(), TapeWriter(path, decision)
+    request = make_request("a", 4, None, arrival_ns=3)
+    writer.arrived(request, 7, 0)
+    add(scheduler, request)
+    views = [
+        view(scheduler, 7, 2**60, (Outcome(0, (5,)),)),
+        view(scheduler, 2**60, 2**60 + 1, (Outcome(0, (6,), FinishReason.STOP),)),
+    ]
+    writer.committed(views[0])
+    writer.aborted("a", 2**60, 1)
+    writer.committed(views[1])
+    writer.ended([], 0)
+    writer.close()
+    return views
+
+
+def test_a_tape_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    views = write_tape(tmp_path / "tape.jsonl")
+    tape = read_tape(tmp_path / "tape.jsonl")
+    assert tape.events == (TapeEvent("arrive", "a", 0, 7, 3), TapeEvent("abort", "a", 1, 2**60, 2**60))
+    for step, seen in zip(tape.steps, views, strict=True):
+        assert (step.plan_ns, step.commit_ns) == (seen.plan_ns, seen.commit_ns)
+        assert step.outcomes == seen.result.outcomes
+        assert step.spans == seen.result.spans
+        assert step.digest == seen.digest
+        assert step.decision == decision(seen)
+
+
+def test_a_step_whose_rows_were_all_forced_has_no_outcomes(tmp_path: Path) -> None:
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    add(scheduler, make_request("a", 4, 1))
+    writer.committed(view(scheduler, 0, 1, None))
+    writer.close()
+    assert read_tape(tmp_path / "tape.jsonl").steps[0].outcomes is None
+
+
+def test_every_tear_of_the_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    write_tape(path)
+    text = path.read_text()
+    whole = read_tape(path)
+    start = text.rstrip("\n").rindex("\n") + 1
+    for cut in range(start, len(text) - 1):
+        path.write_text(text[:cut])
+        torn = read_tape(path)
+        assert torn.events == whole.events
+        assert torn.steps == whole.steps[:-1], f"cut at {cut}"
+    path.write_text(text[:-1])
+    assert read_tape(path) == whole, "only the line's end is missing"
+
+
+def test_what_was_written_is_there_after_each_step(tmp_path: Path) -> None:
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    add(scheduler, make_request("a", 4, 1))
+    writer.committed(view(scheduler, 0, 1, None))
+    assert len(read_tape(tmp_path / "tape.jsonl").steps) == 1, "not flushed"
+    writer.close()
+
+
+@pytest.mark.parametrize("line", ["garbage", "[]", "7", '{"kind": "step"}', '{"no": "kind"}', '{"kind": "arrive"}'])
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "tape.jsonl"
+    write_tape(path)
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]))
+    with pytest.raises(RunFolderError, match=r"tape\.jsonl:3: not a line of a tape"):
+        read_tape(path)
+
+
+def test_a_tape_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    path.write_text(json.dumps({"kind": "tape", "version": 99}) + "\n")
+    with pytest.raises(RunFolderError, match="version 99; this code reads 1"):
+        read_tape(path)
+
+
+@pytest.mark.parametrize("text", ["", "garbage", '{"request_id": "a"}'])
+def test_a_file_that_never_was_a_tape_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tape.jsonl"
+    path.write_text(text)
+    with pytest.raises(RunFolderError, match="is not a tape"):
+        read_tape(path)
+
+
+def test_a_binary_file_is_no_tape(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    path.write_bytes(b"\x93NUMPY\xff\x00")
+    with pytest.raises(RunFolderError, match=r"is not a tape: not UTF-8 text \(at byte 0\)"):
+        read_tape(path)
+
+
+def test_a_folder_without_tape_says_which_runs_have_one(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="only runs with backend=real have one"):
+        read_tape(tmp_path / "tape.jsonl")
+
+
+def test_the_events_of_a_tape_come_at_the_boundaries_that_first_saw_them() -> None:
+    events = (
+        TapeEvent("arrive", "a", 0, 5, 2),
+        TapeEvent("arrive", "b", 0, 5, 4),
+        TapeEvent("abort", "a", 1, 9, 9),
+        TapeEvent("arrive", "c", 1, 9, 8),
+    )
+
+    def make(request_id: str, arrival_ns: int) -> Request:
+        return make_request(request_id, 3, arrival_ns=arrival_ns)
+
+    inbox = TapeInbox(Tape((), events), make)
+    assert inbox.next_ns() == 5
+    assert inbox.due(4) == []
+    assert inbox.due(5) == [Arrive(make("a", 2)), Arrive(make("b", 4))]
+    assert inbox.next_ns() == 9
+    assert inbox.due(100) == [Abort("a"), Arrive(make("c", 8))]
+    assert inbox.next_ns() is None
+    assert not inbox.is_open

@@ -1,0 +1,174 @@
+"""Generated traces: reproducible, streams independent of each other, distributions and structure as configured."""
+
+import statistics
+from itertools import pairwise
+
+import pytest
+
+from testbed.errors import ConfigError
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.generators import LengthConfig, SyntheticConfig, arrivals, generate, lengths, stream
+from testbed.traces.synthesis import materialize
+
+CHAT = SyntheticConfig(num_requests=300, min_turns=2, max_turns=6, num_system_prompts=3, system_prompt_tokens=40)
+
+
+def gaps(config: SyntheticConfig) -> list[float]:
+    instants = [0, *(row.arrival_ns / 1e9 for row in generate(config, 1))]
+    return [b - a for a, b in pairwise(instants)]
+
+
+def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
+    assert fingerprint(generate(CHAT, 7)) == fingerprint(generate(CHAT, 7))
+    assert fingerprint(generate(CHAT, 7)) != fingerprint(generate(CHAT, 8))
+
+
+def test_changing_the_rate_leaves_the_lengths_and_scales_the_arrivals():
+    slow = generate(SyntheticConfig(num_requests=50, rate=1.0), 3)
+    fast = generate(SyntheticConfig(num_requests=50, rate=2.0), 3)
+    assert [r.prompt for r in slow] == [r.prompt for r in fast]
+    assert all(abs(s.arrival_ns - 2 * f.arrival_ns) <= 2 for s, f in zip(slow, fast, strict=True))
+
+
+def test_changing_the_outputs_leaves_prompts_arrivals_and_sessions():
+    short = generate(SyntheticConfig(num_requests=50, output=LengthConfig("constant", 1)), 3)
+    long = generate(SyntheticConfig(num_requests=50), 3)
+    assert [(r.arrival_ns, r.num_prompt_tokens) for r in short] == [(r.arrival_ns, r.num_prompt_tokens) for r in long]
+
+
+def test_streams_of_two_purposes_differ():
+    assert stream(1, "a").random() != stream(1, "b").random()
+    assert stream(1, "a").random() == stream(1, "a").random()
+
+
+@pytest.mark.parametrize(("kind", "cv"), [("poisson", 1.0), ("gamma", 1.0), ("gamma", 0.3), ("gamma", 3.0)])
+def test_gaps_have_the_mean_and_burstiness_asked_for(kind, cv):
+    found = gaps(SyntheticConfig(num_requests=20_000, arrival=kind, rate=5.0, cv=cv))
+    assert statistics.fmean(found) == pytest.approx(0.2, rel=0.06)
+    assert statistics.stdev(found) / statistics.fmean(found) == pytest.approx(cv, rel=0.06)
+
+
+def test_regular_arrivals_are_exact():
+    rng = stream(0, "x")
+    assert arrivals("deterministic", 3.0, 4, rng) == [0, 333_333_333, 666_666_667, 10**9]
+    assert arrivals("all_at_once", 3.0, 3, rng) == [0, 0, 0]
+
+
+def test_lengths_follow_their_distribution():
+    rng = stream(0, "x")
+    assert lengths(LengthConfig("constant", 9), 3, rng) == [9, 9, 9]
+    uniform = lengths(LengthConfig("uniform", min_tokens=3, max_tokens=5), 2000, rng)
+    assert sorted(set(uniform)) == [3, 4, 5]
+    found = lengths(LengthConfig("lognormal", 200, sigma=1.0, min_tokens=10, max_tokens=1000), 20_000, rng)
+    assert statistics.median(found) == pytest.approx(200, rel=0.05)
+    assert (min(found), max(found)) == (10, 1000)
+    assert sum(n <= 200 * 2.718281828 for n in found) / len(found) == pytest.approx(0.841, abs=0.01)
+
+
+def test_empirical_lengths_come_in_pairs():
+    source = generate(SyntheticConfig(num_requests=40), 1)
+    pairs = {(row.num_prompt_tokens, row.num_output_tokens) for row in source}
+    empirical = LengthConfig("empirical")
+    drawn = generate(SyntheticConfig(num_requests=200, prompt=empirical, output=empirical), 2, lengths_from=source)
+    assert {(row.num_prompt_tokens, row.num_output_tokens) for row in drawn} <= pairs
+    with pytest.raises(ConfigError, match="'empirical' without a trace to draw from"):
+        generate(SyntheticConfig(prompt=empirical))
+
+
+def test_a_turn_is_the_session_so_far_and_new_text():
+    trace = generate(CHAT, 1)
+    sessions: dict = {}
+    for row in trace:
+        sessions.setdefault(row.session_id, []).append(row)
+    assert len(trace) == 300
+    heads = set()
+    for rows in sessions.values():
+        assert [row.turn for row in rows] == list(range(len(rows)))
+        assert [row.think_ns is None for row in rows] == [True] + [False] * (len(rows) - 1)
+        heads.add(tuple(materialize(rows[0].prompt, 1000)[:40]))
+        for before, after in pairwise(rows):
+            said = materialize((*before.prompt, before.output), 1000)
+            assert materialize(after.prompt, 1000)[: len(said)] == said
+            assert after.num_prompt_tokens > len(said)
+    assert len(heads) == 3
+    contents = {tuple(materialize(rows[0].prompt, 1000)[40:50]) for rows in sessions.values()}
+    assert len(contents) == len(sessions)
+
+
+def test_open_loop_turns_have_arrivals_of_their_own():
+    config = SyntheticConfig(num_requests=60, max_turns=4, closed_loop=False, think="constant", think_time_s=2.0)
+    trace = generate(config, 1)
+    assert all(row.think_ns is None for row in trace)
+    first = {row.session_id: row.arrival_ns for row in trace if row.turn == 0}
+    assert all(row.arrival_ns == first[row.session_id] + row.turn * 2 * 10**9 for row in trace)
+
+
+def test_sessions_stay_within_their_limit():
+    config = SyntheticConfig(num_requests=200, max_turns=8, max_session_tokens=400, num_system_prompts=1,
+                             system_prompt_tokens=100)  # fmt: skip
+    trace = generate(config, 1)
+    assert len(trace) == 200
+    assert max(row.num_prompt_tokens + row.num_output_tokens for row in trace) <= 400
+
+
+def test_popular_system_prompts_and_tenants():
+    config = SyntheticConfig(num_requests=2000, num_system_prompts=4, system_prompt_skew=1.0, num_tenants=2)
+    trace = generate(config, 1)
+    uses: dict = {}
+    for row in trace:
+        uses[row.prompt[0].key] = uses.get(row.prompt[0].key, 0) + 1
+    expected = [2000 / rank / (1 + 1 / 2 + 1 / 3 + 1 / 4) for rank in (1, 2, 3, 4)]
+    assert sorted(uses.values(), reverse=True) == pytest.approx(expected, rel=0.15)
+    assert {row.tenant for row in trace} == {"tenant-0", "tenant-1"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"arrival": "posson"}, "trace.arrival is 'posson'; choose one of poisson, gamma"),
+        ({"think": "x"}, "trace.think is 'x'; choose one of constant, exponential"),
+        ({"num_requests": 0}, "trace.num_requests is 0; it must be at least 1"),
+        ({"rate": 0.0}, "trace.rate is 0.0; it must be above 0"),
+        ({"rate": float("nan")}, "trace.rate is nan"),
+        ({"cv": 0.0}, "trace.cv is 0.0; it must be above 0"),
+        ({"min_turns": 0}, "trace.min_turns is 0"),
+        ({"min_turns": 3, "max_turns": 2}, r"trace.max_turns is 2; it must be at least min_turns \(3\)"),
+        ({"think_time_s": -1.0}, "trace.think_time_s is -1.0; it must be 0 or above"),
+        ({"num_system_prompts": -1}, "trace.num_system_prompts is -1"),
+        ({"num_tenants": -1}, "trace.num_tenants is -1"),
+        ({"system_prompt_tokens": 0}, "trace.system_prompt_tokens is 0"),
+        ({"system_prompt_skew": -0.1}, "trace.system_prompt_skew is -0.1"),
+        ({"max_session_tokens": 1}, "trace.max_session_tokens is 1; it must be at least 2"),
+        ({"max_session_tokens": 512, "num_system_prompts": 1}, "it must be at least 514, or absent"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SyntheticConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "normal"}, "lengths.kind is 'normal'; choose one of constant, uniform"),
+        ({"value": 0.5}, "lengths.value is 0.5; it must be 1 to"),
+        ({"sigma": -1.0}, "lengths.sigma is -1.0"),
+        ({"min_tokens": 0}, "lengths.min_tokens is 0; it must be at least 1"),
+        ({"min_tokens": 9, "max_tokens": 8}, r"lengths.max_tokens is 8; it must be from min_tokens \(9\)"),
+    ],
+)
+def test_length_settings_out_of_range_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        LengthConfig(**values)
+
+
+def test_negative_seeds_are_refused():
+    with pytest.raises(ConfigError, match="seed is -1; it must be 0 or above"):
+        generate(SyntheticConfig(), -1)
+
+
+@pytest.mark.parametrize("rate", [1e-300, 1e-9])
+@pytest.mark.parametrize("arrival", ["poisson", "gamma", "deterministic"])
+def test_arrivals_beyond_any_clock_are_refused(arrival, rate):
+    with pytest.raises(ConfigError, match=f"trace.rate is {rate}; the last of 200 arrivals would come after"):
+        generate(SyntheticConfig(arrival=arrival, rate=rate))

@@ -1,0 +1,306 @@
+"""Our own schema: the same trace from JSONL, CSV and Parquet; counts become content; rows survive a round trip."""
+
+import json
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.errors import TraceError
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.generators import SyntheticConfig, generate
+from testbed.traces.readers import read_csv_trace, read_jsonl, read_own, read_parquet
+from testbed.traces.schema import Span, TokenIds, TraceRequest
+from testbed.traces.serialize import row_from_json, row_to_json, write_jsonl
+from testbed.traces.synthesis import materialize
+
+
+def jsonl(tmp_path: Path, *rows) -> Path:
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def request(name: str, at: float = 0.0, prompt: int = 10, output: int = 4, **more) -> dict:
+    return {"request_id": name, "arrival_time": at, "prompt_tokens": prompt, "output_tokens": output, **more}
+
+
+def prompt_of(row: TraceRequest) -> array:
+    return materialize(row.prompt, 5000)
+
+
+def output_of(row: TraceRequest) -> array:
+    assert row.output is not None
+    return materialize((row.output,), 5000)
+
+
+# --- what the fields mean ---
+
+
+def test_every_field_is_read(tmp_path):
+    row = {
+        "request_id": "a",
+        "arrival_time": 1.5,
+        "prompt_token_ids": [3, 1, 2],
+        "output_token_ids": [9],
+        "priority": -2,
+        "tenant": "t",
+        "session_id": "s",
+        "turn": 0,
+        "cancel_after": 0.25,
+    }
+    later = request("b", session_id="s", turn=1, think_time=2)
+    del later["arrival_time"]
+    trace = read_jsonl(jsonl(tmp_path, row, later))
+    first, second = trace.rows
+    assert first == TraceRequest(
+        "a", 1_500_000_000, (TokenIds(array("i", [3, 1, 2])),), TokenIds(array("i", [9])), -2, "t", "s", 0,
+        cancel_after_ns=250_000_000, place=f"{tmp_path}/t.jsonl:1",
+    )  # fmt: skip
+    assert (second.think_ns, second.arrival_ns, second.turn) == (2 * 10**9, first.arrival_ns, 1)
+    assert prompt_of(second)[:4].tolist() == [3, 1, 2, 9]
+
+
+def test_times_are_kept_and_rounded_to_the_nanosecond(tmp_path):
+    trace = read_jsonl(jsonl(tmp_path, request("a", 7), request("b", 7.1234567891)))
+    assert [row.arrival_ns for row in trace] == [7_000_000_000, 7_123_456_789]
+
+
+def test_counts_give_each_request_a_content_of_its_own(tmp_path):
+    trace = read_jsonl(jsonl(tmp_path, request("a"), request("b")))
+    a, b = trace.rows
+    assert prompt_of(a) != prompt_of(b)
+    assert output_of(a) != prompt_of(a)[:4]
+
+
+def test_a_turn_begins_with_the_turn_before_it_if_it_is_long_enough(tmp_path):
+    rows = [
+        request("t0", 0, 10, 4, session_id="s", turn=0),
+        request("t1", 1, 20, 5, session_id="s", turn=1),
+        request("t2", 2, 24, 5, session_id="s", turn=2),  # shorter than 20 + 5: the history was cut
+        request("t3", 3, 29, 5, session_id="s", turn=3),
+    ]
+    t0, t1, t2, t3 = read_jsonl(jsonl(tmp_path, *rows)).rows
+    assert prompt_of(t1)[:14] == prompt_of(t0) + output_of(t0)
+    assert prompt_of(t2)[:5] != prompt_of(t1)[:5]
+    assert prompt_of(t3) == prompt_of(t2) + output_of(t2)
+    assert len(t1.prompt) == 1  # a session stays one span, however long it grows
+
+
+def test_turns_may_stand_in_any_order_in_the_file(tmp_path):
+    rows = [
+        request("t1", 1, 20, 5, session_id="s", turn=1, think_time=1),
+        request("other", 0.5),
+        request("t0", 1, 10, 4, session_id="s", turn=0),
+    ]
+    trace = read_jsonl(jsonl(tmp_path, *rows))
+    assert [row.request_id for row in trace] == ["other", "t0", "t1"]
+    assert prompt_of(trace.rows[2])[:14] == prompt_of(trace.rows[1]) + output_of(trace.rows[1])
+
+
+def test_an_unknown_output_shares_the_prompt_only(tmp_path):
+    first = request("t0", 0, 10, session_id="s", turn=0)
+    del first["output_tokens"]
+    t0, t1 = read_jsonl(jsonl(tmp_path, first, request("t1", 1, 20, 5, session_id="s", turn=1))).rows
+    assert t0.output is None
+    assert prompt_of(t1)[:10] == prompt_of(t0)
+
+
+def test_ids_and_unknown_fields(tmp_path):
+    row = request("x", colour="red")
+    del row["request_id"]
+    trace = read_jsonl(jsonl(tmp_path, row, row))
+    assert [row.request_id for row in trace] == ["0", "1"]
+    assert trace.notes == ("ignored fields: colour",)
+
+
+# --- the three formats ---
+
+
+def test_csv_parquet_and_jsonl_are_the_same_trace(tmp_path):
+    rows = [
+        request("a", 0.5, 7, 3, priority=1, tenant="x"),
+        request("b", 1.0, 9, 3, session_id="s", turn=0),
+        request("c", None, 15, 3, session_id="s", turn=1, think_time=0.5, cancel_after=3.0),
+    ]
+    rows = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    names = list({name: None for row in rows for name in row})
+    lines = [",".join(names)] + [",".join(str(row.get(name, "")) for name in names) for row in rows]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    expected = fingerprint(read_jsonl(jsonl(tmp_path, *rows)))
+    assert fingerprint(read_csv_trace(tmp_path / "t.csv")) == expected
+    assert fingerprint(read_parquet(tmp_path / "t.parquet")) == expected
+    for name in ("t.jsonl", "t.csv", "t.parquet"):
+        assert fingerprint(read_own(tmp_path / name)) == expected
+
+
+def test_token_ids_in_a_csv_cell(tmp_path):
+    (tmp_path / "t.csv").write_text('arrival_time,prompt_token_ids,output_token_ids\n0,1 2 3,"[4, 5]"\n')
+    (row,) = read_csv_trace(tmp_path / "t.csv").rows
+    assert (prompt_of(row).tolist(), output_of(row).tolist()) == ([1, 2, 3], [4, 5])
+
+
+def test_pandas_writes_missing_numbers_as_nan(tmp_path):
+    table = pa.table({"arrival_time": [0.0, 1.0], "prompt_tokens": [3, 3], "turn": [0.0, float("nan")],
+                      "session_id": ["s", None]})  # fmt: skip
+    pq.write_table(table, tmp_path / "t.parquet")
+    assert [row.turn for row in read_parquet(tmp_path / "t.parquet")] == [0, None]
+
+
+def test_unknown_extensions_and_broken_parquet_are_refused(tmp_path):
+    (tmp_path / "t.txt").write_text("x")
+    (tmp_path / "t.parquet").write_text("x")
+    with pytest.raises(TraceError, match=r"t\.txt: unknown extension '\.txt'; expected \.jsonl, \.csv or \.parquet"):
+        read_own(tmp_path / "t.txt")
+    with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file"):
+        read_own(tmp_path / "t.parquet")
+    with pytest.raises(TraceError, match="does not exist"):
+        read_own(tmp_path / "t.jsonl")
+
+
+def test_a_doubled_column_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("arrival_time,prompt_tokens,prompt_tokens\n0,1,2\n")
+    with pytest.raises(TraceError, match=r"t\.csv:1: column 'prompt_tokens' occurs twice"):
+        read_own(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b,c\n1,2,3\n", "t.csv:2: no known field; .*, found 'a', 'b', 'c'$"),
+        ("arrival_time;prompt_tokens\n0;4\n", "found 'arrival_time;prompt_tokens'; separate the columns by commas"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n", "read it with trace=azure"),
+    ],
+)
+def test_a_csv_of_another_schema_is_told_from_its_header(tmp_path, text, message):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(TraceError, match=message):
+        read_own(tmp_path / "t.csv")
+
+
+# --- bad rows ---
+
+GOOD = request("good")
+BAD_ROWS = [
+    ({**GOOD, "arrival_time": -1}, r":1: field 'arrival_time' is -1; expected a finite number of seconds, 0 or above"),
+    ({**GOOD, "arrival_time": "soon"}, "field 'arrival_time' is 'soon'"),
+    ({**GOOD, "arrival_time": True}, "field 'arrival_time' is True"),
+    ({**GOOD, "arrival_time": 1e300}, "field 'arrival_time' is 1e"),
+    ('{"arrival_time": NaN, "prompt_tokens": 1}', "field 'arrival_time' is nan"),
+    ('{"arrival_time": Infinity, "prompt_tokens": 1}', "field 'arrival_time' is inf"),
+    ('{"arrival_time": 1' + "0" * 400 + ', "prompt_tokens": 1}', "field 'arrival_time' is 1000"),
+    ({"request_id": "a", "prompt_tokens": 1}, "field 'arrival_time' is missing; found request_id, prompt_tokens"),
+    ({"arrival_time": 0}, "neither 'prompt_token_ids' nor 'prompt_tokens' is given; expected one of them"),
+    ({**GOOD, "prompt_token_ids": [1]}, "both 'prompt_token_ids' and 'prompt_tokens' are given"),
+    ({**GOOD, "output_token_ids": [1]}, "both 'output_token_ids' and 'output_tokens' are given"),
+    ({**GOOD, "prompt_tokens": 0}, "field 'prompt_tokens' is 0; expected a whole number of tokens from 1"),
+    ({**GOOD, "prompt_tokens": -4}, "field 'prompt_tokens' is -4"),
+    ({**GOOD, "prompt_tokens": 1.5}, r"field 'prompt_tokens' is 1\.5"),
+    ({**GOOD, "prompt_tokens": 10**12}, "field 'prompt_tokens' is 1000000000000"),
+    ({**GOOD, "output_tokens": 0}, "field 'output_tokens' is 0"),
+    ({"arrival_time": 0, "prompt_token_ids": []}, r"field 'prompt_token_ids' is \[\]; expected a list of at least one"),
+    ({"arrival_time": 0, "prompt_token_ids": [1, -2]}, r"field 'prompt_token_ids\[1\]' is -2; expected a token id"),
+    ({"arrival_time": 0, "prompt_token_ids": ["1"]}, r"field 'prompt_token_ids\[0\]' is '1'"),
+    ({"arrival_time": 0, "prompt_token_ids": "one"}, "field 'prompt_token_ids' is 'one'"),
+    ({**GOOD, "request_id": ""}, "field 'request_id' is ''; expected a name that is not empty"),
+    ({**GOOD, "request_id": [1]}, r"field 'request_id' is \[1\]"),
+    ({**GOOD, "priority": "high"}, "field 'priority' is 'high'; expected a whole number"),
+    ({**GOOD, "cancel_after": -1}, "field 'cancel_after' is -1"),
+    ({**GOOD, "turn": 0}, "field 'session_id' is absent; expected it beside 'turn'"),
+    ({**GOOD, "session_id": "s"}, "field 'turn' is absent; expected it beside 'session_id'"),
+    ({**GOOD, "session_id": "s", "turn": -1}, "field 'turn' is -1; expected a whole number from 0"),
+    ({**GOOD, "think_time": 1}, "field 'think_time' is given outside a session"),
+    ({**GOOD, "session_id": "s", "turn": 0, "think_time": 1}, "the first turn of session 's' .* has a think_time"),
+    ({**GOOD, "prompt_parts": "x"}, "field 'prompt_parts' is 'x'; expected parts as"),
+    ({**GOOD, "prompt_parts": [{"span": ["zz", 0, 1]}]}, "field 'prompt_parts' is .*zz"),
+    ({**GOOD, "prompt_parts": [{"ids": [1]}]}, "field 'prompt_tokens' is 10; expected 1, the length of 'prompt_parts'"),
+    ('{"request_id": "a"', "not JSON: .*expected one whole object on each line"),
+    ("7", "found a JSON int; expected one object"),
+    ("[" * 100_000, "not JSON: nested too deeply"),
+    ('{"arrival_time": ' + "9" * 5000 + "}", "not JSON: a number has too many digits"),
+    ({"arrival_time": 0, "prompt_token_ids": "[" * 100_000}, r"field 'prompt_token_ids' is '\[\["),
+    ({"a": 0, "b": 1}, "no known field; expected arrival_time, prompt_tokens, …, found 'a', 'b'$"),
+    ({}, "no known field; .* found nothing"),
+    ({"timestamp": 0, "input_length": 3, "hash_ids": [1]}, "read it with trace=mooncake"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_bad_rows_are_refused_with_their_place(tmp_path, row, message):
+    with pytest.raises(TraceError, match=message) as caught:
+        read_jsonl(jsonl(tmp_path, row))
+    assert f"{tmp_path}/t.jsonl:1: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([request("a"), request("b"), request("a")], r":3: field 'request_id' is 'a'; .*\(first at .*:1\)"),
+        (
+            [request("a", session_id="s", turn=0), request("b", 1, session_id="s", turn=2)],
+            r":2: field 'turn' is 2 in session 's'; expected 1, the turn after .*:1",
+        ),
+        (
+            [request("a", session_id="s", turn=0), request("b", 1, session_id="s", turn=0)],
+            r":2: field 'turn' is 0 in session 's'; expected 1",
+        ),
+        (
+            [request("a", 5, session_id="s", turn=0), request("b", 1, session_id="s", turn=1)],
+            r":2: turn 1 of session 's' arrives at 1\.0 s, before turn 0 at 5\.0 s",
+        ),
+        ([], "no requests; expected at least one row"),
+    ],
+)
+def test_rows_that_contradict_each_other_are_refused(tmp_path, rows, message):
+    with pytest.raises(TraceError, match=message):
+        read_jsonl(jsonl(tmp_path, *rows))
+
+
+# --- exact round trips ---
+
+spans = st.builds(Span, st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 10**6))
+ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(lambda found: TokenIds(array("i", found)))
+parts = spans | ids
+instants = st.integers(0, 2**60)
+names = st.text(min_size=1).filter(lambda name: name.strip() != "" and "\ud800" not in name)
+
+
+@st.composite
+def trace_rows(draw):
+    in_session = draw(st.booleans())
+    return TraceRequest(
+        request_id=draw(names),
+        arrival_ns=draw(instants),
+        prompt=tuple(draw(st.lists(parts, min_size=1, max_size=4))),
+        output=draw(st.none() | parts),
+        priority=draw(st.integers(-(2**31), 2**31 - 1)),
+        tenant=draw(st.none() | names),
+        session_id=draw(names) if in_session else None,
+        turn=draw(st.integers(0, 10**6)) if in_session else None,
+        think_ns=draw(st.none() | instants) if in_session else None,
+        cancel_after_ns=draw(st.none() | instants),
+        place=draw(st.just("") | names),
+    )
+
+
+@given(trace_rows())
+def test_a_row_survives_json(row):
+    assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_a_written_trace_reads_back_exactly(tmp_path, name):
+    trace = generate(SyntheticConfig(num_requests=30, max_turns=4, num_system_prompts=2, num_tenants=2), seed=3)
+    write_jsonl(trace, tmp_path / name)
+    again = read_own(tmp_path / name)
+    assert fingerprint(again) == fingerprint(trace)
+    assert [replace(row, place="") for row in again] == list(trace.rows)
+    assert again.notes == ()

@@ -1,0 +1,337 @@
+"""Every published format is read exactly, and every bad row is refused with its place."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from testbed.errors import TraceError
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.readers import (
+    read_azure,
+    read_bailian,
+    read_burstgpt,
+    read_mooncake,
+    read_sharegpt,
+    read_trace,
+)
+from testbed.traces.synthesis import materialize
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 18:15:46.6805900,374,44\r\n"
+    "2023-11-16 18:15:50.9951690,396,109\r\n"
+    "2023-11-17 00:00:00.0000001,879,55"
+)
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+
+
+def write(tmp_path: Path, name: str, text: str) -> Path:
+    file = tmp_path / name
+    file.write_bytes(text.encode())
+    return file
+
+
+def shape(trace):
+    return [(row.arrival_ns, row.num_prompt_tokens, row.num_output_tokens) for row in trace]
+
+
+# --- Azure ---
+
+
+def test_azure_keeps_all_seven_digits(tmp_path):
+    trace = read_azure(write(tmp_path, "a.csv", AZURE))
+    midnight = (5 * 3600 + 44 * 60 + 13) * 10**9 + 319_410_100
+    assert shape(trace) == [(0, 374, 44), (4_314_579_000, 396, 109), (midnight, 879, 55)]
+    assert [row.request_id for row in trace] == ["azure-0", "azure-1", "azure-2"]
+    assert trace.rows[1].place.endswith("a.csv:3")
+    assert trace.notes == ()
+
+
+def test_azure_of_2024_has_offsets(tmp_path):
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,1,2\n2024-05-10T01:00:01Z,3,4\n"
+    text += "2024-05-10 02:00:01.5+01:00,5,6\n"
+    assert [row.arrival_ns for row in read_azure(write(tmp_path, "a.csv", text))] == [
+        0,
+        3600_990_070_000,
+        3601_490_070_000,
+    ]
+
+
+def test_unordered_rows_are_sorted_and_that_is_said(tmp_path):
+    lines = AZURE.split("\r\n")
+    trace = read_azure(write(tmp_path, "a.csv", "\n".join([lines[0], lines[2], lines[1], lines[3]])))
+    assert [row.arrival_ns for row in trace][:2] == [0, 4_314_579_000]
+    assert trace.notes == ("1 rows were out of order and were sorted",)
+
+
+def test_limit_reads_the_first_rows_only(tmp_path):
+    assert len(read_azure(write(tmp_path, "a.csv", AZURE + "\nbroken"), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("2023-11-16 18:15,1,2", r"a\.csv:2: field 'TIMESTAMP' is '2023-11-16 18:15'; expected an instant"),
+        ("2023-13-16 18:15:00,1,2", r"field 'TIMESTAMP' is '2023-13-16 18:15:00'"),
+        ("2023-11-16 24:15:00,1,2", r"field 'TIMESTAMP' is '2023-11-16 24:15:00'"),
+        (
+            "2023-11-16 18:15:00,x,2",
+            r"a\.csv:2: field 'ContextTokens' is 'x'; expected a whole number of tokens from 1",
+        ),
+        ("2023-11-16 18:15:00,-3,2", r"field 'ContextTokens' is '-3'"),
+        ("2023-11-16 18:15:00,0,2", r"field 'ContextTokens' is '0'"),
+        ("2023-11-16 18:15:00,1,0", r"field 'GeneratedTokens' is '0'"),
+        ("2023-11-16 18:15:00,1,nan", r"field 'GeneratedTokens' is 'nan'"),
+        ("2023-11-16 18:15:00,1,inf", r"field 'GeneratedTokens' is 'inf'"),
+        ("2023-11-16 18:15:00,1,1_0", r"field 'GeneratedTokens' is '1_0'"),
+        ("2023-11-16 18:15:00,1,2.5", r"field 'GeneratedTokens' is '2\.5'"),
+        ("2023-11-16 18:15:00,1", r"a\.csv:2: 2 cells; expected 3, as in the header"),
+        ('2023-11-16 18:15:00,1,"2', r"a\.csv:2: not CSV"),
+    ],
+)
+def test_bad_azure_rows_are_refused(tmp_path, row, message):
+    with pytest.raises(TraceError, match=message):
+        read_azure(write(tmp_path, "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + row + "\n"))
+
+
+def test_mixed_offsets_are_refused(tmp_path):
+    with pytest.raises(TraceError, match=r"a\.csv:5: .*expected an offset in all rows or in none"):
+        read_azure(write(tmp_path, "a.csv", AZURE + "\n2023-11-17 00:00:00+00:00,1,1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"a\.csv: the file is empty"),
+        ("TIMESTAMP,ContextTokens\n", r"a\.csv:1: column 'GeneratedTokens' is missing; expected .*found TIMESTAMP"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", r"a\.csv: no requests"),
+    ],
+)
+def test_files_without_rows_are_refused(tmp_path, text, message):
+    with pytest.raises(TraceError, match=message):
+        read_azure(write(tmp_path, "a.csv", text))
+
+
+def test_absent_files_and_folders_are_refused(tmp_path):
+    with pytest.raises(TraceError, match=r"nowhere\.csv: does not exist; set trace\.path"):
+        read_azure(tmp_path / "nowhere.csv")
+    with pytest.raises(TraceError, match="is a folder; expected a file"):
+        read_azure(tmp_path)
+
+
+# --- compression ---
+
+
+def test_compressed_files_are_read(tmp_path):
+    plain = read_azure(write(tmp_path, "a.csv", AZURE))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(AZURE.encode()))
+    half = len(AZURE) // 2
+    frames = [zstandard.compress(part.encode()) for part in (AZURE[:half], AZURE[half:])]
+    (tmp_path / "a.csv.zst").write_bytes(b"".join(frames))
+    assert fingerprint(read_azure(tmp_path / "a.csv.gz")) == fingerprint(plain)
+    assert fingerprint(read_azure(tmp_path / "a.csv.zst")) == fingerprint(plain)
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.csv.zst"])
+def test_damaged_compression_is_refused(tmp_path, name):
+    text = AZURE + "".join(f"\n2023-11-17 00:00:0{i % 10},{i + 1},{i * i + 1}" for i in range(3000))
+    packed = (gzip.compress if name.endswith("gz") else zstandard.compress)(text.encode())
+    (tmp_path / name).write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(TraceError, match="damaged compressed file"):
+        read_azure(tmp_path / name)
+    (tmp_path / name).write_bytes(b"this is no archive at all")
+    with pytest.raises(TraceError, match="damaged compressed file"):
+        read_azure(tmp_path / name)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match=r"a\.csv:1: not UTF-8 text"):
+        read_azure(tmp_path / "a.csv")
+
+
+# --- BurstGPT ---
+
+
+def test_burstgpt_leaves_failed_requests_out(tmp_path):
+    rows = "5,ChatGPT,472,18,490,Conversation log\n45.5,ChatGPT,1087,0,1087,API log\n50,GPT-4,7,1,8,API log\n"
+    trace = read_burstgpt(write(tmp_path, "b.csv", BURST + rows))
+    assert shape(trace) == [(0, 472, 18), (45 * 10**9, 7, 1)]
+    assert trace.notes == ("1 failed requests (0 response tokens) were left out",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("nan,M,1,1,2,x\n", r"b\.csv:2: field 'Timestamp' is 'nan'; expected a finite number of seconds"),
+        ("inf,M,1,1,2,x\n", "field 'Timestamp' is 'inf'"),
+        ("-1,M,1,1,2,x\n", "field 'Timestamp' is '-1'"),
+        ("1,M,0,1,2,x\n", "field 'Request tokens' is '0'"),
+        ("1,M,1,-1,2,x\n", "field 'Response tokens' is '-1'"),
+        ("1,M,1,0,2,x\n", "1 rows, of which 1 are failed requests"),
+        ("", "no requests; 0 rows"),
+    ],
+)
+def test_bad_burstgpt_rows_are_refused(tmp_path, rows, message):
+    with pytest.raises(TraceError, match=message):
+        read_burstgpt(write(tmp_path, "b.csv", BURST + rows))
+
+
+# --- Mooncake and Bailian ---
+
+
+def mooncake(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def moon(at: int, length: int, ids: list, out: int = 3) -> dict:
+    return {"timestamp": at, "input_length": length, "output_length": out, "hash_ids": ids}
+
+
+def test_equal_hash_ids_are_equal_tokens(tmp_path):
+    text = mooncake(moon(1000, 1100, [4, 5, 6]), moon(1500, 1030, [4, 5, 7]), moon(1500, 512, [9]))
+    trace = read_mooncake(write(tmp_path, "m.jsonl", text))
+    assert shape(trace) == [(0, 1100, 3), (500_000_000, 1030, 3), (500_000_000, 512, 3)]
+    first, second, third = (materialize(row.prompt, 50000) for row in trace)
+    assert first[:1024] == second[:1024]
+    assert first[1024:1030] != second[1024:]
+    assert third[:512] != first[:512]
+
+
+def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
+    text = mooncake(*(moon(at, 5, [i]) for i, at in enumerate((0, 0, 0, 3000, 3000))))
+    file = write(tmp_path, "m.jsonl", text)
+    assert [row.arrival_ns // 10**6 for row in read_mooncake(file)] == [0, 0, 0, 3000, 3000]
+    spread = read_mooncake(file, spread_batches=True)
+    assert [row.arrival_ns // 10**6 for row in spread] == [0, 1000, 2000, 3000, 4500]
+    assert spread.notes == ("3 of 5 arrivals, batched in the file, were spread up to the next",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"timestamp": 0, "input_length": 5', r"m\.jsonl:1: not JSON: .*; expected one whole object on each line"),
+        ("[1]\n", r"m\.jsonl:1: found a JSON list; expected one object"),
+        ("\n\n", r"m\.jsonl: no requests"),
+        ('{"timestamp": 0}\n', r"m\.jsonl:1: field 'input_length' is missing; found timestamp"),
+        (mooncake(moon(0, 1024, [1])), r"field 'hash_ids' is 'a list of 1'; expected 2 ids, one for each block of 512"),
+        (mooncake(moon(0, 5, ["a"])), "field 'hash_ids' is 'a'; expected whole numbers"),
+        (mooncake(moon(-1, 5, [1])), "field 'timestamp' is -1; expected whole milliseconds"),
+        (mooncake(moon(0, 5, [1], 0)), "field 'output_length' is 0"),
+        (mooncake(moon(0, True, [1])), "field 'input_length' is True"),
+    ],
+)
+def test_bad_mooncake_rows_are_refused(tmp_path, text, message):
+    with pytest.raises(TraceError, match=message):
+        read_mooncake(write(tmp_path, "m.jsonl", text))
+
+
+def test_bailian_chats_become_sessions(tmp_path):
+    def chat(number, parent, at, length, ids):
+        fields = {"chat_id": number, "parent_chat_id": parent, "timestamp": at, "input_length": length}
+        return fields | {"output_length": 2, "type": "text", "turn": 1, "hash_ids": ids}
+
+    rows = (chat(10, -1, 100.25, 20, [1, 2]), chat(11, 10, 101.5, 40, [1, 3, 4]), chat(12, -1, 102, 35, [1, 3]))
+    trace = read_bailian(write(tmp_path, "q.jsonl", mooncake(*rows)))
+    assert [(row.session_id, row.turn, row.arrival_ns) for row in trace] == [
+        ("bailian-10", 0, 0),
+        ("bailian-10", 1, 1_250_000_000),
+        ("bailian-12", 0, 1_750_000_000),
+    ]
+    first, second, third = (materialize(row.prompt, 9999) for row in trace)
+    assert first[:16] == second[:16]
+    assert first[16:20] != second[16:20]
+    assert second[:32] == third[:32]
+    assert second[32:35] != third[32:]  # blocks rounded down: the rest is the request's own
+
+
+# --- ShareGPT ---
+
+
+def words(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
+    def said(*values):
+        return [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
+
+    chats = [
+        {"id": "a", "conversations": said("a bb", "ccc", "dddd", "eeeee")},
+        {"id": "b", "conversations": said("only a question")},
+        {"id": "c", "conversations": [{"from": "system", "value": "s"}, *said("x", "yy")]},
+    ]
+    file = write(tmp_path, "s.json", json.dumps(chats, indent=1))
+    trace = read_sharegpt(file, tokenizer=words)
+    prompts = [materialize(row.prompt, 9).tolist() for row in trace if row.session_id == "sharegpt-0"]
+    assert prompts == [[1, 2], [1, 2, 3, 4]]
+    assert [row.think_ns for row in trace if row.session_id == "sharegpt-0"] == [None, 0]
+    assert len(trace) == 3
+    assert trace.notes == ("1 conversations without a question and its answer were left out",)
+    assert len(read_sharegpt(file, tokenizer=words, max_turns=1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[{", r"s\.json:1: not JSON"),
+        ("{}", "found a JSON dict; expected a list of conversations"),
+        ("[]", "no requests; 0 conversations"),
+        ('[{"id": 1}]', r"conversation 1: field 'conversations' is None"),
+        ('[{"conversations": [{"from": "human"}]}]', "field 'conversations' is {'from': 'human'}; expected"),
+    ],
+)
+def test_bad_sharegpt_files_are_refused(tmp_path, text, message):
+    with pytest.raises(TraceError, match=message):
+        read_sharegpt(write(tmp_path, "s.json", text), tokenizer=words)
+
+
+def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):
+    with pytest.raises(TraceError, match=r"token counts are not guessed; set trace\.tokenizer"):
+        read_sharegpt(write(tmp_path, "s.json", "[]"))
+
+
+# --- the door to all of them ---
+
+
+def test_formats_are_found_by_name(tmp_path):
+    assert len(read_trace("azure", write(tmp_path, "a.csv", AZURE), limit=1)) == 1
+    with pytest.raises(TraceError, match="unknown trace format 'azzure'; choose one of azure, burstgpt"):
+        read_trace("azzure", tmp_path)
+    with pytest.raises(TraceError, match=r"trace\.limit is 0; it must be at least 1"):
+        read_trace("azure", tmp_path, limit=0)
+
+
+# --- the published files, where the user has them ---
+
+TRACES = os.environ.get("TESTBED_TRACES")
+
+
+def published(name: str) -> Path:
+    file = Path(TRACES or "") / name
+    if TRACES is None or not file.is_file():
+        pytest.skip(f"set TESTBED_TRACES to a folder with {name}")
+    return file
+
+
+def test_the_azure_file_of_2023_is_read_whole():
+    trace = read_azure(published("azure_llm_2023_conv.csv"))
+    assert len(trace) == 19_366
+    assert trace.rows[-1].arrival_ns == 3_501_721_937_000
+
+
+def test_the_mooncake_file_shares_as_much_as_its_ids():
+    trace = read_mooncake(published("mooncake_fast25_conversation.jsonl.gz"))
+    seen: set = set()
+    total = hits = 0
+    for row in trace:
+        for span in row.prompt:
+            total += span.length
+            hits += span.length if span in seen else 0
+            seen.add(span)
+    assert len(trace) == 12_031
+    assert hits / total == pytest.approx(0.37, abs=0.01)

@@ -70,6 +70,21 @@ class Backend(Protocol):
     def start(self, plan: BatchPlan) -> Work: ...
 
 
+class Estimator(Protocol):
+    """Prices for policies inside the core, in integer ns: the same object in both modes, named in the manifest."""
+
+    @property
+    def name(self) -> str: ...
+
+    def recompute_ns(self, start: int, num_tokens: int) -> int:
+        """Time to compute `num_tokens` tokens of one sequence from position `start`, in a batch of its own."""
+        ...
+
+    def swap_ns(self, num_blocks: int) -> int:
+        """Time to move this many KV blocks across the link, one way."""
+        ...
+
+
 class Recorder(Protocol):
     """Sees everything that happens in the loop, and changes nothing."""
 

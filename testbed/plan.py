@@ -45,6 +45,9 @@ class ScheduledSequence(NamedTuple):
     tokens: the `num_tokens` ids at positions start … start + num_tokens - 1. samples: whether one token is drawn from
     the logits of the last of them. forced: the drawn token is not fed back, the core already knows the next one.
     block_table: physical GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
+    num_samples: tokens to draw from these logits; more than one where a group's members part (the prompt of parallel
+    samples): the first continues this sequence, the others come back as `Outcome.forks`. group_id: the same for all
+    sequences of a request; the rows of a group's beams stand together, in their order, and are searched together.
     """
 
     seq_id: int
@@ -55,6 +58,8 @@ class ScheduledSequence(NamedTuple):
     forced: bool
     block_table: Seq[int]
     sampling: SamplingParams
+    num_samples: int = 1
+    group_id: int = 0
 
 
 class Preemption(NamedTuple):
@@ -144,7 +149,12 @@ class BatchPlan:
 
 
 class Outcome(NamedTuple):
-    """What a backend says of one sequence that was not forced. forks, dropped: beams (source seq_id, new tokens)."""
+    """What a backend says of one sequence that was not forced.
+
+    tokens: what it emits. forks: the first token of each new sequence that parts from it here: it shares all that was
+    known before, and differs from this token on. dropped: the sequence ends here and emits nothing (a beam that lost);
+    its forks, if any, live.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]

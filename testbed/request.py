@@ -13,6 +13,9 @@ class SamplingParams:
     """How tokens are drawn and when a sequence stops.
 
     temperature: 0 is greedy. max_tokens: None means up to the model's length. seed: None derives one from the run's.
+    n: sequences wanted. best_of: sequences drawn, of which the n most probable are returned (None: n). beam_width: 0 is
+    no beam search; otherwise the beams kept at each step, of which the n best are returned. length_penalty: exponent of
+    a beam's length, by which its summed log-probability is divided.
     """
 
     temperature: float = 0.0
@@ -20,8 +23,27 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences grow from the prompt at most."""
+        return self.beam_width or self.best_of or self.n
 
     def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RequestError(f"sampling.n is {self.n}; it must be at least 1")
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"sampling.best_of is {self.best_of}; it must be at least n ({self.n})")
+        if self.beam_width < 0 or 0 < self.beam_width < self.n:
+            raise RequestError(
+                f"sampling.beam_width is {self.beam_width}; it must be 0 (no beam search) or at least n ({self.n})"
+            )
+        if self.beam_width and self.best_of is not None:
+            raise RequestError("sampling.best_of and sampling.beam_width exclude each other; set one")
         if not self.temperature >= 0.0:
             raise RequestError(f"sampling.temperature is {self.temperature}; it must be 0 (greedy) or above")
         if self.max_tokens is not None and self.max_tokens < 1:

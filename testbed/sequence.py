@@ -67,8 +67,18 @@ class Sequence:
         self.token_limit = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
 
     @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and what was emitted."""
+        return len(self.tokens)
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that run together with this one, itself included, now or once the group's members have parted."""
+        return 1
 
     @property
     def is_prefilling(self) -> bool:

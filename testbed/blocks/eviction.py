@@ -9,12 +9,19 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Holds the cached blocks that nothing references. A user's own class with these methods plugs in by `_target_`."""
 
-    def add(self, block: int) -> None:
-        """The block lost its last reference just now. Blocks of one sequence come deepest first."""
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        """The block lost its last reference just now. Blocks of one sequence come deepest first.
+
+        depth: how many blocks of the same prefix stand before it. last_step: the step that last scheduled its sequence.
+        """
+        ...
+
+    def hit(self, block: int) -> None:
+        """A new sequence found the block's content; called whether or not something references it already."""
         ...
 
     def remove(self, block: int) -> None:
-        """The block was hit and is referenced again."""
+        """The block is referenced again."""
         ...
 
     def pop(self) -> int:
@@ -32,8 +39,11 @@ class LRU:
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, block: int) -> None:
+    def add(self, block: int, depth: int, last_step: int) -> None:
         self._blocks[block] = None
+
+    def hit(self, block: int) -> None:
+        """Recency is renewed when the block is released again."""
 
     def remove(self, block: int) -> None:
         del self._blocks[block]

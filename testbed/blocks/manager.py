@@ -213,7 +213,7 @@ class BlockManager:
                 if cached[block] is None:
                     self._pool.put_back(block)
                 else:
-                    self._evictable.add(block)
+                    self._evictable.add(block, 0, 0)
         seq.num_slots = 0
 
     def forget(self, seq: Sequence) -> None:

@@ -28,6 +28,14 @@ class WaitingQueue(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Sequence]: ...
 
+    # A class may also have any of these; they are looked for once, when the scheduler is built:
+    #   bind(context: PolicyContext)       gets the block manager to look hits up in, the length oracle, the seed
+    #   rank(seq, now_ns) -> Any           a sort key, also of running sequences: smaller is served first
+    #   served(seq, num_tokens, num_emitted, now_ns)  after each step, for each sequence that was in it
+    #   left(seq, now_ns)                  the sequence finished or was aborted, wherever it was
+    #   yields(running, now_ns) -> Sequence | None    which running sequence should make room for the head now
+    #   is_time_dependent: bool            whether the order changes by the mere passing of time (ageing, deadlines)
+
 
 class FCFS:
     """First come, first served; a preempted sequence goes back to the front."""

@@ -1,13 +1,28 @@
-"""Eviction policies: which cached, unreferenced block is given up first."""
+"""Eviction policies: which cached, unreferenced block is given up first.
+
+They know block ids, depths and steps, no contents and no sequences. A block's history (when it came, how often it was
+hit) is kept while it holds its content, that is until `pop`; memory stays within a few entries for each block of the
+pool. Every operation is O(1) or O(log n). Ties never depend on anything but the order of calls.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from testbed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from testbed.interfaces import Estimator
+    from testbed.policies.context import PolicyContext
 
 
 class EvictionPolicy(Protocol):
-    """Holds the cached blocks that nothing references. A user's own class with these methods plugs in by `_target_`."""
+    """Holds the cached blocks that nothing references. A user's own class with these methods plugs in by `_target_`.
+
+    It may have `bind(context: PolicyContext)`.
+    """
 
     def add(self, block: int, depth: int, last_step: int) -> None:
         """The block lost its last reference just now. Blocks of one sequence come deepest first.
@@ -29,6 +44,43 @@ class EvictionPolicy(Protocol):
         ...
 
     def __len__(self) -> int: ...
+
+
+Key = TypeVar("Key", bound=Any)  # anything that compares
+
+
+class _LazyHeap(Generic[Key]):
+    """Blocks by key, smallest first, then by id. What was removed stays in the heap until it surfaces or is swept."""
+
+    __slots__ = ("_entries", "_keys")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Key, int]] = []
+        self._keys: dict[int, Key] = {}  # of the blocks that are really there
+
+    def push(self, block: int, key: Key) -> None:
+        """Puts the block in, or gives it another key."""
+        self._keys[block] = key
+        heapq.heappush(self._entries, (key, block))
+        if len(self._entries) > 2 * len(self._keys) + 64:
+            self._entries = [(key, block) for block, key in self._keys.items()]
+            heapq.heapify(self._entries)
+
+    def remove(self, block: int) -> None:
+        del self._keys[block]
+
+    def pop(self) -> tuple[Key, int]:
+        while True:
+            key, block = heapq.heappop(self._entries)
+            if self._keys.get(block) == key:
+                del self._keys[block]
+                return key, block
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 class LRU:
@@ -53,3 +105,199 @@ class LRU:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+
+class LRUByLastStep:
+    """Least recently scheduled owner first, then the deepest block, then the smaller id (the evictor of vLLM 0.8.5 V0).
+
+    A last_step of -1 (never scheduled, or said to be the oldest, as blocks that were swapped out) goes before all.
+    Where the owner and the depth tie, vLLM goes by its content hash, which no other program can know; we by block id.
+    """
+
+    __slots__ = ("_heap",)
+
+    def __init__(self) -> None:
+        self._heap: _LazyHeap[tuple[int, int]] = _LazyHeap()  # last_step, -depth
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        self._heap.push(block, (last_step, -depth))
+
+    def hit(self, block: int) -> None:
+        """The new owner's steps count when it releases the block."""
+
+    def remove(self, block: int) -> None:
+        self._heap.remove(block)
+
+    def pop(self) -> int:
+        return self._heap.pop()[1]
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+class FIFO:
+    """First in, first out: by when the content was released for the first time, which no hit renews.
+
+    Blocks released together the first time go deepest first.
+    """
+
+    __slots__ = ("_arrivals", "_heap", "_num_arrivals")
+
+    def __init__(self) -> None:
+        self._heap: _LazyHeap[int] = _LazyHeap()
+        self._arrivals: dict[int, int] = {}  # block: how many contents came before its own
+        self._num_arrivals = 0
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        arrival = self._arrivals.get(block)
+        if arrival is None:
+            arrival = self._arrivals[block] = self._num_arrivals
+            self._num_arrivals += 1
+        self._heap.push(block, arrival)
+
+    def hit(self, block: int) -> None:
+        """Makes no block younger."""
+
+    def remove(self, block: int) -> None:
+        self._heap.remove(block)
+
+    def pop(self) -> int:
+        block = self._heap.pop()[1]
+        del self._arrivals[block]
+        return block
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+class LFU:
+    """Least frequently used: fewest hits first, then the least recently released, so the deepest of a release.
+
+    Without ageing: a block that was popular once may outlive its use (`CostAware` ages).
+    """
+
+    __slots__ = ("_heap", "_hits", "_num_releases", "_releases")
+
+    def __init__(self) -> None:
+        self._heap: _LazyHeap[tuple[int, int]] = _LazyHeap()  # hits, release
+        self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
+        self._releases: dict[int, int] = {}  # block: its last release, counted over all blocks
+        self._num_releases = 0
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        self._releases[block] = self._num_releases
+        self._num_releases += 1
+        self._push(block)
+
+    def hit(self, block: int) -> None:
+        self._hits[block] = self._hits.get(block, 0) + 1
+        if block in self._heap:
+            self._push(block)
+
+    def remove(self, block: int) -> None:
+        self._heap.remove(block)
+
+    def pop(self) -> int:
+        block = self._heap.pop()[1]
+        self._hits.pop(block, None)
+        return block
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def _push(self, block: int) -> None:
+        self._heap.push(block, (self._hits.get(block, 0), self._releases[block]))
+
+
+class CostAware:
+    """Gives up the block that costs least to compute again, weighted by its hits and aged (GreedyDual-Size-Frequency).
+
+        priority = inflation + (1 + hits) x cost of the block; the least goes first, and its priority is the inflation
+        from then on: what was dear but is no longer used falls behind (Cherkasova 1998; all blocks are of one size)
+
+    The cost is the estimator's time for the block's tokens behind their context, in ns; without an estimator it is
+    token_cost + context_cost x context for each token, which is how the work of dense layers and of attention grows.
+    By the defaults 8,192 tokens of context double a token's work; in a dense model it is about 6 x the hidden size.
+
+    A block without the blocks before it is lost, so a block is worth at least as much as the deeper neighbour that was
+    released just before it; ties go in order of release, that is deepest first. Raises ConfigError on bad costs.
+    """
+
+    __slots__ = (
+        "_block_size",
+        "_context_cost",
+        "_costs",
+        "_estimator",
+        "_heap",
+        "_hits",
+        "_inflation",
+        "_neighbour",
+        "_num_releases",
+        "_released",
+        "_token_cost",
+    )
+
+    def __init__(self, token_cost: int = 8192, context_cost: int = 1) -> None:
+        for name, value, least in (("token_cost", token_cost, 1), ("context_cost", context_cost, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"cache.eviction.{name} is {value!r}; it must be a whole number, at least {least}")
+        self._token_cost = token_cost
+        self._context_cost = context_cost
+        self._block_size = 0
+        self._estimator: Estimator | None = None
+        self._costs: list[int] = []  # by depth
+        self._heap: _LazyHeap[tuple[int, int]] = _LazyHeap()  # priority, release
+        self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
+        self._released: dict[int, tuple[int, int, int]] = {}  # block: depth, least worth, release
+        self._inflation = 0
+        self._neighbour = (-1, 0)  # depth and worth of the block released just before
+        self._num_releases = 0
+
+    def bind(self, context: PolicyContext) -> None:
+        self._block_size = context.blocks.block_size
+        self._estimator = context.estimator
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        next_depth, next_worth = self._neighbour
+        least_worth = next_worth if next_depth == depth + 1 else 0
+        self._released[block] = (depth, least_worth, self._num_releases)
+        self._num_releases += 1
+        self._neighbour = (depth, self._push(block))
+
+    def hit(self, block: int) -> None:
+        self._hits[block] = self._hits.get(block, 0) + 1
+        self._neighbour = (-1, 0)
+        if block in self._heap:
+            self._push(block)
+
+    def remove(self, block: int) -> None:
+        self._heap.remove(block)
+        self._neighbour = (-1, 0)
+
+    def pop(self) -> int:
+        (self._inflation, _), block = self._heap.pop()
+        self._hits.pop(block, None)
+        self._neighbour = (-1, 0)
+        return block
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def _push(self, block: int) -> int:
+        """Puts the block in by what it is worth now, and returns that."""
+        depth, least_worth, release = self._released[block]
+        worth = max(least_worth, (1 + self._hits.get(block, 0)) * self._cost(depth))
+        self._heap.push(block, (self._inflation + worth, release))
+        return worth
+
+    def _cost(self, depth: int) -> int:
+        """What computing the block at this depth again costs; asked of the estimator once for each depth."""
+        size, costs = self._block_size, self._costs
+        assert size, "bind comes first"
+        while len(costs) <= depth:
+            context = len(costs) * size
+            if self._estimator is None:
+                costs.append(size * (self._token_cost + self._context_cost * context))
+            else:
+                costs.append(self._estimator.recompute_ns(context, size))
+        return costs[depth]

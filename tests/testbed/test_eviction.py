@@ -1,0 +1,294 @@
+"""Eviction: each policy by hand, and all of them against a list that is searched from end to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.blocks.eviction import FIFO, LFU, LRU, CostAware, EvictionPolicy, LRUByLastStep
+from testbed.errors import ConfigError
+
+BLOCK_SIZE = 16
+
+
+class PricePerDepth:
+    """An estimator by which a block at depth d costs d + 1; counts how often it is asked."""
+
+    name = "test"
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def recompute_ns(self, start: int, num_tokens: int) -> int:
+        assert num_tokens == BLOCK_SIZE
+        self.num_calls += 1
+        return start // BLOCK_SIZE + 1
+
+    def swap_ns(self, num_blocks: int) -> int:
+        raise AssertionError("eviction moves nothing")
+
+
+def bound(policy: Any, estimator: PricePerDepth | None = None) -> Any:
+    if hasattr(policy, "bind"):
+        policy.bind(SimpleNamespace(blocks=SimpleNamespace(block_size=BLOCK_SIZE), estimator=estimator))
+    return policy
+
+
+def release(policy: EvictionPolicy, *blocks: int, depth: int = 0, last_step: int = 0) -> None:
+    """Blocks of one prefix, given from its first one (at `depth`) on."""
+    for offset in reversed(range(len(blocks))):
+        policy.add(blocks[offset], depth + offset, last_step)
+
+
+def drain(policy: EvictionPolicy) -> list[int]:
+    return [policy.pop() for _ in range(len(policy))]
+
+
+EVERY = {
+    "lru": LRU,
+    "lru_by_last_step": LRUByLastStep,
+    "fifo": FIFO,
+    "lfu": LFU,
+    "cost_aware": lambda: bound(CostAware()),
+    "cost_aware_priced": lambda: bound(CostAware(), PricePerDepth()),
+}
+
+
+# --- what they share ---
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_blocks_released_together_go_deepest_first(name: str) -> None:
+    policy = EVERY[name]()
+    release(policy, 4, 9, 2, 7)
+    assert drain(policy) == [7, 2, 9, 4]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_block_that_is_referenced_again_is_no_victim(name: str) -> None:
+    policy = EVERY[name]()
+    release(policy, 1, 2, 3)
+    policy.remove(3)
+    assert len(policy) == 2
+    assert drain(policy) == [2, 1]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_memory_is_bounded_by_the_blocks_whatever_comes_and_goes(name: str) -> None:
+    policy: Any = EVERY[name]()
+    for step in range(3000):
+        release(policy, 0, 1, 2, last_step=step)
+        policy.hit(1)
+        for block in (0, 1, 2):
+            policy.remove(block)
+    heap = getattr(policy, "_heap", None)
+    assert heap is None or len(heap._entries) <= 2 * 3 + 64 + 1
+
+
+# --- each by hand ---
+
+
+def test_lru_goes_by_release_and_ignores_steps() -> None:
+    policy = LRU()
+    release(policy, 1, 2, last_step=9)
+    release(policy, 3, last_step=5)
+    policy.remove(2)
+    policy.add(2, 1, 9)
+    assert drain(policy) == [1, 3, 2]
+
+
+def test_lru_by_last_step_goes_by_owner_then_depth_then_id() -> None:
+    policy = LRUByLastStep()
+    release(policy, 10, 11, 12, last_step=7)
+    release(policy, 20, 21, last_step=3)
+    policy.add(5, 1, 3)
+    policy.add(30, 0, -1)  # never scheduled
+    assert drain(policy) == [30, 5, 21, 20, 12, 11, 10]
+
+
+def test_lru_by_last_step_forgets_the_step_of_an_earlier_release() -> None:
+    policy = LRUByLastStep()
+    policy.add(1, 0, 2)
+    policy.remove(1)
+    policy.add(1, 0, 8)
+    policy.add(2, 0, 5)
+    assert drain(policy) == [2, 1]
+
+
+def test_fifo_goes_by_the_first_release_of_the_content() -> None:
+    policy = FIFO()
+    release(policy, 1)
+    release(policy, 2)
+    policy.hit(1)
+    policy.remove(1)
+    release(policy, 3)
+    release(policy, 1)  # not renewed
+    assert policy.pop() == 1
+    release(policy, 1)  # another content
+    assert drain(policy) == [2, 3, 1]
+
+
+def test_lfu_goes_by_hits_then_by_release() -> None:
+    policy = LFU()
+    policy.hit(1)  # while its first owner still runs
+    release(policy, 1)
+    release(policy, 2)
+    release(policy, 3)
+    policy.hit(2)
+    policy.hit(2)
+    assert drain(policy) == [3, 1, 2]
+
+
+def test_lfu_counts_anew_once_the_content_is_gone() -> None:
+    policy = LFU()
+    policy.hit(1)
+    release(policy, 1)
+    assert policy.pop() == 1
+    release(policy, 1)
+    release(policy, 2)
+    assert drain(policy) == [1, 2]
+
+
+def test_a_deep_block_costs_more_than_a_shallow_one_of_another_prefix() -> None:
+    policy = bound(CostAware(token_cost=32, context_cost=1))
+    policy.add(1, 4, 0)  # 16 x (32 + 64) = 1,536
+    policy.add(2, 1, 0)  # 16 x (32 + 16) = 768
+    policy.add(3, 6, 0)  # 16 x (32 + 96) = 2,048
+    assert drain(policy) == [2, 1, 3]
+
+
+def test_a_hit_doubles_what_a_block_is_worth() -> None:
+    policy = bound(CostAware(), PricePerDepth())
+    policy.add(1, 3, 0)  # 4, twice that with its hit
+    policy.add(2, 6, 0)  # 7
+    policy.hit(1)
+    assert drain(policy) == [2, 1]
+
+
+def test_a_prefix_is_worth_what_hangs_on_it() -> None:
+    policy = bound(CostAware(), PricePerDepth())
+    release(policy, 1, 2, 3)  # all worth 3, the worth of the deepest
+    policy.add(4, 1, 0)  # 2
+    assert drain(policy) == [4, 3, 2, 1]
+
+
+def test_a_block_that_was_dear_but_is_not_used_leaves_in_the_end() -> None:
+    policy = bound(CostAware(), PricePerDepth())
+    policy.add(0, 9, 0)  # 10
+    for block in range(1, 20):  # cheap ones come and go: 5, 10 (a tie, and younger) …
+        policy.add(block, 4, 0)
+        victim = policy.pop()
+        if victim == 0:
+            break
+    assert (victim, block) == (0, 2)
+
+
+def test_the_estimator_is_asked_once_for_each_depth() -> None:
+    prices = PricePerDepth()
+    policy = bound(CostAware(), prices)
+    for _ in range(3):
+        release(policy, 1, 2, 3)
+        drain(policy)
+    assert prices.num_calls == 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("token_cost", 0), ("context_cost", -1), ("token_cost", 1.5)])
+def test_bad_costs_are_refused_by_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"cache\.eviction\.{name} is {value}; it must be .* at least"):
+        CostAware(**{name: value})
+
+
+# --- all of them against a naive model ---
+
+
+@dataclass
+class Naive:
+    """What a policy should do, told in the plainest way: facts of each block, and a minimum over all of them."""
+
+    name: str
+    free: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # block: depth, last_step, release, floor, priority
+    hits: dict[int, int] = field(default_factory=dict)
+    firsts: dict[int, int] = field(default_factory=dict)
+    clock: int = 0
+    inflation: int = 0
+    neighbour: tuple[int, int] | None = None  # depth and worth of the block released by the call before
+
+    def worth(self, block: int, depth: int, floor: int) -> int:
+        cost = depth + 1 if self.name.endswith("priced") else BLOCK_SIZE * (8192 + depth * BLOCK_SIZE)
+        return max(floor, (1 + self.hits.get(block, 0)) * cost)
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        self.clock += 1
+        self.firsts.setdefault(block, self.clock)
+        floor = self.neighbour[1] if self.neighbour and self.neighbour[0] == depth + 1 else 0
+        worth = self.worth(block, depth, floor)
+        self.free[block] = (depth, last_step, self.clock, floor, self.inflation + worth)
+        self.neighbour = (depth, worth)
+
+    def hit(self, block: int) -> None:
+        self.neighbour = None
+        self.hits[block] = self.hits.get(block, 0) + 1
+        if block in self.free:
+            depth, last_step, released, floor, _ = self.free[block]
+            self.free[block] = (depth, last_step, released, floor, self.inflation + self.worth(block, depth, floor))
+
+    def remove(self, block: int) -> None:
+        self.neighbour = None
+        del self.free[block]
+
+    def key(self, block: int) -> tuple[int, ...]:
+        depth, last_step, released, _, priority = self.free[block]
+        return {
+            "lru": (released,),
+            "lru_by_last_step": (last_step, -depth, block),
+            "fifo": (self.firsts[block],),
+            "lfu": (self.hits.get(block, 0), released),
+        }.get(self.name, (priority, released))
+
+    def pop(self) -> int:
+        self.neighbour = None
+        block = min(self.free, key=self.key)
+        self.inflation = self.free.pop(block)[4]
+        self.hits.pop(block, None)
+        del self.firsts[block]
+        return block
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "chain", "remove", "hit", "pop"]),
+        st.integers(0, 11),
+        st.integers(0, 5),
+        st.integers(-1, 3),
+    ),
+    max_size=200,
+)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@given(calls=CALLS)
+def test_a_policy_evicts_what_a_search_over_all_blocks_would(name: str, calls: list[tuple[str, int, int, int]]) -> None:
+    policy, naive = EVERY[name](), Naive(name)
+    for call, block, depth, step in calls:
+        if call == "add" and block not in naive.free:
+            policy.add(block, depth, step)
+            naive.add(block, depth, step)
+        elif call == "chain":  # a whole prefix, as a sequence that ends releases it
+            blocks = [item for item in range(block, block + depth) if item not in naive.free]
+            release(policy, *blocks, last_step=step)
+            release(naive, *blocks, last_step=step)  # type: ignore[arg-type]
+        elif call == "remove" and block in naive.free:
+            policy.remove(block)
+            naive.remove(block)
+        elif call == "hit":
+            policy.hit(block)
+            naive.hit(block)
+        elif call == "pop" and naive.free:
+            assert policy.pop() == naive.pop()
+        assert len(policy) == len(naive.free)
+    assert drain(policy) == [naive.pop() for _ in range(len(naive.free))]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from real.attention.interface import AttentionSpec
 from real.attention.registry import choose_attention
+from real.beams import BeamSearch, Candidates, best_continuations, is_beam
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
 from real.device import Placement, Stopwatch, describe_device, resolve_device, resolve_dtype, stopwatch
@@ -17,21 +19,34 @@ from real.loader import load_weights
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.profiling import Limits, fitting_num_blocks, warm_up
-from real.runner import ModelRunner
-from real.sampler import sample
+from real.runner import ModelRunner, StepInputs
+from real.sampler import draw, draws_of, sample
 from testbed.errors import ConfigError, DeviceError
 from testbed.plan import BatchPlan, Outcome, ScheduledSequence, Spans
 from testbed.specs import ModelSpec
+
+
+class Drawn(NamedTuple):
+    """What a step's logits gave, on the device."""
+
+    token_ids: Tensor  # int64 [num_samples + further draws]: the first token of each row that samples, then the others
+    beams: Candidates | None
 
 
 class RealWork:
     """A plan that was launched. `wait` may be called once."""
 
     def __init__(
-        self, sampled: list[ScheduledSequence], token_ids: Tensor | None, clock: Stopwatch, prepare_ns: int
+        self,
+        sampled: list[ScheduledSequence],
+        drawn: Drawn | None,
+        beam_search: BeamSearch,
+        clock: Stopwatch,
+        prepare_ns: int,
     ) -> None:
         self._sampled = sampled
-        self._token_ids = token_ids  # int64 [num_samples], on the device
+        self._drawn = drawn
+        self._beam_search = beam_search
         self._clock = clock
         self._prepare_ns = prepare_ns
 
@@ -39,10 +54,20 @@ class RealWork:
         """Blocks until the device is done: outcomes of the rows that were not forced (None: there are none), times."""
         swap_ns, forward_ns, sample_ns = self._clock.finish()
         spans = Spans(prepare_ns=self._prepare_ns, swap_ns=swap_ns, forward_ns=forward_ns, sample_ns=sample_ns)
-        if self._token_ids is None or all(row.forced for row in self._sampled):
+        if self._drawn is None or all(row.forced for row in self._sampled):
             return None, spans
-        drawn = zip(self._sampled, self._token_ids.tolist(), strict=True)
-        return tuple(Outcome(row.seq_id, (token,)) for row, token in drawn if not row.forced), spans
+        return self._outcomes(self._drawn), spans
+
+    def _outcomes(self, drawn: Drawn) -> tuple[Outcome, ...]:
+        """One for each row that samples and is not forced, in the order of the rows."""
+        draws = draws_of(self._sampled, drawn.token_ids.tolist())
+        beams = [row for row in self._sampled if is_beam(row)]
+        found = iter(self._beam_search.advance(beams, drawn.beams) if drawn.beams is not None else [])
+        return tuple(
+            next(found) if is_beam(row) else Outcome(row.seq_id, tokens[:1], forks=tokens[1:])
+            for row, tokens in zip(self._sampled, draws, strict=True)
+            if not row.forced
+        )
 
 
 class RealBackend:
@@ -103,6 +128,7 @@ class RealBackend:
             num_cpu_blocks=self.num_cpu_blocks,
         )
         self._device = placement.device
+        self._beam_search = BeamSearch(spec.eos_token_id)
         warm_up(self.runner, self.cache, placement, limits)
 
     @torch.inference_mode()
@@ -120,9 +146,17 @@ class RealBackend:
         logits = self.runner.logits(inputs, self.cache.gpu) if inputs is not None else None
         clock.mark()
         sampled = [row for row in rows if row.samples]
-        token_ids = sample(logits, inputs.sampling) if sampled and inputs is not None and logits is not None else None
+        drawn = _draw(logits, inputs) if sampled and inputs is not None and logits is not None else None
         clock.mark()
-        return RealWork(sampled, token_ids, clock, prepare_ns)
+        return RealWork(sampled, drawn, self._beam_search, clock, prepare_ns)
+
+
+def _draw(logits: Tensor, inputs: StepInputs) -> Drawn:
+    """Launches all that chooses tokens. logits: float32 [num_samples, vocab]."""
+    token_ids = sample(logits, inputs.sampling)
+    if inputs.further is not None:
+        token_ids = torch.cat([token_ids, draw(logits, inputs.further)])
+    return Drawn(token_ids, None if inputs.beams is None else best_continuations(logits, inputs.beams))
 
 
 def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: int) -> tuple[CausalLM, str]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionProvider
+from real.beams import BeamInputs, beam_inputs
 from real.device import Placement
 from real.models.interface import CausalLM
-from real.sampler import SamplingInputs, sampling_inputs
+from real.sampler import SamplingInputs, further_inputs, sampling_inputs
 from testbed.errors import RequestError
 from testbed.plan import ScheduledSequence
 
@@ -24,7 +25,9 @@ class StepInputs(NamedTuple):
     positions: Tensor  # int64 [num_tokens]
     attention: AttentionMetadata
     sample_tokens: Tensor  # int64 [num_samples], where the last tokens of the rows that sample lie
-    sampling: SamplingInputs | None
+    sampling: SamplingInputs | None  # the random ones among the rows' first draws
+    further: SamplingInputs | None = None  # the random draws after the first, where samples of one prompt part
+    beams: BeamInputs | None = None
 
 
 class ModelRunner:
@@ -64,6 +67,7 @@ class ModelRunner:
         block_tables = self._block_tables(rows, context_lens)  # [num_rows, max_blocks]
         blocks, offsets = positions // self._block_size, positions % self._block_size
         slots = block_tables[row_of_token, blocks].astype(np.int64) * self._block_size + offsets
+        sampled = [row for row in rows if row.samples]
         samples = np.array([row.samples for row in rows])
         metadata = AttentionMetadata(
             query_lens=tuple(query_lens.tolist()),
@@ -74,15 +78,15 @@ class ModelRunner:
             slot_mapping=self._send(slots),
             block_tables=self._send(block_tables),
         )
-        sampling = sampling_inputs([row for row in rows if row.samples], self._seed)
-        if sampling is not None:
-            sampling = SamplingInputs(*(self._send_tensor(tensor) for tensor in sampling))
+        beams = beam_inputs(sampled)
         return StepInputs(
             self._send(token_ids),
             self._send(positions),
             metadata,
             self._send(query_starts[1:][samples] - 1),
-            sampling,
+            self._send_draws(sampling_inputs(sampled, self._seed)),
+            self._send_draws(further_inputs(sampled, self._seed)),
+            None if beams is None else beams._replace(rows=self._send_tensor(beams.rows)),
         )
 
     def logits(self, inputs: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
@@ -109,6 +113,9 @@ class ModelRunner:
                         f"sequence {row.seq_id} has token id {token} at position {row.start + offset}; "
                         f"the model's vocabulary has {self._vocab_size} tokens, from 0 on"
                     )
+
+    def _send_draws(self, draws: SamplingInputs | None) -> SamplingInputs | None:
+        return None if draws is None else SamplingInputs(*(self._send_tensor(tensor) for tensor in draws))
 
     def _send(self, array: np.ndarray) -> Tensor:
         return self._send_tensor(torch.from_numpy(array))

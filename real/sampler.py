@@ -1,9 +1,12 @@
-"""Draws one token for each row that samples: greedy, or from the softmax at a temperature.
+"""Draws tokens for each row that samples: greedy, or from the softmax at a temperature.
 
 Random rows use the exponential race: with E_i ~ Exp(1), argmin E_i / p_i is distributed as p. Taken in logarithms it is
 argmax (logit_i / temperature - log E_i): no normalisation, no cumulative sum, no wait for the device. The noise is a
-hash of (request seed, position, token id), so a row's draw depends neither on the rest of the batch nor on how often
-the row was computed, and is the same on every device.
+hash of (request seed, position, member of the group, token id), so a row's draw depends neither on the rest of the
+batch nor on how often the row was computed, and is the same on every device.
+
+Where the samples of one prompt part, a row draws several times from the same logits. The first draws are made together
+with those of all other rows; the further ones are a batch of their own, which most steps do not have.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ SEEDED, UNSEEDED = 1, 2  # keep the streams of given seeds and of derived ones a
 
 
 class SamplingInputs(NamedTuple):
-    """The random rows among those that sample; None when all are greedy."""
+    """Random draws."""
 
-    rows: Tensor  # int64 [n], indices into the rows that sample
+    rows: Tensor  # int64 [n], the row of each, as an index into the rows that sample
     temperatures: Tensor  # float32 [n]
     keys: Tensor  # int64 [n], one hash key for each draw
 
@@ -42,39 +45,89 @@ def mix(*values: int) -> int:
     return state
 
 
-def draw_key(row: ScheduledSequence, run_seed: int) -> int:
-    """The key of a row's draw, as a signed 64-bit integer. The position drawn is the one after the row's last token."""
-    seed = row.sampling.seed
+def draw_key(row: ScheduledSequence, run_seed: int, index: int = 0) -> int:
+    """The key of a row's draw, as a signed 64-bit integer. The position drawn is the one after the row's last token.
+
+    index: which of the row's `num_samples` draws. A seeded request draws the same in every run, whatever the ids of its
+    sequences; so what tells its samples apart is the member, counted from the group's first sequence (whose id is
+    the group's). The sequence that starts with draw j is member j if the core numbers a group's sequences in a row.
+    """
+    sampling = row.sampling
     position = row.start + row.num_tokens
-    key = mix(UNSEEDED, run_seed, row.seq_id, position) if seed is None else mix(SEEDED, seed, position)
-    return signed(key)
+    if sampling.seed is None:
+        return signed(mix(UNSEEDED, run_seed, row.seq_id, position, *([index] if index else [])))
+    member = index + (row.seq_id - row.group_id if sampling.num_seqs > 1 else 0)
+    return signed(mix(SEEDED, sampling.seed, position, *([member] if member else [])))
+
+
+def is_random(row: ScheduledSequence) -> bool:
+    return row.sampling.temperature > 0.0 and not row.sampling.beam_width
 
 
 def sampling_inputs(rows: Sequence[ScheduledSequence], run_seed: int) -> SamplingInputs | None:
-    """Host tensors for the rows that sample, in their order; None when all are greedy."""
-    drawn = [(index, row) for index, row in enumerate(rows) if row.sampling.temperature > 0.0]
-    if not drawn:
+    """The first draw of each row that samples, on the host, in their order; None when all are greedy."""
+    return _inputs([(number, row, 0) for number, row in enumerate(rows) if is_random(row)], run_seed)
+
+
+def further_inputs(rows: Sequence[ScheduledSequence], run_seed: int) -> SamplingInputs | None:
+    """The draws after the first of rows that draw several times, row after row; None when there are none."""
+    return _inputs(
+        [
+            (number, row, index)
+            for number, row in enumerate(rows)
+            if row.num_samples > 1 and is_random(row)
+            for index in range(1, row.num_samples)
+        ],
+        run_seed,
+    )
+
+
+def _inputs(draws: list[tuple[int, ScheduledSequence, int]], run_seed: int) -> SamplingInputs | None:
+    if not draws:
         return None
     return SamplingInputs(
-        torch.tensor([index for index, _ in drawn]),
-        torch.tensor([row.sampling.temperature for _, row in drawn], dtype=torch.float32),
-        torch.tensor([draw_key(row, run_seed) for _, row in drawn]),
+        torch.tensor([number for number, _, _ in draws]),
+        torch.tensor([row.sampling.temperature for _, row, _ in draws], dtype=torch.float32),
+        torch.tensor([draw_key(row, run_seed, index) for _, row, index in draws]),
     )
 
 
 def sample(logits: Tensor, inputs: SamplingInputs | None) -> Tensor:
-    """Logits float32 [num_rows, vocab] -> token ids int64 [num_rows]."""
+    """Logits float32 [num_rows, vocab] -> the first token of each row, ids int64 [num_rows]."""
     token_ids = logits.argmax(dim=-1)
-    if inputs is None:
-        return token_ids
+    if inputs is not None:
+        token_ids[inputs.rows] = draw(logits, inputs)
+    return token_ids
+
+
+def draw(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Logits float32 [num_rows, vocab] -> the token of each random draw, ids int64 [n]."""
     size = max(1, MAX_NOISE_ELEMENTS // logits.shape[-1])
+    token_ids = []
     for rows, temperatures, keys in zip(*(torch.split(tensor, size) for tensor in inputs), strict=True):
         chosen = logits[rows]  # [at most size, vocab]
         chosen -= chosen.amax(dim=-1, keepdim=True)  # a tiny temperature then gives 0 and -inf, never inf
         chosen /= temperatures.clamp(min=1e-30)[:, None]
         chosen -= log_exponential(keys, logits.shape[-1])
-        token_ids[rows] = chosen.argmax(dim=-1)
-    return token_ids
+        token_ids.append(chosen.argmax(dim=-1))
+    return torch.cat(token_ids)
+
+
+def draws_of(rows: Sequence[ScheduledSequence], token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """The `num_samples` tokens of each row, from what `sample` and then, behind it, `draw` gave."""
+    drawn: list[tuple[int, ...]] = []
+    taken = len(rows)
+    for row, first in zip(rows, token_ids, strict=False):
+        num_further = row.num_samples - 1
+        if not num_further or row.sampling.beam_width:
+            drawn.append((first,))
+        elif is_random(row):
+            drawn.append((first, *token_ids[taken : taken + num_further]))
+            taken += num_further
+        else:
+            drawn.append((first,) * row.num_samples)
+    assert taken == len(token_ids), "every draw belongs to a row"
+    return drawn
 
 
 def log_exponential(keys: Tensor, vocab_size: int) -> Tensor:

@@ -1,0 +1,111 @@
+"""Oracles: opinions about output lengths (SPEC P7). The only place in the policies that may see the true length."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from itertools import pairwise
+from statistics import NormalDist
+
+from xxhash import xxh64_intdigest
+
+from testbed.errors import ConfigError
+from testbed.policies.context import PolicyContext
+from testbed.sequence import Sequence
+
+_STANDARD_NORMAL = NormalDist()
+
+
+class NoOracle:
+    """Knows nothing."""
+
+    def predict(self, seq: Sequence) -> int | None:
+        return None
+
+
+class Perfect:
+    """The true output length: of the forced output, else as many as the request allows, within the model's length.
+
+    A request that is not forced may stop earlier by itself; nobody can know that beforehand.
+    """
+
+    def __init__(self) -> None:
+        self._max_model_len: int | None = None
+
+    def bind(self, context: PolicyContext) -> None:
+        self._max_model_len = context.limits.max_model_len
+
+    def predict(self, seq: Sequence) -> int:
+        assert self._max_model_len is not None, "bind comes before the first prediction"
+        request = seq.request
+        wanted = request.sampling.max_tokens if request.forced_output is None else len(request.forced_output)
+        limit = max(1, self._max_model_len - seq.num_prompt_tokens)
+        return limit if wanted is None else min(wanted, limit)
+
+
+class Noisy:
+    """The true length times a log-normal factor of median 1, rounded, at least 1.
+
+    sigma: standard deviation of the factor's logarithm; 0 is no noise. The factor is drawn once for each request by a
+    hash of seed and request id, whoever asks and however often. seed: None takes the run's.
+    """
+
+    def __init__(self, sigma: float = 0.5, seed: int | None = None) -> None:
+        if not (isinstance(sigma, int | float) and math.isfinite(sigma) and sigma >= 0):
+            raise ConfigError(f"scheduler.oracle.sigma is {sigma!r}; it must be a finite number of at least 0")
+        if seed is not None and (not isinstance(seed, int) or seed < 0):
+            raise ConfigError(f"scheduler.oracle.seed is {seed!r}; it must be a whole number of at least 0, or null")
+        self._sigma = sigma
+        self._own_seed = seed
+        self._seed = seed
+        self._truth = Perfect()
+
+    def bind(self, context: PolicyContext) -> None:
+        self._truth.bind(context)
+        self._seed = context.seed if self._own_seed is None else self._own_seed
+
+    def predict(self, seq: Sequence) -> int:
+        digest = xxh64_intdigest(f"oracle/{self._seed}/{seq.request.request_id}".encode())
+        uniform = ((digest >> 12) + 0.5) / 2**52  # 52 bits and a half: exact, and never 0 or 1
+        factor = math.exp(self._sigma * _STANDARD_NORMAL.inv_cdf(uniform))
+        return max(1, round(self._truth.predict(seq) * factor))
+
+
+class Binned:
+    """The true length rounded up to the edge of its bin.
+
+    edges: inclusive upper edges; what is longer falls into the last bin. Without them: first, first * ratio, ...
+    """
+
+    def __init__(self, edges: Seq[int] | None = None, first: int = 16, ratio: int = 2) -> None:
+        if edges is not None and not _rises(edges):
+            raise ConfigError(
+                f"scheduler.oracle.edges is {list(edges)}; give rising whole numbers, the first at least 1"
+            )
+        for name, value, least in (("first", first, 1), ("ratio", ratio, 2)):
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"scheduler.oracle.{name} is {value!r}; it must be a whole number of at least {least}"
+                )
+        self._edges = None if edges is None else list(edges)
+        self._first = first
+        self._ratio = ratio
+        self._truth = Perfect()
+
+    def bind(self, context: PolicyContext) -> None:
+        self._truth.bind(context)
+
+    def predict(self, seq: Sequence) -> int:
+        length = self._truth.predict(seq)
+        if self._edges is not None:
+            return self._edges[min(bisect_left(self._edges, length), len(self._edges) - 1)]
+        edge = self._first
+        while edge < length:
+            edge *= self._ratio
+        return edge
+
+
+def _rises(edges: Seq[int]) -> bool:
+    """Whether these are whole numbers, at least one, each above the one before, which starts at 0."""
+    return bool(edges) and all(isinstance(edge, int) for edge in edges) and all(a < b for a, b in pairwise([0, *edges]))

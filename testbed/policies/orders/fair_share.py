@@ -1,0 +1,135 @@
+"""Fair share between tenants: the virtual token counter of Sheng et al., "Fairness in Serving LLMs" (OSDI 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from testbed.policies.orders.checks import whole
+from testbed.policies.orders.heap import LazyHeap, Rank
+from testbed.policies.orders.meter import PromptMeter
+from testbed.policies.queue_order import FCFS
+from testbed.sequence import Sequence
+
+
+class VirtualTokenCounter:
+    """Serves the waiting tenant with the smallest counter; first come, first served inside a tenant.
+
+    A tenant's counter grows by `input_weight` for each prompt token that is computed, and by `output_weight` for each
+    token that is emitted; cached and recomputed tokens are free. Requests without a tenant share one.
+
+    As in the paper, a prompt is charged when it is admitted (`remove`), so that one step does not admit from one
+    tenant alone; what it turns out not to cost (cached, preempted, aborted) is given back. A tenant that queues again
+    starts from the smallest counter among the queued ones or, if none is, from that of the tenant that left last:
+    idling earns nothing. Two tenants that always have requests waiting are then at most
+    2 * max(input_weight * longest prompt, output_weight * tokens in a batch) apart (theorem 4.4).
+
+    Costs: push, remove, served O(1), and O(log tenants) amortised in `head` for each tenant whose counter moved.
+    Iteration is by tenant. Memory: one number for each tenant ever seen.
+    """
+
+    is_time_dependent = False
+
+    def __init__(self, input_weight: int = 1, output_weight: int = 2) -> None:
+        self._input_weight = whole("input_weight", input_weight, 0)
+        self._output_weight = whole("output_weight", output_weight, 0)
+        self._counters: dict[str, int] = {}
+        self._queues: dict[str, FCFS] = {}  # never an empty one
+        self._tenants: LazyHeap[str, str] = LazyHeap()  # those that queue, by counter; see `_moved`
+        self._moved: dict[str, None] = {}  # tenants whose place in the heap is to be renewed
+        self._last_tenant = ""  # the last that left the queue; before that all counters are 0
+        self._meter = PromptMeter()
+        self._advanced: dict[str, int] = {}  # prompt tokens charged but not computed yet, by running request
+        self._num_waiting = 0
+
+    def counter(self, tenant: str) -> int:
+        return self._counters.get(tenant, 0)
+
+    def push(self, seq: Sequence) -> None:
+        self._queue_of(_tenant(seq)).push(seq)
+        self._num_waiting += 1
+
+    def push_preempted(self, seq: Sequence) -> None:
+        self._refund(seq)
+        tenant = _tenant(seq)
+        self._queue_of(tenant).push_preempted(seq)
+        self._moved[tenant] = None  # it has another head
+        self._num_waiting += 1
+
+    def head(self, now_ns: int) -> Sequence | None:
+        self._renew()
+        tenant = self._tenants.first()
+        return None if tenant is None else self._queues[tenant].head(now_ns)
+
+    def remove(self, seq: Sequence) -> None:
+        """The sequence is admitted, or ended (`left` follows)."""
+        tenant = _tenant(seq)
+        queue = self._queues[tenant]
+        queue.remove(seq)
+        self._num_waiting -= 1
+        if not queue:
+            del self._queues[tenant]
+            if tenant in self._tenants:
+                self._tenants.remove(tenant)
+            self._last_tenant = tenant
+        advanced = self._advanced[seq.request.request_id] = self._meter.missing(seq)
+        self._charge(tenant, self._input_weight * advanced)
+
+    def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
+        """After the step: `seq.num_computed_tokens` counts it already."""
+        cost = self._output_weight * num_emitted
+        advanced = self._advanced.get(seq.request.request_id, 0)
+        if advanced:
+            num_new = self._meter.count(seq, num_tokens)
+            missing = self._advanced[seq.request.request_id] = self._meter.missing(seq)
+            cost += self._input_weight * (num_new + missing - advanced)
+        if cost:
+            self._charge(_tenant(seq), cost)
+
+    def left(self, seq: Sequence, now_ns: int) -> None:
+        self._refund(seq)
+        self._meter.forget(seq)
+
+    def rank(self, seq: Sequence, now_ns: int) -> Rank:
+        return self.counter(_tenant(seq)), seq.seq_id
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def _queue_of(self, tenant: str) -> FCFS:
+        """The tenant's queue; where it has none, a new one, and its counter is lifted."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            self._renew()
+            rank = self._tenants.first_rank()
+            least = rank[0] if rank is not None else self.counter(self._last_tenant)
+            self._counters[tenant] = max(self.counter(tenant), least)
+            queue = self._queues[tenant] = FCFS()
+            self._moved[tenant] = None
+        return queue
+
+    def _renew(self) -> None:
+        for tenant in self._moved:
+            queue = self._queues.get(tenant)
+            if queue is not None:
+                head = queue.head(0)
+                assert head is not None
+                self._tenants.put(tenant, (self._counters[tenant], head.seq_id), tenant)
+        self._moved.clear()
+
+    def _charge(self, tenant: str, cost: int) -> None:
+        self._counters[tenant] = self.counter(tenant) + cost
+        self._moved[tenant] = None
+
+    def _refund(self, seq: Sequence) -> None:
+        """Gives back what was charged for prompt tokens that will not be computed, or not now."""
+        advanced = self._advanced.pop(seq.request.request_id, 0)
+        if advanced:
+            self._charge(_tenant(seq), -self._input_weight * advanced)
+
+
+def _tenant(seq: Sequence) -> str:
+    return seq.request.tenant or ""

@@ -1,0 +1,127 @@
+"""Multi-level feedback queue with skip-join, after FastServe (Wu et al. 2023), counted in tokens instead of time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+from testbed.policies.orders.checks import not_negative, whole
+from testbed.policies.orders.heap import LazyHeap, Rank
+from testbed.policies.orders.keyed import NS_PER_S
+from testbed.policies.orders.meter import PromptMeter
+from testbed.sequence import Sequence
+
+
+class MultiLevelFeedbackQueue:
+    """Sequences by level, in order of arrival inside a level: what has been served little goes first, length unknown.
+
+    Service is `input_weight` for each prompt token computed and `output_weight` for each token emitted; recomputation
+    is no service. Level i has a quantum of `quantum` * `ratio`^i. Rules:
+
+    - skip-join: a new sequence joins the first level whose quantum covers its prompt (else the last level);
+    - demotion: a sequence that has used its level's quantum goes one level down and starts on a new one;
+    - promotion: one that has waited `promote_after_s` since it was last served (or arrived) goes to the top; the rest
+      of its prompt is then no service, or it would be demoted before its first token. None: never;
+    - a running sequence gives place to a head of a higher level (`yields`), the youngest of the lowest level first.
+
+    Costs: push, remove O(log n), head O(1) and O(log n) for each promotion, amortised; served O(1). Iteration is in
+    the order served, without the promotions that are due.
+    """
+
+    is_time_dependent = True
+
+    def __init__(
+        self,
+        num_levels: int = 8,
+        quantum: int = 512,
+        ratio: int = 2,
+        input_weight: int = 1,
+        output_weight: int = 16,
+        promote_after_s: float | None = 3.0,
+    ) -> None:
+        self._input_weight = whole("input_weight", input_weight, 0)
+        self._output_weight = whole("output_weight", output_weight, 1)
+        whole("quantum", quantum, 1)
+        whole("ratio", ratio, 2)
+        self._quanta = [quantum * ratio**level for level in range(whole("num_levels", num_levels, 1))]
+        self._promote_after_ns: int | None = None
+        if promote_after_s is not None:
+            self._promote_after_ns = round(not_negative("promote_after_s", promote_after_s) * NS_PER_S)
+        # by request, so that the sequences of one request share its level and its quantum
+        self._levels: dict[str, int] = {}
+        self._used: dict[str, int] = {}  # service since it entered its level; not there: 0
+        self._served_ns: dict[str, int] = {}  # when last; not there: never
+        self._meter = PromptMeter()
+        self._heap: LazyHeap[int, Sequence] = LazyHeap()
+        self._starving: LazyHeap[int, Sequence] = LazyHeap()  # those below the top, by when they were served last
+
+    def level(self, seq: Sequence) -> int:
+        """0 is the top. A request that is not known yet joins."""
+        request_id = seq.request.request_id
+        if request_id not in self._levels:
+            need = self._input_weight * seq.num_prompt_tokens
+            self._levels[request_id] = min(bisect_left(self._quanta, need), len(self._quanta) - 1)
+        return self._levels[request_id]
+
+    def push(self, seq: Sequence) -> None:
+        level = self.level(seq)
+        self._heap.put(seq.seq_id, (level, seq.seq_id), seq)
+        if level and self._promote_after_ns is not None:
+            since_ns = self._served_ns.get(seq.request.request_id, seq.request.arrival_ns)
+            self._starving.put(seq.seq_id, (since_ns, seq.seq_id), seq)
+
+    def push_preempted(self, seq: Sequence) -> None:
+        self.push(seq)
+
+    def head(self, now_ns: int) -> Sequence | None:
+        self._promote(now_ns)
+        return self._heap.first()
+
+    def remove(self, seq: Sequence) -> None:
+        self._heap.remove(seq.seq_id)
+        if seq.seq_id in self._starving:
+            self._starving.remove(seq.seq_id)
+
+    def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
+        """After the step: `seq.num_computed_tokens` counts it already."""
+        request_id, level = seq.request.request_id, self.level(seq)
+        service = self._input_weight * self._meter.count(seq, num_tokens) + self._output_weight * num_emitted
+        used = self._used.get(request_id, 0) + service
+        if used >= self._quanta[level]:
+            self._levels[request_id] = min(level + 1, len(self._quanta) - 1)
+            used = 0
+        self._used[request_id] = used
+        self._served_ns[request_id] = now_ns
+
+    def left(self, seq: Sequence, now_ns: int) -> None:
+        for known in (self._levels, self._used, self._served_ns):
+            known.pop(seq.request.request_id, None)
+        self._meter.forget(seq)
+
+    def rank(self, seq: Sequence, now_ns: int) -> Rank:
+        return self.level(seq), seq.seq_id
+
+    def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
+        head = self.head(now_ns)
+        last = max(running, key=lambda seq: self.rank(seq, now_ns), default=None)
+        if head is None or last is None or self.level(last) <= self.level(head):
+            return None
+        return last
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._heap)
+
+    def _promote(self, now_ns: int) -> None:
+        while (oldest := self._starving.first_rank()) is not None:
+            assert self._promote_after_ns is not None
+            if oldest[0] + self._promote_after_ns > now_ns:
+                return
+            seq = self._starving.first()
+            assert seq is not None
+            self._starving.remove(seq.seq_id)
+            self._levels[seq.request.request_id] = 0
+            self._used[seq.request.request_id] = -self._input_weight * self._meter.missing(seq)
+            self._heap.put(seq.seq_id, (0, seq.seq_id), seq)

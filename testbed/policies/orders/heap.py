@@ -1,0 +1,68 @@
+"""A heap whose elements can be moved and taken out. Owns the lazy deletion; knows no sequences and no policies."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+Rank = tuple[int, ...]  # smaller is served first; integers only, so that it is the same on every machine
+
+Name = TypeVar("Name", bound=Hashable)
+Item = TypeVar("Item")
+
+MIN_STALE = 64  # below so many stale entries, compacting costs more than it saves
+
+
+class LazyHeap(Generic[Name, Item]):
+    """Items by rank, each under a name; equal ranks in the order of their `put`.
+
+    put, remove: O(log n) amortised; first: O(1) amortised. What is removed or moved stays in the heap as a stale entry
+    until it comes to the top or until more than half of the heap is stale: memory is bounded by twice the items.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Name, tuple[Rank, int, Name, Item]] = {}
+        self._heap: list[tuple[Rank, int, Name, Item]] = []
+        self._num_puts = 0
+
+    def put(self, name: Name, rank: Rank, item: Item) -> None:
+        """Adds the item, or moves the one of this name to a new rank."""
+        self._num_puts += 1  # unique, so that neither names nor items are ever compared
+        entry = (rank, self._num_puts, name, item)
+        self._entries[name] = entry
+        heappush(self._heap, entry)
+        self._compact()
+
+    def remove(self, name: Name) -> None:
+        """Raises KeyError for a name that is not there."""
+        del self._entries[name]
+        self._compact()
+
+    def first(self) -> Item | None:
+        self._settle()
+        return self._heap[0][3] if self._heap else None
+
+    def first_rank(self) -> Rank | None:
+        self._settle()
+        return self._heap[0][0] if self._heap else None
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Item]:
+        """By rank; O(n log n)."""
+        return (entry[3] for entry in sorted(self._entries.values(), key=lambda entry: entry[:2]))
+
+    def _settle(self) -> None:
+        heap, entries = self._heap, self._entries
+        while heap and entries.get(heap[0][2]) is not heap[0]:
+            heappop(heap)
+
+    def _compact(self) -> None:
+        if len(self._heap) > 2 * len(self._entries) + MIN_STALE:
+            self._heap = list(self._entries.values())
+            heapify(self._heap)

@@ -1,0 +1,92 @@
+"""Queue orders by the size of a job: shortest and longest first, by prompt or by what an oracle says of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from testbed.errors import ConfigError
+from testbed.policies.context import LengthOracle, PolicyContext
+from testbed.policies.oracle import NoOracle
+from testbed.policies.orders.checks import one_of
+from testbed.policies.orders.heap import Rank
+from testbed.policies.orders.keyed import KeyedQueue
+from testbed.sequence import Sequence
+
+
+class JobSize:
+    """Sizes of jobs in tokens, by one of `MEASURES`.
+
+    The oracle gives a sequence's output length. Where it has no opinion of one sequence, the longest that the model
+    allows is taken; an oracle that never has one is refused when bound.
+    """
+
+    def __init__(self, by: str) -> None:
+        self._by = one_of("by", by, MEASURES)
+        self._measure = MEASURES[by]
+        self._oracle: LengthOracle | None = None
+        self._max_model_len = 0
+
+    def bind(self, context: PolicyContext) -> None:
+        """Raises ConfigError if the measure needs an oracle and there is none."""
+        if self._by != "prompt" and isinstance(context.oracle, NoOracle):
+            raise ConfigError(
+                f"scheduler.queue_order.by is {self._by!r}, but scheduler.oracle is 'none'; "
+                "choose perfect, noisy or binned, or by: prompt"
+            )
+        self._oracle = context.oracle
+        self._max_model_len = context.limits.max_model_len
+
+    def tokens(self, seq: Sequence) -> int:
+        return self._measure(self, seq)
+
+    def prompt(self, seq: Sequence) -> int:
+        return seq.num_prompt_tokens
+
+    def output(self, seq: Sequence) -> int:
+        assert self._oracle is not None, "bind comes before the first push"
+        predicted = self._oracle.predict(seq)
+        return max(1, self._max_model_len - seq.num_prompt_tokens) if predicted is None else predicted
+
+    def total(self, seq: Sequence) -> int:
+        return seq.num_prompt_tokens + self.output(seq)
+
+    def remaining(self, seq: Sequence) -> int:
+        """Tokens to emit (at least one: a prediction can be too low) and known tokens to compute; no cache hits."""
+        return max(1, self.output(seq) - seq.num_output_tokens) + seq.num_tokens - seq.num_computed_tokens
+
+
+MEASURES: dict[str, Callable[[JobSize, Sequence], int]] = {
+    "prompt": JobSize.prompt,
+    "output": JobSize.output,
+    "total": JobSize.total,
+    "remaining": JobSize.remaining,
+}
+
+
+def shortest_job(by: str = "prompt", preemptive: bool = False) -> KeyedQueue:
+    """Shortest job first, then order of arrival. by: see `MEASURES`; all but `prompt` need an oracle."""
+    size = JobSize(by)
+
+    def key(seq: Sequence) -> Rank:
+        return size.tokens(seq), seq.seq_id
+
+    return KeyedQueue(key, bind=size.bind, preemptive=preemptive)
+
+
+def shortest_remaining(preemptive: bool = False) -> KeyedQueue:
+    """Shortest remaining processing time first, in tokens.
+
+    preemptive: the running sequence with the most left gives place to a head with less. It cannot take its place back
+    at once: preempted by recompute, all of its known tokens are to be computed again.
+    """
+    return shortest_job("remaining", preemptive)
+
+
+def longest_job(by: str = "prompt") -> KeyedQueue:
+    """Longest job first, then order of arrival. by: see `MEASURES`; all but `prompt` need an oracle."""
+    size = JobSize(by)
+
+    def key(seq: Sequence) -> Rank:
+        return -size.tokens(seq), seq.seq_id
+
+    return KeyedQueue(key, bind=size.bind)

@@ -1,0 +1,126 @@
+"""Queue orders by a key that does not change while a sequence waits: one queue, and its keys as small functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
+
+from xxhash import xxh64_intdigest
+
+from testbed.policies.context import PolicyContext
+from testbed.policies.orders.checks import not_negative, whole
+from testbed.policies.orders.heap import LazyHeap, Rank
+from testbed.sequence import Sequence
+
+NS_PER_S = 1_000_000_000
+NO_DEADLINE = 1 << 63  # ns; later than any
+
+
+class KeyedQueue:
+    """The waiting sequences by a key; a preempted one re-enters by its key too, as in vLLM V1's priority queue.
+
+    key: the sort key of a sequence, waiting or running; ends with what makes it unique. It is asked for once when the
+    sequence enters. bind: gets the policy context before the first key is asked for. preemptive: a running sequence
+    gives place to the head if the first number of its key is larger; the rest of a key only breaks ties.
+    Costs: push, remove O(log n), head O(1), all amortised; iteration, in the order served, O(n log n).
+    """
+
+    is_time_dependent = False
+
+    def __init__(
+        self,
+        key: Callable[[Sequence], Rank],
+        bind: Callable[[PolicyContext], None] | None = None,
+        preemptive: bool = False,
+    ) -> None:
+        self._key = key
+        self._bind = bind
+        self._preemptive = preemptive
+        self._heap: LazyHeap[int, Sequence] = LazyHeap()
+
+    def bind(self, context: PolicyContext) -> None:
+        if self._bind is not None:
+            self._bind(context)
+
+    def push(self, seq: Sequence) -> None:
+        self._heap.put(seq.seq_id, self._key(seq), seq)
+
+    def push_preempted(self, seq: Sequence) -> None:
+        self.push(seq)
+
+    def head(self, now_ns: int) -> Sequence | None:
+        return self._heap.first()
+
+    def remove(self, seq: Sequence) -> None:
+        self._heap.remove(seq.seq_id)
+
+    def rank(self, seq: Sequence, now_ns: int) -> Rank:
+        return self._key(seq)
+
+    def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
+        """The running sequence that would be served last, if the head goes strictly before it."""
+        rank = self._heap.first_rank() if self._preemptive else None
+        if rank is None:
+            return None
+        last = max(running, key=self._key, default=None)
+        return last if last is not None and self._key(last)[0] > rank[0] else None
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._heap)
+
+
+def lcfs() -> KeyedQueue:
+    """Last come, first served."""
+    return KeyedQueue(lambda seq: (-seq.seq_id,))
+
+
+def random_order(seed: int | None = None) -> KeyedQueue:
+    """A random order that stays: each sequence draws its place once. seed: None takes the run's."""
+    draw = _Draw(seed)
+    return KeyedQueue(draw.key, bind=draw.bind)
+
+
+class _Draw:
+    """xxh64 of seed and sequence id: an order without a generator's state, the same however the calls interleave."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._own_seed = None if seed is None else whole("seed", seed, 0)
+        self._seed = self._own_seed
+
+    def bind(self, context: PolicyContext) -> None:
+        self._seed = context.seed if self._own_seed is None else self._own_seed
+
+    def key(self, seq: Sequence) -> Rank:
+        assert self._seed is not None, "bind comes before the first push"
+        return xxh64_intdigest(f"queue_order/{self._seed}/{seq.seq_id}".encode()), seq.seq_id
+
+
+def priority(ageing_per_s: float = 0.0, preemptive: bool = False) -> KeyedQueue:
+    """Lowest `request.priority` first, then earliest arrival (vLLM V1's rule).
+
+    ageing_per_s: by how much a second since arrival lowers a priority. All age alike, so that the order of two never
+    changes and is a static key: priority * 10^9 + ageing_per_s * arrival_ns, in exact integers. With ageing above 0,
+    nothing starves: whoever arrives (p - q) / ageing_per_s seconds after a request of priority p goes behind it, if
+    its own priority is q or higher. preemptive: with ageing, what yields is what has the larger aged priority.
+    """
+    ageing = Fraction(str(not_negative("ageing_per_s", ageing_per_s)))  # as it is written: 0.1 is a tenth
+    per_level, per_ns = NS_PER_S * ageing.denominator, ageing.numerator
+
+    def key(seq: Sequence) -> Rank:
+        request = seq.request
+        return request.priority * per_level + request.arrival_ns * per_ns, request.arrival_ns, seq.seq_id
+
+    return KeyedQueue(key, preemptive=preemptive)
+
+
+def earliest_deadline(preemptive: bool = False) -> KeyedQueue:
+    """Earliest `request.deadline_ns` first, then earliest arrival; requests without a deadline come last."""
+    return KeyedQueue(_by_deadline, preemptive=preemptive)
+
+
+def _by_deadline(seq: Sequence) -> Rank:
+    request = seq.request
+    return NO_DEADLINE if request.deadline_ns is None else request.deadline_ns, request.arrival_ns, seq.seq_id

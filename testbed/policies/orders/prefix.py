@@ -1,0 +1,117 @@
+"""Queue orders by shared prefixes, after SGLang's `lpm` and `dfs-weight` (managers/schedule_policy.py)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from xxhash import xxh64_intdigest
+
+from testbed.blocks.manager import BlockManager
+from testbed.policies.context import PolicyContext
+from testbed.policies.orders.checks import one_of, whole
+from testbed.policies.orders.window import WindowedQueue
+from testbed.sequence import Sequence
+
+TREES = ("waiting", "cached")
+LEAF = -1  # a depth: these sequences end at the node
+
+
+def longest_prefix(max_waiting: int = 128, max_cached_tokens: int = 32, duplicate_tokens: int = 32) -> WindowedQueue:
+    """Longest cached prefix first, then order of arrival; first come, first served if more than `max_waiting` wait.
+
+    A duplicate goes behind all others for this step: a sequence of which at most `max_cached_tokens` tokens are cached
+    and whose first `duplicate_tokens` tokens are those of one placed before it, which will have computed them by the
+    next step. duplicate_tokens 0: never. SGLang keeps ties in the order of the last step; here they are by arrival.
+    """
+    return WindowedQueue(LongestPrefix(max_cached_tokens, duplicate_tokens), max_waiting)
+
+
+def depth_first(max_waiting: int = 128, tree: str = "waiting") -> WindowedQueue:
+    """Depth first through a tree of prefixes, children with more waiting sequences first, a node's own ones last.
+
+    tree: `waiting`, the prefixes that the waiting sequences have in common, whole blocks each, cached or not (the
+    order of SGLang's paper, which is optimal if all requests are known); `cached`, only what is cached now (SGLang's
+    `dfs-weight`: without a hit, order of arrival). Equal weights: the subtree of the oldest sequence first.
+    First come, first served if more than `max_waiting` wait; SGLang has no such limit here.
+    """
+    return WindowedQueue(DepthFirst(one_of("tree", tree, TREES)), max_waiting)
+
+
+class LongestPrefix:
+    """The arrangement of `longest_prefix`. One cache lookup for each waiting sequence."""
+
+    def __init__(self, max_cached_tokens: int, duplicate_tokens: int) -> None:
+        self._max_cached_tokens = whole("max_cached_tokens", max_cached_tokens, 0)
+        self._duplicate_tokens = whole("duplicate_tokens", duplicate_tokens, 0)
+        self._blocks: BlockManager | None = None
+
+    def bind(self, context: PolicyContext) -> None:
+        self._blocks = context.blocks
+
+    def arrange(self, waiting: list[Sequence]) -> list[Sequence]:
+        assert self._blocks is not None, "bind comes before the first head"
+        ranked: list[tuple[int, int, Sequence]] = []
+        deferred: list[Sequence] = []
+        beginnings: set[tuple[str, tuple[int, ...]]] = set()  # only ever asked, never walked
+        for seq in waiting:
+            num_cached = self._blocks.lookup(seq).num_tokens
+            if num_cached <= self._max_cached_tokens and 0 < self._duplicate_tokens <= seq.num_tokens:
+                # two sequences have so many tokens in common just if these are equal: no tree is needed to tell
+                beginning = seq.request.cache_salt, tuple(seq.tokens[: self._duplicate_tokens])
+                if beginning in beginnings:
+                    deferred.append(seq)
+                    continue
+                beginnings.add(beginning)
+            ranked.append((-num_cached, seq.seq_id, seq))
+        ranked.sort()  # ids differ: sequences are never compared
+        return [seq for _, _, seq in ranked] + deferred
+
+
+class DepthFirst:
+    """The arrangement of `depth_first`. A sequence's path is a list in which equal numbers mean equal prefixes."""
+
+    def __init__(self, tree: str) -> None:
+        self._tree = tree
+        self._blocks: BlockManager | None = None
+        self._paths: dict[int, list[int]] = {}
+
+    def bind(self, context: PolicyContext) -> None:
+        self._blocks = context.blocks
+
+    def arrange(self, waiting: list[Sequence]) -> list[Sequence]:
+        self._paths = {seq.seq_id: self._path(seq) for seq in waiting}
+        ordered: list[Sequence] = []
+        subtrees = [(sorted(waiting, key=lambda seq: seq.seq_id), 0)]  # still to be walked, the next one last
+        while subtrees:
+            seqs, depth = subtrees.pop()
+            if len(seqs) == 1 or depth == LEAF:
+                ordered += seqs
+                continue
+            own: list[Sequence] = []
+            children: dict[int, list[Sequence]] = {}
+            for seq in seqs:
+                path = self._paths[seq.seq_id]
+                (children.setdefault(path[depth], []) if len(path) > depth else own).append(seq)
+            subtrees.append((own, LEAF))
+            lightest_first = sorted(children.values(), key=lambda child: (len(child), -child[0].seq_id))
+            subtrees += [(child, self._branching(child, depth + 1)) for child in lightest_first]
+        return ordered
+
+    def _branching(self, seqs: list[Sequence], depth: int) -> int:
+        """The first depth at which the paths, equal up to `depth`, part or one of them ends."""
+        paths = [self._paths[seq.seq_id] for seq in seqs]
+        first = paths[0]
+        depths = range(depth, min(map(len, paths)))
+        return depth + bisect_left(depths, True, key=lambda at: any(path[at] != first[at] for path in paths))
+
+    def _path(self, seq: Sequence) -> list[int]:
+        assert self._blocks is not None, "bind comes before the first head"
+        if self._tree == "cached":
+            return self._blocks.lookup(seq).blocks
+        size = self._blocks.block_size
+        path = self._paths.get(seq.seq_id, [])  # known tokens are only ever added
+        key = path[-1] if path else xxh64_intdigest(seq.request.cache_salt.encode())
+        for start in range(len(path) * size, seq.num_tokens - size + 1, size):
+            key = xxh64_intdigest(seq.tokens[start : start + size].tobytes(), seed=key)
+            path.append(key)
+        return path

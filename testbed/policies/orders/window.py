@@ -1,0 +1,78 @@
+"""A queue that is arranged as a whole once a step while it is short, and is first come, first served otherwise."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+from testbed.policies.context import PolicyContext
+from testbed.policies.orders.checks import whole
+from testbed.policies.queue_order import FCFS
+from testbed.sequence import Sequence
+
+
+class Arrangement(Protocol):
+    """An order of all waiting sequences at one instant."""
+
+    def bind(self, context: PolicyContext) -> None: ...
+
+    def arrange(self, waiting: list[Sequence]) -> list[Sequence]:
+        """The sequences, given first come, first served, in the order in which to serve them."""
+        ...
+
+
+class WindowedQueue:
+    """Sequences as an arrangement puts them, if at most `max_waiting` wait; first come, first served if more do.
+
+    Which of the two it is, and the order, is settled by the first `head` of a step and then kept: admissions take
+    from it, nothing is looked up again. Steps are told apart by their instants; a sequence that enters counts as one.
+    Costs: one arrangement of at most `max_waiting` sequences a step; push, remove, head O(1) beside it; iteration is
+    first come, first served. There is no rank: what is cached of a running sequence says nothing of its place.
+    """
+
+    is_time_dependent = False
+
+    def __init__(self, arrangement: Arrangement, max_waiting: int) -> None:
+        self._arrangement = arrangement
+        self._max_waiting = whole("max_waiting", max_waiting, 0)
+        self._waiting = FCFS()
+        self._order: OrderedDict[int, Sequence] | None = None  # None: first come, first served
+        self._arranged_ns: int | None = None  # None: to be arranged
+
+    def bind(self, context: PolicyContext) -> None:
+        self._arrangement.bind(context)
+
+    def push(self, seq: Sequence) -> None:
+        self._waiting.push(seq)
+        self._arranged_ns = None
+
+    def push_preempted(self, seq: Sequence) -> None:
+        self._waiting.push_preempted(seq)
+        self._arranged_ns = None
+
+    def head(self, now_ns: int) -> Sequence | None:
+        if self._arranged_ns != now_ns:
+            self._arrange()
+            self._arranged_ns = now_ns
+        if self._order is None:
+            return self._waiting.head(now_ns)
+        return next(iter(self._order.values()), None)
+
+    def remove(self, seq: Sequence) -> None:
+        self._waiting.remove(seq)
+        if self._order is not None:
+            self._order.pop(seq.seq_id, None)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def _arrange(self) -> None:
+        if len(self._waiting) > self._max_waiting:
+            self._order = None
+        else:
+            order = self._arrangement.arrange(list(self._waiting))
+            self._order = OrderedDict((seq.seq_id, seq) for seq in order)

@@ -1,0 +1,452 @@
+"""Admission policies: worked-out numbers, and that what each promises holds while a small paged pool is run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.errors import ConfigError
+from testbed.policies.admission import (
+    All,
+    FuturePeak,
+    MaxRunningRequests,
+    MaxRunningTokens,
+    MaxUtilization,
+    NoEvict,
+    Watermark,
+    final_num_tokens,
+)
+from testbed.policies.oracle import NoOracle
+
+LIMITS = SimpleNamespace(max_model_len=512)
+
+
+@dataclass(eq=False)
+class Seq:
+    """What a policy may read of a sequence, settable. A group's first member lists all of them in `members`."""
+
+    seq_id: int
+    num_prompt_tokens: int
+    max_tokens: int | None = 4
+    num_output_tokens: int = 0
+    num_slots: int = 0
+    num_seqs: int = 1
+    members: list[Seq] = field(default_factory=list)
+    request_id: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def together(self) -> list[Seq]:
+        return self.members or [self]
+
+    @property
+    def request(self) -> Any:
+        return SimpleNamespace(
+            request_id=self.request_id or str(self.seq_id), sampling=SimpleNamespace(max_tokens=self.max_tokens)
+        )
+
+
+@dataclass
+class Blocks:
+    """What a policy may ask of the block manager."""
+
+    num_gpu_blocks: int
+    block_size: int = 4
+    num_free_blocks: int = 0
+    lookahead_slots: int = 0
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    hits: dict[int, int] = field(default_factory=dict)  # cached blocks of a waiting sequence
+    num_unreferenced: int = 0
+
+    def table(self, seq_id: int) -> list[int]:
+        return self.tables[seq_id]
+
+    def lookup(self, seq: Seq) -> Any:
+        num_blocks = self.hits.get(seq.seq_id, 0)
+        return SimpleNamespace(blocks=[0] * num_blocks, num_unreferenced=self.num_unreferenced)
+
+
+class Says:
+    """An oracle that gives the same answer to every question about a sequence."""
+
+    def __init__(self, lengths: dict[int, int]) -> None:
+        self.lengths = lengths
+
+    def predict(self, seq: Seq) -> int | None:
+        return self.lengths.get(seq.seq_id)
+
+
+def bound(policy: Any, blocks: Blocks, oracle: Any = None) -> Any:
+    policy.bind(SimpleNamespace(blocks=blocks, limits=LIMITS, oracle=oracle or NoOracle(), estimator=None, seed=0))
+    return policy
+
+
+# --- what they share ---
+
+EVERY = {
+    "watermark": Watermark,
+    "no_evict": NoEvict,
+    "max_utilization": MaxUtilization,
+    "future_peak": FuturePeak,
+    "max_running_tokens": lambda: MaxRunningTokens(1),
+    "max_running_requests": lambda: MaxRunningRequests(1),
+    "all": lambda: All([NoEvict(), FuturePeak()]),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_whatever_the_pool_has_room_for_may_run_alone(name: str, num_seqs: int) -> None:
+    """It declares more than the pool holds, yet may end sooner; refused, it would be ended as ignored."""
+    policy = EVERY[name]()
+    if hasattr(policy, "bind"):
+        bound(policy, Blocks(num_gpu_blocks=10, num_free_blocks=10))
+    assert policy.allows(Seq(0, 36, max_tokens=400, num_seqs=num_seqs), [])
+
+
+# --- how long a sequence is taken to be ---
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "predicted", "emitted", "expected"),
+    [
+        (8, None, 0, 18),  # as declared
+        (8, 5, 0, 15),  # the oracle's word counts
+        (8, 9, 0, 19),  # also above what is declared: a forced output may be longer
+        (None, None, 0, 512),  # nothing is known: the model's length
+        (9999, None, 0, 512),
+        (None, 9999, 0, 512),
+        (8, 5, 7, 18),  # it has outlived the prediction: at least one more token
+    ],
+)
+def test_the_expected_length(max_tokens: int | None, predicted: int | None, emitted: int, expected: int) -> None:
+    seq: Any = Seq(0, 10, max_tokens, num_output_tokens=emitted)
+    oracle: Any = Says({} if predicted is None else {0: predicted})
+    assert final_num_tokens(seq, LIMITS, oracle) == expected  # type: ignore[arg-type]
+
+
+def test_one_token_is_always_emitted_even_at_the_models_length() -> None:
+    seq: Any = Seq(0, 512)
+    assert final_num_tokens(seq, LIMITS, None) == 513  # type: ignore[arg-type]
+
+
+# --- no_evict ---
+
+
+@pytest.mark.parametrize(("max_tokens", "is_allowed"), [(20, True), (21, False)])
+def test_no_evict_reserves_what_running_sequences_still_lack(max_tokens: int, is_allowed: bool) -> None:
+    """10 blocks of 4. The running one ends with 15 slots, 4 blocks, of which it has 2: of 8 free, 6 are left."""
+    policy = bound(NoEvict(), Blocks(num_gpu_blocks=10, num_free_blocks=8))
+    running = Seq(0, 8, max_tokens=8, num_slots=8)
+    assert policy.allows(Seq(1, 5, max_tokens=max_tokens), [running]) is is_allowed  # 24 slots, or 25
+
+
+@pytest.mark.parametrize(("num_unreferenced", "is_allowed"), [(0, True), (1, False)])
+def test_no_evict_needs_no_block_twice_that_a_running_sequence_holds(num_unreferenced: int, is_allowed: bool) -> None:
+    """A cached block that nobody references is one of the free ones: taking it costs a block as well."""
+    blocks = Blocks(num_gpu_blocks=10, num_free_blocks=8, hits={1: 1}, num_unreferenced=num_unreferenced)
+    running = Seq(0, 8, max_tokens=8, num_slots=8)
+    assert bound(NoEvict(), blocks).allows(Seq(1, 5, max_tokens=21), [running]) is is_allowed
+
+
+def test_no_evict_by_the_oracle_reserves_less() -> None:
+    blocks, running = Blocks(num_gpu_blocks=10, num_free_blocks=8), Seq(0, 8, max_tokens=8, num_slots=8)
+    candidate = Seq(1, 5, max_tokens=400)
+    assert not bound(NoEvict(), blocks, Says({1: 20})).allows(candidate, [running])
+    assert bound(NoEvict(reserve="oracle"), blocks, Says({1: 20})).allows(candidate, [running])
+
+
+@pytest.mark.parametrize(("num_free", "is_allowed"), [(7, True), (6, False)])
+def test_no_evict_reserves_for_every_member_of_a_group(num_free: int, is_allowed: bool) -> None:
+    """6 + 4 tokens make 9 slots: 3 blocks, of which the prompt's one full block is shared. 1 + 3 x 2 = 7."""
+    blocks = Blocks(num_gpu_blocks=20, num_free_blocks=num_free)
+    done = Seq(0, 8, max_tokens=1, num_slots=8)  # needs nothing more
+    assert bound(NoEvict(), blocks).allows(Seq(1, 6, max_tokens=4, num_seqs=3), [done]) is is_allowed
+
+
+@pytest.mark.parametrize(("num_free", "is_allowed"), [(5, True), (4, False)])
+def test_no_evict_counts_the_copies_that_a_parted_group_has_yet_to_make(num_free: int, is_allowed: bool) -> None:
+    """Three members share 2 blocks, the second partly filled: 7 in the end, so 5 are lacking, 2 of them for copies."""
+    members = [Seq(seq_id, 6, num_output_tokens=1, num_slots=8, num_seqs=3) for seq_id in (0, 1, 2)]
+    members[0].members = members
+    blocks = Blocks(num_gpu_blocks=20, num_free_blocks=num_free + 1, tables={0: [4, 5], 1: [4, 5], 2: [4, 5]})
+    assert bound(NoEvict(), blocks).allows(Seq(3, 1, max_tokens=4), [members[0]]) is is_allowed  # needs 1
+
+
+def test_no_evict_counts_lookahead_slots() -> None:
+    blocks, running = Blocks(num_gpu_blocks=10, num_free_blocks=6), Seq(0, 8, max_tokens=1, num_slots=12)
+    assert bound(NoEvict(), blocks).allows(Seq(1, 5, max_tokens=20), [running])  # 24 slots
+    blocks.lookahead_slots = 1
+    assert not bound(NoEvict(), blocks).allows(Seq(1, 5, max_tokens=20), [running])
+
+
+def test_no_evict_refuses_what_it_cannot_reserve_by() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.admission\.reserve is 'guess'; it must be 'declared' or"):
+        NoEvict(reserve="guess")
+    with pytest.raises(ConfigError, match=r"reserve is 'oracle', but scheduler\.oracle is none; choose"):
+        bound(NoEvict(reserve="oracle"), Blocks(10))
+
+
+# --- max_utilization ---
+
+
+@pytest.mark.parametrize(("num_free", "is_allowed"), [(3, True), (2, False)])
+def test_max_utilization_keeps_a_token_for_each_running_sequence(num_free: int, is_allowed: bool) -> None:
+    """The first has its 9th token to compute and 8 slots, the second has room: one block beside the prompt's two."""
+    running = [Seq(0, 8, 400, num_output_tokens=1, num_slots=8), Seq(1, 8, 400, num_output_tokens=1, num_slots=12)]
+    policy = bound(MaxUtilization(), Blocks(num_gpu_blocks=20, num_free_blocks=num_free))
+    assert policy.allows(Seq(2, 8, 400), running) is is_allowed
+
+
+def test_max_utilization_lets_an_unfinished_prompt_have_its_blocks() -> None:
+    running = [Seq(0, 16, num_slots=8)]  # two blocks of its prompt are still to come
+    policy = bound(MaxUtilization(), Blocks(num_gpu_blocks=20, num_free_blocks=3))
+    assert policy.allows(Seq(1, 4), running)
+    assert not policy.allows(Seq(1, 5), running)
+
+
+# --- future_peak ---
+
+
+@pytest.mark.parametrize(("block_size", "peak"), [(1, 26), (4, 7)])
+def test_future_peak_is_the_largest_sum_over_those_still_running(block_size: int, peak: int) -> None:
+    """Tokens now and to come: 4 + 8, 10 + 5, 6 + 3. As the last token's KV is not computed, the use is
+
+    in the 8th step 4 + 7 = 11; in the 5th (4 + 4) + (10 + 4) = 22; in the 3rd 6 + 12 + 8 = 26,
+    in blocks of 4: 3; 2 + 4 = 6; 2 + 3 + 2 = 7.
+    """
+    seqs = [Seq(0, 10, 5), Seq(1, 4, 8), Seq(2, 6, 3)]
+    policy = bound(FuturePeak(), Blocks(num_gpu_blocks=peak, block_size=block_size))
+    assert policy.peak_blocks(seqs) == peak
+    assert policy.allows(seqs[2], seqs[:2])
+    assert not bound(FuturePeak(), Blocks(num_gpu_blocks=peak - 1, block_size=block_size)).allows(seqs[2], seqs[:2])
+
+
+def test_future_peak_leaves_the_reserved_share_free() -> None:
+    seqs = [Seq(0, 10, 5), Seq(1, 4, 8), Seq(2, 6, 3)]  # a peak of 26 tokens
+    for num_blocks, is_allowed in ((28, True), (27, False)):  # a tenth, rounded down, is 2
+        policy = bound(FuturePeak(reserved=0.1), Blocks(num_gpu_blocks=num_blocks, block_size=1))
+        assert policy.allows(seqs[2], seqs[:2]) is is_allowed
+
+
+def test_future_peak_believes_the_oracle() -> None:
+    seqs = [Seq(0, 10, 400), Seq(1, 4, 400), Seq(2, 6, 400)]
+    assert bound(FuturePeak(), Blocks(26, block_size=1), Says({0: 5, 1: 8, 2: 3})).peak_blocks(seqs) == 26
+
+
+def test_future_peak_counts_a_groups_prompt_once() -> None:
+    """The group of the no_evict test: 7 blocks in the end, and so alone at its peak."""
+    policy = bound(FuturePeak(), Blocks(20))
+    assert policy.peak_blocks([Seq(0, 6, max_tokens=4, num_seqs=3)]) == 7
+
+
+@pytest.mark.parametrize("reserved", [-0.1, 1.0])
+def test_future_peak_refuses_a_share_that_is_none(reserved: float) -> None:
+    with pytest.raises(ConfigError, match=rf"scheduler\.admission\.reserved is {reserved}; it must be in \[0, 1\)"):
+        FuturePeak(reserved)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8),
+    block_size=st.integers(1, 20),
+    lookahead=st.integers(0, 3),
+)
+def test_future_peak_equals_that_of_running_step_by_step(
+    sizes: list[tuple[int, int]], block_size: int, lookahead: int
+) -> None:
+    seqs = [Seq(index, prompt, output) for index, (prompt, output) in enumerate(sizes)]
+    policy = bound(FuturePeak(), Blocks(0, block_size=block_size, lookahead_slots=lookahead))
+    use = [
+        sum(-(-(prompt + done + lookahead) // block_size) for prompt, output in sizes if output > done)
+        for done in range(40)
+    ]
+    assert policy.peak_blocks(seqs) == max(use)
+
+
+# --- caps ---
+
+
+def test_a_cap_on_running_tokens_counts_a_groups_prompt_once() -> None:
+    members = [Seq(seq_id, 10, num_output_tokens=2, num_seqs=2) for seq_id in (0, 1)]
+    members[0].members = members
+    assert MaxRunningTokens(21).allows(Seq(2, 7), [members[0]])  # 10 + 2 + 2 + 7
+    assert not MaxRunningTokens(20).allows(Seq(2, 7), [members[0]])
+
+
+def test_a_cap_on_running_requests_counts_requests_not_sequences() -> None:
+    running = [Seq(0, 4, request_id="a"), Seq(1, 4, request_id="a"), Seq(2, 4, request_id="b")]
+    assert MaxRunningRequests(3).allows(Seq(3, 4, request_id="c"), running)
+    assert not MaxRunningRequests(2).allows(Seq(3, 4, request_id="c"), running)
+    assert MaxRunningRequests(2).allows(Seq(3, 4, request_id="a"), running)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_a_cap_below_one_is_refused(value: Any) -> None:
+    for rule, key in ((MaxRunningTokens, "max_tokens"), (MaxRunningRequests, "max_requests")):
+        with pytest.raises(
+            ConfigError, match=rf"scheduler\.admission\.{key} is {value}; it must be a whole number, at"
+        ):
+            rule(value)
+
+
+def test_all_asks_every_rule() -> None:
+    running = [Seq(0, 8, max_tokens=8, num_slots=8)]
+    policy = bound(All([MaxRunningRequests(2), NoEvict()]), Blocks(num_gpu_blocks=10, num_free_blocks=8))
+    assert policy.allows(Seq(1, 5, max_tokens=20), running)
+    assert not policy.allows(Seq(1, 5, max_tokens=21), running)
+    assert not policy.allows(Seq(1, 5), [*running, Seq(2, 1, max_tokens=1, num_slots=4)])
+    with pytest.raises(ConfigError, match="of is empty"):
+        All([])
+
+
+# --- no_evict, with a pool that is really run ---
+
+
+class Pool:
+    """Reference-counted blocks; sequences fork at the end of their prompt and copy what they share before writing."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_gpu_blocks = num_blocks
+        self.block_size = block_size
+        self.lookahead_slots = 0
+        self.counts: dict[int, int] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.prompts: dict[int, tuple[int, int]] = {}  # family, length: prompts of a family begin alike
+        self.next_block = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.num_gpu_blocks - len(self.counts)
+
+    def table(self, seq_id: int) -> list[int]:
+        return self.tables[seq_id]
+
+    def lookup(self, seq: Seq) -> Any:
+        family, length = self.prompts[seq.seq_id]
+        found: list[int] = []
+        for other, table in self.tables.items():
+            kin, kin_length = self.prompts[other]
+            if kin == family:
+                found = max(found, table[: min(length - 1, kin_length) // self.block_size], key=len)
+        return SimpleNamespace(blocks=found, num_unreferenced=0)
+
+    def take(self, seq: Seq) -> None:
+        assert self.num_free_blocks, f"sequence {seq.seq_id} cannot grow"
+        self.counts[self.next_block] = 1
+        self.tables[seq.seq_id].append(self.next_block)
+        self.next_block += 1
+        seq.num_slots = len(self.tables[seq.seq_id]) * self.block_size
+
+    def drop(self, block: int) -> None:
+        self.counts[block] -= 1
+        if not self.counts[block]:
+            del self.counts[block]
+
+    def share(self, seq: Seq, blocks: list[int]) -> None:
+        for block in blocks:
+            self.counts[block] += 1
+        self.tables[seq.seq_id] = list(blocks)
+        seq.num_slots = len(blocks) * self.block_size
+
+    def write(self, seq: Seq, position: int) -> None:
+        table, index = self.tables[seq.seq_id], position // self.block_size
+        if index == len(table):
+            self.take(seq)
+        elif self.counts[table[index]] > 1:
+            assert self.num_free_blocks, f"sequence {seq.seq_id} cannot copy"
+            self.drop(table[index])
+            self.counts[self.next_block] = 1
+            table[index] = self.next_block
+            self.next_block += 1
+
+    def release(self, seq: Seq) -> None:
+        for block in self.tables.pop(seq.seq_id):
+            self.drop(block)
+
+
+@dataclass
+class Job:
+    """A request: `outputs` tokens for each sequence, none more than `declared`."""
+
+    prompt: int
+    declared: int
+    outputs: list[int]
+    family: int
+
+
+JOBS = st.builds(
+    lambda prompt, declared, shares, family: Job(
+        prompt, declared, [max(1, declared * share // 4) for share in shares], family
+    ),
+    st.integers(1, 30),
+    st.integers(1, 20),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(0, 3),
+)
+
+
+def decode(pool: Pool, leader: Seq, job: Job) -> Seq | None:
+    """One token for every live member; gives the first of those that remain."""
+    if not leader.num_output_tokens and leader.num_seqs > 1:  # the prompt's end: the members part
+        members = [leader] + [Seq(leader.seq_id + 100 * k, job.prompt) for k in range(1, leader.num_seqs)]
+        for member in members[1:]:
+            pool.prompts[member.seq_id] = (-1, 0)
+            pool.share(member, pool.tables[leader.seq_id])
+    else:
+        members = leader.together
+        for member in members:
+            pool.write(member, member.num_tokens - 1)
+    live = []
+    for member in members:
+        member.num_output_tokens += 1
+        if member.num_output_tokens == job.outputs[member.seq_id // 100]:
+            pool.release(member)
+        else:
+            live.append(member)
+    for member in live:
+        member.members, member.num_seqs, member.max_tokens = live, len(live), job.declared
+    return live[0] if live else None
+
+
+@given(jobs=st.lists(JOBS, min_size=1, max_size=12), block_size=st.integers(1, 8), extra=st.integers(0, 12))
+def test_no_evict_never_leaves_a_running_sequence_without_room(jobs: list[Job], block_size: int, extra: int) -> None:
+    largest = max(
+        job.prompt // block_size + len(job.outputs) * (1 + job.declared // block_size + 1) for job in jobs
+    )  # each fits alone
+    pool = Pool(largest + extra, block_size)
+    policy: NoEvict = bound(NoEvict(), pool)  # type: ignore[arg-type]
+    waiting = [Seq(index, job.prompt, job.declared, num_seqs=len(job.outputs)) for index, job in enumerate(jobs)]
+    for seq in waiting:
+        pool.prompts[seq.seq_id] = (jobs[seq.seq_id].family, seq.num_prompt_tokens)
+    running: dict[int, Seq] = {}  # by job
+    for _ in range(1000):
+        while waiting and allows(policy, waiting[0], running.values()):
+            seq = waiting.pop(0)
+            pool.share(seq, pool.lookup(seq).blocks)
+            while seq.num_slots < seq.num_prompt_tokens:
+                pool.take(seq)
+            running[seq.seq_id] = seq
+        if not running:
+            break
+        for index, leader in list(running.items()):
+            left = decode(pool, leader, jobs[index])
+            if left is None:
+                del running[index]
+            else:
+                running[index] = left
+    assert not waiting
+    assert not running
+    assert not pool.counts
+
+
+def allows(policy: NoEvict, seq: Any, running: Collection[Any]) -> bool:
+    return policy.allows(seq, running)

@@ -1,22 +1,141 @@
-"""Victim choice: who is preempted when a running sequence cannot grow."""
+"""Victim choice: who is preempted when a running sequence cannot grow.
+
+A choice guarantees progress if one running sequence is always spared until it ends: then everything ends, however short
+of blocks the pool is, although others may be preempted many times. Each class says whether it does, for the queue order
+fcfs and victims that go back to the front. A rule that spares nobody (the one admitted first, say) may let two prompts
+that do not fit together take each other's blocks by turns, for ever, where blocks are allocated by chunks.
+
+A group of sequences is one entry, its first member (`together` has them all): it is preempted as a whole.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from testbed.errors import ConfigError
+from testbed.policies.admission import final_num_tokens, has_no_opinion
+from testbed.policies.context import PolicyContext
+from testbed.policies.queue_order import WaitingQueue
 from testbed.sequence import Sequence
 
 
 class VictimChoice(Protocol):
-    """A user's own class with this method plugs in by `_target_`."""
+    """A user's own class with this method plugs in by `_target_`. It may have `bind(context: PolicyContext)`."""
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
         """One of the running sequences, given by id in order of admission; never empty."""
         ...
 
+    # A class may also have any of these; they are looked for once, when the scheduler is built:
+    #   bind(context: PolicyContext)       gets the block manager, the limits, the length oracle
+    #   bind_queue(queue: WaitingQueue)    gets the queue, to ask for ranks
+    #   now_ns: int                        set to the instant of each step before it is decided
+
 
 class MostRecentlyAdmitted:
-    """The sequence that was admitted last has the least to lose."""
+    """The sequence that was admitted last has the least to lose (vLLM's first engine, nano-vllm).
+
+    Guarantees progress: the one admitted first is spared until it ends.
+    """
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
         return running[next(reversed(running))]
+
+
+class LastInQueueOrder:
+    """The sequence that the queue would serve last: the largest rank, then the latest arrival.
+
+    A queue without ranks (fcfs) means arrival. Ranks are taken at `now_ns`; a scheduler that leaves it at 0 gets the
+    same victims from every order whose ranks, or their differences, do not change with time.
+    Guarantees progress if the queue's ranks of two sequences never swap places (fcfs, priority, deadlines, shortest
+    job or remaining work first): the one in front is spared. Orders by service received (fair shares, feedback queues)
+    or by waiting (response ratio) promise nothing.
+    """
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self._queue: Any = None
+
+    def bind_queue(self, queue: WaitingQueue) -> None:
+        """Called once, before the first choice."""
+        self._queue = queue if hasattr(queue, "rank") else None
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        queue, now_ns = self._queue, self.now_ns
+        if queue is None:
+            return running[max(running)]
+        return max(running.values(), key=lambda seq: (queue.rank(seq, now_ns), seq.seq_id))
+
+
+class LeastProgress:
+    """The sequence that has emitted the fewest tokens, the latest arrival among equals.
+
+    Guarantees progress: what is emitted stays emitted, and the sequence that has emitted most is spared.
+    """
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        return min(running.values(), key=lambda seq: (_num_emitted(seq), -seq.seq_id))
+
+
+class MostBlocks:
+    """The sequence that has the most room in KV blocks, the latest arrival among equals: the fewest victims.
+
+    Guarantees progress only where a prompt is allocated whole (`kv_rules.allocate`): a victim is then preempted for a
+    sequence that emits, and what is emitted stays. It spares nobody, so by chunks two prompts may take turns for ever.
+    """
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        return max(running.values(), key=lambda seq: (_room(seq), seq.seq_id))
+
+
+class LongestRemaining:
+    """The sequence with the most output still to come, as the oracle sees it; the latest arrival among equals.
+
+    Where the oracle has no opinion, what the request declares counts, else max_model_len.
+    Guarantees progress if the oracle never changes its mind upwards: the sequence that is nearest its end is spared.
+    Raises ConfigError where the scheduler has no oracle.
+    """
+
+    def __init__(self) -> None:
+        self._context: PolicyContext | None = None
+
+    def bind(self, context: PolicyContext) -> None:
+        if has_no_opinion(context.oracle):
+            raise ConfigError(
+                "scheduler.victim is 'longest_remaining', but scheduler.oracle is none; choose an oracle, "
+                "or another victim"
+            )
+        self._context = context
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        context = self._context
+        assert context is not None, "bind comes first"
+        limits, oracle = context.limits, context.oracle
+        return max(
+            running.values(), key=lambda seq: (final_num_tokens(seq, limits, oracle) - seq.num_tokens, seq.seq_id)
+        )
+
+
+class LowestPriority:
+    """The largest priority value, then the latest arrival (vLLM V1 under priority scheduling).
+
+    Guarantees progress: the order is the same for ever, and the first of the running sequences is spared.
+    """
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        return max(running.values(), key=lambda seq: (seq.request.priority, seq.request.arrival_ns, seq.seq_id))
+
+
+def _num_emitted(seq: Sequence) -> int:
+    """By all live sequences of the request."""
+    if seq.num_seqs == 1:
+        return seq.num_output_tokens
+    return sum(member.num_output_tokens for member in seq.together)
+
+
+def _room(seq: Sequence) -> int:
+    """Tokens that the blocks of the request's sequences have room for; the shared prompt counts once."""
+    if seq.num_seqs == 1:
+        return seq.num_slots
+    prompt = seq.num_prompt_tokens
+    return prompt + sum(max(member.num_slots - prompt, 0) for member in seq.together)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from testbed.errors import ConfigError
+from testbed.interfaces import Estimator
 from testbed.plan import PreemptionMode
+from testbed.policies.context import PolicyContext
 from testbed.sequence import Sequence
 
 
@@ -19,8 +22,57 @@ class PreemptionChoice(Protocol):
         ...
 
 
+class Recompute:
+    """Always frees the blocks and computes them again (vLLM V1, nano-vllm)."""
+
+    def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
+        return PreemptionMode.RECOMPUTE
+
+
+class Swap:
+    """Always moves the blocks to the CPU pool and back."""
+
+    def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
+        return PreemptionMode.SWAP
+
+
 class Auto:
     """Recompute where one sequence runs alone, swap where a group has several (vLLM's first engine)."""
 
     def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
         return PreemptionMode.RECOMPUTE if seq.num_seqs == 1 else PreemptionMode.SWAP
+
+
+class Cheaper:
+    """Whichever is predicted to take less time: computing what is lost again, or moving the blocks out and back in.
+
+    Recompute where both take as long: it leaves the link and the CPU pool alone. The comparison of swap and recompute
+    is that of the vLLM paper (SOSP 2023, section 7.3), made for each victim. Prefix hits that would shorten the
+    recompute are not foreseen. Raises ConfigError where there is no cost model to ask.
+    """
+
+    def __init__(self) -> None:
+        self._estimator: Estimator | None = None
+
+    def bind(self, context: PolicyContext) -> None:
+        if context.estimator is None:
+            raise ConfigError(
+                "scheduler.preemption is 'cheaper', but no cost model is at hand to price it; "
+                "name one by cost=…, or choose auto, recompute or swap"
+            )
+        self._estimator = context.estimator
+
+    def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
+        assert self._estimator is not None, "bind comes first"
+        swap_ns = 2 * self._estimator.swap_ns(num_blocks)
+        return PreemptionMode.SWAP if swap_ns < self._recompute_ns(seq) else PreemptionMode.RECOMPUTE
+
+    def _recompute_ns(self, seq: Sequence) -> int:
+        """Of all sequences of the victim's request; their prompt is computed once."""
+        assert self._estimator is not None
+        parts = [(0, seq.num_computed_tokens)]
+        if seq.num_seqs > 1:
+            prompt = seq.num_prompt_tokens
+            others = [member for member in seq.together if member is not seq]
+            parts += [(prompt, member.num_computed_tokens - prompt) for member in others]
+        return sum(self._estimator.recompute_ns(start, length) for start, length in parts if length > 0)

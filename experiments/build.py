@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, cast
 
-from experiments.config import COST_CONFIGS, RunConfig
+from experiments.config import COST_CONFIGS, RunConfig, read_config
+from experiments.estimator import CostEstimator
+from experiments.policies import instantiate, make_policy
 from experiments.settings import MooncakeTraceConfig, RecordedConfig, ShareGPTTraceConfig, TraceConfig, unknown
 from experiments.structured import freeze
 from sim.backend import SimBackend, refuse_unforced
@@ -14,16 +17,12 @@ from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
-from testbed.blocks.eviction import LRU
+from testbed.blocks.eviction import EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.errors import ConfigError, TestbedError, TraceError
-from testbed.policies.compositions.decode_first import DecodeFirst
-from testbed.policies.compositions.prefill_first import PrefillFirst
-from testbed.policies.compositions.unified import Unified
+from testbed.errors import ConfigError, TraceError
 from testbed.policies.config import Limits, SchedulerConfig
-from testbed.policies.queue_order import FCFS
-from testbed.policies.victim import MostRecentlyAdmitted
+from testbed.policies.context import PolicyContext, bind
 from testbed.request import SamplingParams
 from testbed.scheduler import Scheduler
 from testbed.specs import ModelSpec, activation_bytes, num_kv_blocks
@@ -31,57 +30,6 @@ from testbed.traces import transforms
 from testbed.traces.generators import SyntheticConfig, generate
 from testbed.traces.readers import READERS
 from testbed.traces.schema import TokenIds, Trace
-
-# Names of policies; a user's own class is named by {_target_: module.Class} instead.
-COMPOSITIONS: dict[str, Callable[[], Any]] = {
-    "unified": Unified,
-    "prefill_first": PrefillFirst,
-    "decode_first": DecodeFirst,
-}
-QUEUE_ORDERS: dict[str, Callable[[], Any]] = {"fcfs": FCFS}
-VICTIMS: dict[str, Callable[[], Any]] = {"most_recently_admitted": MostRecentlyAdmitted}
-EVICTIONS: dict[str, Callable[[], Any]] = {"lru": LRU}
-
-
-def make_policy(key: str, choice: Any, named: Mapping[str, Callable[[], Any]]) -> Any:
-    """A policy by name, or a user's class by `{_target_: …, …}`. Raises ConfigError with the valid names.
-
-    A user's object must have the public methods that the named ones share.
-    """
-    if isinstance(choice, dict):
-        if "_target_" not in choice:
-            found = ", ".join(map(str, choice)) or "nothing"
-            raise ConfigError(f"{key} has {found} where a class is named by _target_: {{_target_: your.Class}}")
-        policy = instantiate(key, choice)
-        wanted = set.intersection(*(set(_methods(example)) for example in named.values()))
-        missing = sorted(name for name in wanted if not hasattr(policy, name))
-        if missing:
-            raise ConfigError(f"{key}: {choice['_target_']} lacks {', '.join(missing)}; see docs/extending.md")
-        return policy
-    if not isinstance(choice, str) or choice not in named:
-        raise ConfigError(unknown(f"{key} is {choice!r}", str(choice), list(named)) + ", or {_target_: your.Class}")
-    return named[choice]()
-
-
-def _methods(example: Callable[[], Any]) -> list[str]:
-    """What a policy is called with: the public methods of its class, and its length and order where it has them."""
-    special = ("__len__", "__iter__")
-    return [name for name in dir(example) if (callable(getattr(example, name)) and name in special) or name[0] != "_"]
-
-
-def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
-    """An object named by `_target_`. Raises ConfigError in one line."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate as hydra_instantiate
-
-    try:
-        return hydra_instantiate({key: value for key, value in node.items() if key != "name"}, **arguments)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, TestbedError):
-            raise error.__cause__ from None
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise ConfigError(f"{key}: cannot make {node.get('_target_')!r}: {reason}") from None
-
 
 # --- trace ---
 
@@ -195,29 +143,90 @@ def simulated_pools(config: RunConfig) -> Pools:
 def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) -> Scheduler:
     """The core, the same for both backends."""
     cache, scheduler = config.cache, config.scheduler
+    check_policies(config, pools)
+    eviction = _eviction(config)
     blocks = BlockManager(
         block_size=cache.block_size,
         num_gpu_blocks=pools.num_gpu_blocks,
         num_cpu_blocks=pools.num_cpu_blocks,
         watermark=scheduler.watermark if cache.watermark is None else cache.watermark,
         rules=scheduler.kv_rules,
-        eviction=make_policy("cache.eviction", cache.eviction, EVICTIONS),
+        eviction=eviction,
         key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
+        lookahead_slots=scheduler.lookahead_slots,
+        sliding_window=cache.sliding_window,
     )
+    queue = make_policy("scheduler.queue_order", scheduler.queue_order)
+    admission = make_policy("scheduler.admission", scheduler.admission)
+    preemption = make_policy("scheduler.preemption", scheduler.preemption)
+    victims = make_policy("scheduler.victim", _victim(scheduler))
+    oracle = make_policy("scheduler.oracle", scheduler.oracle)
+    context = PolicyContext(blocks, limits(config), oracle, build_estimator(config), config.seed)
+    for policy in (oracle, eviction, queue, admission, preemption, victims):
+        bind(policy, context)
+    if hasattr(victims, "bind_queue"):
+        victims.bind_queue(queue)
     return Scheduler(
-        limits=limits(config),
+        limits=context.limits,
         blocks=blocks,
-        composition=make_policy("scheduler.composition", scheduler.composition, COMPOSITIONS),
-        queue=make_policy("scheduler.queue_order", scheduler.queue_order, QUEUE_ORDERS),
-        victims=make_policy("scheduler.victim", scheduler.victim, VICTIMS),
+        composition=make_policy("scheduler.composition", scheduler.composition),
+        queue=queue,
+        victims=victims,
+        admission=admission,
+        preemption=preemption,
         eos_token_id=config.model.eos_token_id,
         record_decisions=record_decisions,
     )
 
 
+def _eviction(config: RunConfig) -> EvictionPolicy:
+    if config.cache.eviction == "lru" and config.scheduler.kv_rules.lru_by == "last_step":
+        return LRUByLastStep()
+    return cast(EvictionPolicy, make_policy("cache.eviction", config.cache.eviction))
+
+
+def _victim(scheduler: SchedulerConfig) -> Any:
+    """`auto`: the lowest priority where the queue goes by priority, otherwise the most recently admitted (vLLM V1)."""
+    if scheduler.victim != "auto":
+        return scheduler.victim
+    return "lowest_priority" if scheduler.queue_order == "priority" else "most_recently_admitted"
+
+
+def check_policies(config: RunConfig, pools: Pools) -> None:
+    """Refuses settings that contradict each other. Raises ConfigError with the reason."""
+    cache, scheduler = config.cache, config.scheduler
+    share = scheduler.watermark if cache.watermark is None else cache.watermark
+    watermark = int(share * (pools.num_gpu_blocks + scheduler.kv_rules.watermark_extra_blocks))
+    if watermark >= pools.num_gpu_blocks:
+        raise ConfigError(
+            f"a watermark of {share} leaves {watermark} of {pools.num_gpu_blocks} KV blocks free: no prompt could ever "
+            "be admitted; lower cache.watermark or raise cache.num_gpu_blocks"
+        )
+    if scheduler.preemption == "swap" and pools.num_cpu_blocks == 0:
+        raise ConfigError(
+            "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
+            "cache.swap_space_gib, or choose scheduler.preemption=recompute"
+        )
+    if cache.eviction != "lru" and scheduler.kv_rules.free_order == "one_queue":
+        raise ConfigError(
+            "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "
+            "cache.eviction=lru only"
+        )
+    if scheduler.kv_rules.duplicates == "merged" and scheduler.kv_rules.allocate == "chunk":
+        raise ConfigError("scheduler.kv_rules.duplicates=merged needs scheduler.kv_rules.allocate=whole")
+
+
+def build_estimator(config: RunConfig) -> CostEstimator:
+    """Prices for policies: of the run's cost model; a replay takes that of the run that it replays."""
+    recorded = recorded_run(config)
+    if recorded is not None:
+        return build_estimator(RunConfig.from_container(read_config(Path(recorded))))
+    return CostEstimator(str(config.raw["cost"].get("name") or config.raw["cost"].get("_target_")), build_cost(config))
+
+
 def unused_settings(config: RunConfig) -> list[str]:
     """Settings that were changed and that the composition does not read: two arms that differ in one are the same."""
-    composition = make_policy("scheduler.composition", config.scheduler.composition, COMPOSITIONS)
+    composition = make_policy("scheduler.composition", config.scheduler.composition)
     defaults = {item.name: item.default for item in fields(SchedulerConfig)}
     return [
         f"scheduler.{name} has no effect with composition {type(composition).__name__}"
@@ -264,7 +273,7 @@ def recorded_run(config: RunConfig) -> str | None:
 def build_sim_backend(config: RunConfig, trace: Trace) -> SimBackend:
     for row in trace.rows:
         refuse_unforced(row.request_id, row.num_output_tokens)
-    return SimBackend(build_cost(config))
+    return SimBackend(build_cost(config), seed=config.seed, vocab_size=vocab_size(config))
 
 
 def check_token_ids(config: RunConfig, trace: Trace) -> None:

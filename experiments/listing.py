@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ DESCRIPTIONS = {
 
 def print_listing(only: str | None) -> None:
     """Prints every group's options, or those of one group."""
-    from experiments import build
+    from experiments import policies
     from experiments.config import register
     from experiments.messages import options
 
@@ -43,10 +43,7 @@ def print_listing(only: str | None) -> None:
     groups: dict[str, Iterable[tuple[str, str]]] = {
         "backend": DESCRIPTIONS["backend"].items(),
         "scheduler": _described("scheduler", options("scheduler")),
-        "scheduler.composition": _documented(build.COMPOSITIONS),
-        "scheduler.queue_order": _documented(build.QUEUE_ORDERS),
-        "scheduler.victim": _documented(build.VICTIMS),
-        "cache.eviction": _documented(build.EVICTIONS),
+        **{group: _documented(named) for group, named in policies.GROUPS.items()},
         "trace": DESCRIPTIONS["trace"].items(),
         "model": _described("model", options("model")),
         "device": _described("device", options("device")),
@@ -73,7 +70,7 @@ def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
     return described
 
 
-def _documented(classes: dict[str, Any]) -> list[tuple[str, str]]:
+def _documented(classes: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, (cls.__doc__ or "").strip().splitlines()[0]) for name, cls in classes.items()]
 
 

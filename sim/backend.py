@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import NamedTuple
+
+from xxhash import xxh64_intdigest
 
 from sim.cost.base import CostModel
 from testbed.errors import RequestError
-from testbed.plan import BatchPlan, Outcome, Spans
+from testbed.plan import BatchPlan, Outcome, ScheduledSequence, Spans
 
 
 class SimWork(NamedTuple):
@@ -18,14 +21,69 @@ class SimWork(NamedTuple):
 
 
 class SimBackend:
-    """Every row is forced: the simulator draws no tokens."""
+    """Prices plans. Rows are forced and draw no tokens, except beams: which fork and which are dropped is drawn.
 
-    def __init__(self, cost: CostModel) -> None:
+    A beam search keeps `beam_width` live beams. In each step, every one that lives on draws its parent among the beams
+    before, all equally likely: a beam that nobody drew is dropped, one drawn m times has m - 1 forks. From the prompt,
+    the one row there is, all of them come. Tokens are made up; siblings differ, and none stops a sequence, so a search
+    lasts until its length limit. All is a hash of (seed, group, position): it depends neither on the rest of the batch
+    nor on how steps are counted. The order of the outcomes is the real engine's (real/beams.py).
+
+    seed: of the draws. vocab_size: made-up tokens lie below it. eos_token_id: the model's, which is not made up.
+    """
+
+    def __init__(
+        self, cost: CostModel, *, seed: int = 0, vocab_size: int = 32_000, eos_token_id: int | None = None
+    ) -> None:
         self.cost = cost
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
 
     def start(self, plan: BatchPlan) -> SimWork:
         spans = self.cost.price(plan.shape)
-        return SimWork(max(1, sum(spans)), spans)
+        outcomes = self._outcomes(plan) if getattr(plan, "has_beams", False) else None
+        return SimWork(max(1, sum(spans)), spans, outcomes)
+
+    def _outcomes(self, plan: BatchPlan) -> tuple[Outcome, ...] | None:
+        """One for each beam row that samples, in the order of the rows."""
+        assert plan.num_steps == 1, "beams part at each step"
+        rows = [row for row in plan.scheduled if row.samples and not row.forced]
+        assert all(row.sampling.beam_width for row in rows), "the simulator draws for beams alone"
+        outcomes: list[Outcome] = []
+        for group_id, members in groupby(rows, key=lambda row: row.group_id):
+            outcomes += self._part(group_id, list(members))
+        return tuple(outcomes) or None
+
+    def _part(self, group_id: int, rows: list[ScheduledSequence]) -> list[Outcome]:
+        """How the beams of one group go on."""
+        position = rows[0].start + rows[0].num_tokens
+        assert all(row.start + row.num_tokens == position for row in rows), "the beams of a group are of one length"
+        num_children = [0] * len(rows)
+        for beam in range(rows[0].sampling.beam_width):
+            num_children[self._draw(group_id, position, beam) % len(rows)] += 1
+        return [
+            _outcome(row.seq_id, self._tokens(row, self._draw(group_id, position, ~index), num))
+            for index, (row, num) in enumerate(zip(rows, num_children, strict=True))
+        ]
+
+    def _tokens(self, row: ScheduledSequence, first: int, num_tokens: int) -> tuple[int, ...]:
+        """Different tokens, from a drawn one on, none of which stops the sequence."""
+        tokens: list[int] = []
+        token = first
+        while len(tokens) < num_tokens:
+            token = (token + 1) % self._vocab_size
+            if token != self._eos_token_id and token not in row.sampling.stop_token_ids:
+                tokens.append(token)
+        return tuple(tokens)
+
+    def _draw(self, group_id: int, position: int, index: int) -> int:
+        """64 random bits."""
+        return xxh64_intdigest(f"{self._seed} {group_id} {position} {index}".encode())
+
+
+def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:
+    return Outcome(seq_id, tokens[:1], forks=tokens[1:], dropped=not tokens)
 
 
 def refuse_unforced(request_id: str, num_output_tokens: int | None) -> None:

@@ -12,32 +12,34 @@ from struct import Struct
 
 from xxhash import xxh64_intdigest
 
-from testbed.plan import FinishReason
+from testbed.plan import FinishReason, PreemptionMode
+from testbed.sequence import Sequence
 from testbed.step import Step
 
-VERSION = 1  # of the definition below: another definition is another version, and tapes do not compare across them
+VERSION = 2  # of the definition below: another definition is another version, and tapes do not compare across them
 _STEP = Struct("<QQqq")
 _REASONS = tuple(FinishReason)
+_MODES = tuple(PreemptionMode)
 
 
 class Digest:
     """Running digest of a scheduler's decisions. `value` is the digest after the last step."""
 
-    __slots__ = ("_composition", "_members", "_num_tokens", "value")
+    __slots__ = ("_composition", "_decoded", "_is_decode", "value")
 
     def __init__(self) -> None:
         self.value = 0
-        self._members: list[int] = []
-        self._num_tokens: list[int] = []
+        self._decoded: list[Sequence] = []
+        self._is_decode = True  # whether the composition below is of the decodes alone
         self._composition = _hash([])
 
     def composition(self, step: Step) -> int:
         """Hash of who computes how many tokens, in order; recomputed only when that changes."""
-        members = [row[0].seq_id for row in step.rows]
-        num_tokens = [row[2] for row in step.rows]
-        if members != self._members or num_tokens != self._num_tokens:
-            self._members, self._num_tokens = members, num_tokens
-            self._composition = _hash(members + num_tokens)
+        decoded, rows = step.decoded, step.rows
+        if rows or not self._is_decode or decoded is not self._decoded:
+            self._decoded, self._is_decode = decoded, not rows
+            members = [seq.seq_id for seq in decoded] + [row[0].seq_id for row in rows]
+            self._composition = _hash(members + [1] * len(decoded) + [row[2] for row in rows])
         return self._composition
 
     def add(self, composition: int, free_gpu: int, free_cpu: int, events: list[int]) -> None:
@@ -52,9 +54,11 @@ def plan_events(step: Step) -> list[int]:
     for admission in step.admitted:
         events += (1, admission.seq_id, admission.num_cached_tokens, int(admission.is_resumed))
     for preemption in step.preempted:
-        events += (2, preemption.seq_id, preemption.num_computed_tokens)
+        events += (2, preemption.seq_id, preemption.num_computed_tokens, _MODES.index(preemption.mode))
     for ignored in step.ignored:
         events += (3, ignored.seq_id)
+    if step.swap_out or step.swap_in:
+        events += (6, len(step.swap_out), len(step.swap_in))
     return events
 
 
@@ -64,6 +68,10 @@ def finish_event(seq_id: int, reason: FinishReason) -> tuple[int, int, int]:
 
 def abort_event(seq_id: int) -> tuple[int, int]:
     return (5, seq_id)
+
+
+def fork_event(parent_id: int, seq_id: int) -> tuple[int, int, int]:
+    return (7, parent_id, seq_id)
 
 
 def _hash(members: list[int]) -> int:

@@ -7,7 +7,6 @@ Everything here is a NamedTuple or a frozen, slotted dataclass.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -21,6 +20,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, max_model_len, or the end of a forced output
     ABORT = "abort"
     IGNORED = "ignored"  # can never fit
+    DROPPED = "dropped"  # a beam that lost; of a member of a group, never of a request
 
 
 class BlockedBy(StrEnum):
@@ -32,6 +32,8 @@ class BlockedBy(StrEnum):
     PARTIAL_PREFILLS = "partial_prefills"
     PREEMPTION = "preemption"
     SWAPPED_FIRST = "swapped_first"
+    ADMISSION = "admission"  # the admission policy
+    BATCH = "batch"  # the running batch must end first
 
 
 class PreemptionMode(StrEnum):
@@ -117,8 +119,7 @@ class RowSource(Protocol):
     def __call__(self) -> tuple[ScheduledSequence, ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(NamedTuple):
     """One step (or `num_steps` equal ones), decided.
 
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids.
@@ -137,6 +138,7 @@ class BatchPlan:
     copies: tuple[tuple[int, int], ...] = ()
     ignored: tuple[Ignored, ...] = ()
     blocked_by: BlockedBy | None = None
+    has_beams: bool = False  # whether rows of a beam search are among them
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
@@ -145,7 +147,7 @@ class BatchPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.shape.num_tokens or self.preempted or self.ignored or self.swap_out or self.swap_in)
+        return not (self.shape.num_decodes or self.shape.prefills or self.preempted or self.ignored or self.swap_out or self.swap_in)
 
 
 class Outcome(NamedTuple):
@@ -190,5 +192,6 @@ class Finished(NamedTuple):
     request: Request
     reason: FinishReason
     message: str
-    num_output_tokens: int
-    output_token_ids: Seq[int]
+    num_output_tokens: int  # of all its sequences
+    output_token_ids: Seq[int]  # of its only sequence, or of the first that ended
+    outputs: tuple[Seq[int], ...] = ()  # of each sequence of a group, in the order they ended

@@ -9,8 +9,10 @@ One plan is in flight at most. Given the same configuration, calls and outcomes,
 
 from __future__ import annotations
 
+from itertools import chain
+
 from testbed.blocks.manager import BlockManager
-from testbed.digest import Digest, abort_event, finish_event, plan_events
+from testbed.digest import Digest, abort_event, finish_event, fork_event, plan_events
 from testbed.errors import RequestError
 from testbed.plan import (
     BatchPlan,
@@ -22,15 +24,17 @@ from testbed.plan import (
     ScheduledSequence,
     StepResult,
 )
+from testbed.policies.admission import Admission, Watermark
 from testbed.policies.compositions import Composition
 from testbed.policies.config import Limits
+from testbed.policies.preemption import Auto, PreemptionChoice
 from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import VictimChoice
 from testbed.request import Request
 from testbed.sequence import Sequence, SequenceState
-from testbed.step import Row, Step
+from testbed.step import Core, Step
 
-NO_OUTCOME = Outcome(-1, ())  # no sequence has this id
+Ending = tuple[Sequence, FinishReason]
 
 
 class Scheduler:
@@ -48,30 +52,29 @@ class Scheduler:
         composition: Composition,
         queue: WaitingQueue,
         victims: VictimChoice,
+        admission: Admission | None = None,
+        preemption: PreemptionChoice | None = None,
         eos_token_id: int | None = None,
         record_decisions: bool = False,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
-        self.num_steps = 0
+        self._core = Core(limits, blocks, queue, victims, admission or Watermark(), preemption or Auto())
         self._composition = composition
-        self._waiting = queue
-        self._victims = victims
         self._eos_token_id = eos_token_id
         self._record_decisions = record_decisions
-        self._running: dict[int, Sequence] = {}
-        self._live: dict[str, Sequence] = {}
+        self._served = getattr(queue, "served", None)
+        self._left = getattr(queue, "left", None)
+        self._live: dict[str, list[Sequence]] = {}  # members that have not ended, by request id
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
         self._next_seq_id = 0
         self._digest = Digest()
         self._pending_events: list[int] = []
         self._step: Step | None = None  # the plan in flight
-        self._plan: BatchPlan | None = None
         self._composition_hash = 0
-        self._committed_rows: list[Row] = []
-        self._silent: dict[int, None] = {}
-        self._prefilling: dict[int, Sequence] = {}  # running sequences whose prefill is unfinished
+        self._emitted: list[Sequence] = []
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
+        self.free_cpu_blocks = blocks.num_free_cpu_blocks
 
     # --- state ---
 
@@ -81,29 +84,36 @@ class Scheduler:
         return self._digest.value
 
     @property
+    def num_steps(self) -> int:
+        return self._core.num_steps
+
+    @property
     def has_work(self) -> bool:
         return bool(self._live)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Running sequences; a group counts as many as it has."""
+        core = self._core
+        return len(core.running) if not core.num_groups else sum(len(s.together) for s in core.running.values())
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._core.queue)
 
     @property
     def num_swapped(self) -> int:
-        return 0
+        """Swapped-out groups and sequences."""
+        return len(self._core.swapped)
 
     @property
     def emitted(self) -> list[str]:
-        """Ids of the requests that emitted a token in the last commit, in the order scheduled."""
-        return [seq.request.request_id for seq, _, _ in self._committed_rows if seq.seq_id not in self._silent]
+        """Ids of the requests that emitted tokens in the last commit, in the order scheduled, once for each token."""
+        return [seq.request.request_id for seq in self._emitted]
 
     def unfinished(self) -> list[Sequence]:
         """Live sequences in order of arrival."""
-        return list(self._live.values())
+        return [seq for members in self._live.values() for seq in members]
 
     # --- requests ---
 
@@ -113,47 +123,57 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
         seq = Sequence(self._next_seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
         self._next_seq_id += 1
-        self._live[request.request_id] = seq
+        self._live[request.request_id] = [seq] if seq.group is None else seq.group.members
         if seq.num_prompt_tokens > self.limits.max_model_len:
             reason = f"prompt of {seq.num_prompt_tokens} tokens exceeds max_model_len ({self.limits.max_model_len})"
             self._rejected.append((seq, reason))
+        elif self.blocks.rules.never_fits_at == "add" and self.blocks.never_fits(seq):
+            needed = self.blocks.num_blocks_for(seq.num_tokens)
+            self._rejected.append((seq, f"{needed} KV blocks exceed the pool of {self.blocks.num_gpu_blocks}"))
         else:
-            self._waiting.push(seq)
+            self._core.queue.push(seq)
 
     def abort(self, request_id: str) -> Finished | None:
         """Ends a request in any state and frees all it held. None if it is not live (it may have just finished)."""
-        assert self._plan is None, "abort between steps, not while a plan is in flight"
-        seq = self._live.get(request_id)
-        if seq is None:
+        assert self._step is None, "abort between steps, not while a plan is in flight"
+        members = self._live.get(request_id)
+        if members is None:
             return None
-        if seq.state is SequenceState.RUNNING:
-            del self._running[seq.seq_id]
-            self._prefilling.pop(seq.seq_id, None)
-            self.blocks.free(seq)
-        elif any(seq is rejected for rejected, _ in self._rejected):
-            self._rejected = [item for item in self._rejected if item[0] is not seq]
-        else:
-            self._waiting.remove(seq)
-        self._pending_events += abort_event(seq.seq_id)
-        return self._end(seq, FinishReason.ABORT, "aborted")
+        finished = None
+        for seq in members[:]:
+            self._pending_events += abort_event(seq.seq_id)
+            if seq.state is SequenceState.RUNNING:
+                self._stop_running(seq)
+            elif seq.state is SequenceState.SWAPPED:
+                self._core.swapped.pop(seq.unit_id, None)
+                self.blocks.free(seq)
+            elif any(seq is rejected for rejected, _ in self._rejected):
+                self._rejected = [item for item in self._rejected if item[0] is not seq]
+            else:
+                self._core.queue.remove(seq)
+            finished = self._end(seq, FinishReason.ABORT, "aborted", 0)
+        return finished
 
     # --- steps ---
 
     def plan(self, now_ns: int, max_steps: int = 1) -> BatchPlan:
         """Decides the next step. An empty plan means that nothing can be done before something else happens."""
-        assert self._plan is None, "one plan in flight"
+        assert self._step is None, "one plan in flight"
         assert max_steps >= 1
-        step = Step(now_ns, self.limits, self.blocks, self._waiting, self._running, self._prefilling, self._victims)
-        for seq, reason in self._rejected:
-            step.end_rejected(seq, reason)
-        self._rejected = []
+        step = Step(now_ns, self._core)
+        if self._rejected:
+            for seq, reason in self._rejected:
+                step.end_rejected(seq, reason)
+            self._rejected = []
         self._composition.compose(step)
         self._unblock(step)
+        step.close()
         plan = self._to_plan(step)
         if not plan.is_empty:
-            self._step, self._plan = step, plan
+            self._step = step
             self._composition_hash = self._digest.composition(step)
             self.free_gpu_blocks = self.blocks.num_free_blocks
+            self.free_cpu_blocks = self.blocks.num_free_cpu_blocks
         return plan
 
     def commit(self, result: StepResult, now_ns: int) -> list[Finished]:
@@ -161,119 +181,302 @@ class Scheduler:
         step = self._step
         assert step is not None, "nothing is in flight"
         assert len(result.end_ns) == 1, "a plan of one step has one end"
-        self._step = self._plan = None
-        self.num_steps += 1
+        self._step = None
+        self._core.num_steps += 1
         events = self._pending_events + plan_events(step)
-        finished = [self._end(seq, FinishReason.IGNORED, reason) for seq, reason in step.ended]
-        for seq, reason in self._advance(step.rows, result.outcomes):
-            del self._running[seq.seq_id]
-            self.blocks.free(seq)
+        ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
+        finished = [item for item in ended if item is not None]
+        outcomes = result.outcomes or ()
+        num_drawn = self._num_drawn(step.decoded) if outcomes else 0
+        ending = self._advance_decodes(step.decoded, outcomes[:num_drawn])
+        ending += self._advance_rows(step, outcomes[num_drawn:], events)
+        if self._served is not None:
+            for seq, num_tokens, num_emitted in self._service(step):
+                self._served(seq, num_tokens, num_emitted, now_ns)
+        for seq, reason in ending:
+            if seq.state is SequenceState.RUNNING:
+                self._stop_running(seq)
             events += finish_event(seq.seq_id, reason)
-            finished.append(self._end(seq, reason, ""))
-        self._digest.add(self._composition_hash, self.free_gpu_blocks, self.blocks.num_free_cpu_blocks, events)
+            item = self._end(seq, reason, "", now_ns)
+            if item is not None:
+                finished.append(item)
+        self._digest.add(self._composition_hash, self.free_gpu_blocks, self.free_cpu_blocks, events)
         self._pending_events = []
         return finished
 
-    # --- inside ---
+    # --- inside: what a step computed ---
 
-    def _advance(self, rows: list[Row], outcomes: tuple[Outcome, ...] | None) -> list[tuple[Sequence, FinishReason]]:
-        """Counts the rows as computed and appends the tokens that they emit; the sequences that end with it."""
-        drawn = iter(outcomes or ())
-        ending: list[tuple[Sequence, FinishReason]] = []
-        silent: dict[int, None] = {}  # rows that leave tokens to compute, and so emit nothing
-        block_size, publish, prefilling = self.blocks.block_size, self.blocks.publish, self._prefilling
-        for seq, start, num_tokens in rows:
+    def _num_drawn(self, decoded: list[Sequence]) -> int:
+        """Decodes whose token the backend draws."""
+        decodes = self._core.decodes
+        if decoded is decodes.members:
+            return decodes.num_drawn
+        return sum(1 for seq in decoded if not seq.is_forced)
+
+    def _advance_decodes(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> list[Ending]:
+        """One more token for each decode; those that end with it."""
+        self._emitted = decoded
+        if not decoded:
+            return []
+        decodes, blocks = self._core.decodes, self.blocks
+        stopped = self._take_drawn(decoded, outcomes)
+        decodes.advance(decoded)
+        if blocks.caches_prefixes and not blocks.publishes_at_allocation:
+            for seq in decodes.crossing():
+                blocks.publish(seq, seq.num_computed_tokens)
+        ending = decodes.ending()
+        if not ending and not stopped:
+            return []
+        reasons = dict.fromkeys((seq.seq_id for seq in ending), FinishReason.LENGTH) | stopped
+        return [(seq, reasons[seq.seq_id]) for seq in decoded if seq.seq_id in reasons]
+
+    def _take_drawn(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> dict[int, FinishReason]:
+        """Appends the tokens that were drawn; the sequences that they stop. Column by column: a step's cost lies here."""
+        num_drawn = self._num_drawn(decoded)
+        assert len(outcomes) == num_drawn, f"{num_drawn} sequences drew a token, and {len(outcomes)} outcomes came"
+        if not num_drawn:
+            return {}
+        drawn = decoded if num_drawn == len(decoded) else [seq for seq in decoded if not seq.is_forced]
+        seq_ids, tokens, stops, forks, dropped = zip(*outcomes, strict=True)
+        assert [seq.seq_id for seq in drawn] == list(seq_ids), "outcomes come in the order scheduled"
+        assert not any(forks) and not any(dropped), "only the members of a group part"
+        flat = list(chain.from_iterable(tokens))
+        assert len(flat) == num_drawn, "one token each"
+        for seq, token in zip(drawn, flat, strict=True):
+            seq.tokens.append(token)
+        stopped: dict[int, FinishReason] = {}
+        if any(stops):
+            stopped = {seq_id: stop for seq_id, stop in zip(seq_ids, stops, strict=True) if stop is not None}
+        if not self._core.decodes.stop_tokens.isdisjoint(flat):
+            for seq, token in zip(drawn, flat, strict=True):
+                if token in seq.stop_tokens:
+                    stopped.setdefault(seq.seq_id, FinishReason.STOP)
+        return stopped
+
+    def _advance_rows(self, step: Step, outcomes: tuple[Outcome, ...], events: list[int]) -> list[Ending]:
+        """Counts the rows as computed, and takes what they emit; the sequences that end with it."""
+        if not step.rows:
+            assert not outcomes, "more outcomes than sampled rows"
+            return []
+        drawn = iter(outcomes)
+        ending: list[Ending] = []
+        emitted = self._emitted[:]
+        in_step: list[Sequence] = []
+        parted: list[tuple[Sequence, tuple[int, ...]]] = []
+        for seq, start, num_tokens in step.rows:
             num_computed = start + num_tokens
+            self.blocks.publish(seq, num_computed)
+            outcome = None
+            if num_computed == seq.num_tokens and not seq.is_forced:
+                outcome = next(drawn, None)
+                assert outcome is not None, f"no outcome for {seq}"
+                assert outcome.seq_id == seq.seq_id, "outcomes come in the order scheduled"
+            if seq.is_in_step:  # a decode that was scheduled as a row of its own
+                in_step.append(seq)
+                reason = self._row_emits(seq, outcome)
+                emitted.append(seq)
+                if reason is not None:
+                    ending.append((seq, reason))
+                continue
             seq.num_computed_tokens = num_computed
-            tokens = seq.tokens
-            if num_tokens > 1 or not num_computed % block_size:
-                publish(seq, num_computed)
-            if num_computed < len(tokens):
-                silent[seq.seq_id] = None
-                if not seq.is_prefilling:  # a resumed sequence whose newest token alone is left: a decode from here on
-                    prefilling.pop(seq.seq_id, None)
+            if num_computed < seq.num_tokens:
+                if not seq.is_prefilling:  # a resumed sequence whose newest token alone is left: it decodes from here
+                    self._prefilled(seq)
                 continue
-            if prefilling:
-                prefilling.pop(seq.seq_id, None)
-            forced = seq.forced
-            if forced is not None:
-                tokens.append(forced[num_computed - seq.num_prompt_tokens])
-                if num_computed + 1 >= seq.token_limit:
-                    ending.append((seq, FinishReason.LENGTH))
-                continue
-            seq_id, new_tokens, stop, _, _ = next(drawn, NO_OUTCOME)
-            assert seq_id == seq.seq_id, "outcomes come in the order scheduled, one for each row that was not forced"
-            token = new_tokens[0]
-            tokens.append(token)
-            if stop is not None:
-                ending.append((seq, stop))
-            elif token in seq.stop_tokens:
-                ending.append((seq, FinishReason.STOP))
-            elif num_computed + 1 >= seq.token_limit:
-                ending.append((seq, FinishReason.LENGTH))
-        self._committed_rows, self._silent = rows, silent
+            forks = self._forks(seq, outcome)
+            if outcome is not None and outcome.dropped:
+                ending.append((seq, FinishReason.DROPPED))
+            else:
+                reason = self._row_emits(seq, outcome)
+                emitted.append(seq)
+                if reason is not None:
+                    ending.append((seq, reason))
+            if forks:
+                parted.append((seq, forks))
+            self._prefilled(seq, is_ending=bool(ending) and ending[-1][0] is seq)
+        assert next(drawn, None) is None, "more outcomes than sampled rows"
+        if in_step:
+            self._core.decodes.advance(in_step)
+        for parent, tokens in parted:
+            ending += self._part(parent, tokens, emitted, events)
+        self._emitted = emitted
         return ending
 
-    def _end(self, seq: Sequence, reason: FinishReason, message: str) -> Finished:
+    def _row_emits(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
+        """One more known token; the reason if the sequence ends with it."""
+        num_tokens = seq.num_tokens + 1
+        if outcome is None:
+            if not seq.is_in_step:
+                seq.emit(0)
+            return FinishReason.LENGTH if num_tokens >= seq.token_limit else None
+        (token,) = outcome.tokens
+        if seq.is_in_step:
+            seq.tokens.append(token)
+        else:
+            seq.emit(token)
+        if outcome.stop is not None:
+            return outcome.stop
+        if token in seq.stop_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= seq.token_limit else None
+
+    def _prefilled(self, seq: Sequence, *, is_ending: bool = False) -> None:
+        """The sequence is done with its prefill: alone in its group, it decodes in step with the others."""
+        core = self._core
+        core.prefilling.pop(seq.seq_id, None)
+        if seq.group is None and not is_ending:
+            core.decodes.join(seq)
+
+    # --- inside: groups ---
+
+    def _forks(self, seq: Sequence, outcome: Outcome | None) -> tuple[int, ...]:
+        """First tokens of the members that part from the sequence here."""
+        if seq.group is None:
+            return ()
+        if outcome is not None:
+            return outcome.forks
+        return (0,) * (seq.num_samples - 1)  # forced: each member emits the same tokens
+
+    def _part(
+        self, parent: Sequence, tokens: tuple[int, ...], emitted: list[Sequence], events: list[int]
+    ) -> list[Ending]:
+        """New members of a group, after those that are there; the ones that end with their first token."""
+        group = parent.group
+        assert group is not None
+        group.has_parted = True
+        ending: list[Ending] = []
+        siblings = parent.together
+        for token in tokens:
+            child = parent.fork(self._next_seq_id, token)
+            self._next_seq_id += 1
+            self.blocks.fork(parent, child)
+            siblings = [*siblings, child]
+            group.members.append(child)
+            emitted.append(child)
+            events += fork_event(parent.seq_id, child.seq_id)
+            if not child.is_forced and token in child.stop_tokens:
+                ending.append((child, FinishReason.STOP))
+            elif child.num_tokens >= child.token_limit:
+                ending.append((child, FinishReason.LENGTH))
+        for one in siblings:
+            one.siblings = siblings
+        return ending
+
+    def _stop_running(self, seq: Sequence) -> None:
+        """Takes one running sequence out: its siblings go on."""
+        core = self._core
+        core.prefilling.pop(seq.seq_id, None)
+        if seq.is_in_step:
+            core.decodes.leave(seq)
+        if seq.siblings is None or len(seq.siblings) == 1:
+            del core.running[seq.unit_id]
+            core.num_groups -= seq.group is not None
+        else:
+            left = [one for one in seq.siblings if one is not seq]
+            for one in left:
+                one.siblings = left if len(left) > 1 else None
+            core.running[seq.unit_id] = left[0]
+        self.blocks.free(seq)
+
+    def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int) -> Finished | None:
+        """The sequence has ended; what to say of its request if it was the last of it."""
         seq.enter(SequenceState.FINISHED)
         seq.finish_reason = reason
         self.blocks.forget(seq)
-        del self._live[seq.request.request_id]
-        return Finished(seq.request, reason, message, seq.num_output_tokens, seq.tokens[seq.num_prompt_tokens :])
+        if self._left is not None:
+            self._left(seq, now_ns)
+        request = seq.request
+        members = self._live[request.request_id]
+        members.remove(seq)
+        if seq.group is not None and reason is not FinishReason.DROPPED:
+            seq.group.finished.append(seq)
+        if members:
+            return None
+        del self._live[request.request_id]
+        if seq.group is None:
+            return Finished(request, reason, message, seq.num_output_tokens, seq.output_token_ids)
+        done = seq.group.finished
+        outputs = tuple(one.output_token_ids for one in done)
+        last = done[-1].finish_reason if done else reason
+        return Finished(request, last or reason, message, sum(map(len, outputs)), outputs[0] if outputs else (), outputs)
+
+    def _service(self, step: Step) -> list[tuple[Sequence, int, int]]:
+        """(sequence, tokens computed, tokens emitted) of everything in the step."""
+        emitted = {seq.seq_id for seq in self._emitted}
+        served = [(seq, 1, 1) for seq in step.decoded]
+        return served + [(seq, num_tokens, int(seq.seq_id in emitted)) for seq, _, num_tokens in step.rows]
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""
-        if step.rows or step.preempted or step.ignored or self._running:
+        core = self._core
+        if step.rows or step.decoded or step.preempted or step.ignored or core.running or core.swapped:
             return
         seq = step.head()
         if seq is not None and step.blocked_by is not None:
             step.ignore(seq, f"blocked by {step.blocked_by.value} while nothing runs: no later step could admit it")
 
+    # --- inside: the plan ---
+
     def _to_plan(self, step: Step) -> BatchPlan:
-        rows = step.rows
-        prefills: list[PrefillChunk] = []
-        if step.prefilling:
-            decodes = []
-            num_samples = 0
-            for row in rows:
-                seq, start, num_tokens = row
-                if num_tokens == 1 and start >= seq.num_prompt_tokens:
-                    decodes.append(row)
-                else:
-                    prefills.append(PrefillChunk(start, num_tokens))
-                num_samples += start + num_tokens == len(seq.tokens)
+        decoded, decodes = step.decoded, self._core.decodes
+        num_decodes = num_samples = len(decoded)
+        if decoded is decodes.members:
+            context = decodes.context_tokens
         else:
-            decodes, num_samples = rows, len(rows)
-        num_decodes = len(decodes)
-        context = sum([row[1] for row in decodes]) + num_decodes
+            context = sum([seq.num_tokens for seq in decoded])
+        prefills: list[PrefillChunk] = []
+        has_beams = False
+        for seq, start, num_tokens in step.rows:
+            if num_tokens == 1 and start >= seq.num_prompt_tokens:
+                num_decodes += 1
+                context += start + 1
+            else:
+                prefills.append(PrefillChunk(start, num_tokens))
+            num_samples += start + num_tokens == seq.num_tokens
+            has_beams = has_beams or (seq.group is not None and seq.group.is_beam)
+        copies = self.blocks.copies
+        if copies:
+            self.blocks.copies = []
         return BatchPlan(
-            step=self.num_steps,
+            step=self._core.num_steps,
             num_steps=1,
-            shape=BatchShape(num_decodes, context, tuple(prefills), num_samples),
+            shape=BatchShape(
+                num_decodes, context, tuple(prefills), num_samples, len(step.swap_out), len(step.swap_in), len(copies)
+            ),
             rows=lambda: self._rows(step),
-            num_scheduled=tuple((seq.request.request_id, num_tokens) for seq, _, num_tokens in rows)
-            if self._record_decisions
-            else None,
+            num_scheduled=self._num_scheduled(step) if self._record_decisions else None,
             admitted=tuple(step.admitted),
             preempted=tuple(step.preempted),
+            swap_out=tuple(step.swap_out),
+            swap_in=tuple(step.swap_in),
+            swapped_in=tuple(step.swapped_in),
+            copies=tuple(copies),
             ignored=tuple(step.ignored),
             blocked_by=step.blocked_by,
+            has_beams=has_beams,
         )
+
+    def _num_scheduled(self, step: Step) -> tuple[tuple[str, int], ...]:
+        decoded = [(seq.request.request_id, 1) for seq in step.decoded]
+        return (*decoded, *((seq.request.request_id, num_tokens) for seq, _, num_tokens in step.rows))
 
     def _rows(self, step: Step) -> tuple[ScheduledSequence, ...]:
         assert self._step is step, "a plan's rows are valid until it is committed"
+        rows = [(seq, seq.num_computed_tokens, 1) for seq in step.decoded] + step.rows
         return tuple(
             ScheduledSequence(
                 seq.seq_id,
                 start,
                 num_tokens,
                 seq.tokens[start : start + num_tokens],
-                start + num_tokens == len(seq.tokens),
-                seq.forced is not None,
+                start + num_tokens == seq.num_tokens,
+                seq.is_forced,
                 self.blocks.table(seq.seq_id),
                 seq.request.sampling,
+                seq.num_samples,
+                seq.seq_id if seq.group is None else seq.group.group_id,
             )
-            for seq, start, num_tokens in step.rows
+            for seq, start, num_tokens in rows
         )
 
     def _stop_tokens(self, request: Request) -> tuple[int, ...]:
@@ -284,23 +487,38 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Every live sequence is in exactly one place; running ones have tables that cover what is computed."""
+        core = self._core
         self.blocks.check_invariants()
-        waiting = {seq.seq_id for seq in self._waiting}
-        rejected = {seq.seq_id for seq, _ in self._rejected}
+        core.decodes.check_invariants()
         ended = {seq.seq_id for seq, _ in self._step.ended} if self._step is not None else set()
-        running = set(self._running)
-        assert len(waiting) + len(rejected) + len(ended) + len(running) == len(self._live), "a request is lost or twice"
-        for seq in self._live.values():
-            in_place = running if seq.state is SequenceState.RUNNING else waiting | rejected | ended
-            assert seq.seq_id in in_place, f"{seq} is in the wrong place"
-            if seq.state is SequenceState.RUNNING:
-                num_slots = len(self.blocks.table(seq.seq_id)) * self.blocks.block_size
-                assert seq.num_slots == num_slots, f"{seq} has {num_slots} slots, not {seq.num_slots}"
-                assert seq.num_computed_tokens <= num_slots, f"{seq} has computed tokens without blocks"
-                assert seq.num_computed_tokens < len(seq.tokens), f"{seq} has nothing left to compute"
-            else:
-                assert seq.num_computed_tokens == 0, f"{seq} has computed tokens but does not run"
-        assert len(self._running) <= self.limits.max_num_seqs
+        places: dict[SequenceState, set[int]] = {
+            SequenceState.WAITING: {seq.seq_id for seq in core.queue} | {seq.seq_id for seq, _ in self._rejected},
+            SequenceState.RUNNING: {one.seq_id for seq in core.running.values() for one in seq.together},
+            SequenceState.SWAPPED: {one.seq_id for seq in core.swapped.values() for one in seq.together},
+        }
+        live = self.unfinished()
+        assert sum(map(len, places.values())) + len(ended) == len(live), "a sequence is lost or twice"
+        for seq in live:
+            assert seq.seq_id in ended or seq.seq_id in places[seq.state], f"{seq} is in the wrong place"
+            self._check_sequence(seq)
+        if not getattr(self._composition, "caps_batches_only", False):
+            assert sum(seq.num_seqs for seq in core.running.values()) <= self.limits.max_num_seqs
+        assert core.num_groups == sum(1 for seq in core.running.values() if seq.group is not None)
         if self._step is None:
-            prefilling = [seq_id for seq_id, seq in self._running.items() if seq.is_prefilling]
-            assert list(self._prefilling) == prefilling, "unfinished prefills are kept in order of admission"
+            prefilling = [seq.seq_id for seq in core.running.values() if seq.is_prefilling]
+            assert sorted(core.prefilling) == sorted(prefilling), "unfinished prefills are kept apart"
+
+    def _check_sequence(self, seq: Sequence) -> None:
+        if seq.siblings is not None:
+            assert len(seq.siblings) > 1 and seq in seq.siblings
+            assert all(one.state is seq.state and one.unit_id == seq.unit_id for one in seq.siblings), "apart"
+        if not seq.is_forced:
+            assert len(seq.tokens) == seq.num_tokens
+        if seq.state is SequenceState.RUNNING:
+            num_slots = len(self.blocks.table(seq.seq_id)) * self.blocks.block_size
+            assert seq.num_slots == num_slots, f"{seq} has {num_slots} slots, not {seq.num_slots}"
+            assert seq.num_computed_tokens <= num_slots, f"{seq} has computed tokens without blocks"
+            assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has nothing left to compute"
+        elif seq.state is SequenceState.WAITING:
+            assert seq.num_computed_tokens == 0, f"{seq} has computed tokens but does not run"
+

@@ -1,9 +1,14 @@
-"""Sequences: a request's tokens and how far they are computed. Owns the states; knows no blocks and no policies."""
+"""Sequences: a request's tokens and how far they are computed. Owns the states; knows no blocks and no policies.
+
+A request is one sequence, or a group of sequences that grow from one prompt (parallel samples, beams). Queues hold one
+entry for a group, its first live member: what happens to that one happens to its `siblings` too.
+"""
 
 from __future__ import annotations
 
 from array import array
 from enum import IntEnum
+from typing import Protocol
 
 from testbed.errors import IllegalTransitionError
 from testbed.plan import FinishReason
@@ -25,65 +30,185 @@ TRANSITIONS: dict[SequenceState, tuple[SequenceState, ...]] = {
 }
 
 
+class DecodeClock(Protocol):
+    """Counts decode steps for the sequences that take part in each of them."""
+
+    tick: int
+
+
+class SequenceGroup:
+    """All sequences of one request that asks for several. It finishes with its last member."""
+
+    __slots__ = ("finished", "group_id", "has_parted", "members", "request")
+
+    def __init__(self, first: Sequence) -> None:
+        self.request = first.request
+        self.group_id = first.seq_id
+        self.members: list[Sequence] = [first]  # live ones, in the order they came to be
+        self.finished: list[Sequence] = []
+        self.has_parted = False  # whether the prompt's end has made the members
+
+    @property
+    def is_beam(self) -> bool:
+        return self.request.sampling.beam_width > 0
+
+
 class Sequence:
     """One growing sequence of tokens.
 
-    `tokens` is everything known: the prompt and what was emitted. `num_computed_tokens` of them have their KV in GPU
-    blocks. A token is emitted whenever the computed tokens reach all known ones.
+    `num_tokens` of `tokens` are known: the prompt and what was emitted; a forced sequence holds its future tokens too.
+    `num_computed_tokens` of them have their KV in GPU blocks. A token is emitted whenever the computed tokens reach all
+    known ones. While a sequence takes part in every decode step its counts follow from the clock of those steps, and
+    nothing is written to it.
     """
 
     __slots__ = (
+        "_base",
+        "_clock",
+        "_num_computed_tokens",
+        "_num_tokens",
+        "admission",
         "finish_reason",
-        "forced",
+        "group",
+        "is_forced",
+        "last_step",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
         "request",
         "seq_id",
+        "siblings",
         "state",
         "stop_tokens",
         "token_limit",
         "tokens",
+        "unit_id",
     )
 
     def __init__(self, seq_id: int, request: Request, max_model_len: int, stop_token_ids: tuple[int, ...] = ()) -> None:
+        sampling, forced = request.sampling, request.forced_output
         self.seq_id = seq_id  # the order of arrival; ties break by it
+        self.unit_id = seq_id  # the same for sequences that are scheduled together
         self.request = request
+        self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
+        self.siblings: list[Sequence] | None = None  # those scheduled together with it, itself included; None: alone
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
-        self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prefix tokens found at the first admission
         self.num_slots = 0  # tokens that its KV blocks have room for; kept by the block manager
         self.num_preemptions = 0
+        self.admission = 0  # the order of admissions; kept by the scheduler
+        self.last_step = -1  # the step that scheduled it last, where the eviction rule asks for it
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
-        self.forced = request.forced_output
         self.stop_tokens = stop_token_ids
-        wanted = len(self.forced) if self.forced is not None else request.sampling.max_tokens
+        wanted = sampling.max_tokens if forced is None else len(forced)
         # the number of tokens at which the sequence ends; one token is always emitted, even at the model's length
         limit = max(max_model_len, self.num_prompt_tokens + 1)
         self.token_limit = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
+        self.is_forced = forced is not None and not sampling.beam_width  # beams are searched: only the length is forced
+        if self.is_forced and forced is not None:
+            self.tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
+        self._num_tokens = self.num_prompt_tokens
+        self._num_computed_tokens = 0
+        self._clock: DecodeClock | None = None
+        self._base = 0
+
+    # --- counts ---
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was emitted."""
-        return len(self.tokens)
+        return self._num_tokens if self._clock is None else self._clock.tick - self._base
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._num_computed_tokens if self._clock is None else self._clock.tick - self._base - 1
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
+        assert self._clock is None, "a sequence in step with the decodes has all but its newest token computed"
+        self._num_computed_tokens = num_tokens
 
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def num_seqs(self) -> int:
-        """Sequences that run together with this one, itself included, now or once the group's members have parted."""
-        return 1
+    def output_token_ids(self) -> array[int]:
+        return self.tokens[self.num_prompt_tokens : self.num_tokens]
 
     @property
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is still to be computed."""
-        return self.num_computed_tokens < len(self.tokens) - 1 or self.num_computed_tokens < self.num_prompt_tokens
+        if self._clock is not None:
+            return False
+        return self._num_computed_tokens < max(self._num_tokens - 1, self.num_prompt_tokens)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether its counts follow from the clock of decode steps."""
+        return self._clock is not None
+
+    def emit(self, token: int) -> None:
+        """One more known token; a forced sequence has it already."""
+        self._num_tokens += 1
+        if not self.is_forced:
+            self.tokens.append(token)
+
+    def join(self, clock: DecodeClock) -> None:
+        """From here on the sequence takes part in every decode step of `clock`, or says that it lags."""
+        assert self._clock is None and self._num_computed_tokens == self._num_tokens - 1
+        self._clock = clock
+        self._base = clock.tick - self._num_tokens
+
+    def lag(self) -> None:
+        """It took no part in the decode step that the clock has just counted."""
+        self._base += 1
+
+    def leave(self) -> None:
+        """Its counts are its own again."""
+        num_tokens = self.num_tokens
+        self._clock = None
+        self._num_tokens, self._num_computed_tokens = num_tokens, num_tokens - 1
+
+    # --- groups ---
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that run together with this one, itself included, now or once the group's members have parted."""
+        if self.group is None:
+            return 1
+        if not self.group.has_parted or self.group.is_beam:
+            return self.request.sampling.num_seqs
+        return len(self.siblings) if self.siblings is not None else 1
+
+    @property
+    def together(self) -> list[Sequence]:
+        """The sequences that are scheduled together with this one, itself included."""
+        return [self] if self.siblings is None else self.siblings
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens to draw when it samples next: several where a group's members are about to part."""
+        return self.request.sampling.num_seqs if self.group is not None and not self.group.has_parted else 1
+
+    def fork(self, seq_id: int, token: int) -> Sequence:
+        """A new member of the group: all that is computed of this one, and `token` after it."""
+        assert self.group is not None and self._clock is None
+        child = Sequence.__new__(Sequence)
+        for name in Sequence.__slots__:
+            setattr(child, name, getattr(self, name))
+        child.seq_id = seq_id
+        child._num_tokens = self._num_computed_tokens + 1
+        child.tokens = self.tokens[:]
+        if not self.is_forced:
+            del child.tokens[self._num_computed_tokens :]
+            child.tokens.append(token)
+        return child
+
+    # --- states ---
 
     def enter(self, state: SequenceState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -93,5 +218,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.request.request_id!r}, {self.state.name}, "
-            f"{self.num_computed_tokens}/{len(self.tokens)} computed)"
+            f"{self.num_computed_tokens}/{self.num_tokens} computed)"
         )

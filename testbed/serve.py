@@ -23,7 +23,7 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
         if scheduler.has_work:
             plan = scheduler.plan(now_ns)
             if not plan.is_empty:
-                free_gpu, free_cpu = scheduler.free_gpu_blocks, scheduler.blocks.num_free_cpu_blocks
+                free_gpu, free_cpu = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
                 counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
                 resume = yield Execute(plan)
                 assert resume.result is not None, "an executed plan has a result"

@@ -1,188 +1,379 @@
 """One step while it is being composed: the operations that a batch composition decides with.
 
 Owns the rows and events of the step; changes queues and block tables through their owners. It is the whole mechanism
-that a composition sees.
+that a composition sees. A sequence stands for its group: what is done to it is done to `seq.together`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from testbed.blocks.manager import BlockManager, PrefixHit, Verdict
+from testbed.decode_batch import DecodeBatch
 from testbed.plan import Admission, BlockedBy, Ignored, Preemption, PreemptionMode
+from testbed.policies.admission import Admission as AdmissionPolicy
 from testbed.policies.config import Limits
+from testbed.policies.preemption import PreemptionChoice
 from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import VictimChoice
 from testbed.sequence import Sequence, SequenceState
 
 # (seq, start, num_tokens): num_tokens tokens of seq from position start are computed in this step. A plain tuple: there
-# is one for each running sequence in each step.
+# may be one for each running sequence in each step.
 Row = tuple[Sequence, int, int]
+
+
+class Core:
+    """What a step works on: queues and policies. Owned by the scheduler; a step changes it through its operations."""
+
+    __slots__ = ("admission", "blocks", "decodes", "limits", "num_admissions", "num_groups", "num_steps", "prefilling",
+                 "preemption", "queue", "running", "swapped", "victims", "yields")  # fmt: skip
+
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: BlockManager,
+        queue: WaitingQueue,
+        victims: VictimChoice,
+        admission: AdmissionPolicy,
+        preemption: PreemptionChoice,
+    ) -> None:
+        self.limits = limits
+        self.blocks = blocks
+        self.queue = queue
+        self.victims = victims
+        self.admission = admission
+        self.preemption = preemption
+        self.yields = getattr(queue, "yields", None)
+        self.running: dict[int, Sequence] = {}  # by unit id, in running order
+        self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
+        self.prefilling: dict[int, Sequence] = {}  # running sequences whose prefill is unfinished, by seq_id
+        self.decodes = DecodeBatch(blocks.block_size, self.running)
+        self.num_groups = 0  # running units that are, or will be, several sequences
+        self.num_admissions = 0
+        self.num_steps = 0
 
 
 class Step:
     """A step being decided at `now_ns`."""
 
-    __slots__ = (
-        "_queue",
-        "_running",
-        "_victims",
-        "admitted",
-        "blocked_by",
-        "blocks",
-        "ended",
-        "ignored",
-        "limits",
-        "now_ns",
-        "preempted",
-        "prefilling",
-        "rows",
-        "token_budget",
-    )
+    __slots__ = ("_core", "_held", "admitted", "blocked_by", "blocks", "decoded", "ended", "ignored",
+                 "limits", "made_room", "now_ns", "preempted", "rows", "swap_in", "swap_out", "swapped_in",
+                 "token_budget")  # fmt: skip
 
-    def __init__(
-        self,
-        now_ns: int,
-        limits: Limits,
-        blocks: BlockManager,
-        queue: WaitingQueue,
-        running: dict[int, Sequence],
-        prefilling: dict[int, Sequence],
-        victims: VictimChoice,
-    ) -> None:
+    def __init__(self, now_ns: int, core: Core) -> None:
         self.now_ns = now_ns
-        self.limits = limits
-        self.blocks = blocks
-        self.token_budget = limits.max_num_batched_tokens
+        self.limits = core.limits
+        self.blocks = core.blocks
+        self.token_budget = core.limits.max_num_batched_tokens
+        self.decoded: list[Sequence] = []  # one token each, in running order, before the rows
         self.rows: list[Row] = []
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.swapped_in: list[str] = []
         self.ignored: list[Ignored] = []
         self.ended: list[tuple[Sequence, str]] = []  # ignored sequences, with the reason
         self.blocked_by: BlockedBy | None = None
-        self.prefilling = prefilling  # running sequences whose prefill is unfinished, those admitted here included
-        self._queue = queue
-        self._running = running
-        self._victims = victims
+        self.made_room = False  # whether sequences were preempted for the head of the queue, and none for want of blocks
+        self._core = core
+        self._held: list[Sequence] = []  # back in the queue when the step is decided, the last one first
 
     # --- what there is ---
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Running sequences, those included that a group's prompt will part into."""
+        core = self._core
+        return len(core.running) if not core.num_groups else sum(seq.num_seqs for seq in core.running.values())
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._core.queue)
+
+    @property
+    def num_swapped(self) -> int:
+        return len(self._core.swapped)
+
+    @property
+    def prefilling(self) -> dict[int, Sequence]:
+        """Running sequences whose prefill is unfinished, those admitted here included, in order of admission."""
+        return self._core.prefilling
 
     def running(self) -> list[Sequence]:
-        """The running sequences in order of admission, as they are now. `reserve` may preempt later ones."""
-        return list(self._running.values())
+        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones."""
+        return list(self._core.running.values())
+
+    def last_decode(self) -> Sequence | None:
+        """The last running sequence that is done with its prefill; None: there is none, or groups are among them."""
+        members = self._core.decodes.members
+        if self._core.num_groups:
+            return next((seq for seq in reversed(self._core.running.values()) if not seq.is_prefilling), None)
+        return members[-1] if members else None
+
+    def swapped(self) -> list[Sequence]:
+        """The swapped-out sequences in order, one for each group."""
+        return list(self._core.swapped.values())
+
+    def waiting(self) -> Iterator[Sequence]:
+        """The waiting sequences in the queue's order."""
+        return iter(self._core.queue)
 
     def head(self) -> Sequence | None:
         """The waiting sequence to look at next."""
-        return self._queue.head(self.now_ns)
+        return self._core.queue.head(self.now_ns)
 
-    def num_partial_prefills(self) -> int:
-        """Running sequences whose prefill this step leaves unfinished."""
-        finishing = sum(
-            1
-            for seq, start, num_tokens in self.rows
-            if seq.seq_id in self.prefilling and start + num_tokens == len(seq.tokens)
-        )
-        return len(self.prefilling) - finishing
-
-    # --- what can be done ---
+    # --- what runs ---
 
     def schedule(self, seq: Sequence, num_tokens: int) -> None:
-        """Computes the sequence's next `num_tokens` tokens in this step. Their blocks must be reserved."""
-        start = seq.num_computed_tokens
-        self.rows.append((seq, start, num_tokens))
-        self.token_budget -= num_tokens
-        self.blocks.scheduled(seq, start + num_tokens)
+        """Computes the next `num_tokens` tokens of a sequence in this step. Their slots must be reserved."""
+        for one in seq.together:
+            start = one.num_computed_tokens
+            self.rows.append((one, start, num_tokens))
+            self.token_budget -= num_tokens
+            self.blocks.scheduled(one, start + num_tokens)
+            one.last_step = self._core.num_steps
 
-    def decode(self, seqs: list[Sequence]) -> None:
-        """One token for each of these decoding sequences, in order, while the budget lasts; preempts where it must.
+    def decode(self, min_budget: int = 1) -> None:
+        """One token for each sequence that is done with its prefill, in running order, while the budget is at least
+        `min_budget`; preempts where it must. With `reserve` and `schedule` for each it would be the same."""
+        decodes, blocks = self._core.decodes, self.blocks
+        members = decodes.members
+        if self._core.num_groups or not blocks.is_plain or self.token_budget - len(members) + 1 < min_budget:
+            return self._decode_one_by_one(min_budget)
+        crossing = decodes.crossing()
+        spare = 1 if blocks.rules.growth_test == "one_per_sequence" else 0
+        if crossing and blocks.num_free_blocks < len(crossing) + spare or spare and not blocks.num_free_blocks:
+            return self._decode_one_by_one(min_budget)
+        if crossing:
+            blocks.grow_each(crossing)
+        self.decoded = members
+        self.token_budget -= len(members)
+        if blocks.publishes_at_allocation:
+            for seq in decodes.filling():
+                blocks.publish(seq, seq.num_computed_tokens + 1)
+        return None
 
-        The same as `reserve(seq, 1)` and `schedule(seq, 1)` for each, in one pass: a step's cost lies here.
-        """
-        append, publishes, block_size = self.rows.append, self.blocks.publishes_at_allocation, self.blocks.block_size
-        for seq in seqs:
-            if not self.token_budget:
-                return
-            start = seq.num_computed_tokens
-            if start >= seq.num_slots and not self.reserve(seq, 1):
+    def _decode_one_by_one(self, min_budget: int) -> None:
+        for seq in self.running():
+            if seq.is_prefilling or seq.state is not SequenceState.RUNNING:
                 continue
-            self.token_budget -= 1
-            append((seq, start, 1))
-            if publishes and not (start + 1) % block_size:
-                self.blocks.scheduled(seq, start + 1)
+            if self.token_budget < max(min_budget, 1 if seq.siblings is None else len(seq.siblings)):
+                return
+            if self.reserve(seq, 1):
+                self.schedule(seq, 1)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Blocks for the next `num_tokens` tokens of a running sequence, preempting victims until they fit.
+        """Slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit.
 
         False: the sequence itself was preempted, now or as an earlier victim of this step.
         """
         if seq.state is not SequenceState.RUNNING:
             return False
-        wanted = seq.num_computed_tokens + num_tokens
-        while wanted > seq.num_slots and not self.blocks.grow(seq, wanted):
-            victim = self._victims.choose(self._running)
+        blocks = self.blocks
+        if blocks.sliding_window is not None:
+            for one in seq.together:
+                blocks.release_outside_window(one)
+        while not blocks.can_grow(seq, num_tokens):
+            victim = self._core.victims.choose(self._core.running)
             self.preempt(victim)
             if victim is seq:
                 return False
+        for one in seq.together:
+            blocks.grow(one, num_tokens)
         return True
 
+    # --- preemption and swap ---
+
     def preempt(self, seq: Sequence) -> None:
-        """Takes a running sequence's blocks away; it will be computed again from its first token."""
-        for index, (other, start, num_tokens) in enumerate(self.rows):
-            if other is seq:  # a victim that was scheduled already gives its share back
-                self.token_budget += num_tokens
-                self.blocks.withdraw(seq, start)
-                del self.rows[index]
-                break
-        self.preempted.append(
-            Preemption(seq.seq_id, seq.request.request_id, PreemptionMode.RECOMPUTE, seq.num_computed_tokens)
+        """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
+        self._withdraw(seq)
+        self._stop_running(seq)
+        wish = self._core.preemption.mode(seq, self.blocks.num_held_blocks(seq))
+        can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
+        wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
+        if wants_swap or not can_recompute:
+            if self.blocks.can_swap_out(seq) is Verdict.OK:
+                return self._preempt_by_swap(seq)
+            if not can_recompute:
+                return self._give_up(seq)
+        return self._preempt_by_recompute(seq)
+
+    def _preempt_by_recompute(self, seq: Sequence) -> None:
+        """Several members are recomputed as so many sequences, each from its own first token."""
+        for one in reversed(seq.together):
+            self._note_preemption(one, PreemptionMode.RECOMPUTE)
+            one.num_computed_tokens = 0
+            self.blocks.free(one)
+            one.enter(SequenceState.WAITING)
+            one.siblings, one.unit_id = None, one.seq_id
+            if self.blocks.rules.victims_return == "this_step":
+                self._core.queue.push_preempted(one)
+            else:
+                self._held.append(one)
+
+    def _preempt_by_swap(self, seq: Sequence) -> None:
+        for one in seq.together:
+            self._note_preemption(one, PreemptionMode.SWAP)
+            one.enter(SequenceState.SWAPPED)
+        self.swap_out += self.blocks.swap_out(seq)
+        self._core.swapped[seq.unit_id] = seq
+
+    def _give_up(self, seq: Sequence) -> None:
+        """Beams that lose their blocks must be swapped; where they cannot be, the request ends."""
+        num_blocks = self.blocks.num_held_blocks(seq)
+        reason = (
+            f"{len(seq.together)} beams were preempted, which cannot be recomputed, and the CPU pool has "
+            f"{self.blocks.num_free_cpu_blocks} of the {num_blocks} blocks to swap them out; raise cache.num_cpu_blocks"
         )
+        for one in seq.together:
+            self.blocks.free(one)
+        self._end(seq, reason)
+
+    def _note_preemption(self, seq: Sequence, mode: PreemptionMode) -> None:
+        self.preempted.append(Preemption(seq.seq_id, seq.request.request_id, mode, seq.num_computed_tokens))
         seq.num_preemptions += 1
-        seq.num_computed_tokens = 0
-        self.blocks.free(seq)
-        del self._running[seq.seq_id]
-        self.prefilling.pop(seq.seq_id, None)
-        seq.enter(SequenceState.WAITING)
-        self._queue.push_preempted(seq)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """A victim that was scheduled already gives its share of the step back."""
+        for one in seq.together:
+            if one.is_in_step and one in self.decoded:
+                self.token_budget += 1
+                self.blocks.withdraw(one, one.num_computed_tokens)
+                self.decoded = [other for other in self.decoded if other is not one]
+            for index, (other, start, num_tokens) in enumerate(self.rows):
+                if other is one:
+                    self.token_budget += num_tokens
+                    self.blocks.withdraw(one, start)
+                    del self.rows[index]
+                    break
+
+    def _stop_running(self, seq: Sequence) -> None:
+        core = self._core
+        del core.running[seq.unit_id]
+        core.prefilling.pop(seq.seq_id, None)
+        core.num_groups -= seq.group is not None
+        for one in seq.together:
+            if one.is_in_step:
+                core.decodes.leave(one)
+
+    def can_swap_in(self, seq: Sequence) -> Verdict:
+        """Whether a swapped-out sequence gets its blocks back. NEVER ends it as ignored, at once."""
+        verdict = self.blocks.can_swap_in(seq)
+        if verdict is Verdict.NEVER:
+            num_blocks = len(dict.fromkeys(b for one in seq.together for b in self.blocks.cpu_table(one.seq_id)))
+            del self._core.swapped[seq.unit_id]
+            for one in seq.together:
+                self.blocks.free(one)
+            reason = f"{num_blocks} swapped-out KV blocks and one to grow exceed the pool of {self.blocks.num_gpu_blocks}"
+            self._end(seq, reason)
+        return verdict
+
+    def bring_in(self, seq: Sequence) -> None:
+        """Swaps a sequence in: it runs again from where it was."""
+        core = self._core
+        del core.swapped[seq.unit_id]
+        self.swap_in += self.blocks.swap_in(seq)
+        self.swapped_in.append(seq.request.request_id)
+        for one in seq.together:
+            one.enter(SequenceState.RUNNING)
+        self._start_running(seq)
+
+    def reorder(self, seqs: list[Sequence]) -> None:
+        """Gives the running sequences another order; `seqs` are all of them."""
+        running = self._core.running
+        assert len(seqs) == len(running)
+        running.clear()
+        for seq in seqs:
+            running[seq.unit_id] = seq
+        self._core.decodes.reordered()
+
+    # --- admission ---
 
     def can_admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit) -> Verdict:
-        """Whether the waiting sequence's first `num_tokens` tokens get blocks. NEVER ends it as ignored, at once."""
-        verdict = self.blocks.can_admit(seq, num_tokens, hit, is_idle=not self._running)
+        """Whether the waiting sequence's first `num_tokens` tokens get blocks and the admission policy allows it.
+
+        LATER says what the head of the queue is blocked by; NEVER ends it as ignored, at once.
+        """
+        running = self._core.running
+        verdict = self.blocks.can_admit(seq, num_tokens, hit, is_idle=not running)
         if verdict is Verdict.NEVER:
-            self.ignore(
-                seq,
-                f"{len(seq.tokens)} tokens need {self.blocks.num_blocks_for(len(seq.tokens))} KV blocks beside a "
-                f"watermark of {self.blocks.watermark_blocks}, and the pool has {self.blocks.num_gpu_blocks}",
-            )
+            self.ignore(seq, self.never_fits_reason(seq))
+        elif verdict is Verdict.LATER:
+            self.blocked(BlockedBy.KV_BLOCKS)
+        elif not self._core.admission.allows(seq, running.values()):
+            self.blocked(BlockedBy.ADMISSION)
+            return Verdict.LATER
         return verdict
+
+    def never_fits_reason(self, seq: Sequence) -> str:
+        blocks = self.blocks
+        return (
+            f"{seq.num_tokens} tokens need {blocks.num_blocks_for(seq.num_tokens)} KV blocks beside a "
+            f"watermark of {blocks.watermark_blocks}, and the pool has {blocks.num_gpu_blocks}"
+        )
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
         """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
-        self._queue.remove(seq)
-        is_resumed = seq.num_preemptions > 0
+        core = self._core
+        core.queue.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
         seq.enter(SequenceState.RUNNING)
-        self._running[seq.seq_id] = self.prefilling[seq.seq_id] = seq
+        core.prefilling[seq.seq_id] = seq
+        self._start_running(seq)
         seq.num_computed_tokens = hit.num_tokens
-        self.admitted.append(Admission(seq.seq_id, seq.request.request_id, hit.num_tokens, is_resumed))
+        self.admitted.append(
+            Admission(seq.seq_id, seq.request.request_id, hit.num_tokens, seq.num_preemptions > 0)
+        )
         self.schedule(seq, num_tokens)
+
+    def _start_running(self, seq: Sequence) -> None:
+        core = self._core
+        core.num_admissions += 1
+        core.running[seq.unit_id] = seq
+        core.num_groups += seq.group is not None
+        for one in seq.together:
+            one.admission = core.num_admissions
+            if one.is_prefilling:
+                core.prefilling[one.seq_id] = one
+
+    def make_room(self, seq: Sequence) -> bool:
+        """Preempts the running sequence that the queue's order says must yield to its head; False: none must."""
+        if self._core.yields is None or self.admitted:  # those admitted may rely on what a victim computes
+            return False
+        victim = self._core.yields(self._core.running.values(), self.now_ns)
+        if victim is None:
+            return False
+        self.made_room = not self.preempted or self.made_room
+        self.preempt(victim)
+        self.blocked_by = None
+        return True
+
+    def defer(self, seq: Sequence) -> None:
+        """Passes a waiting sequence over in this step; it keeps its place in the queue."""
+        self._core.queue.remove(seq)
+        self._held.insert(0, seq)
 
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""
-        self._queue.remove(seq)
-        self.ignored.append(Ignored(seq.seq_id, seq.request.request_id, reason))
-        self.ended.append((seq, reason))
+        self._core.queue.remove(seq)
+        self._end(seq, reason)
 
     def end_rejected(self, seq: Sequence, reason: str) -> None:
         """Reports a sequence that was refused before it was queued."""
+        self._end(seq, reason)
+
+    def _end(self, seq: Sequence, reason: str) -> None:
         self.ignored.append(Ignored(seq.seq_id, seq.request.request_id, reason))
-        self.ended.append((seq, reason))
+        self.ended += [(one, reason) for one in seq.together]
 
     def blocked(self, reason: BlockedBy) -> None:
         """Records what keeps the head of the queue out of this step."""
         self.blocked_by = reason
+
+    def close(self) -> None:
+        """The step is decided: held sequences are in the queue again."""
+        for seq in self._held:
+            self._core.queue.push_preempted(seq)
+        self.blocks.planned()

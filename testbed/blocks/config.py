@@ -27,6 +27,7 @@ class CacheConfig:
     watermark: float | None = None  # share of the GPU blocks that admissions leave free
     prefix_caching: bool = True
     eviction: Any = "lru"  # a name, or {_target_: a class of yours}
+    sliding_window: int | None = None  # tokens that attention looks back at; null: all
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -41,6 +42,8 @@ class CacheConfig:
             raise ConfigError(f"cache.swap_space_gib is {self.swap_space_gib}; it must be 0 to {MAX_SWAP_SPACE_GIB:,}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"cache.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"cache.sliding_window is {self.sliding_window}; it must be at least 1 token, or null")
         if self.watermark is not None and not 0 <= self.watermark < 1:
             raise ConfigError(f"cache.watermark is {self.watermark}; it must be in [0, 1)")
 
@@ -61,15 +64,52 @@ def check_pool_sizes(num_gpu_blocks: int, num_cpu_blocks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVRules:
-    """How a system deals with KV blocks, where systems differ. A preset is a composition plus one of these."""
+    """How a system deals with KV blocks, where systems differ (SPEC P8). The defaults are C7 to C12 of the SPEC.
 
+    A preset is a composition plus one of these.
+    """
+
+    # --- admission ---
     # blocks taken on admission: for the whole prompt, or for the tokens of its first chunk
     allocate: Literal["whole", "chunk"] = "whole"
     # whether all known tokens must fit before a first chunk runs
     full_length_must_fit: bool = False
-    # when a computed block may be hit by others: once its step is committed, or once it is allocated
-    hits_visible: Literal["commit", "allocation"] = "commit"
-    # whether the watermark holds also when nothing is running
-    watermark_when_idle: bool = True
-    # watermark blocks = int(share x (num_gpu_blocks + this))
+    # whether cached blocks count in the admission test, or all blocks must be free as if nothing were cached
+    admission_counts_hits: bool = True
+    # when a prompt that exceeds the pool is found out: as soon as it arrives, or at the head of the queue
+    never_fits_at: Literal["add", "head"] = "head"
+
+    # --- watermark: admissions leave int(share x (num_gpu_blocks + extra)) blocks free ---
     watermark_extra_blocks: int = 0
+    watermark_when_idle: bool = True  # also while nothing is running
+    watermark_for_resumed: bool = True  # also for sequences that were preempted by recompute
+    watermark_for_swapped_in: bool = True
+
+    # --- growth and swap ---
+    # blocks that must be free for a running sequence to go on: as many as it needs, or one for each, needed or not
+    growth_test: Literal["exact", "one_per_sequence"] = "exact"
+    # blocks that a swap must find free, beside one for each sequence to grow: all of the group's, or its full ones
+    swap_test: Literal["all_blocks", "full_blocks"] = "all_blocks"
+    # a victim may be admitted again by the same step, or is back in the queue only after the step's admissions
+    victims_return: Literal["this_step", "next_step"] = "this_step"
+
+    # --- prefix cache ---
+    # when a block may be hit by others: once its step is committed; once it is allocated (by a later sequence of the
+    # same batch too); or once the step is planned (the same batch shares the block, but computes it again)
+    hits_visible: Literal["commit", "allocation", "plan"] = "commit"
+    # hits end before the block of the last token, or all full blocks may be hit and only the last token is computed
+    hit_cap: Literal["last_block", "last_token"] = "last_block"
+    # whether a waiting sequence's hit is looked up once and kept until its blocks are freed, or looked up at each step
+    hits_frozen: bool = False
+    # several blocks of the same content: all are kept, the newest alone is found, or they become one block
+    duplicates: Literal["listed", "replaced", "merged"] = "listed"
+    # free blocks are handed out: those without content first, or all in the order released
+    free_order: Literal["uncached_first", "one_queue"] = "uncached_first"
+    # what `lru` goes by: when a block was released, or which step last scheduled its sequence
+    lru_by: Literal["release", "last_step"] = "release"
+
+    # --- token budget ---
+    # what a prompt counts for: tokens to compute, all its tokens, or the longest of the batch (padding)
+    budget: Literal["uncached", "sum", "padded"] = "uncached"
+    # whether, with prefix caching, a chunk that leaves a prompt unfinished must fill its last block
+    chunks_fill_blocks: bool = False

@@ -13,43 +13,63 @@ from testbed.blocks.eviction import EvictionPolicy
 class CacheEntry:
     """One cached prefix. Lives while a block holds it or a longer prefix hangs on it."""
 
-    __slots__ = ("blocks", "content", "key", "num_children", "parent")
+    __slots__ = ("blocks", "content", "is_computed", "key", "num_children", "parent")
 
     def __init__(self, key: int, content: bytes, parent: CacheEntry | None) -> None:
         self.key = key
         self.content = content
         self.parent = parent
-        self.blocks: list[int] = []
+        self.blocks: list[int] = []  # the first one is found
         self.num_children = 0
+        self.is_computed = True  # False: allocated for this content by the step being planned
 
 
 class PrefixCache:
-    """Content of blocks, by key. `version` changes whenever a lookup could come out differently."""
+    """Content of blocks, by key."""
 
-    __slots__ = ("_entries", "entry_of", "evictable", "num_cached_blocks", "version")
+    __slots__ = ("_entries", "entry_of", "evictable", "num_cached_blocks")
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy) -> None:
         self._entries: dict[int, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
-        self.evictable = eviction  # cached blocks with no reference
+        self.evictable = eviction  # free blocks whose content may still be hit
         self.num_cached_blocks = 0
-        self.version = 0
+
+    def find(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
+        """The entry of this content after `parent`, if a block holds it."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.blocks or entry.parent is not parent or entry.content != content:
+            return None
+        return entry
+
+    def standing(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
+        """The same, whether or not a block holds it still."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.parent is parent and entry.content == content else None
 
     def match(self, keys: list[int], contents: list[bytes], max_blocks: int) -> list[CacheEntry]:
         """The entries of the longest cached prefix, at most `max_blocks` of them."""
         matched: list[CacheEntry] = []
+        entries = self._entries
         parent: CacheEntry | None = None
         for index in range(max_blocks):
-            entry = self._entries.get(keys[index])
+            entry = entries.get(keys[index])
             if entry is None or not entry.blocks or entry.parent is not parent or entry.content != contents[index]:
                 break
             matched.append(entry)
             parent = entry
         return matched
 
-    def publish(self, block: int, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
-        """Says that `block` holds this content. None if another content has the key: the block stays uncached."""
+    def publish(
+        self, block: int, key: int, content: bytes, parent: CacheEntry | None, *, is_newest_found: bool = False
+    ) -> CacheEntry | None:
+        """Says that `block` holds this content. None if another content has the key: the block stays uncached.
+
+        is_newest_found: the block takes the place of an older one of the same content, which is forgotten.
+        """
         assert self.entry_of[block] is None, f"block {block} is published twice"
+        if is_newest_found and parent is not None:
+            parent = self._alive(parent)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = CacheEntry(key, content, parent)
@@ -57,17 +77,32 @@ class PrefixCache:
                 parent.num_children += 1
         elif entry.parent is not parent or entry.content != content:
             return None
+        elif is_newest_found and entry.blocks:
+            self.entry_of[entry.blocks.pop()] = None
+            self.num_cached_blocks -= 1
         entry.blocks.append(block)
         self.entry_of[block] = entry
         self.num_cached_blocks += 1
-        self.version += 1
         return entry
 
-    def evict(self) -> int:
-        """Gives up one unreferenced block and returns it."""
-        block = self.evictable.pop()
-        self.forget(block)
-        return block
+    def _alive(self, entry: CacheEntry) -> CacheEntry:
+        """The entry that stands for this prefix now: it may have died with the block that took its own block's place."""
+        dead: list[CacheEntry] = []
+        parent: CacheEntry | None = entry
+        while parent is not None and self._entries.get(parent.key) is not parent:
+            dead.append(parent)
+            parent = parent.parent
+        for lost in reversed(dead):
+            found = self._entries.get(lost.key)
+            if found is None or found.parent is not parent or found.content != lost.content:
+                if found is not None:
+                    return lost  # its key stands for another content now: what follows is not found
+                found = self._entries[lost.key] = CacheEntry(lost.key, lost.content, parent)
+                if parent is not None:
+                    parent.num_children += 1
+            parent = found
+        assert parent is not None
+        return parent
 
     def forget(self, block: int) -> None:
         """The block no longer holds its content."""
@@ -76,7 +111,6 @@ class PrefixCache:
         self.entry_of[block] = None
         entry.blocks.remove(block)
         self.num_cached_blocks -= 1
-        self.version += 1
         while entry is not None and not entry.blocks and not entry.num_children:
             del self._entries[entry.key]
             entry = entry.parent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from testbed.blocks.config import KVRules
 from testbed.errors import ConfigError
@@ -18,16 +18,21 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # running sequences
     max_num_batched_tokens: int | None = 2048  # tokens a step; null: as many as max_model_len, at least 2048
     max_model_len: int | None = None  # null: the model's
-    preemption: Literal["auto", "recompute"] = "auto"
+    preemption: Any = "auto"  # auto, recompute, swap, cheaper
     queue_order: Any = "fcfs"
-    victim: Any = "most_recently_admitted"
-    long_prefill_token_threshold: int = 0  # a longer prefill gets at most this many tokens a step; 0: off
+    admission: Any = "watermark"
+    victim: Any = "auto"  # auto: the lowest priority under queue_order=priority, else the most recently admitted
+    oracle: Any = "none"  # what policies believe of output lengths: none, perfect, noisy, binned
+    long_prefill_token_threshold: int = 0  # unified: the most tokens a prefill gets a step; decode_first: what is long
     max_num_partial_prefills: int = 1  # prompts that may be part-way through their prefill (decode_first)
+    max_long_partial_prefills: int = 1  # of them, longer than the threshold (decode_first)
+    lookahead_slots: int = 0  # extra slots that a decoding sequence reserves, for studies of speculative decoding
     watermark: float = 0.01  # the preset's; cache.watermark overrides it
     kv_rules: KVRules = field(default_factory=KVRules)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_partial_prefills"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_partial_prefills",
+                     "max_long_partial_prefills"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"scheduler.{name} is {value}; it must be at least 1")
@@ -49,6 +54,7 @@ class Limits:
     max_model_len: int
     long_prefill_token_threshold: int
     max_num_partial_prefills: int
+    max_long_partial_prefills: int = 1
 
     @classmethod
     def resolve(cls, config: SchedulerConfig, model_max_len: int) -> Limits:
@@ -70,4 +76,5 @@ class Limits:
             max_model_len,
             config.long_prefill_token_threshold,
             config.max_num_partial_prefills,
+            config.max_long_partial_prefills,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from testbed.blocks.manager import BlockManager
 from testbed.interfaces import Estimator
@@ -28,3 +28,9 @@ class PolicyContext:
     oracle: LengthOracle
     estimator: Estimator | None
     seed: int
+
+
+def bind(policy: Any, context: PolicyContext) -> None:
+    """Gives a policy the context if it asks for it."""
+    if hasattr(policy, "bind"):
+        policy.bind(context)

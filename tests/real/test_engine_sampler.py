@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scipy.stats import chisquare, kstest
+from scipy.stats import chi2_contingency, chisquare, kstest
 
-from real.sampler import log_exponential, mix, sample, sampling_inputs, signed
+from real.sampler import draw, draws_of, further_inputs, log_exponential, mix, sample, sampling_inputs, signed
 from testbed.request import SamplingParams
 from tests.real.engine_helpers import row
 
@@ -89,3 +89,104 @@ def test_zero_temperature_is_greedy_and_needs_no_noise():
     rows = [row(0, [1, 2], [0])]
     assert sampling_inputs(rows, 0) is None
     assert sample(torch.tensor([[0.1, 3.0, 2.0]]), None).tolist() == [1]
+
+
+# --- several draws from one row ---
+
+
+def group_row(seq_id: int, position: int, sampling: SamplingParams, num_samples: int = 1, group_id: int = 0):
+    """A row whose next token stands at `position`."""
+    line = row(seq_id, [0] * position, [0], start=position - 1, sampling=sampling)
+    return line._replace(num_samples=num_samples, group_id=group_id)
+
+
+def all_draws(logits: torch.Tensor, rows, run_seed: int = 5) -> list[tuple[int, ...]]:
+    """The draws of each row, from logits [num_rows, vocab], as the engine makes them."""
+    token_ids = sample(logits, sampling_inputs(rows, run_seed))
+    further = further_inputs(rows, run_seed)
+    if further is not None:
+        token_ids = torch.cat([token_ids, draw(logits, further)])
+    return draws_of(rows, token_ids.tolist())
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(1.0, 0), (0.5, 123), (2.0, None)])
+def test_each_of_several_draws_follows_the_softmax_and_no_other_draw(temperature, seed):
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -0.5, 0.2])
+    num_rows, num_samples = 4000, 4
+    sampling = SamplingParams(temperature=temperature, seed=seed, n=num_samples)
+    rows = [group_row(0, position, sampling, num_samples) for position in range(1, num_rows + 1)]
+    drawn = torch.tensor(all_draws(logits.repeat(num_rows, 1), rows))  # [num_rows, num_samples]
+    expected = torch.softmax(logits.double() / temperature, -1) * num_rows
+    for index in range(num_samples):
+        assert chisquare(torch.bincount(drawn[:, index], minlength=8).numpy(), expected.numpy()).pvalue > 1e-3
+        for other in range(index):
+            pairs = torch.bincount(drawn[:, index] * 8 + drawn[:, other], minlength=64).reshape(8, 8)
+            assert chi2_contingency(pairs.numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("seed", [8, None])
+def test_a_draw_does_not_depend_on_how_many_there_are(seed):
+    logits = torch.zeros(1, 1000)
+    by_number = {
+        number: all_draws(logits, [group_row(0, 7, SamplingParams(temperature=1.0, seed=seed, n=number), number)])[0]
+        for number in (1, 2, 5)
+    }
+    assert by_number[1] == tuple(draws_at(logits, seed))
+    assert by_number[2][:1] == by_number[1]
+    assert by_number[5][:2] == by_number[2]
+    assert len(set(by_number[5])) == 5
+
+
+def draws_at(logits: torch.Tensor, seed: int | None) -> list[int]:
+    """What a sequence that is no group draws there."""
+    return sample(logits, sampling_inputs([group_row(0, 7, SamplingParams(temperature=1.0, seed=seed))], 5)).tolist()
+
+
+def test_a_batch_may_mix_all_kinds():
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(3))
+    rows = [
+        group_row(0, 4, SamplingParams(temperature=1.0, n=3), 3),
+        group_row(1, 4, SamplingParams(n=2), 2),  # greedy
+        group_row(2, 4, SamplingParams(temperature=0.7, seed=1)),
+        group_row(3, 4, SamplingParams(temperature=1.0, n=4), 4)._replace(forced=True),
+        group_row(4, 4, SamplingParams(beam_width=6), 6),
+    ]
+    together = all_draws(logits, rows)
+    assert [len(tokens) for tokens in together] == [3, 2, 1, 4, 1]  # a beam's tokens are searched for elsewhere
+    assert together[1] == (int(logits[1].argmax()),) * 2
+    for number, line in enumerate(rows):
+        assert all_draws(logits[number : number + 1], [line]) == [together[number]]
+
+
+def test_many_draws_from_a_large_vocabulary_come_in_parts(monkeypatch):
+    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(3))
+    rows = [group_row(i, 4, SamplingParams(temperature=1.0, n=7), 7) for i in range(2)]
+    whole = all_draws(logits, rows)
+    monkeypatch.setattr("real.sampler.MAX_NOISE_ELEMENTS", 3000)
+    assert all_draws(logits, rows) == whole
+
+
+@pytest.mark.parametrize("seed", [8, None])
+def test_members_of_a_group_draw_independently_also_after_they_parted(seed):
+    """The same logits at the same position: only the member tells them apart."""
+    sampling = SamplingParams(temperature=1.0, seed=seed, n=3)
+    logits = torch.zeros(1000, 16)
+    streams = [
+        torch.tensor(all_draws(logits, [group_row(10 + member, p, sampling, group_id=10) for p in range(1, 1001)]))
+        for member in range(3)
+    ]
+    for one in range(3):
+        for other in range(one):
+            assert 0.02 < (streams[one] == streams[other]).float().mean() < 0.11  # 1/16 would be chance
+
+
+def test_a_seeded_group_draws_the_same_wherever_its_ids_begin():
+    sampling = SamplingParams(temperature=1.0, seed=8, n=3)
+    logits = torch.zeros(4, 1000)
+
+    def drawn(group_id: int, run_seed: int):
+        rows = [group_row(group_id, 5, sampling, 3, group_id)]
+        rows += [group_row(group_id + member, 6, sampling, group_id=group_id) for member in range(3)]
+        return all_draws(logits, rows, run_seed)
+
+    assert drawn(0, 1) == drawn(70, 2)

@@ -1,4 +1,4 @@
-"""Decode first with chunked prefill, as Sarathi-Serve: one mixed batch under one token budget."""
+"""Decode first with chunked prefill: one mixed batch under one token budget."""
 
 from __future__ import annotations
 
@@ -9,49 +9,130 @@ from testbed.step import Step
 
 
 class DecodeFirst:
-    """Decodes, then unfinished prefills, then new prefills, each in chunks of what is left of the budget.
+    """Decodes, then unfinished prefills, then swapped-out sequences, then new prefills in chunks of what is left.
 
-    Source: Agrawal et al., Sarathi-Serve, OSDI 2024. At most `max_num_partial_prefills` prompts are part-way through
-    their prefill at a time; they share the budget evenly.
+    Source: Agrawal et al., Sarathi-Serve, OSDI 2024; vLLM 0.8.5's chunked scheduler. Up to `max_num_partial_prefills`
+    prompts share the budget evenly; while that is more than one, at most `max_long_partial_prefills` of them are longer
+    than `long_prefill_token_threshold` (0: 4 % of max_model_len), and shorter ones overtake the others.
+
+    admits_after_preemption: whether a step that preempted still admits (0.8.5), or leaves the room to those that run.
     """
 
+    def __init__(self, *, admits_after_preemption: bool = False) -> None:
+        self._admits_after_preemption = admits_after_preemption
+
     def compose(self, step: Step) -> None:
-        prefilling = list(step.prefilling.values())  # in order of admission
-        step.decode(
-            [seq for seq in step.running() if seq.seq_id not in step.prefilling] if prefilling else step.running()
-        )
+        num_long = sum(1 for seq in step.prefilling.values() if self._is_long(step, seq))
+        share = self._share(step, num_long)
+        prefilling = list(step.prefilling.values())
+        step.decode(min_budget=self._least(step, share))
+        decodes = [seq for seq in step.running() if not seq.is_prefilling] if prefilling or step.num_swapped else []
+        finishing: list[Sequence] = []
+        unfinished: list[Sequence] = []
         for seq in prefilling:
-            num_tokens = self._chunk(step, seq, seq.num_computed_tokens)
+            missing = seq.num_tokens - seq.num_computed_tokens
+            num_tokens = self._chunk(step, missing, share)
             if num_tokens and step.reserve(seq, num_tokens):
                 step.schedule(seq, num_tokens)
-        self._admit(step)
+                (finishing if num_tokens == missing else unfinished).append(seq)
+        swapped_in: list[Sequence] = []
+        if not step.preempted:
+            swapped_in = self._swap_in(step)
+        self._keep_decodes_first(step, [*swapped_in, *decodes, *finishing, *unfinished])
+        if step.preempted and not self._admits_after_preemption:
+            if step.num_waiting:
+                step.blocked(BlockedBy.PREEMPTION)
+        else:
+            self._admit(step, share, num_long)
 
-    def _admit(self, step: Step) -> None:
+    def _keep_decodes_first(self, step: Step, wanted: list[Sequence]) -> None:
+        """Prefills that end in this step come before those that go on: they will be decodes."""
+        if not step.prefilling and not step.swapped_in:
+            return
+        running = {seq.unit_id: seq for seq in step.running()}
+        order = [seq for seq in wanted if running.pop(seq.unit_id, None) is not None]
+        step.reorder([*order, *running.values()])
+
+    def _swap_in(self, step: Step) -> list[Sequence]:
+        brought: list[Sequence] = []
+        for seq in step.swapped():
+            verdict = step.can_swap_in(seq)
+            if verdict is Verdict.NEVER:
+                continue
+            num_tokens = seq.num_tokens - seq.num_computed_tokens
+            is_full = step.num_running + seq.num_seqs > step.limits.max_num_seqs
+            if verdict is Verdict.LATER or is_full or num_tokens * len(seq.together) > step.token_budget:
+                break
+            step.bring_in(seq)
+            brought.append(seq)
+            if step.reserve(seq, num_tokens):
+                step.schedule(seq, num_tokens)
+        return brought
+
+    def _admit(self, step: Step, share: int, num_long: int) -> None:
         while (seq := step.head()) is not None:
-            if step.preempted:
-                return step.blocked(BlockedBy.PREEMPTION)
-            if step.num_running >= step.limits.max_num_seqs:
-                return step.blocked(BlockedBy.MAX_NUM_SEQS)
             if step.token_budget == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
+            limits = step.limits
+            is_long = self._is_long(step, seq)
+            if is_long and limits.max_num_partial_prefills > 1 and num_long >= limits.max_long_partial_prefills:
+                step.blocked(BlockedBy.PARTIAL_PREFILLS)
+                step.defer(seq)
+                continue
             hit = step.blocks.lookup(seq)
-            num_tokens = self._chunk(step, seq, hit.num_tokens)
-            is_partial = hit.num_tokens + num_tokens < len(seq.tokens)
-            if is_partial and step.num_partial_prefills() >= step.limits.max_num_partial_prefills:
-                return step.blocked(BlockedBy.PARTIAL_PREFILLS)
+            num_tokens = self._chunk(step, seq.num_tokens - hit.num_tokens, share)
             verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)
+            if verdict is Verdict.NEVER:
+                continue
             if verdict is Verdict.LATER:
-                return step.blocked(BlockedBy.KV_BLOCKS)
-            if verdict is Verdict.OK:
-                step.admit(seq, hit, num_tokens)
+                if step.make_room(seq):
+                    continue
+                return None
+            if num_tokens == 0:
+                return step.blocked(BlockedBy.TOKEN_BUDGET)
+            if step.num_running + seq.num_seqs > limits.max_num_seqs:
+                if step.make_room(seq):
+                    continue
+                return step.blocked(BlockedBy.MAX_NUM_SEQS)
+            num_long += is_long
+            step.admit(seq, hit, num_tokens)
         return None
 
-    def _chunk(self, step: Step, seq: Sequence, num_computed: int) -> int:
-        """How many of the sequence's missing tokens this step computes."""
+    # --- the budget ---
+
+    def _share(self, step: Step, num_long: int) -> int:
+        """Tokens of the budget that one prefill may have: an even part, if several are part-way at a time."""
         limits = step.limits
-        num_tokens = min(len(seq.tokens) - num_computed, step.token_budget)
-        if limits.max_num_partial_prefills > 1:
-            num_tokens = min(num_tokens, max(1, limits.max_num_batched_tokens // limits.max_num_partial_prefills))
-        if limits.long_prefill_token_threshold:
-            num_tokens = min(num_tokens, limits.long_prefill_token_threshold)
-        return num_tokens
+        if limits.max_num_partial_prefills == 1:
+            return limits.max_num_batched_tokens
+        num_prefills = len(step.prefilling)
+        for seq in step.waiting():
+            if num_prefills >= limits.max_num_partial_prefills:
+                break
+            if self._is_long(step, seq):
+                if num_long >= limits.max_long_partial_prefills:
+                    continue
+                num_long += 1
+            num_prefills += 1
+        return limits.max_num_batched_tokens // max(1, min(num_prefills, limits.max_num_partial_prefills))
+
+    def _chunk(self, step: Step, missing: int, share: int) -> int:
+        """How many of a sequence's missing tokens this step computes."""
+        allowed = min(step.token_budget, share)
+        if self._fills_blocks(step):
+            allowed -= allowed % step.blocks.block_size
+        return min(missing, allowed)
+
+    def _least(self, step: Step, share: int) -> int:
+        """The budget that a decode must find. Where chunks fill blocks a decode needs a block's worth too (vLLM 0.8.5)."""
+        if not self._fills_blocks(step):
+            return 1
+        return step.blocks.block_size if share >= step.blocks.block_size else step.limits.max_num_batched_tokens + 1
+
+    def _fills_blocks(self, step: Step) -> bool:
+        return step.blocks.rules.chunks_fill_blocks and step.blocks.caches_prefixes
+
+    def _is_long(self, step: Step, seq: Sequence) -> bool:
+        limits = step.limits
+        threshold = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
+        return seq.num_tokens - seq.num_computed_tokens > threshold

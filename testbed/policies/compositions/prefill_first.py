@@ -4,48 +4,111 @@ from __future__ import annotations
 
 from testbed.blocks.manager import Verdict
 from testbed.plan import BlockedBy
+from testbed.sequence import Sequence
 from testbed.step import Step
 
 
 class PrefillFirst:
-    """Admits waiting prompts, whole, in one prompt-only batch; decodes only if none could be admitted.
+    """When nothing is swapped out, admits waiting prompts, whole, in one prompt-only batch; decodes only if none could be
+    admitted, and swaps in only if this step preempted nothing.
 
-    Source: Kwon et al., SOSP 2023, and vLLM's first scheduler. It differs in two ways: the token budget counts only
-    tokens that are computed, not padding; and a preempted sequence that has outgrown the budget meanwhile is admitted
-    alone instead of being ended half served.
+    Source: Kwon et al., SOSP 2023; vLLM 0.2.7 and 0.8.5. The token budget counts what `KVRules.budget` says.
+
+    ignores_oversize_resumed: a preempted sequence that has outgrown the budget meanwhile ends as ignored (0.2.7), or it
+    is admitted alone. ignored_end_the_step: a step that only ends prompts as ignored computes nothing (0.2.7).
+    sorts_by_arrival: running and swapped sequences are sorted by arrival before they decode (0.2.7), or keep their order.
     """
 
-    unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills")  # prompts are not split
+    unused_limits = (
+        "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"
+    )  # prompts are not split # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        ignores_oversize_resumed: bool = False,
+        ignored_end_the_step: bool = False,
+        sorts_by_arrival: bool = False,
+    ) -> None:
+        self._ignores_oversize_resumed = ignores_oversize_resumed
+        self._ignored_end_the_step = ignored_end_the_step
+        self._sorts_by_arrival = sorts_by_arrival
 
     def compose(self, step: Step) -> None:
-        self._admit(step)
-        if not step.rows:
-            self._decode(step)
+        if not step.num_swapped:
+            self._admit(step)
+        elif step.num_waiting:
+            step.blocked(BlockedBy.SWAPPED_FIRST)
+        if step.rows or (self._ignored_end_the_step and step.ignored):
+            return
+        if self._sorts_by_arrival:
+            self._sort(step)
+        step.decode()
+        if not step.preempted:
+            self._swap_in(step)
+        elif step.blocked_by is None and step.num_waiting:
+            step.blocked(BlockedBy.PREEMPTION)
 
     def _admit(self, step: Step) -> None:
+        longest = 0  # prompt of this batch, for the padded budget
         while (seq := step.head()) is not None:
-            if step.num_running >= step.limits.max_num_seqs:
-                return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
-            num_tokens = len(seq.tokens) - hit.num_tokens
+            num_tokens = self._num_budgeted(step, seq, hit.num_tokens)
             is_oversize = num_tokens > step.limits.max_num_batched_tokens
-            if is_oversize and not seq.num_preemptions:
+            if is_oversize and (not seq.num_preemptions or self._ignores_oversize_resumed):
                 step.ignore(
                     seq,
                     f"{num_tokens} tokens to prefill exceed max_num_batched_tokens "
                     f"({step.limits.max_num_batched_tokens}), and prefill_first does not split a prompt",
                 )
                 continue
-            if num_tokens > step.token_budget and (step.rows or not is_oversize):
-                return step.blocked(BlockedBy.TOKEN_BUDGET)
-            verdict = step.can_admit(seq, len(seq.tokens), hit)
+            verdict = step.can_admit(seq, seq.num_tokens, hit)
+            if verdict is Verdict.NEVER:
+                continue
             if verdict is Verdict.LATER:
-                return step.blocked(BlockedBy.KV_BLOCKS)
-            if verdict is Verdict.OK:
-                step.admit(seq, hit, num_tokens)
+                if not step.rows and step.make_room(seq):
+                    continue
+                return None
+            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                if not step.rows and step.make_room(seq):
+                    continue
+                return step.blocked(BlockedBy.MAX_NUM_SEQS)
+            if not self._fits(step, num_tokens, longest) and (step.rows or not is_oversize):
+                return step.blocked(BlockedBy.TOKEN_BUDGET)
+            longest = max(longest, num_tokens)
+            step.admit(seq, hit, seq.num_tokens - hit.num_tokens)
         return None
 
-    def _decode(self, step: Step) -> None:
-        step.decode(step.running())
-        if step.preempted and step.blocked_by is None:
-            step.blocked(BlockedBy.PREEMPTION)
+    def _num_budgeted(self, step: Step, seq: Sequence, num_cached: int) -> int:
+        return seq.num_tokens - (num_cached if step.blocks.rules.budget == "uncached" else 0)
+
+    def _fits(self, step: Step, num_tokens: int, longest: int) -> bool:
+        if step.blocks.rules.budget == "padded":  # every prompt of the batch costs as much as its longest
+            padded = (len(step.rows) + 1) * max(longest, num_tokens)
+            return padded <= step.limits.max_num_batched_tokens
+        if step.blocks.rules.budget == "sum":
+            return num_tokens + sum(start + count for _, start, count in step.rows) <= step.limits.max_num_batched_tokens
+        return num_tokens <= step.token_budget
+
+    def _sort(self, step: Step) -> None:
+        running = step.running()
+        by_arrival = sorted(running, key=_arrival)
+        if by_arrival != running:
+            step.reorder(by_arrival)
+
+    def _swap_in(self, step: Step) -> None:
+        swapped = step.swapped()
+        for seq in sorted(swapped, key=_arrival) if self._sorts_by_arrival else swapped:
+            verdict = step.can_swap_in(seq)
+            if verdict is Verdict.NEVER:
+                continue
+            if verdict is Verdict.LATER or step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                return
+            step.bring_in(seq)
+            num_tokens = seq.num_tokens - seq.num_computed_tokens
+            if step.reserve(seq, num_tokens):
+                step.schedule(seq, num_tokens)
+
+
+def _arrival(seq: Sequence) -> tuple[int, int]:
+    return seq.request.arrival_ns, seq.unit_id

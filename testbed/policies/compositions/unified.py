@@ -4,49 +4,82 @@ from __future__ import annotations
 
 from testbed.blocks.manager import Verdict
 from testbed.plan import BlockedBy
+from testbed.sequence import Sequence
 from testbed.step import Step
 
 
 class Unified:
-    """Deals the token budget out in queue order: running sequences first, then waiting ones; any prompt may be split.
+    """Deals the token budget out in queue order: running sequences first, then swapped-out ones, then waiting ones; any
+    prompt may be split. Nothing is admitted in a step that preempted.
 
-    Source: vLLM 0.33, V1 core. Nothing is admitted in a step that preempted; the long-prefill threshold is off while
-    at most one request is in the system.
+    Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold holds also while at most one request
+    is in the system (0.8.5), or not (0.33).
     """
 
-    unused_limits = ("max_num_partial_prefills",)
+    unused_limits = ("max_num_partial_prefills", "max_long_partial_prefills")
+
+    def __init__(self, *, threshold_when_alone: bool = False) -> None:
+        self._threshold_when_alone = threshold_when_alone
 
     def compose(self, step: Step) -> None:
         threshold = step.limits.long_prefill_token_threshold
-        if step.num_running + step.num_waiting <= 1:
+        if not self._threshold_when_alone and step.num_running + step.num_waiting <= 1:
             threshold = 0
-        if step.prefilling:
-            self._catch_up(step, threshold)
+        if self._decodes_come_first(step):
+            step.decode()
+            for seq in list(step.prefilling.values()):
+                self._catch_up(step, seq, threshold)
         else:
-            step.decode(step.running())
+            for seq in step.running():
+                self._catch_up(step, seq, threshold)
+        self._swap_in(step)
         self._admit(step, threshold)
 
-    def _catch_up(self, step: Step, threshold: int) -> None:
-        for seq in step.running():
-            if step.token_budget == 0:
+    def _decodes_come_first(self, step: Step) -> bool:
+        """Whether every sequence that is still in its prefill was admitted after all that decode."""
+        if not step.prefilling:
+            return True
+        last_decode = step.last_decode()
+        return last_decode is None or last_decode.admission < next(iter(step.prefilling.values())).admission
+
+    def _catch_up(self, step: Step, seq: Sequence, threshold: int) -> None:
+        num_tokens = min(_capped(seq.num_tokens - seq.num_computed_tokens, threshold), step.token_budget)
+        if num_tokens >= len(seq.together) and step.reserve(seq, num_tokens):
+            step.schedule(seq, num_tokens)
+
+    def _swap_in(self, step: Step) -> None:
+        """Groups of several sequences are swapped, never recomputed; vLLM V1 has none."""
+        for seq in step.swapped():
+            if step.preempted or step.token_budget < len(seq.together):
                 return
-            num_tokens = min(_capped(len(seq.tokens) - seq.num_computed_tokens, threshold), step.token_budget)
-            if step.reserve(seq, num_tokens):
-                step.schedule(seq, num_tokens)
+            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                return
+            verdict = step.can_swap_in(seq)
+            if verdict is Verdict.LATER:
+                return
+            if verdict is Verdict.OK:
+                step.bring_in(seq)
+                self._catch_up(step, seq, 0)
 
     def _admit(self, step: Step, threshold: int) -> None:
         while (seq := step.head()) is not None:
-            if step.preempted:
+            if step.preempted and not step.made_room:
                 return step.blocked(BlockedBy.PREEMPTION)
+            if step.num_swapped:
+                return step.blocked(BlockedBy.SWAPPED_FIRST)
             if step.token_budget == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
-            if step.num_running >= step.limits.max_num_seqs:
+            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                if step.make_room(seq):
+                    continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
-            num_tokens = min(_capped(len(seq.tokens) - hit.num_tokens, threshold), step.token_budget)
+            num_tokens = min(_capped(seq.num_tokens - hit.num_tokens, threshold), step.token_budget)
             verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)
             if verdict is Verdict.LATER:
-                return step.blocked(BlockedBy.KV_BLOCKS)
+                if step.make_room(seq):
+                    continue
+                return None
             if verdict is Verdict.OK:
                 step.admit(seq, hit, num_tokens)
         return None

@@ -1,0 +1,23 @@
+"""Prices for policies inside the core, taken from a cost model: the same in both modes."""
+
+from __future__ import annotations
+
+from sim.cost.base import CostModel, total_ns
+from testbed.plan import BatchShape, PrefillChunk
+
+
+class CostEstimator:
+    """`testbed.interfaces.Estimator` over a cost model. A decode of one sequence is the price that recompute adds to."""
+
+    def __init__(self, name: str, cost: CostModel) -> None:
+        self.name = name
+        self._cost = cost
+
+    def recompute_ns(self, start: int, num_tokens: int) -> int:
+        if num_tokens <= 0:
+            return 0
+        return total_ns(self._cost.price(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)))
+
+    def swap_ns(self, num_blocks: int) -> int:
+        """One way, out of the GPU: the part of the price that the link takes."""
+        return self._cost.price(BatchShape(0, 0, (), 0, num_blocks_swapped_out=num_blocks)).swap_ns

@@ -1,0 +1,127 @@
+"""The policies that can be named in a configuration, and how a scheduler is made of them.
+
+A user's own class is named by {_target_: module.Class} instead; nothing here needs an edit for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from experiments.settings import unknown
+from testbed.blocks import eviction
+from testbed.errors import ConfigError, TestbedError
+from testbed.policies import admission, oracle, orders, preemption, victim
+from testbed.policies.compositions.decode_first import DecodeFirst
+from testbed.policies.compositions.iteration_level import IterationLevel
+from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
+from testbed.policies.compositions.prefill_first import PrefillFirst
+from testbed.policies.compositions.static import Static
+from testbed.policies.compositions.unified import Unified
+from testbed.policies.queue_order import FCFS
+
+Named = Mapping[str, Callable[[], Any]]
+
+COMPOSITIONS: Named = {
+    "unified": Unified,
+    "prefill_first": PrefillFirst,
+    "decode_first": DecodeFirst,
+    "prefill_decode_split": PrefillDecodeSplit,
+    "iteration_level": IterationLevel,
+    "static": Static,
+}
+QUEUE_ORDERS: Named = {
+    "fcfs": FCFS,
+    "lcfs": orders.lcfs,
+    "random": orders.random_order,
+    "priority": orders.priority,
+    "sjf": orders.shortest_job,
+    "ljf": orders.longest_job,
+    "srpt": orders.shortest_remaining,
+    "hrrn": orders.HighestResponseRatioNext,
+    "lpm": orders.longest_prefix,
+    "dfs": orders.depth_first,
+    "edf": orders.earliest_deadline,
+    "vtc": orders.VirtualTokenCounter,
+    "mlfq": orders.MultiLevelFeedbackQueue,
+}
+ADMISSIONS: Named = {
+    "watermark": admission.Watermark,
+    "no_evict": admission.NoEvict,
+    "max_utilization": admission.MaxUtilization,
+    "future_peak": admission.FuturePeak,
+}
+PREEMPTIONS: Named = {
+    "auto": preemption.Auto,
+    "recompute": preemption.Recompute,
+    "swap": preemption.Swap,
+    "cheaper": preemption.Cheaper,
+}
+VICTIMS: Named = {
+    "most_recently_admitted": victim.MostRecentlyAdmitted,
+    "last_in_queue_order": victim.LastInQueueOrder,
+    "least_progress": victim.LeastProgress,
+    "most_blocks": victim.MostBlocks,
+    "longest_remaining": victim.LongestRemaining,
+    "lowest_priority": victim.LowestPriority,
+}
+ORACLES: Named = {"none": oracle.NoOracle, "perfect": oracle.Perfect, "noisy": oracle.Noisy, "binned": oracle.Binned}
+EVICTIONS: Named = {
+    "lru": eviction.LRU,
+    "fifo": eviction.FIFO,
+    "lfu": eviction.LFU,
+    "cost_aware": eviction.CostAware,
+}
+GROUPS: Mapping[str, Named] = {
+    "scheduler.composition": COMPOSITIONS,
+    "scheduler.queue_order": QUEUE_ORDERS,
+    "scheduler.admission": ADMISSIONS,
+    "scheduler.preemption": PREEMPTIONS,
+    "scheduler.victim": VICTIMS,
+    "scheduler.oracle": ORACLES,
+    "cache.eviction": EVICTIONS,
+}
+
+
+def make_policy(key: str, choice: Any) -> Any:
+    """A policy by name, or a user's class by `{_target_: …, …}`. Raises ConfigError with the valid names.
+
+    A user's object must have the public methods that the named ones share.
+    """
+    named = GROUPS[key]
+    if isinstance(choice, dict):
+        if "_target_" not in choice:
+            found = ", ".join(map(str, choice)) or "nothing"
+            raise ConfigError(f"{key} has {found} where a class is named by _target_: {{_target_: your.Class}}")
+        policy = instantiate(key, choice)
+        wanted = set.intersection(*(set(_methods(example())) for example in named.values()))
+        missing = sorted(name for name in wanted if not hasattr(policy, name))
+        if missing:
+            raise ConfigError(f"{key}: {choice['_target_']} lacks {', '.join(missing)}; see docs/extending.md")
+        return policy
+    if not isinstance(choice, str) or choice not in named:
+        raise ConfigError(unknown(f"{key} is {choice!r}", str(choice), list(named)) + ", or {_target_: your.Class}")
+    return named[choice]()
+
+
+
+
+def _methods(example: Any) -> list[str]:
+    """What a policy is called with: the public methods of its class, and its length and order where it has them."""
+    special = ("__len__", "__iter__")
+    cls = type(example)
+    return [name for name in dir(cls) if callable(getattr(cls, name)) and (name in special or name[0] != "_")]
+
+
+def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
+    """An object named by `_target_`. Raises ConfigError in one line."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as hydra_instantiate
+
+    try:
+        return hydra_instantiate({key: value for key, value in node.items() if key != "name"}, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, TestbedError):
+            raise error.__cause__ from None
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ConfigError(f"{key}: cannot make {node.get('_target_')!r}: {reason}") from None

@@ -1,0 +1,119 @@
+"""The decoding sequences, kept from step to step, so that a decode step touches only those that cross a block border or
+end.
+
+A sequence that takes part in every decode step has one more token after each: its counts follow from a clock (`tick`),
+and nothing is written to it. Owns who is in step, who crosses a border when (by position modulo the block size), and
+who ends when (by the limit of its length). Groups of sequences are not here: they are stepped one by one.
+"""
+
+from __future__ import annotations
+
+from testbed.sequence import Sequence
+
+
+class DecodeBatch:
+    """Sequences in step with the decodes. running: those of the scheduler, in order, by unit id."""
+
+    __slots__ = ("_block_size", "_crossing", "_ending", "_is_stale", "_members", "_running", "context_tokens",
+                 "num_drawn", "stop_tokens", "tick")  # fmt: skip
+
+    def __init__(self, block_size: int, running: dict[int, Sequence]) -> None:
+        self.tick = 0  # decode steps so far
+        self.context_tokens = 0  # sum of num_tokens: the positions that a decode of all attends to
+        self.num_drawn = 0  # members that are not forced
+        self.stop_tokens: set[int] = set()  # of every sequence that was ever here; asked, never iterated
+        self._block_size = block_size
+        self._running = running
+        self._members: list[Sequence] = []
+        self._is_stale = False
+        self._crossing: list[dict[int, Sequence]] = [{} for _ in range(block_size)]
+        self._ending: dict[int, dict[int, Sequence]] = {}
+
+    @property
+    def members(self) -> list[Sequence]:
+        """In running order; the same list object for as long as it does not change."""
+        if self._is_stale:
+            self._members = [seq for seq in self._running.values() if seq.is_in_step]
+            self._is_stale = False
+        return self._members
+
+    def reordered(self) -> None:
+        """The order of the running sequences has changed."""
+        self._is_stale = True
+
+    def join(self, seq: Sequence) -> None:
+        """A running sequence has all but its newest token computed."""
+        members = self.members
+        seq.join(self)
+        if members and members[-1].admission > seq.admission:
+            self._is_stale = True
+        else:
+            self._members = [*members, seq]
+        self.context_tokens += seq.num_tokens
+        self._crossing[self._border(seq)][seq.seq_id] = seq
+        self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq
+        if not seq.is_forced:
+            self.num_drawn += 1
+            self.stop_tokens.update(seq.stop_tokens)
+
+    def leave(self, seq: Sequence) -> None:
+        """A member ends, or is preempted."""
+        self._is_stale = True
+        self.context_tokens -= seq.num_tokens
+        del self._crossing[self._border(seq)][seq.seq_id]
+        self._unschedule_end(seq)
+        self.num_drawn -= not seq.is_forced
+        seq.leave()
+
+    def crossing(self) -> list[Sequence]:
+        """Members whose computed tokens fill their blocks: the next one needs a new block."""
+        return list(self._crossing[-self.tick % self._block_size].values())
+
+    def filling(self) -> list[Sequence]:
+        """Members whose next computed token fills a block."""
+        return list(self._crossing[(-1 - self.tick) % self._block_size].values())
+
+    def ending(self) -> list[Sequence]:
+        """Members that have reached the limit of their length."""
+        ending = self._ending.get(self.tick)
+        return list(ending.values()) if ending is not None else []
+
+    def advance(self, decoded: list[Sequence]) -> None:
+        """A decode step is over: `decoded` emitted a token each, other members took no part."""
+        members = self.members
+        late: list[Sequence] = []
+        if len(decoded) < len(members):
+            in_step = {seq.seq_id for seq in decoded}
+            late = [seq for seq in members if seq.seq_id not in in_step]
+            for seq in late:
+                del self._crossing[self._border(seq)][seq.seq_id]
+                self._unschedule_end(seq)
+        self.tick += 1
+        self.context_tokens += len(decoded)
+        for seq in late:
+            seq.lag()
+            self._crossing[self._border(seq)][seq.seq_id] = seq
+            self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq
+
+    def _unschedule_end(self, seq: Sequence) -> None:
+        end_tick = self._end_tick(seq)
+        del self._ending[end_tick][seq.seq_id]
+        if not self._ending[end_tick]:
+            del self._ending[end_tick]
+
+    def _border(self, seq: Sequence) -> int:
+        """Constant while the sequence is in step: at tick t those with border -t have all their blocks full."""
+        return (seq.num_computed_tokens - self.tick) % self._block_size
+
+    def _end_tick(self, seq: Sequence) -> int:
+        return self.tick + seq.token_limit - seq.num_tokens
+
+    def check_invariants(self) -> None:
+        members = self.members
+        assert members == [seq for seq in self._running.values() if seq.is_in_step], "members in running order"
+        assert self.context_tokens == sum(seq.num_tokens for seq in members)
+        assert self.num_drawn == sum(1 for seq in members if not seq.is_forced)
+        for seq in members:
+            assert self._crossing[self._border(seq)][seq.seq_id] is seq
+            assert self._ending[self._end_tick(seq)][seq.seq_id] is seq
+        assert sum(map(len, self._crossing)) == sum(map(len, self._ending.values())) == len(members)

@@ -1,0 +1,62 @@
+"""Iteration-level scheduling, as Orca: after every iteration sequences may join and leave; prompts are never split."""
+
+from __future__ import annotations
+
+from testbed.blocks.manager import Verdict
+from testbed.plan import BlockedBy
+from testbed.step import Step
+
+
+class IterationLevel:
+    """One mixed batch: every running sequence decodes, and waiting prompts join whole.
+
+    Source: Yu et al., Orca, OSDI 2022. Its memory rule, room for the longest possible sequence reserved on admission, is
+    the admission policy `no_evict`. A prompt longer than the token budget joins when it would be alone in the batch.
+    """
+
+    unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
+
+    def compose(self, step: Step) -> None:
+        step.decode()
+        if not step.preempted:
+            self._swap_in(step)
+        self._admit(step)
+
+    def _swap_in(self, step: Step) -> None:
+        for seq in step.swapped():
+            num_tokens = seq.num_tokens - seq.num_computed_tokens
+            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                return
+            if num_tokens * len(seq.together) > step.token_budget:
+                return
+            verdict = step.can_swap_in(seq)
+            if verdict is Verdict.LATER:
+                return
+            if verdict is Verdict.OK:
+                step.bring_in(seq)
+                if step.reserve(seq, num_tokens):
+                    step.schedule(seq, num_tokens)
+
+    def _admit(self, step: Step) -> None:
+        while (seq := step.head()) is not None:
+            if step.preempted and not step.made_room:
+                return step.blocked(BlockedBy.PREEMPTION)
+            if step.num_swapped:
+                return step.blocked(BlockedBy.SWAPPED_FIRST)
+            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                if step.make_room(seq):
+                    continue
+                return step.blocked(BlockedBy.MAX_NUM_SEQS)
+            hit = step.blocks.lookup(seq)
+            num_tokens = seq.num_tokens - hit.num_tokens
+            is_alone = step.token_budget == step.limits.max_num_batched_tokens
+            if num_tokens > step.token_budget and not is_alone:
+                return step.blocked(BlockedBy.TOKEN_BUDGET)
+            verdict = step.can_admit(seq, seq.num_tokens, hit)
+            if verdict is Verdict.LATER:
+                if step.make_room(seq):
+                    continue
+                return None
+            if verdict is Verdict.OK:
+                step.admit(seq, hit, num_tokens)
+        return None

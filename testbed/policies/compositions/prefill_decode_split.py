@@ -1,0 +1,70 @@
+"""Prefills or decodes, never both, as nano-vllm: all prefills first, of which the first one may be split."""
+
+from __future__ import annotations
+
+from testbed.blocks.manager import Verdict
+from testbed.plan import BlockedBy
+from testbed.sequence import Sequence, SequenceState
+from testbed.step import Step
+
+
+class PrefillDecodeSplit:
+    """A step prefills while anything can be prefilled; otherwise it decodes.
+
+    Source: nano-vllm, April 2026. `max_num_seqs` caps each batch, not the running set: running sequences beyond it wait
+    for a place in the decode batch.
+    """
+
+    unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
+    caps_batches_only = True
+
+    def compose(self, step: Step) -> None:
+        for seq in list(step.prefilling.values()):  # the one that an earlier step has begun
+            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.token_budget)
+            if num_tokens and step.reserve(seq, num_tokens):
+                step.schedule(seq, num_tokens)
+        self._swap_in(step)
+        self._admit(step)
+        if not step.rows:
+            self._decode(step)
+
+    def _admit(self, step: Step) -> None:
+        num_seqs = len(step.rows)
+        while (seq := step.head()) is not None:
+            if num_seqs + seq.num_seqs > step.limits.max_num_seqs:
+                return step.blocked(BlockedBy.MAX_NUM_SEQS)
+            if step.token_budget == 0:
+                return step.blocked(BlockedBy.TOKEN_BUDGET)
+            hit = step.blocks.lookup(seq)
+            verdict = step.can_admit(seq, seq.num_tokens, hit)
+            if verdict is Verdict.LATER:
+                return None
+            if verdict is Verdict.NEVER:
+                continue
+            missing = seq.num_tokens - hit.num_tokens
+            if missing > step.token_budget and step.rows:
+                return step.blocked(BlockedBy.TOKEN_BUDGET)
+            step.admit(seq, hit, min(missing, step.token_budget))
+            num_seqs += seq.num_seqs
+        return None
+
+    def _swap_in(self, step: Step) -> None:
+        """Groups of several sequences are swapped, never recomputed; nano-vllm has none. They decode with the others."""
+        for seq in step.swapped():
+            verdict = step.can_swap_in(seq)
+            if verdict is Verdict.LATER:
+                return
+            if verdict is Verdict.OK:
+                step.bring_in(seq)
+
+    def _decode(self, step: Step) -> None:
+        if step.num_running <= min(step.limits.max_num_seqs, step.token_budget):
+            return step.decode()
+        num_seqs = 0
+        for seq in step.running():
+            if num_seqs + len(seq.together) > step.limits.max_num_seqs:
+                return None
+            if seq.state is SequenceState.RUNNING and step.reserve(seq, 1):
+                num_seqs += len(seq.together)
+                step.schedule(seq, 1)
+        return None

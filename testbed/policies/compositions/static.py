@@ -1,0 +1,53 @@
+"""Request-level batching: a batch runs until its last member ends. The baseline that everyone cites."""
+
+from __future__ import annotations
+
+from testbed.blocks.manager import Verdict
+from testbed.plan import BlockedBy
+from testbed.step import Step
+
+
+class Static:
+    """Admits only while nothing runs: whole prompts, until a limit is met; then decodes until every member has ended.
+
+    A member that ends early leaves its place empty (Yu et al., Orca, OSDI 2022, section 3, on request-level scheduling).
+    The prompts of a batch share no budget: those beyond `max_num_batched_tokens` are left for the next batch, and one that
+    exceeds it alone is a batch of its own.
+    """
+
+    unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
+
+    def compose(self, step: Step) -> None:
+        if step.num_running or step.num_swapped:
+            step.decode()
+            if not step.preempted:
+                self._swap_in(step)
+            if step.num_waiting:
+                step.blocked(BlockedBy.BATCH)
+        else:
+            self._admit(step)
+
+    def _swap_in(self, step: Step) -> None:
+        for seq in step.swapped():
+            verdict = step.can_swap_in(seq)
+            if verdict is Verdict.LATER:
+                return
+            if verdict is Verdict.OK:
+                step.bring_in(seq)
+                if step.reserve(seq, 1):
+                    step.schedule(seq, 1)
+
+    def _admit(self, step: Step) -> None:
+        while (seq := step.head()) is not None:
+            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                return step.blocked(BlockedBy.MAX_NUM_SEQS)
+            hit = step.blocks.lookup(seq)
+            num_tokens = seq.num_tokens - hit.num_tokens
+            if num_tokens > step.token_budget and step.rows:
+                return step.blocked(BlockedBy.TOKEN_BUDGET)
+            verdict = step.can_admit(seq, seq.num_tokens, hit)
+            if verdict is Verdict.LATER:
+                return None
+            if verdict is Verdict.OK:
+                step.admit(seq, hit, num_tokens)
+        return None

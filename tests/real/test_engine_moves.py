@@ -174,7 +174,7 @@ def test_a_fork_of_a_fork(backend):
 
 
 def test_blocks_swapped_out_are_swap_in_and_copy_destinations_of_the_same_plan(backend):
-    """A goes out; B comes back into A's blocks; C's fork is copied into A's last one; then B, C and the fork compute."""
+    """A goes out; B comes back into A's blocks; C's fork is copied into A's last one; then B, C and it compute."""
     a, b, c = OTHER[:18], PROMPT, [*OTHER[2:], 4][:18]
     tables = {"a": [0, 1, 2, 3, 4], "b": [10, 11, 12, 13, 14], "c": [20, 21, 22, 23, 24]}
     step_logits(backend, row(0, a, tables["a"]), row(1, b, tables["b"]), row(2, c, tables["c"]))

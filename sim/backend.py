@@ -42,7 +42,7 @@ class SimBackend:
 
     def start(self, plan: BatchPlan) -> SimWork:
         spans = self.cost.price(plan.shape)
-        outcomes = self._outcomes(plan) if getattr(plan, "has_beams", False) else None
+        outcomes = self._outcomes(plan) if plan.has_beams else None
         return SimWork(max(1, sum(spans)), spans, outcomes)
 
     def _outcomes(self, plan: BatchPlan) -> tuple[Outcome, ...] | None:

@@ -124,14 +124,17 @@ class Scheduler:
         seq = Sequence(self._next_seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
         self._next_seq_id += 1
         self._live[request.request_id] = [seq] if seq.group is None else seq.group.members
-        if seq.num_prompt_tokens > self.limits.max_model_len:
-            reason = f"prompt of {seq.num_prompt_tokens} tokens exceeds max_model_len ({self.limits.max_model_len})"
+        reason = self._never_runs(seq) if self.blocks.rules.never_fits_at == "add" else ""
+        if reason:
             self._rejected.append((seq, reason))
-        elif self.blocks.rules.never_fits_at == "add" and self.blocks.never_fits(seq):
-            needed = self.blocks.num_blocks_for(seq.num_tokens)
-            self._rejected.append((seq, f"{needed} KV blocks exceed the pool of {self.blocks.num_gpu_blocks}"))
         else:
             self._core.queue.push(seq)
+
+    def _never_runs(self, seq: Sequence) -> str:
+        """Why no step could ever admit the sequence; empty: one may."""
+        if seq.num_prompt_tokens > self.limits.max_model_len:
+            return f"prompt of {seq.num_prompt_tokens} tokens exceeds max_model_len ({self.limits.max_model_len})"
+        return self.blocks.never_fits_reason(seq) if self.blocks.never_fits(seq) else ""
 
     def abort(self, request_id: str) -> Finished | None:
         """Ends a request in any state and frees all it held. None if it is not live (it may have just finished)."""
@@ -280,8 +283,6 @@ class Scheduler:
                 continue
             seq.num_computed_tokens = num_computed
             if num_computed < seq.num_tokens:
-                if not seq.is_prefilling:  # a resumed sequence whose newest token alone is left: it decodes from here
-                    self._prefilled(seq)
                 continue
             forks = self._forks(seq, outcome)
             if outcome is not None and outcome.dropped:
@@ -324,6 +325,7 @@ class Scheduler:
         """The sequence is done with its prefill: alone in its group, it decodes in step with the others."""
         core = self._core
         core.prefilling.pop(seq.seq_id, None)
+        seq.is_prefilling = False
         if seq.group is None and not is_ending:
             core.decodes.join(seq)
 
@@ -348,6 +350,7 @@ class Scheduler:
         siblings = parent.together
         for token in tokens:
             child = parent.fork(self._next_seq_id, token)
+            child.is_prefilling = False
             self._next_seq_id += 1
             self.blocks.fork(parent, child)
             siblings = [*siblings, child]

@@ -71,6 +71,7 @@ class Sequence:
         "finish_reason",
         "group",
         "is_forced",
+        "is_prefilling",
         "last_step",
         "num_cached_tokens",
         "num_preemptions",
@@ -99,6 +100,7 @@ class Sequence:
         self.num_slots = 0  # tokens that its KV blocks have room for; kept by the block manager
         self.num_preemptions = 0
         self.admission = 0  # the order of admissions; kept by the scheduler
+        self.is_prefilling = False  # admitted, and nothing emitted since
         self.last_step = -1  # the step that scheduled it last, where the eviction rule asks for it
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
@@ -140,13 +142,6 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens : self.num_tokens]
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether more than the newest token is still to be computed."""
-        if self._clock is not None:
-            return False
-        return self._num_computed_tokens < max(self._num_tokens - 1, self.num_prompt_tokens)
-
-    @property
     def is_in_step(self) -> bool:
         """Whether its counts follow from the clock of decode steps."""
         return self._clock is not None
@@ -158,7 +153,7 @@ class Sequence:
             self.tokens.append(token)
 
     def join(self, clock: DecodeClock) -> None:
-        """From here on the sequence takes part in every decode step of `clock`, or says that it lags."""
+        """All but the newest token is computed. From here on the sequence takes part in every decode step of `clock`, or says that it lags."""
         assert self._clock is None and self._num_computed_tokens == self._num_tokens - 1
         self._clock = clock
         self._base = clock.tick - self._num_tokens

@@ -280,6 +280,17 @@ class Step:
             one.enter(SequenceState.RUNNING)
         self._start_running(seq)
 
+    def resume(self, seq: Sequence, num_tokens: int) -> None:
+        """Computes the next `num_tokens` tokens of a sequence that was just swapped in: its room to grow was part of
+        that test."""
+        if seq.is_prefilling:
+            if not self.reserve(seq, num_tokens):
+                return
+        else:
+            for one in seq.together:
+                self.blocks.grow(one, num_tokens)
+        self.schedule(seq, num_tokens)
+
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running sequences another order; `seqs` are all of them."""
         running = self._core.running
@@ -297,9 +308,14 @@ class Step:
         LATER says what the head of the queue is blocked by; NEVER ends it as ignored, at once.
         """
         running = self._core.running
+        if seq.num_prompt_tokens > self.limits.max_model_len:
+            self.ignore(
+                seq, f"prompt of {seq.num_prompt_tokens} tokens exceeds max_model_len ({self.limits.max_model_len})"
+            )
+            return Verdict.NEVER
         verdict = self.blocks.can_admit(seq, num_tokens, hit, is_idle=not running)
         if verdict is Verdict.NEVER:
-            self.ignore(seq, self.never_fits_reason(seq))
+            self.ignore(seq, self.blocks.never_fits_reason(seq))
         elif verdict is Verdict.LATER:
             self.blocked(BlockedBy.KV_BLOCKS)
         elif not self._core.admission.allows(seq, running.values()):
@@ -307,20 +323,13 @@ class Step:
             return Verdict.LATER
         return verdict
 
-    def never_fits_reason(self, seq: Sequence) -> str:
-        blocks = self.blocks
-        return (
-            f"{seq.num_tokens} tokens need {blocks.num_blocks_for(seq.num_tokens)} KV blocks beside a "
-            f"watermark of {blocks.watermark_blocks}, and the pool has {blocks.num_gpu_blocks}"
-        )
-
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
         """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
         core = self._core
         core.queue.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
         seq.enter(SequenceState.RUNNING)
-        core.prefilling[seq.seq_id] = seq
+        seq.is_prefilling = True
         self._start_running(seq)
         seq.num_computed_tokens = hit.num_tokens
         self.admitted.append(

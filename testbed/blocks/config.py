@@ -76,8 +76,8 @@ class KVRules:
     full_length_must_fit: bool = False
     # whether cached blocks count in the admission test, or all blocks must be free as if nothing were cached
     admission_counts_hits: bool = True
-    # when a prompt that exceeds the pool is found out: as soon as it arrives, or at the head of the queue
-    never_fits_at: Literal["add", "head"] = "head"
+    # when a prompt that exceeds the model's length or the pool is ended: as soon as it arrives, or at the queue's head
+    never_fits_at: Literal["add", "head"] = "add"
 
     # --- watermark: admissions leave int(share x (num_gpu_blocks + extra)) blocks free ---
     watermark_extra_blocks: int = 0

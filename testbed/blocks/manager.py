@@ -192,6 +192,12 @@ class BlockManager:
         least = self.watermark_blocks if self.rules.watermark_when_idle else 0
         return self.num_gpu_blocks - self._num_needed(seq.num_tokens) < least
 
+    def never_fits_reason(self, seq: Sequence) -> str:
+        return (
+            f"{seq.num_tokens} tokens need {self._num_needed(seq.num_tokens)} KV blocks beside a watermark of "
+            f"{self.watermark_blocks}, and the pool has {self.num_gpu_blocks}"
+        )
+
     def can_admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:
         """Whether blocks for the sequence's first `num_tokens` tokens leave the watermark free."""
         if self.never_fits(seq):

@@ -12,7 +12,7 @@ import pytest
 from testbed.errors import ConfigError
 from testbed.policies.config import Limits
 from testbed.policies.context import LengthOracle, PolicyContext
-from testbed.policies.oracle import Binned, NoOracle, Noisy, Perfect
+from testbed.policies.oracle import Binned, Noisy, NoOracle, Perfect
 from testbed.request import Request, SamplingParams
 from testbed.sequence import Sequence
 

@@ -20,7 +20,7 @@ import testbed.policies.orders as orders
 from testbed.errors import ConfigError
 from testbed.policies.config import Limits
 from testbed.policies.context import PolicyContext
-from testbed.policies.oracle import NoOracle, Noisy, Perfect
+from testbed.policies.oracle import Noisy, NoOracle, Perfect
 from testbed.policies.orders.heap import MIN_STALE, LazyHeap
 from testbed.policies.queue_order import FCFS
 from testbed.request import Request
@@ -835,7 +835,8 @@ def test_mlfq_serves_the_highest_level_and_there_the_oldest(data: st.DataObject)
     world = play(queue, data, check)
     for seq in [*world.waiting.values(), *world.running.values()]:
         world.abort(seq)
-    assert not (queue._levels or queue._used or queue._served_ns or queue._meter._reached or len(queue._starving))
+    leftovers = (queue._levels, queue._used, queue._served_ns, queue._meter._reached, queue._starving)
+    assert [len(part) for part in leftovers] == [0] * 5, "what left is forgotten"
 
 
 # --- what holds for all ---

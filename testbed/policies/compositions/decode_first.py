@@ -65,8 +65,7 @@ class DecodeFirst:
                 break
             step.bring_in(seq)
             brought.append(seq)
-            if step.reserve(seq, num_tokens):
-                step.schedule(seq, num_tokens)
+            step.resume(seq, num_tokens)
         return brought
 
     def _admit(self, step: Step, share: int, num_long: int) -> None:

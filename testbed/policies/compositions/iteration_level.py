@@ -34,8 +34,7 @@ class IterationLevel:
                 return
             if verdict is Verdict.OK:
                 step.bring_in(seq)
-                if step.reserve(seq, num_tokens):
-                    step.schedule(seq, num_tokens)
+                step.resume(seq, num_tokens)
 
     def _admit(self, step: Step) -> None:
         while (seq := step.head()) is not None:

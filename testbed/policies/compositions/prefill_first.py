@@ -106,8 +106,7 @@ class PrefillFirst:
                 return
             step.bring_in(seq)
             num_tokens = seq.num_tokens - seq.num_computed_tokens
-            if step.reserve(seq, num_tokens):
-                step.schedule(seq, num_tokens)
+            step.resume(seq, num_tokens)
 
 
 def _arrival(seq: Sequence) -> tuple[int, int]:

@@ -34,8 +34,7 @@ class Static:
                 return
             if verdict is Verdict.OK:
                 step.bring_in(seq)
-                if step.reserve(seq, 1):
-                    step.schedule(seq, 1)
+                step.resume(seq, seq.num_tokens - seq.num_computed_tokens)
 
     def _admit(self, step: Step) -> None:
         while (seq := step.head()) is not None:

@@ -50,7 +50,8 @@ class Unified:
     def _swap_in(self, step: Step) -> None:
         """Groups of several sequences are swapped, never recomputed; vLLM V1 has none."""
         for seq in step.swapped():
-            if step.preempted or step.token_budget < len(seq.together):
+            num_tokens = seq.num_tokens - seq.num_computed_tokens
+            if step.preempted or step.token_budget < num_tokens * len(seq.together):
                 return
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
@@ -59,7 +60,7 @@ class Unified:
                 return
             if verdict is Verdict.OK:
                 step.bring_in(seq)
-                self._catch_up(step, seq, 0)
+                step.resume(seq, num_tokens)
 
     def _admit(self, step: Step, threshold: int) -> None:
         while (seq := step.head()) is not None:

@@ -16,6 +16,7 @@ USAGE = """usage: testbed <command> ...
   run from=<folder>            repeat a run; more key=value pairs change it
   list [group]                 what there is to choose from
   parity <run folder>          replay a real run's tape through the simulator and compare every decision
+  conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
   report <folder> ...          one HTML page about runs or sweeps
   trace <format> <file>        what is in a trace
   bench                        how fast the scheduler and the simulator are
@@ -84,6 +85,19 @@ def _parity(arguments: list[str]) -> int:
     return 1
 
 
+def _conform(arguments: list[str]) -> int:
+    from experiments.conform import check_file
+
+    parser = argparse.ArgumentParser(
+        "testbed conform", description="Run presets on decisions that real schedulers logged, compare every step."
+    )
+    parser.add_argument("file", type=Path, help="cases, one JSON object a line (.jsonl, .jsonl.gz): docs/conform.md")
+    parser.add_argument("--case", help="only the case of this name")
+    parser.add_argument("--preset", help="this preset instead of the one that mirrors the case's system")
+    options = parser.parse_args(arguments)
+    return check_file(options.file, options.case, options.preset)
+
+
 def _report(arguments: list[str]) -> int:
     from analysis.report import report_from_folders
 
@@ -130,6 +144,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "list": _list,
     "parity": _parity,
+    "conform": _conform,
     "report": _report,
     "trace": _trace,
     "bench": _bench,

@@ -1,0 +1,36 @@
+"""A case's configuration as overrides of a preset: the keys that a user would type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.build import build_scheduler, simulated_pools
+from experiments.compose import compose_config, to_overrides
+from experiments.config import RunConfig
+from testbed.scheduler import Scheduler
+
+SCHEDULER_KEYS = {
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_model_len": "max_model_len",
+    "preemption_mode": "preemption",
+    "queue_order": "queue_order",
+    "long_prefill_token_threshold": "long_prefill_token_threshold",
+    "max_num_partial_prefills": "max_num_partial_prefills",
+}
+CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")
+
+
+def case_scheduler(config: RunConfig) -> Scheduler:
+    return build_scheduler(config, simulated_pools(config), record_decisions=True)
+
+
+def case_config(preset: str, config: dict[str, Any]) -> RunConfig:
+    """The preset with what the case sets; null leaves the preset's value, and no host pool. Raises ConfigError."""
+    given = {key: value for key, value in config.items() if value is not None}
+    scheduler = {ours: given[theirs] for theirs, ours in SCHEDULER_KEYS.items() if theirs in given}
+    cache = {"num_cpu_blocks": 0} | {key: given[key] for key in CACHE_KEYS if key in given}
+    settings: dict[str, Any] = {"scheduler": {"name": preset, **scheduler}, "cache": cache}
+    if "max_model_len" in given:  # no model is run: its positions are as many as the case needs
+        settings["model"] = {"max_position_embeddings": given["max_model_len"]}
+    return compose_config(to_overrides(settings))

@@ -1,0 +1,189 @@
+"""Feeds one case to a scheduler, a step a virtual second, and finds the first step that it decides otherwise."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.conform.cases import SECOND_NS, Case, Decision
+from experiments.conform.overrides import case_config, case_scheduler
+from experiments.conform.systems import DecisionReader, System
+from testbed.errors import TestbedError
+from testbed.plan import BatchPlan, StepResult
+from testbed.scheduler import Scheduler
+
+
+class LiveRequest(NamedTuple):
+    """How far an unfinished sequence was when the step had been planned or committed. Counts are in tokens."""
+
+    request_id: str
+    state: str
+    num_computed_tokens: int
+    num_tokens: int
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A case that failed.
+
+    num_agreeing: steps before the one that differs; None if the case never began. second: when that one was planned.
+    recorded, decided: both sides, None where one has no such step. context: what else our plan says. live: our
+    unfinished sequences.
+    """
+
+    reason: str
+    num_agreeing: int | None = None
+    second: int | None = None
+    recorded: Decision | None = None
+    decided: Decision | None = None
+    context: dict[str, Any] = field(default_factory=dict)
+    live: list[LiveRequest] = field(default_factory=list)
+
+
+class Feed:
+    """Requests of a case on virtual time: one step a second, idle seconds skipped."""
+
+    def __init__(self, case: Case, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.second = -1  # of the latest plan
+        self.arrived: list[str] = []  # added for the latest plan
+        self._requests = case.requests
+        self._num_arrived = 0
+
+    def next_plan(self) -> BatchPlan | None:
+        """The next plan that is not empty; None when nothing can be done and nothing will arrive."""
+        self.arrived = []
+        self.second += 1
+        while True:
+            self._arrive()
+            if self.scheduler.has_work:
+                plan = self.scheduler.plan(self.second * SECOND_NS)
+                if not plan.is_empty:
+                    return plan
+            if self._num_arrived == len(self._requests):
+                return None
+            self.second = self._requests[self._num_arrived].arrival_ns // SECOND_NS
+
+    def commit(self) -> None:
+        """Every output is forced, so there is nothing to say but when the step ended."""
+        end_ns = (self.second + 1) * SECOND_NS
+        self.scheduler.commit(StepResult((end_ns,)), end_ns)
+
+    def _arrive(self) -> None:
+        for request in self._requests[self._num_arrived :]:
+            if request.arrival_ns > self.second * SECOND_NS:
+                return
+            self.scheduler.add(request)
+            self.arrived.append(request.request_id)
+            self._num_arrived += 1
+
+
+def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:
+    """Runs the preset on the case; None if it decides every step as recorded.
+
+    A case that breaks our scheduler fails with the reason in one line: others may still pass.
+    """
+    try:
+        config = case_config(preset, case.config)
+        scheduler = case_scheduler(config)
+    except TestbedError as error:
+        return Mismatch(str(error))
+    reader = DecisionReader(system, scheduler, prefix_caching=config.cache.prefix_caching)
+    comparison = _Comparison(case, Feed(case, scheduler), reader)
+    try:
+        return comparison.run()
+    except Exception as error:  # noqa: BLE001  a bug is this case's result, not the end of the other cases
+        return comparison.mismatch(_describe(error), comparison.recorded, None)
+
+
+class _Comparison:
+    """One case on its way through our scheduler."""
+
+    def __init__(self, case: Case, feed: Feed, reader: DecisionReader) -> None:
+        self.recorded: Decision | None = None
+        self._case = case
+        self._feed = feed
+        self._reader = reader
+        self._num_agreeing = 0
+        self._plan: BatchPlan | None = None
+
+    def run(self) -> Mismatch | None:
+        for recorded in self._case.steps:
+            self.recorded = recorded
+            if found := self._step(recorded):
+                return found
+            self._num_agreeing += 1
+        self.recorded = None
+        self._plan = self._feed.next_plan()
+        if self._plan is not None:
+            decided = self._reader.after_plan(self._feed.second, self._plan)
+            return self.mismatch("the log has ended, our scheduler goes on", None, decided)
+        if self._feed.scheduler.has_work:
+            return self.mismatch("the log has ended, our scheduler has requests that it can never run", None, None)
+        return None
+
+    def _step(self, recorded: Decision) -> Mismatch | None:
+        self._plan = plan = self._feed.next_plan()
+        if plan is None:
+            what = "can do nothing with what is left" if self._feed.scheduler.has_work else "has finished everything"
+            return self.mismatch(f"the log goes on, our scheduler {what}", recorded, None)
+        decided = self._reader.after_plan(self._feed.second, plan)
+        if differing := differing_fields(recorded, decided):
+            return self.mismatch(f"differing after the plan: {', '.join(differing)}", recorded, decided)
+        self._feed.commit()
+        decided |= self._reader.after_commit()
+        if differing := differing_fields(recorded, decided):
+            return self.mismatch(f"differing after the commit: {', '.join(differing)}", recorded, decided)
+        return None
+
+    def mismatch(self, reason: str, recorded: Decision | None, decided: Decision | None) -> Mismatch:
+        scheduler = self._feed.scheduler
+        live = [
+            LiveRequest(
+                seq.request.request_id,
+                seq.state.name.lower(),
+                seq.num_computed_tokens,
+                len(seq.tokens),
+                seq.num_prompt_tokens,
+            )
+            for seq in scheduler.unfinished()
+        ]
+        return Mismatch(reason, self._num_agreeing, self._feed.second, recorded, decided, self._context(), live)
+
+    def _context(self) -> dict[str, Any]:
+        """What our plan says beside the compared fields."""
+        plan = self._plan
+        if plan is None:
+            return {"arrived": self._feed.arrived}
+        return {
+            "arrived": self._feed.arrived,
+            "admitted": {
+                item.request_id: {"cached": item.num_cached_tokens, "resumed": item.is_resumed}
+                for item in plan.admitted
+            },
+            "swapped_in": list(plan.swapped_in),
+            "ignored": {item.request_id: item.reason for item in plan.ignored},
+            "blocked_by": plan.blocked_by,
+        }
+
+
+def differing_fields(recorded: Decision, decided: Decision) -> list[str]:
+    """Fields that both sides have and that differ. What was scheduled is compared in order."""
+    return [key for key, value in recorded.items() if key in decided and _differs(key, value, decided[key])]
+
+
+def _differs(key: str, recorded: Any, decided: Any) -> bool:
+    if key == "scheduled":
+        return list(recorded.items()) != list(decided.items())
+    return bool(recorded != decided)
+
+
+def _describe(error: Exception) -> str:
+    """An exception of our scheduler in one line: what, and where it was raised."""
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"

@@ -1,0 +1,118 @@
+"""Checks a file of cases and prints a line for each: `ok`, or the first step that differs with both its sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.conform.cases import Case, read_cases
+from experiments.conform.replay import LiveRequest, Mismatch, differing_fields, replay_case
+from experiments.conform.systems import SYSTEMS
+from experiments.messages import options
+from experiments.settings import unknown
+from testbed.errors import ConfigError, TraceError
+
+
+def check_file(file: Path, case_name: str | None = None, preset: str | None = None) -> int:
+    """Prints what each case came to, then `N passed, M failed`; returns the exit status.
+
+    case_name: only that case. preset: used for every case instead of its system's own. Raises TraceError for a
+    malformed file and ConfigError for a case or a preset that does not exist.
+    """
+    cases = read_cases(file)
+    if case_name is not None:
+        names = [case.name for case in cases]
+        if case_name not in names:
+            raise ConfigError(_unknown_case(file, case_name, names))
+        cases = [case for case in cases if case.name == case_name]
+    _check_choices(cases, preset)
+    num_failed = 0
+    for case in tqdm(cases, desc=file.name, disable=None, leave=False):
+        system = SYSTEMS[case.system]
+        mismatch = replay_case(case, system, preset or system.preset)
+        num_failed += mismatch is not None
+        with tqdm.external_write_mode():
+            print(f"ok {case.name}: {len(case.steps)} steps" if mismatch is None else _failure(case, mismatch))
+    print(f"{len(cases) - num_failed} passed, {num_failed} failed")
+    return 1 if num_failed else 0
+
+
+def _unknown_case(file: Path, name: str, names: list[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, names, n=3, cutoff=0.5) or names[:3]
+    return f"{file} has no case {name!r} among its {len(names)}; close to it: {', '.join(near)}"
+
+
+def _check_choices(cases: list[Case], preset: str | None) -> None:
+    """Refuses systems and presets that are not there, before anything runs."""
+    presets = options("scheduler")
+    for case in cases:
+        if case.system not in SYSTEMS:
+            raise TraceError(unknown(f"{case.place}: system is {case.system!r}", case.system, list(SYSTEMS)))
+        wanted = preset or SYSTEMS[case.system].preset
+        if wanted not in presets:
+            what = f"there is no preset {wanted!r}" + ("" if preset else f", which mirrors {case.system}")
+            raise ConfigError(unknown(what, wanted, presets) + "; choose another by --preset")
+
+
+# --- a case that failed ---
+
+
+def _failure(case: Case, mismatch: Mismatch) -> str:
+    if mismatch.num_agreeing is None:
+        return f"FAILED {case.name}: {mismatch.reason}"
+    lines = [
+        f"FAILED {case.name}: {mismatch.num_agreeing} of {len(case.steps)} steps agree; "
+        f"step {mismatch.num_agreeing} at second {mismatch.second}: {mismatch.reason}"
+    ]
+    lines += _sides(mismatch)
+    lines += [f"  {key:<25} {_json(value)}" for key, value in mismatch.context.items() if value]
+    lines += _live_table(mismatch)
+    return "\n".join(lines)
+
+
+def _sides(mismatch: Mismatch) -> list[str]:
+    """Every field that can be compared, the differing ones marked and with both sides."""
+    recorded, decided = mismatch.recorded, mismatch.decided
+    if recorded is None or decided is None:
+        side, decision = ("recorded", recorded) if recorded is not None else ("ours", decided)
+        return [f"* {key:<25} {side:<8} {_json(value)}" for key, value in (decision or {}).items()]
+    differing = differing_fields(recorded, decided)
+    lines = []
+    for key, value in recorded.items():
+        if key in decided:
+            lines.append(f"{'*' if key in differing else ' '} {key:<25} recorded {_json(value)}")
+            if key in differing:
+                lines.append(f"  {'':<25} {'ours':<8} {_json(decided[key])}")
+    return lines
+
+
+def _live_table(mismatch: Mismatch) -> list[str]:
+    """Our unfinished sequences: those that run or that either side names."""
+    named: set[str] = set()
+    for decision in (mismatch.recorded, mismatch.decided):
+        for value in (decision or {}).values():
+            if isinstance(value, dict | list):
+                named.update(value)
+    shown = [item for item in mismatch.live if item.state != "waiting" or item.request_id in named]
+    num_hidden = len(mismatch.live) - len(shown)
+    if not shown:
+        return []
+    lines = [f"  {'request':>9} {'state':<9} {'computed':>8} {'known':>8} {'prompt':>8}   (tokens, ours, now)"]
+    lines += map(_live_row, shown)
+    if num_hidden:
+        lines.append(f"  and {num_hidden} more that wait")
+    return lines
+
+
+def _live_row(item: LiveRequest) -> str:
+    counts = (item.num_computed_tokens, item.num_tokens, item.num_prompt_tokens)
+    return f"  {item.request_id:>9} {item.state:<9} " + " ".join(f"{count:>8}" for count in counts)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value)

@@ -1,0 +1,219 @@
+"""The systems whose decisions were logged: which preset mirrors each, and what each means by each field.
+
+Reads our plans and counters in another system's words; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from experiments.conform.cases import Decision
+from testbed.plan import BatchPlan, PreemptionMode
+from testbed.scheduler import Scheduler
+
+Pairs = tuple[tuple[int, int], ...]  # (source, destination) block ids
+
+
+class RowKind(IntEnum):
+    """What a request does in a step, in the order in which V0's chunked scheduler lists them."""
+
+    ADMITTED = 0
+    PREFILL = 1
+    SWAPPED_IN_PREFILL = 2
+    DECODE = 3
+    SWAPPED_IN_DECODE = 4
+
+
+@dataclass(slots=True)
+class RequestRow:
+    """A request's share of a step, its members together. start: position of its first row, 0 for decodes."""
+
+    request_id: str
+    kind: RowKind
+    start: int
+    num_tokens: int
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.kind <= RowKind.SWAPPED_IN_PREFILL
+
+
+class PrefillTracker:
+    """Turns plans into rows of requests, and remembers which requests are part-way through their prefill.
+
+    A plan does not say it: the last token of a resumed prefill looks like a decode.
+    """
+
+    def __init__(self) -> None:
+        self.cached: dict[str, int] = {}  # hit found on admission, of requests whose prefill is unfinished
+        self._finishing: list[str] = []  # whose prefill ends with the latest plan
+
+    def rows(self, plan: BatchPlan) -> list[RequestRow]:
+        """The plan's rows by request, in the order scheduled. Call it once for each plan, before its commit."""
+        assert plan.num_scheduled is not None, "decisions are recorded"
+        for victim in plan.preempted:
+            if victim.mode is PreemptionMode.RECOMPUTE:
+                self.cached.pop(victim.request_id, None)
+        admitted = {item.request_id: item.num_cached_tokens for item in plan.admitted}
+        self.cached.update(admitted)
+        # Only prefills need their position, and a plan's full rows are dear.
+        places = [(row.start, row.samples) for row in plan.scheduled] if self.cached else None
+        assert places is None or len(places) == len(plan.num_scheduled), "one (request, tokens) for each row"
+        rows: dict[str, RequestRow] = {}
+        self._finishing = []
+        for index, (request_id, num_tokens) in enumerate(plan.num_scheduled):
+            if request_id in rows:
+                rows[request_id].num_tokens += num_tokens
+                continue
+            start, is_last = 0, False
+            if places is not None and request_id in self.cached:
+                start, is_last = places[index]
+            rows[request_id] = RequestRow(request_id, self._kind(request_id, admitted, plan), start, num_tokens)
+            if is_last:
+                self._finishing.append(request_id)
+        return list(rows.values())
+
+    def forget_finished(self) -> None:
+        """Call it when the rows have been read: prefills that end with this plan are decodes from the next on."""
+        for request_id in self._finishing:
+            self.cached.pop(request_id, None)
+
+    def _kind(self, request_id: str, admitted: dict[str, int], plan: BatchPlan) -> RowKind:
+        if request_id in admitted:
+            return RowKind.ADMITTED
+        is_swapped_in = request_id in plan.swapped_in
+        if request_id in self.cached:
+            return RowKind.SWAPPED_IN_PREFILL if is_swapped_in else RowKind.PREFILL
+        return RowKind.SWAPPED_IN_DECODE if is_swapped_in else RowKind.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A plan as the systems' definitions look at it."""
+
+    plan: BatchPlan
+    rows: list[RequestRow]
+    cached: dict[str, int]  # hits of the requests that were part-way through their prefill, those admitted included
+    block_size: int
+    prefix_caching: bool
+
+
+# --- scheduled ---
+
+
+def computed_tokens(batch: Batch) -> dict[str, int]:
+    """Tokens computed, in the order scheduled. For the decode of a group: its members."""
+    return {row.request_id: row.num_tokens for row in batch.rows}
+
+
+def with_cached_on_admission(batch: Batch) -> dict[str, int]:
+    """V0 0.8.5: an admission counts what it found in the cache as scheduled too; a later chunk has none left."""
+    return {
+        row.request_id: row.start + row.num_tokens if row.kind is RowKind.ADMITTED else row.num_tokens
+        for row in batch.rows
+    }
+
+
+def with_cached_prefills_first(batch: Batch) -> dict[str, int]:
+    """V0 0.8.5 chunked lists the kinds of rows apart, whatever order they were decided in."""
+    batch.rows.sort(key=lambda row: row.kind)
+    return with_cached_on_admission(batch)
+
+
+# --- cached tokens ---
+
+
+def hits_of_first_admissions(batch: Batch) -> dict[str, int]:
+    """V1: of requests that run for the first time, 0 without a cache."""
+    return {item.request_id: item.num_cached_tokens for item in batch.plan.admitted if not item.is_resumed}
+
+
+def hits_of_prefills(batch: Batch) -> dict[str, int]:
+    """V0 0.8.5: with caching on, for every chunk of a prefill, the hit of its admission in whole blocks.
+
+    A prompt that is cached whole counts whole, although its last token is computed again.
+    """
+    if not batch.prefix_caching:
+        return {}
+    size = batch.block_size
+    return {row.request_id: -(-batch.cached[row.request_id] // size) * size for row in batch.rows if row.is_prefill}
+
+
+def starts_of_prefills(batch: Batch) -> dict[str, int]:
+    """nano-vllm: for every sequence of a prefill batch, what is in the cache already, its own chunks included."""
+    return {row.request_id: row.start for row in batch.rows if row.is_prefill}
+
+
+# --- block counts ---
+
+
+def distinct(pairs: Pairs) -> int:
+    """0.2.7 keeps mappings: a block that the members of a group share is moved once."""
+    return len(set(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system of which there are logs."""
+
+    preset: str
+    scheduled: Callable[[Batch], dict[str, int]] = computed_tokens
+    cached_tokens: Callable[[Batch], dict[str, int]] = hits_of_first_admissions
+    num_blocks: Callable[[Pairs], int] = len
+
+
+SYSTEMS: dict[str, System] = {
+    "vllm_v1_0.33": System("vllm_v1"),
+    "vllm_v1_0.8.5": System("vllm_v1_0_8"),
+    "vllm_v0_0.8.5": System("vllm_v0", with_cached_on_admission, hits_of_prefills),
+    "vllm_v0_chunked_0.8.5": System("vllm_v0_chunked", with_cached_prefills_first, hits_of_prefills),
+    "vllm_v0_classic_0.2.7": System("vllm_v0_classic", num_blocks=distinct),
+    "nano_vllm": System("nano_vllm", cached_tokens=starts_of_prefills),
+}
+
+
+class DecisionReader:
+    """Reads the decisions of one scheduler in a system's words."""
+
+    def __init__(self, system: System, scheduler: Scheduler, *, prefix_caching: bool) -> None:
+        self._system = system
+        self._scheduler = scheduler
+        self._prefix_caching = prefix_caching
+        self._tracker = PrefillTracker()
+
+    def after_plan(self, step: int, plan: BatchPlan) -> Decision:
+        """Every field that is settled once the step at virtual second `step` is planned."""
+        system, scheduler, blocks = self._system, self._scheduler, self._scheduler.blocks
+        rows = self._tracker.rows(plan)
+        batch = Batch(plan, rows, self._tracker.cached, blocks.block_size, self._prefix_caching)
+        recomputed, swapped = (
+            [item.request_id for item in plan.preempted if item.mode is mode]
+            for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP)
+        )
+        decision: Decision = {
+            "step": step,
+            "scheduled": system.scheduled(batch),
+            "preempted": _sorted(recomputed),
+            "swapped_out": _sorted(swapped),
+            "num_blocks_swapped_out": system.num_blocks(plan.swap_out),
+            "num_blocks_swapped_in": system.num_blocks(plan.swap_in),
+            "num_blocks_copied": system.num_blocks(plan.copies),
+            "ignored": _sorted([item.request_id for item in plan.ignored]),
+            "cached_tokens": system.cached_tokens(batch),
+            "is_prefill": any(row.is_prefill for row in rows),
+            "free_blocks": blocks.num_free_blocks,
+            "free_cpu_blocks": blocks.num_free_cpu_blocks,
+            "num_waiting": scheduler.num_waiting,
+            "num_swapped": scheduler.num_swapped,
+        }
+        self._tracker.forget_finished()
+        return decision
+
+    def after_commit(self) -> Decision:
+        return {"free_blocks_after_commit": self._scheduler.blocks.num_free_blocks}
+
+
+def _sorted(request_ids: list[str]) -> list[str]:
+    return sorted(set(request_ids), key=int)

@@ -1,0 +1,430 @@
+"""`testbed conform`: hand-made logs against presets, and how each system's fields are read off our plans.
+
+The cases' numbers are worked out in comments. V1's rules suffice: running requests first, then waiting ones in order of
+arrival; chunks fill the token budget; a request takes ceil(tokens / block_size) blocks as it grows.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments.conform import replay
+from experiments.conform.systems import SYSTEMS, DecisionReader, System
+from testbed.plan import (
+    Admission,
+    BatchPlan,
+    BatchShape,
+    Ignored,
+    Preemption,
+    PreemptionMode,
+    ScheduledSequence,
+)
+from testbed.request import GREEDY
+from testbed.scheduler import Scheduler
+from tests.experiments.kit import Said, say, write_rows
+
+CONFIG: dict[str, Any] = {
+    "block_size": 4,
+    "num_gpu_blocks": 8,
+    "num_cpu_blocks": None,
+    "max_num_batched_tokens": 8,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "prefix_caching": False,
+    "preemption_mode": None,
+    "queue_order": "fcfs",
+    "long_prefill_token_threshold": 0,
+    "max_num_partial_prefills": None,
+    "watermark": 0.0,
+}
+
+
+def request(request_id: str, arrival_step: int, prompt: range, num_output: int) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "arrival_step": arrival_step,
+        "prompt_token_ids": list(prompt),
+        "output_token_ids": list(range(900, 900 + num_output)),
+        "priority": 0,
+        "n": 1,
+    }
+
+
+def decision(
+    step: int, scheduled: dict[str, int], free: int, free_after: int, cached: dict[str, int] | None = None
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "scheduled": scheduled,
+        "preempted": [],
+        "cached_tokens": cached or {},
+        "free_blocks": free,
+        "free_blocks_after_commit": free_after,
+        "num_waiting": 0,
+    }
+
+
+# Two requests at second 0: '9' comes before '10' although the file and the alphabet say otherwise; one at second 7.
+# Second 0: '9' gets its 6 tokens in 2 blocks, '10' the 2 of 5 that the budget of 8 leaves, in 1 block; 8 - 3 = 5 free.
+# Second 1: '9' computes its 7th token in its second block; '10' its other 3, which need a second block; 4 free. Both
+# emit their last token and end: 8 free. Seconds 2 to 6 are idle. Second 7: 3 tokens in 1 block; 7 free, then 8.
+PLAIN = {
+    "case": "plain",
+    "system": "vllm_v1_0.33",
+    "config": CONFIG,
+    "requests": [
+        request("10", 0, range(20, 25), 1),
+        request("9", 0, range(6), 2),
+        request("11", 7, range(40, 43), 1),
+    ],
+    "steps": [
+        decision(0, {"9": 6, "10": 2}, 5, 5, {"9": 0, "10": 0}),
+        decision(1, {"9": 1, "10": 3}, 4, 8),
+        decision(7, {"11": 3}, 7, 8, {"11": 0}),
+    ],
+}
+
+# The same prompt of 8 tokens twice. '0' takes 2 of 8 blocks and ends; both stay cached and count as free. '1' may hit
+# whole blocks of all but its last token: 4 tokens; it computes the other 4 and holds 2 blocks until it ends.
+CACHED = {
+    "case": "cached",
+    "system": "vllm_v1_0.33",
+    "config": CONFIG | {"prefix_caching": True},
+    "requests": [request("0", 0, range(8), 1), request("1", 1, range(8), 1)],
+    "steps": [decision(0, {"0": 8}, 6, 8, {"0": 0}), decision(1, {"1": 4}, 6, 8, {"1": 4})],
+}
+
+
+def changed(case: dict[str, Any], index: int, **fields: Any) -> dict[str, Any]:
+    """The case with other values recorded at one step."""
+    case = copy.deepcopy(case)
+    case["steps"][index] |= fields
+    return case
+
+
+def conform(
+    capsys: pytest.CaptureFixture[str], folder: Path, cases: list[dict[str, Any]], *options: str
+) -> tuple[Said, list[str]]:
+    """What the command said of these cases, and its lines."""
+    said = say(capsys, "conform", str(write_rows(folder / "cases.jsonl", cases)), *options)
+    return said, said.out.splitlines()
+
+
+# --- cases that pass ---
+
+
+def test_cases_that_are_decided_as_recorded_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said, lines = conform(capsys, tmp_path, [PLAIN, CACHED])
+    assert lines == ["ok plain: 3 steps", "ok cached: 2 steps", "2 passed, 0 failed"]
+    assert said.status == 0
+    assert said.err == ""
+
+
+def test_a_compressed_file_and_one_case_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cases.jsonl.gz"
+    with gzip.open(file, "wt") as stream:
+        stream.writelines(json.dumps(case) + "\n" for case in (changed(PLAIN, 0, free_blocks=0), CACHED))
+    said = say(capsys, "conform", str(file), "--case", "cached")
+    assert said.out.splitlines() == ["ok cached: 2 steps", "1 passed, 0 failed"]
+    assert said.status == 0
+
+
+def test_a_field_that_was_not_logged_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = copy.deepcopy(PLAIN)
+    case["steps"] = [{"step": step["step"], "scheduled": step["scheduled"]} for step in PLAIN["steps"]]  # type: ignore[attr-defined]
+    assert conform(capsys, tmp_path, [case])[0].status == 0
+
+
+def test_the_example_of_the_documentation_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "conform.md").read_text()
+    case = json.loads(text.partition("```json\n")[2].partition("```")[0])
+    assert conform(capsys, tmp_path, [case])[1] == ["ok two-prompts: 2 steps", "1 passed, 0 failed"]
+    _, lines = conform(capsys, tmp_path, [changed(case, 1, free_blocks=5)])
+    assert "\n".join(lines) in text
+
+
+# --- cases that fail ---
+
+
+@pytest.mark.parametrize(
+    ("index", "field", "value", "when"),
+    [
+        (0, "scheduled", {"10": 2, "9": 6}, "plan"),  # the same tokens in another order
+        (1, "step", 2, "plan"),
+        (1, "preempted", ["9"], "plan"),
+        (1, "num_waiting", 1, "plan"),
+        (2, "free_blocks", 6, "plan"),
+        (2, "free_blocks_after_commit", 7, "commit"),
+        (2, "cached_tokens", {}, "plan"),
+    ],
+)
+def test_the_first_step_that_differs_is_shown_with_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], index: int, field: str, value: Any, when: str
+) -> None:
+    said, lines = conform(capsys, tmp_path, [changed(PLAIN, index, **{field: value}), CACHED])
+    assert said.status == 1
+    assert lines[0] == (
+        f"FAILED plain: {index} of 3 steps agree; step {index} at second {(0, 1, 7)[index]}: "
+        f"differing after the {when}: {field}"
+    )
+    marked = [line for line in lines if line.startswith("*")]
+    assert len(marked) == 1
+    assert marked[0].split(maxsplit=3) == ["*", field, "recorded", json.dumps(value)]
+    ours = lines[lines.index(marked[0]) + 1].split(maxsplit=1)
+    assert ours == ["ours", json.dumps(PLAIN["steps"][index][field])]  # type: ignore[index]
+    assert lines[-2:] == ["ok cached: 2 steps", "1 passed, 1 failed"]
+
+
+def test_a_failure_shows_how_far_the_requests_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At second 1, before the commit: '9' has 6 of 7 known tokens computed, '10' has 2 of 5."""
+    _, lines = conform(capsys, tmp_path, [changed(PLAIN, 1, free_blocks=0)])
+    assert ["9", "running", "6", "7", "6"] in [line.split() for line in lines]
+    assert ["10", "running", "2", "5", "5"] in [line.split() for line in lines]
+
+
+def test_a_log_that_is_too_short_or_too_long_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short, long = copy.deepcopy(PLAIN) | {"case": "short"}, copy.deepcopy(PLAIN) | {"case": "long"}
+    short["steps"].pop()  # type: ignore[attr-defined]
+    long["steps"].append(decision(8, {"11": 1}, 7, 8))  # type: ignore[attr-defined]
+    said, lines = conform(capsys, tmp_path, [short, long])
+    assert said.status == 1
+    assert "short: 2 of 2 steps agree; step 2 at second 7: the log has ended, our scheduler goes on" in lines[0]
+    assert any("long: 3 of 4 steps agree" in line and "has finished everything" in line for line in lines)
+
+
+def test_a_value_that_the_preset_does_not_have_fails_its_case_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = PLAIN | {"case": "odd", "config": CONFIG | {"queue_order": "by_the_moon"}}
+    said, lines = conform(capsys, tmp_path, [case, CACHED])
+    assert lines[0].startswith("FAILED odd: ")
+    assert "by_the_moon" in lines[0]
+    assert lines[1:] == ["ok cached: 2 steps", "1 passed, 1 failed"]
+    assert said.status == 1
+
+
+def test_a_bug_of_ours_fails_its_case_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Scheduler.commit
+
+    def broken(self: Scheduler, *arguments: Any) -> Any:
+        assert "9" not in {seq.request.request_id for seq in self.unfinished()}, "nine is\ntoo many"
+        return commit(self, *arguments)
+
+    monkeypatch.setattr(Scheduler, "commit", broken)
+    said, lines = conform(capsys, tmp_path, [PLAIN, CACHED])
+    assert lines[0].startswith("FAILED plain: 0 of 3 steps agree; step 0 at second 0: AssertionError: nine is too many")
+    assert "test_conform.py:" in lines[0]
+    assert "Traceback" not in said.out + said.err
+    assert lines[-2:] == ["ok cached: 2 steps", "1 passed, 1 failed"]
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected one object"),
+        (json.dumps({"case": "x"}), "'system' is missing"),
+        (json.dumps(PLAIN | {"config": {"block_sise": 4}}), "unknown field 'block_sise'"),
+        (json.dumps(PLAIN | {"config": CONFIG | {"block_size": "4"}}), "config.block_size"),
+        (json.dumps(PLAIN | {"requests": [request("a", 0, range(3), 1)]}), "request_id"),
+        (json.dumps(PLAIN | {"requests": [request("1", 0, range(3), 0)]}), "output_token_ids"),
+        (json.dumps(PLAIN | {"requests": [request("1", 0, range(3), 1)] * 2}), "occurs twice"),
+        (json.dumps(changed(PLAIN, 1, step=0)), "steps must increase"),
+        (json.dumps(changed(PLAIN, 1, free_blocks=-1)), "step 1: field 'free_blocks' is -1"),
+        (json.dumps(changed(PLAIN, 1, free_bloks=1)), "unknown field 'free_bloks'"),
+        (json.dumps(changed(PLAIN, 1, preempted=["77"])), "preempted names request '77'"),
+        (json.dumps(PLAIN), "names must differ"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, reason: str) -> None:
+    file = tmp_path / "cases.jsonl"
+    file.write_text(json.dumps(PLAIN) + "\n" + line + "\n")
+    error = say(capsys, "conform", str(file)).error()
+    assert error.startswith(f"{file}:2: ")
+    assert reason in error
+
+
+def test_files_that_are_no_files_of_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"{}" * 1000)[:-20])
+    assert "does not exist" in say(capsys, "conform", str(tmp_path / "none.jsonl")).error()
+    assert "is a folder" in say(capsys, "conform", str(tmp_path)).error()
+    assert "no cases" in say(capsys, "conform", str(tmp_path / "empty.jsonl")).error()
+    assert "damaged" in say(capsys, "conform", str(tmp_path / "torn.jsonl.gz")).error()
+
+
+def test_an_unknown_case_lists_close_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "close to it: plain" in conform(capsys, tmp_path, [PLAIN, CACHED], "--case", "plein")[0].error()
+
+
+def test_an_unknown_system_and_an_unknown_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = conform(capsys, tmp_path, [PLAIN | {"system": "vllm_v1_0.34"}])[0].error()
+    assert "cases.jsonl:1: system is 'vllm_v1_0.34'; did you mean 'vllm_v1_0.33'?" in error
+    error = conform(capsys, tmp_path, [PLAIN], "--preset", "vllm_v11")[0].error()
+    assert "there is no preset 'vllm_v11'; did you mean 'vllm_v1'?" in error
+    monkeypatch.setitem(SYSTEMS, "vllm_v1_0.33", System("not_built_yet"))
+    error = conform(capsys, tmp_path, [PLAIN])[0].error()
+    assert "there is no preset 'not_built_yet', which mirrors vllm_v1_0.33" in error
+
+
+def test_another_preset_can_be_put_to_the_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """prefill_first computes no decode beside a prompt, so it parts from the log at second 1 at the latest."""
+    said, lines = conform(capsys, tmp_path, [PLAIN], "--preset", "prefill_first")
+    assert said.status == 1
+    assert "scheduled" in lines[0]
+
+
+# --- what the systems mean by their fields, on plans made by hand ---
+
+
+class Plans:
+    """Makes plans of rows (request, start, tokens, is the last known token computed) and reads them as a system's."""
+
+    def __init__(self, system: str, *, prefix_caching: bool = True) -> None:
+        blocks = SimpleNamespace(block_size=4, num_free_blocks=5, num_free_cpu_blocks=6)
+        scheduler: Any = SimpleNamespace(blocks=blocks, num_waiting=1, num_swapped=2)
+        self._reader = DecisionReader(SYSTEMS[system], scheduler, prefix_caching=prefix_caching)
+
+    def read(self, *rows: tuple[str, int, int, bool], **fields: Any) -> dict[str, Any]:
+        scheduled = tuple(
+            ScheduledSequence(int(request_id), start, num_tokens, (), samples, True, (), GREEDY)
+            for request_id, start, num_tokens, samples in rows
+        )
+        plan = BatchPlan(
+            step=0,
+            num_steps=1,
+            shape=BatchShape(0, 0, (), 0),
+            rows=lambda: scheduled,
+            num_scheduled=tuple((row[0], row[2]) for row in rows),
+            **fields,
+        )
+        return self._reader.after_plan(3, plan)
+
+
+def admitted(request_id: str, num_cached_tokens: int = 0, *, is_resumed: bool = False) -> Admission:
+    return Admission(int(request_id), request_id, num_cached_tokens, is_resumed)
+
+
+def victim(request_id: str, mode: PreemptionMode) -> Preemption:
+    return Preemption(int(request_id), request_id, mode, 1)
+
+
+def test_v1_names_hits_of_first_admissions_only() -> None:
+    decided = Plans("vllm_v1_0.8.5").read(
+        ("0", 9, 1, True),
+        ("1", 8, 4, True),
+        ("2", 4, 4, True),
+        admitted=(admitted("1", 8), admitted("2", 4, is_resumed=True)),
+    )
+    assert list(decided["scheduled"].items()) == [("0", 1), ("1", 4), ("2", 4)]
+    assert decided["cached_tokens"] == {"1": 8}
+
+
+def test_v0_counts_the_hit_of_an_admission_as_scheduled_and_repeats_it() -> None:
+    plans = Plans("vllm_v0_0.8.5")
+    first = plans.read(("1", 8, 4, False), admitted=(admitted("1", 8),))
+    assert first["scheduled"] == {"1": 12}
+    assert first["cached_tokens"] == {"1": 8}
+    second = plans.read(("1", 12, 3, True))
+    assert second["scheduled"] == {"1": 3}
+    assert second["cached_tokens"] == {"1": 8}
+    third = plans.read(("1", 15, 1, True))
+    assert third["scheduled"] == {"1": 1}
+    assert third["cached_tokens"] == {}
+
+
+def test_v0_counts_a_prompt_that_is_cached_whole_as_a_whole() -> None:
+    """8 tokens are 2 blocks; both are hit, and the eighth token is computed again."""
+    decided = Plans("vllm_v0_0.8.5").read(("1", 7, 1, True), admitted=(admitted("1", 7),))
+    assert decided["scheduled"] == {"1": 8}
+    assert decided["cached_tokens"] == {"1": 8}
+
+
+def test_v0_names_no_hits_without_a_cache_and_forgets_those_of_a_victim() -> None:
+    without = Plans("vllm_v0_0.8.5", prefix_caching=False).read(("1", 0, 4, True), admitted=(admitted("1"),))
+    assert without["cached_tokens"] == {}
+    plans = Plans("vllm_v0_0.8.5")
+    plans.read(("1", 8, 4, False), admitted=(admitted("1", 8),))
+    plans.read(("2", 3, 1, True), preempted=(victim("1", PreemptionMode.RECOMPUTE),))
+    again = plans.read(("1", 4, 9, True), admitted=(admitted("1", 4, is_resumed=True),))
+    assert again["scheduled"] == {"1": 13}
+    assert again["cached_tokens"] == {"1": 4}
+
+
+def test_v0_chunked_lists_the_kinds_of_rows_apart() -> None:
+    """The one-token rest of a prefill is a prefill, not a decode."""
+    plans = Plans("vllm_v0_chunked_0.8.5")
+    plans.read(("3", 0, 4, False), ("4", 0, 4, False), admitted=(admitted("3"), admitted("4")))
+    plans.read(("1", 5, 1, True), preempted=(victim("4", PreemptionMode.SWAP),))
+    decided = plans.read(
+        ("1", 6, 1, True),
+        ("3", 4, 1, True),
+        ("2", 8, 1, True),
+        ("4", 4, 2, True),
+        ("5", 0, 6, False),
+        admitted=(admitted("5"),),
+        swap_in=((0, 1), (1, 2)),
+        swapped_in=("2", "4"),
+    )
+    assert list(decided["scheduled"].items()) == [("5", 6), ("3", 1), ("4", 2), ("1", 1), ("2", 1)]
+    assert decided["cached_tokens"] == {"5": 0, "3": 0, "4": 0}
+    assert decided["num_blocks_swapped_in"] == 2
+
+
+def test_a_group_that_decodes_counts_its_members_and_shared_blocks_once_in_0_2_7() -> None:
+    pairs = ((1, 11), (2, 12), (1, 11))
+    for system, num_blocks in (("vllm_v0_classic_0.2.7", 2), ("vllm_v0_0.8.5", 3)):
+        plans = Plans(system)
+        assert plans.read(("1", 0, 9, True), admitted=(admitted("1"),))["scheduled"] == {"1": 9}
+        decided = plans.read(("1", 9, 1, True), ("1", 9, 1, True), ("1", 9, 1, True), swap_out=pairs)
+        assert decided["scheduled"] == {"1": 3}
+        assert decided["num_blocks_swapped_out"] == num_blocks
+
+
+def test_nano_vllm_names_where_each_sequence_of_a_prefill_batch_starts() -> None:
+    plans = Plans("nano_vllm")
+    first = plans.read(("1", 4, 8, False), admitted=(admitted("1", 4),))
+    assert (first["is_prefill"], first["cached_tokens"]) == (True, {"1": 4})
+    second = plans.read(("1", 12, 1, True), ("2", 0, 3, True), admitted=(admitted("2"),))
+    assert (second["is_prefill"], second["cached_tokens"]) == (True, {"1": 12, "2": 0})
+    third = plans.read(("1", 13, 1, True), ("2", 3, 1, True))
+    assert (third["is_prefill"], third["cached_tokens"]) == (False, {})
+
+
+def test_sets_of_requests_are_sorted_by_number_and_counters_are_read() -> None:
+    decided = Plans("vllm_v0_0.8.5").read(
+        preempted=(
+            victim("10", PreemptionMode.RECOMPUTE),
+            victim("9", PreemptionMode.RECOMPUTE),
+            victim("8", PreemptionMode.SWAP),
+        ),
+        ignored=(Ignored(12, "12", "too long"), Ignored(3, "3", "too long")),
+        copies=((1, 2), (1, 3)),
+    )
+    assert decided["step"] == 3
+    assert decided["preempted"] == ["9", "10"]
+    assert decided["swapped_out"] == ["8"]
+    assert decided["ignored"] == ["3", "12"]
+    assert decided["num_blocks_copied"] == 2
+    assert [decided[key] for key in ("free_blocks", "free_cpu_blocks", "num_waiting", "num_swapped")] == [5, 6, 1, 2]
+
+
+def test_null_leaves_the_presets_value(tmp_path: Path) -> None:
+    config = replay.case_config("vllm_v1", CONFIG)
+    assert config.scheduler.max_num_partial_prefills == 1
+    assert config.cache.num_cpu_blocks == 0
+    assert config.scheduler.max_num_seqs == 4

@@ -16,40 +16,69 @@ class DecodeFirst:
     than `long_prefill_token_threshold` (0: 4 % of max_model_len), and shorter ones overtake the others.
 
     admits_after_preemption: whether a step that preempted still admits (0.8.5), or leaves the room to those that run.
+    in_running_order: a prefill that was begun together with others that have ended goes before them, once (0.8.5).
     """
 
-    def __init__(self, *, admits_after_preemption: bool = False) -> None:
+    def __init__(self, *, admits_after_preemption: bool = False, in_running_order: bool = False) -> None:
         self._admits_after_preemption = admits_after_preemption
+        self._in_running_order = in_running_order
 
     def compose(self, step: Step) -> None:
         num_long = sum(1 for seq in step.prefilling.values() if self._is_long(step, seq))
         share = self._share(step, num_long)
         prefilling = list(step.prefilling.values())
-        step.decode(min_budget=self._least(step, share))
         decodes = [seq for seq in step.running() if not seq.is_prefilling] if prefilling or step.num_swapped else []
         finishing: list[Sequence] = []
         unfinished: list[Sequence] = []
-        for seq in prefilling:
-            missing = seq.num_tokens - seq.num_computed_tokens
-            num_tokens = self._chunk(step, missing, share)
-            if num_tokens and step.reserve(seq, num_tokens):
-                step.schedule(seq, num_tokens)
-                (finishing if num_tokens == missing else unfinished).append(seq)
+        least = self._least(step, share)
+        if prefilling and self._in_running_order:
+            self._run_in_order(step, share, least)
+        else:
+            step.decode(min_budget=least)
+            for seq in prefilling:
+                self._go_on(step, seq, share)
+        for seq, start, num_tokens in step.rows:
+            if seq.is_prefilling:
+                (finishing if start + num_tokens == seq.num_tokens else unfinished).append(seq)
         swapped_in: list[Sequence] = []
         if not step.preempted:
             swapped_in = self._swap_in(step)
-        self._keep_decodes_first(step, [*swapped_in, *decodes, *finishing, *unfinished])
+        self._keep_order(step, [*swapped_in, *decodes, *finishing, *unfinished])
         if step.preempted and not self._admits_after_preemption:
             if step.num_waiting:
                 step.blocked(BlockedBy.PREEMPTION)
         else:
             self._admit(step, share, num_long)
 
-    def _keep_decodes_first(self, step: Step, wanted: list[Sequence]) -> None:
-        """Prefills that end in this step come before those that go on: they will be decodes."""
-        if not step.prefilling and not step.swapped_in:
+    def _run_in_order(self, step: Step, share: int, least: int) -> None:
+        for seq in step.running():
+            if seq.is_prefilling:
+                if not self._go_on(step, seq, share):
+                    return
+            elif step.token_budget < max(least, len(seq.together)):
+                return
+            elif step.reserve(seq, 1):
+                step.schedule(seq, 1)
+
+    def _go_on(self, step: Step, seq: Sequence, share: int) -> bool:
+        """The next chunk of an unfinished prefill; False: there is no budget left."""
+        num_tokens = self._chunk(step, seq.num_tokens - seq.num_computed_tokens, share)
+        if num_tokens and step.reserve(seq, num_tokens):
+            step.schedule(seq, num_tokens)
+        return num_tokens > 0
+
+    def _keep_order(self, step: Step, wanted: list[Sequence]) -> None:
+        """Prefills that end in this step come before those that go on: they will be decodes. In running order, what
+        found no budget comes before all."""
+        if not step.prefilling and not step.swapped_in and not (self._in_running_order and step.rows):
             return
         running = {seq.unit_id: seq for seq in step.running()}
+        if self._in_running_order:
+            scheduled = dict.fromkeys(row[0].unit_id for row in step.rows)
+            decodes = [seq for seq in running.values() if not seq.is_prefilling and seq.unit_id in scheduled]
+            brought = dict.fromkeys(seq.unit_id for seq in wanted if seq.request.request_id in step.swapped_in)
+            idle = [seq for seq in running.values() if seq.unit_id not in scheduled]
+            wanted = [*idle, *(seq for seq in wanted if seq.unit_id in brought), *decodes, *wanted]
         order = [seq for seq in wanted if running.pop(seq.unit_id, None) is not None]
         step.reorder([*order, *running.values()])
 
@@ -69,10 +98,10 @@ class DecodeFirst:
         return brought
 
     def _admit(self, step: Step, share: int, num_long: int) -> None:
+        limits = step.limits
+        if step.token_budget == 0 and step.num_waiting:
+            return step.blocked(BlockedBy.TOKEN_BUDGET)
         while (seq := step.head()) is not None:
-            if step.token_budget == 0:
-                return step.blocked(BlockedBy.TOKEN_BUDGET)
-            limits = step.limits
             is_long = self._is_long(step, seq)
             if is_long and limits.max_num_partial_prefills > 1 and num_long >= limits.max_long_partial_prefills:
                 step.blocked(BlockedBy.PARTIAL_PREFILLS)

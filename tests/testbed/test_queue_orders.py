@@ -628,15 +628,17 @@ def test_fcfs_does_not() -> None:
 
 
 @given(data=st.data())
-def test_vtc_serves_the_waiting_tenant_with_the_smallest_counter(data: st.DataObject) -> None:
+def test_vtc_serves_the_tenant_with_the_smallest_counter_then_the_oldest_head(data: st.DataObject) -> None:
     queue = bound(orders.VirtualTokenCounter())
 
     def check(world: World) -> None:
-        head = queue.head(world.now_ns)
-        assert (head is None) == (not world.waiting)
-        if head is not None:
-            counters = [queue.counter(seq.request.tenant or "") for seq in world.waiting.values()]
-            assert queue.counter(head.request.tenant or "") == min(counters)
+        heads: dict[str, Sequence] = {}
+        for seq in queue:
+            heads.setdefault(seq.request.tenant or "", seq)
+        expected = min(
+            heads.values(), key=lambda seq: (queue.counter(seq.request.tenant or ""), seq.seq_id), default=None
+        )
+        assert queue.head(world.now_ns) is expected
 
     play(queue, data, check)
 
@@ -691,6 +693,21 @@ def test_vtc_lifts_the_counter_of_a_tenant_that_comes_back() -> None:
     assert queue.counter("new") == 300, "nobody queues: to that of the tenant that left last"
     queue.push(make_seq(6, 1, tenant="busy"))
     assert queue.counter("busy") == 300, "never down"
+
+
+def test_vtc_a_tenant_whose_request_is_put_back_keeps_its_lead() -> None:
+    queue = bound(orders.VirtualTokenCounter())
+    light, heavy, more = (
+        make_seq(0, 10, tenant="light"),
+        make_seq(1, 100, tenant="heavy"),
+        make_seq(2, 9, tenant="heavy"),
+    )
+    pushed(queue, light, heavy, more)
+    queue.remove(heavy)
+    queue.remove(light)
+    queue.push_preempted(light)
+    assert (queue.counter("light"), queue.counter("heavy")) == (0, 100)
+    assert queue.head(0) is light
 
 
 def test_vtc_gives_back_what_an_abort_or_a_hit_saves() -> None:

@@ -45,13 +45,18 @@ class VirtualTokenCounter:
         return self._counters.get(tenant, 0)
 
     def push(self, seq: Sequence) -> None:
-        self._queue_of(_tenant(seq)).push(seq)
+        tenant = _tenant(seq)
+        if tenant not in self._queues:
+            self._lift(tenant)
+        self._queues.setdefault(tenant, FCFS()).push(seq)
+        self._moved[tenant] = None
         self._num_waiting += 1
 
     def push_preempted(self, seq: Sequence) -> None:
+        """Its tenant has not idled: no lift."""
         self._refund(seq)
         tenant = _tenant(seq)
-        self._queue_of(tenant).push_preempted(seq)
+        self._queues.setdefault(tenant, FCFS()).push_preempted(seq)
         self._moved[tenant] = None  # it has another head
         self._num_waiting += 1
 
@@ -99,17 +104,11 @@ class VirtualTokenCounter:
         for queue in self._queues.values():
             yield from queue
 
-    def _queue_of(self, tenant: str) -> FCFS:
-        """The tenant's queue; where it has none, a new one, and its counter is lifted."""
-        queue = self._queues.get(tenant)
-        if queue is None:
-            self._renew()
-            rank = self._tenants.first_rank()
-            least = rank[0] if rank is not None else self.counter(self._last_tenant)
-            self._counters[tenant] = max(self.counter(tenant), least)
-            queue = self._queues[tenant] = FCFS()
-            self._moved[tenant] = None
-        return queue
+    def _lift(self, tenant: str) -> None:
+        self._renew()
+        rank = self._tenants.first_rank()
+        least = self.counter(self._last_tenant) if rank is None else rank[0]
+        self._counters[tenant] = max(self.counter(tenant), least)
 
     def _renew(self) -> None:
         for tenant in self._moved:
@@ -117,7 +116,7 @@ class VirtualTokenCounter:
             if queue is not None:
                 head = queue.head(0)
                 assert head is not None
-                self._tenants.put(tenant, (self._counters[tenant], head.seq_id), tenant)
+                self._tenants.put(tenant, (self.counter(tenant), head.seq_id), tenant)
         self._moved.clear()
 
     def _charge(self, tenant: str, cost: int) -> None:

@@ -6,7 +6,19 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
-from real.sampler import draw, draws_of, further_inputs, log_exponential, mix, sample, sampling_inputs, signed
+from real.sampler import (
+    SEEDED,
+    UNSEEDED,
+    draw,
+    draw_key,
+    draws_of,
+    further_inputs,
+    log_exponential,
+    mix,
+    sample,
+    sampling_inputs,
+    signed,
+)
 from testbed.request import SamplingParams
 from tests.real.engine_helpers import row
 
@@ -140,6 +152,13 @@ def test_a_draw_does_not_depend_on_how_many_there_are(seed):
 def draws_at(logits: torch.Tensor, seed: int | None) -> list[int]:
     """What a sequence that is no group draws there."""
     return sample(logits, sampling_inputs([group_row(0, 7, SamplingParams(temperature=1.0, seed=seed))], 5)).tolist()
+
+
+def test_the_keys_of_first_draws_are_a_contract():
+    """Tapes and seeds of earlier versions stay good."""
+    unseeded, seeded = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=8, n=2)
+    assert draw_key(group_row(3, 7, unseeded), 5) == signed(mix(UNSEEDED, 5, 3, 7))
+    assert draw_key(group_row(3, 7, seeded, 2, group_id=3), 5) == signed(mix(SEEDED, 8, 7))
 
 
 def test_a_batch_may_mix_all_kinds():

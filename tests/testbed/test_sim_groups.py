@@ -89,6 +89,11 @@ def test_siblings_differ_and_nothing_that_is_made_up_stops_a_sequence():
     assert seen == set(range(VOCAB_SIZE)) - {5, 6, 7}
 
 
+def test_beams_of_a_group_do_not_all_say_the_same():
+    first = {tuple(o.tokens[0] for o in outcomes(backend(), beams(3, p, 2)) if o.tokens) for p in range(20, 60)}
+    assert sum(len(tokens) == 2 and tokens[0] != tokens[1] for tokens in first) > 10
+
+
 def test_parents_are_drawn_with_equal_chances():
     engine = backend(seed=2)
     counts: Counter[int] = Counter()

@@ -24,6 +24,8 @@ class MultiLevelFeedbackQueue:
       of its prompt is then no service, or it would be demoted before its first token. None: never;
     - a running sequence gives place to a head of a higher level (`yields`), the youngest of the lowest level first.
 
+    The sequences of one request share its level; when the first of them ends, the others join anew.
+
     Costs: push, remove O(log n), head O(1) and O(log n) for each promotion, amortised; served O(1). Iteration is in
     the order served, without the promotions that are due.
     """

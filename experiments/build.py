@@ -273,7 +273,9 @@ def recorded_run(config: RunConfig) -> str | None:
 def build_sim_backend(config: RunConfig, trace: Trace) -> SimBackend:
     for row in trace.rows:
         refuse_unforced(row.request_id, row.num_output_tokens)
-    return SimBackend(build_cost(config), seed=config.seed, vocab_size=vocab_size(config))
+    return SimBackend(
+        build_cost(config), seed=config.seed, vocab_size=vocab_size(config), eos_token_id=config.model.eos_token_id
+    )
 
 
 def check_token_ids(config: RunConfig, trace: Trace) -> None:

@@ -31,7 +31,7 @@ from testbed.policies.preemption import Auto, PreemptionChoice
 from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import VictimChoice
 from testbed.request import Request
-from testbed.sequence import Sequence, SequenceState
+from testbed.sequence import Sequence, SequenceGroup, SequenceState
 from testbed.step import Core, Step
 
 Ending = tuple[Sequence, FinishReason]
@@ -122,7 +122,8 @@ class Scheduler:
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
         seq = Sequence(self._next_seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
-        self._next_seq_id += 1
+        is_beam = request.sampling.beam_width > 1
+        self._next_seq_id += 1 if is_beam else request.sampling.num_seqs  # parallel samples: theirs are kept for them
         self._live[request.request_id] = [seq] if seq.group is None else seq.group.members
         reason = self._never_runs(seq) if self.blocks.rules.never_fits_at == "add" else ""
         if reason:
@@ -364,6 +365,12 @@ class Scheduler:
         for one in siblings:
             one.siblings = siblings
         return ending
+
+    def _new_member_id(self, group: SequenceGroup) -> int:
+        if not group.is_beam:  # independent of what else arrives, as a sampler's draws may go by it
+            return group.group_id + len(group.members)
+        self._next_seq_id += 1
+        return self._next_seq_id - 1
 
     def _stop_running(self, seq: Sequence) -> None:
         """Takes one running sequence out: its siblings go on."""

@@ -50,7 +50,7 @@ class SequenceGroup:
 
     @property
     def is_beam(self) -> bool:
-        return self.request.sampling.beam_width > 0
+        return self.request.sampling.beam_width > 1
 
 
 class Sequence:
@@ -109,7 +109,7 @@ class Sequence:
         # the number of tokens at which the sequence ends; one token is always emitted, even at the model's length
         limit = max(max_model_len, self.num_prompt_tokens + 1)
         self.token_limit = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
-        self.is_forced = forced is not None and not sampling.beam_width  # beams are searched: only the length is forced
+        self.is_forced = forced is not None and sampling.beam_width <= 1  # beams are searched: only the length is forced
         if self.is_forced and forced is not None:
             self.tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
         self._num_tokens = self.num_prompt_tokens

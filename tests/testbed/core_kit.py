@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,20 +11,35 @@ from unittest.mock import patch
 from xxhash import xxh64_intdigest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU
+from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import KeySource, TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.plan import BatchPlan, Finished, Outcome, StepResult
+from testbed.policies.admission import Admission
+from testbed.policies.compositions import Composition
 from testbed.policies.compositions.decode_first import DecodeFirst
+from testbed.policies.compositions.iteration_level import IterationLevel
+from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
 from testbed.policies.compositions.prefill_first import PrefillFirst
+from testbed.policies.compositions.static import Static
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits
-from testbed.policies.queue_order import FCFS
+from testbed.policies.preemption import PreemptionChoice
+from testbed.policies.queue_order import FCFS, WaitingQueue
 from testbed.policies.victim import MostRecentlyAdmitted, VictimChoice
 from testbed.request import GREEDY, Request, SamplingParams
 from testbed.scheduler import Scheduler
 
-COMPOSITIONS = {"prefill_first": PrefillFirst, "decode_first": DecodeFirst, "unified": Unified}
+COMPOSITIONS: dict[str, Callable[[], Composition]] = {
+    "prefill_first": PrefillFirst,
+    "decode_first": DecodeFirst,
+    "unified": Unified,
+}
+ALL_COMPOSITIONS = COMPOSITIONS | {
+    "prefill_decode_split": PrefillDecodeSplit,
+    "iteration_level": IterationLevel,
+    "static": Static,
+}
 
 
 class WeakKeys(TokenKeys):
@@ -42,20 +57,28 @@ class WeakKeys(TokenKeys):
 def make_blocks(
     *,
     num_blocks: int = 64,
+    num_cpu_blocks: int = 0,
     block_size: int = 4,
     watermark: float = 0.0,
     rules: KVRules | None = None,
     caching: bool = True,
     key_source: KeySource | None = None,
+    eviction: EvictionPolicy | None = None,
+    lookahead_slots: int = 0,
+    sliding_window: int | None = None,
 ) -> BlockManager:
+    """Without `eviction` it is LRU, by what `rules.lru_by` says."""
+    rules = rules or KVRules()
     return BlockManager(
         block_size=block_size,
         num_gpu_blocks=num_blocks,
-        num_cpu_blocks=0,
+        num_cpu_blocks=num_cpu_blocks,
         watermark=watermark,
-        rules=rules or KVRules(),
-        eviction=LRU(),
+        rules=rules,
+        eviction=eviction or (LRUByLastStep() if rules.lru_by == "last_step" else LRU()),
         key_source=(key_source or TokenKeys(block_size)) if caching else None,
+        lookahead_slots=lookahead_slots,
+        sliding_window=sliding_window,
     )
 
 
@@ -66,21 +89,26 @@ def make_limits(
 
 
 def make_scheduler(
-    composition: str = "unified",
+    composition: str | Composition = "unified",
     *,
     blocks: BlockManager | None = None,
     limits: Limits | None = None,
     eos_token_id: int | None = None,
     victims: VictimChoice | None = None,
+    queue: WaitingQueue | None = None,
+    admission: Admission | None = None,
+    preemption: PreemptionChoice | None = None,
     **block_options: Any,
 ) -> Scheduler:
-    """Options that are not named go to `make_blocks`."""
+    """A composition by name, or one of its own settings. Options that are not named go to `make_blocks`."""
     return Scheduler(
         limits=limits or make_limits(),
         blocks=blocks or make_blocks(**block_options),
-        composition=COMPOSITIONS[composition](),
-        queue=FCFS(),
+        composition=ALL_COMPOSITIONS[composition]() if isinstance(composition, str) else composition,
+        queue=queue or FCFS(),
         victims=victims or MostRecentlyAdmitted(),
+        admission=admission,
+        preemption=preemption,
         eos_token_id=eos_token_id,
         record_decisions=True,
     )

@@ -108,18 +108,20 @@ def test_a_table_grows_when_its_last_block_is_full_and_not_before() -> None:
     blocks = make_blocks(num_blocks=3, block_size=4)
     seq = Sequence(0, make_request("a", 3), 4096)
     blocks.admit(seq, 3, blocks.lookup(seq))
-    assert blocks.table(0) == [0]
-    assert blocks.grow(seq, 4)
-    assert blocks.table(0) == [0]
-    assert blocks.grow(seq, 5)
-    assert blocks.table(0) == [0, 1]
+    for num_computed, table in ((2, [0]), (3, [0]), (4, [0, 1]), (7, [0, 1])):  # positions 2, 3, 4 and 7 come next
+        seq.num_computed_tokens = num_computed
+        assert blocks.can_grow(seq, 1)
+        blocks.grow(seq, 1)
+        assert (blocks.table(0), seq.num_slots) == (table, 4 * len(table))
+    blocks.check_invariants()
 
 
 def test_growth_without_room_changes_nothing() -> None:
     blocks = make_blocks(num_blocks=2, block_size=4)
     seq = Sequence(0, make_request("a", 4), 4096)
     blocks.admit(seq, 4, blocks.lookup(seq))
-    assert not blocks.grow(seq, 13)  # 3 more wanted, 1 free
+    assert blocks.can_grow(seq, 8)  # 1 more wanted, 1 free
+    assert not blocks.can_grow(seq, 9)  # 2 more
     assert blocks.table(0) == [0]
     assert blocks.num_free_blocks == 1
     assert seq.num_slots == 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from testbed.blocks.config import KVRules
 from testbed.plan import BlockedBy, PrefillChunk
+from testbed.policies.config import Limits
+from testbed.sequence import Sequence
 from tests.testbed.core_kit import (
     add,
     make_limits,
@@ -14,7 +16,14 @@ from tests.testbed.core_kit import (
     step,
 )
 
-CHUNK = KVRules("chunk")
+CHUNK = KVRules(allocate="chunk")
+
+
+class TakesADecode:
+    """A user's victim choice that takes what this step has scheduled already."""
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        return next(seq for seq in running.values() if not seq.is_prefilling)
 
 
 def test_decodes_first_then_the_unfinished_prefill_then_a_new_one() -> None:
@@ -38,21 +47,55 @@ def test_decodes_first_then_the_unfinished_prefill_then_a_new_one() -> None:
 
 
 def test_a_decode_admitted_later_comes_before_an_older_prefill() -> None:
-    scheduler = make_scheduler("decode_first", limits=make_limits(budget=16, threshold=4))
+    scheduler = make_scheduler("decode_first", limits=make_limits(budget=8, partial=2))
     add(scheduler, make_request("a", 10, 1), make_request("b", 3, 5))
-    assert list(scheduled(step(scheduler)[0]).items()) == [("a", 4), ("b", 3)]
-    assert list(scheduled(step(scheduler)[0]).items()) == [("b", 1), ("a", 4)]
+    assert list(scheduled(step(scheduler)[0]).items()) == [("a", 4), ("b", 3)]  # 8 // 2 = 4 each at most
+    assert list(scheduled(step(scheduler)[0]).items()) == [("b", 1), ("a", 6)]  # one prefill is left: all is its own
 
 
-def test_only_so_many_prompts_are_part_way_through() -> None:
+def test_a_prompt_that_is_alone_in_its_prefill_has_the_whole_budget() -> None:
     scheduler = make_scheduler("decode_first", limits=make_limits(budget=16, threshold=4, partial=1))
-    add(scheduler, make_request("b", 10, 9), make_request("c", 3, 9), make_request("d", 10, 9))
+    add(scheduler, make_request("a", 20, 9), make_request("b", 20, 9))
+    plan, _ = step(scheduler)  # the threshold says what is long, it cuts nothing
+    assert (scheduled(plan), plan.blocked_by) == ({"a": 16}, BlockedBy.TOKEN_BUDGET)
+    assert scheduled(step(scheduler)[0]) == {"a": 4, "b": 12}
+    assert scheduled(step(scheduler)[0]) == {"a": 1, "b": 8}
+
+
+def test_only_so_many_long_prompts_are_part_way_through_and_short_ones_overtake_them() -> None:
+    limits = make_limits(budget=16, threshold=4, partial=3)  # of three at a time one may be longer than 4 tokens
+    scheduler = make_scheduler("decode_first", limits=limits)
+    add(scheduler, make_request("a", 20, 9), make_request("b", 3, 9), make_request("c", 10, 9), make_request("d", 3, 9))
+    # a, b and d take part, c is the second long one: 16 // 3 = 5 tokens each
     plan, _ = step(scheduler)
-    assert (scheduled(plan), plan.blocked_by) == ({"b": 4, "c": 3}, BlockedBy.PARTIAL_PREFILLS)
+    assert (scheduled(plan), plan.blocked_by) == ({"a": 5, "b": 3, "d": 3}, BlockedBy.PARTIAL_PREFILLS)
+    assert scheduler.num_waiting == 1
+    # a has 15 to go and is long still, c does not count: 16 // 1 for a, of which the decodes leave 14
     plan, _ = step(scheduler)
-    assert (scheduled(plan), plan.blocked_by) == ({"c": 1, "b": 4}, BlockedBy.PARTIAL_PREFILLS)
-    plan, _ = step(scheduler)  # b is through: d may begin in the same step
-    assert (scheduled(plan), plan.blocked_by) == ({"c": 1, "b": 2, "d": 4}, None)
+    assert (scheduled(plan), plan.blocked_by) == ({"b": 1, "d": 1, "a": 14}, BlockedBy.TOKEN_BUDGET)
+    # 1 token to go is not long: a and c share 16 // 2
+    plan, _ = step(scheduler)
+    assert (scheduled(plan), plan.blocked_by) == ({"b": 1, "d": 1, "a": 1, "c": 8}, None)
+
+
+def test_a_long_prompt_that_was_passed_over_keeps_its_place() -> None:
+    scheduler = make_scheduler("decode_first", limits=make_limits(budget=16, threshold=4, partial=2))
+    add(scheduler, make_request("a", 9, 9), make_request("b", 9, 9), make_request("c", 9, 9))
+    plan, _ = step(scheduler)  # a alone counts, so that all 16 are its own; b and c are long too
+    assert (scheduled(plan), plan.blocked_by) == ({"a": 9}, BlockedBy.PARTIAL_PREFILLS)
+    plan, _ = step(scheduler)
+    assert (scheduled(plan), plan.blocked_by) == ({"a": 1, "b": 9}, BlockedBy.PARTIAL_PREFILLS)
+    assert scheduled(step(scheduler)[0]) == {"a": 1, "b": 1, "c": 9}
+
+
+def test_two_long_prompts_share_the_budget_where_they_may() -> None:
+    limits = Limits(8, 16, 512, 4, 2, 2)
+    scheduler = make_scheduler("decode_first", limits=limits)
+    add(scheduler, make_request("a", 10, 1), make_request("b", 10, 1), make_request("c", 10, 1))
+    plan, _ = step(scheduler)
+    assert (scheduled(plan), plan.blocked_by) == ({"a": 8, "b": 8}, BlockedBy.PARTIAL_PREFILLS)
+    # 2 to go are not long: c may begin. Three share by two: 16 // 2 = 8
+    assert scheduled(step(scheduler)[0]) == {"a": 2, "b": 2, "c": 8}
 
 
 def test_partial_prefills_share_the_budget_evenly() -> None:
@@ -75,19 +118,21 @@ def test_as_many_decodes_as_budget_leave_nothing_for_a_prompt_until_one_ends() -
 
 def test_a_victim_that_was_scheduled_gives_its_share_of_the_budget_back() -> None:
     scheduler = make_scheduler(
-        "decode_first", num_blocks=4, block_size=2, rules=CHUNK, limits=make_limits(budget=3, threshold=2)
-    )
-    add(scheduler, make_request("a", 7, 1), make_request("b", 1, 9))
-    assert scheduled(step(scheduler)[0]) == {"a": 2, "b": 1}  # 1 block each
-    assert list(scheduled(step(scheduler)[0]).items()) == [("b", 1), ("a", 2)]  # a: 2 blocks, b: 1
-    plan, _ = step(
-        scheduler
-    )  # a needs 3 blocks, b 2, and there are 4: b, admitted last, goes with its scheduled decode
-    assert (scheduled(plan), preempted(plan)) == ({"a": 2}, ["b"])
+        "decode_first", num_blocks=4, block_size=4, rules=CHUNK, limits=make_limits(budget=6, partial=2),
+        victims=TakesADecode(),
+    )  # fmt: skip
+    add(scheduler, make_request("b", 5, 9))
+    assert scheduled(step(scheduler)[0]) == {"b": 5}  # 2 blocks: positions 5, 6 and 7 have their slots
+    add(scheduler, make_request("a", 6, 1), make_request("c", 6, 1))
+    assert list(scheduled(step(scheduler)[0]).items()) == [("b", 1), ("a", 3), ("c", 2)]  # 6 // 2 each; 1 block each
+    # b is scheduled, 5 are left. a's next 3 need a block, there is none: b goes, its 2 blocks and its token come back.
+    # c gets 3 of 6 - 3 (of 6 - 1 - 3 it would get 2), and the last block
+    plan, _ = step(scheduler)
+    assert (list(scheduled(plan).items()), preempted(plan)) == ([("a", 3), ("c", 3)], ["b"])
     assert plan.shape.num_decodes == 0
     assert plan.blocked_by is BlockedBy.PREEMPTION, "nobody is admitted in a step that preempted"
-    assert plan.preempted[0].num_computed_tokens == 2
-    assert scheduler.free_gpu_blocks == 1
+    assert plan.preempted[0].num_computed_tokens == 6
+    assert scheduler.free_gpu_blocks == 0
 
 
 def test_a_partial_prefill_that_finds_no_blocks_waits_its_turn_and_hits_what_it_had_computed() -> None:

@@ -34,8 +34,8 @@ def sequence(seq_id: int, tokens: int | Seq[int], salt: str = "") -> Sequence:
 
 def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
     """Admits a sequence and publishes all it knows; returns its table."""
-    blocks.admit(seq, len(seq.tokens), blocks.lookup(seq))
-    blocks.publish(seq, len(seq.tokens))
+    blocks.admit(seq, seq.num_tokens, blocks.lookup(seq))
+    blocks.publish(seq, seq.num_tokens)
     blocks.check_invariants()
     return list(blocks.table(seq.seq_id))
 
@@ -170,7 +170,9 @@ def test_a_sequence_that_collided_is_cached_when_it_comes_back_and_the_other_is_
     assert num_hit(blocks, (3, 4, 5)) == 0, "the key is taken"
     blocks.free(first)
     blocks.free(second)
-    blocks._pool.put_back(blocks._cache.evict())
+    filler = sequence(2, (5, 6, 7, 8))
+    blocks.admit(filler, 4, blocks.lookup(filler))  # takes both blocks, and so evicts the first's content
+    blocks.free(filler)
     compute(blocks, second)
     assert num_hit(blocks, (3, 4, 5)) == 2
 

@@ -9,7 +9,7 @@ import pytest
 from testbed.errors import IllegalTransitionError, RequestError
 from testbed.request import SamplingParams
 from testbed.sequence import Sequence, SequenceState
-from tests.testbed.core_kit import make_request
+from tests.testbed.core_kit import add, make_limits, make_request, make_scheduler, step
 
 W, R, S, F = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED, SequenceState.FINISHED
 LEGAL = {(W, R), (W, F), (R, W), (R, S), (R, F), (S, R), (S, W), (S, F)}
@@ -47,17 +47,24 @@ def test_a_sequence_ends_at_its_output_or_at_the_models_length(
     assert Sequence(0, request, max_model_len).token_limit == expected
 
 
-def test_prefilling_lasts_until_only_the_newest_emitted_token_is_left() -> None:
-    seq = Sequence(0, make_request("a", 4), 100)
+def test_a_prefill_lasts_from_an_admission_to_the_first_token_that_is_emitted_after_it() -> None:
+    scheduler = make_scheduler("unified", num_blocks=4, block_size=2, caching=False, limits=make_limits(budget=3))
+    add(scheduler, make_request("b", 2, 5), make_request("a", 2, 5))
     seen = []
-    for num_computed in range(4):
-        seq.num_computed_tokens = num_computed
-        seen.append(seq.is_prefilling)
-    assert seen == [True] * 4  # the last token of a prompt belongs to it
-    seq.tokens.extend((7, 8))
-    for num_computed, expected in ((4, True), (5, False)):  # after a preemption the output is computed again
-        seq.num_computed_tokens = num_computed
-        assert seq.is_prefilling is expected
+    while scheduler.num_steps < 8:
+        step(scheduler)
+        a = scheduler.unfinished()[-1]
+        seen.append((a.state, a.is_prefilling, a.num_computed_tokens, a.num_tokens))
+    assert seen == [
+        (R, True, 1, 2),  # b's prompt leaves 1 of 3 tokens
+        (R, False, 2, 3),
+        (R, False, 3, 4),  # 2 blocks each
+        (W, False, 0, 4),  # b's position 4 takes a's
+        (W, False, 0, 4),  # b ends
+        (R, True, 3, 4),  # what was emitted belongs to the prefill now
+        (R, False, 4, 5),
+        (R, False, 5, 6),
+    ]
 
 
 @pytest.mark.parametrize(

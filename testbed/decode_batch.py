@@ -8,13 +8,24 @@ who ends when (by the limit of its length). Groups of sequences are not here: th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from testbed.sequence import Sequence
+
+
+class Drawn(NamedTuple):
+    """Decoding sequences whose token the backend draws, by column."""
+
+    seqs: list[Sequence]
+    seq_ids: tuple[int, ...]
+    appends: list[Callable[[int], None]]  # to their tokens
 
 
 class DecodeBatch:
     """Sequences in step with the decodes. running: those of the scheduler, in order, by unit id."""
 
-    __slots__ = ("_block_size", "_crossing", "_ending", "_is_stale", "_members", "_running", "context_tokens",
+    __slots__ = ("_block_size", "_crossing", "_drawn", "_drawn_of", "_ending", "_is_stale", "_members", "_running", "context_tokens",
                  "num_drawn", "stop_tokens", "tick")  # fmt: skip
 
     def __init__(self, block_size: int, running: dict[int, Sequence]) -> None:
@@ -26,6 +37,8 @@ class DecodeBatch:
         self._running = running
         self._members: list[Sequence] = []
         self._is_stale = False
+        self._drawn = Drawn([], (), [])
+        self._drawn_of = self._members
         self._crossing: list[dict[int, Sequence]] = [{} for _ in range(block_size)]
         self._ending: dict[int, dict[int, Sequence]] = {}
 
@@ -64,6 +77,14 @@ class DecodeBatch:
         self._unschedule_end(seq)
         self.num_drawn -= not seq.is_forced
         seq.leave()
+
+    def drawn(self, decoded: list[Sequence]) -> Drawn:
+        """Those of the decoded sequences whose token is drawn; kept for as long as the same list is asked about."""
+        if decoded is not self._drawn_of:
+            seqs = [seq for seq in decoded if not seq.is_forced]
+            self._drawn = Drawn(seqs, tuple([seq.seq_id for seq in seqs]), [seq.tokens.append for seq in seqs])
+            self._drawn_of = decoded
+        return self._drawn
 
     def crossing(self) -> list[Sequence]:
         """Members whose computed tokens fill their blocks: the next one needs a new block."""

@@ -9,8 +9,6 @@ One plan is in flight at most. Given the same configuration, calls and outcomes,
 
 from __future__ import annotations
 
-from itertools import chain
-
 from testbed.blocks.manager import BlockManager
 from testbed.digest import Digest, abort_event, finish_event, fork_event, plan_events
 from testbed.errors import RequestError
@@ -226,8 +224,7 @@ class Scheduler:
         stopped = self._take_drawn(decoded, outcomes)
         decodes.advance(decoded)
         if blocks.caches_prefixes and not blocks.publishes_at_allocation:
-            for seq in decodes.crossing():
-                blocks.publish(seq, seq.num_computed_tokens)
+            blocks.publish_each(decodes.crossing(), 0)
         ending = decodes.ending()
         if not ending and not stopped:
             return []
@@ -240,19 +237,19 @@ class Scheduler:
         assert len(outcomes) == num_drawn, f"{num_drawn} sequences drew a token, and {len(outcomes)} outcomes came"
         if not num_drawn:
             return {}
-        drawn = decoded if num_drawn == len(decoded) else [seq for seq in decoded if not seq.is_forced]
+        drawn = self._core.decodes.drawn(decoded)
         seq_ids, tokens, stops, forks, dropped = zip(*outcomes, strict=True)
-        assert [seq.seq_id for seq in drawn] == list(seq_ids), "outcomes come in the order scheduled"
+        assert drawn.seq_ids == seq_ids, "outcomes come in the order scheduled"
         assert not any(forks) and not any(dropped), "only the members of a group part"
-        flat = list(chain.from_iterable(tokens))
-        assert len(flat) == num_drawn, "one token each"
-        for seq, token in zip(drawn, flat, strict=True):
-            seq.tokens.append(token)
+        flat = [token for (token,) in tokens]
+        for append, token in zip(drawn.appends, flat, strict=True):
+            append(token)
         stopped: dict[int, FinishReason] = {}
         if any(stops):
             stopped = {seq_id: stop for seq_id, stop in zip(seq_ids, stops, strict=True) if stop is not None}
-        if not self._core.decodes.stop_tokens.isdisjoint(flat):
-            for seq, token in zip(drawn, flat, strict=True):
+        stop_tokens = self._core.decodes.stop_tokens
+        if stop_tokens and not stop_tokens.isdisjoint(flat):
+            for seq, token in zip(drawn.seqs, flat, strict=True):
                 if token in seq.stop_tokens:
                     stopped.setdefault(seq.seq_id, FinishReason.STOP)
         return stopped

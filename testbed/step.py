@@ -151,8 +151,7 @@ class Step:
         self.decoded = members
         self.token_budget -= len(members)
         if blocks.publishes_at_allocation:
-            for seq in decodes.filling():
-                blocks.publish(seq, seq.num_computed_tokens + 1)
+            blocks.publish_each(decodes.filling(), 1)
         return None
 
     def _decode_one_by_one(self, min_budget: int) -> None:

@@ -146,7 +146,7 @@ class _Comparison:
                 seq.request.request_id,
                 seq.state.name.lower(),
                 seq.num_computed_tokens,
-                len(seq.tokens),
+                seq.num_tokens,
                 seq.num_prompt_tokens,
             )
             for seq in scheduler.unfinished()

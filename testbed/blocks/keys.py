@@ -19,6 +19,11 @@ class KeySource(Protocol):
         ...
 
 
+    def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
+        """Key and content of full block `index` alone, after a block that has `previous_key`."""
+        ...
+
+
 class TokenKeys:
     """key = xxh64(key of the block before it, token ids); the first block's predecessor is a hash of the salt.
 
@@ -39,3 +44,7 @@ class TokenKeys:
             key = xxh64_intdigest(_PREVIOUS.pack(key) + content)
             keys.append(key)
             contents.append(content if contents else salt.encode() + content)
+
+    def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
+        content = tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
+        return xxh64_intdigest(_PREVIOUS.pack(previous_key) + content), content

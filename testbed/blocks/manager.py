@@ -372,6 +372,27 @@ class BlockManager:
             chain.entry = entry
             chain.num_published = index + 1
 
+    def publish_each(self, seqs: list[Sequence], num_more: int) -> None:
+        """The last of the first `num_computed_tokens + num_more` tokens has filled a block of each of these sequences."""
+        if self._keys is None or self._is_merged or self._is_newest_found:
+            for seq in seqs:
+                self.publish(seq, seq.num_computed_tokens + num_more)
+            return
+        chains, tables, block_size = self._chains, self._tables, self.block_size
+        next_key, publish_new = self._keys.next, self._cache.publish_new
+        for seq in seqs:
+            index = (seq.num_computed_tokens + num_more) // block_size - 1
+            chain = chains[seq.seq_id]
+            parent = chain.entry
+            if chain.num_published == index and parent is not None and not chain.is_broken:
+                # keys of the chain are left as they are: they are made up for if the sequence is looked up again
+                key, content = next_key(parent.key, seq.tokens, index)
+                entry = publish_new(tables[seq.seq_id][index], key, content, parent)
+                if entry is not None:
+                    chain.entry, chain.num_published = entry, index + 1
+                    continue
+            self.publish(seq, (index + 1) * block_size)
+
     def _fill_by_content(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
         """A table whose full blocks are, one after the other, those that hold the content already, or new ones for it."""
         num_full = num_tokens // self.block_size

@@ -85,6 +85,16 @@ class PrefixCache:
         self.num_cached_blocks += 1
         return entry
 
+    def publish_new(self, block: int, key: int, content: bytes, parent: CacheEntry) -> CacheEntry | None:
+        """The same for content that no other block holds; None, and nothing changed, if one may."""
+        if key in self._entries or self.entry_of[block] is not None:
+            return None
+        entry = self._entries[key] = self.entry_of[block] = CacheEntry(key, content, parent)
+        parent.num_children += 1
+        entry.blocks.append(block)
+        self.num_cached_blocks += 1
+        return entry
+
     def _alive(self, entry: CacheEntry) -> CacheEntry:
         """The entry that stands for this prefix now: it may have died with the block that took its own block's place."""
         dead: list[CacheEntry] = []

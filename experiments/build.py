@@ -207,6 +207,12 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
             "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
             "cache.swap_space_gib, or choose scheduler.preemption=recompute"
         )
+    threshold, budget = scheduler.long_prefill_token_threshold, limits(config).max_num_batched_tokens
+    if threshold > budget and scheduler.composition == "unified":
+        raise ConfigError(
+            f"scheduler.long_prefill_token_threshold ({threshold}) is larger than max_num_batched_tokens ({budget}); a "
+            "chunk cannot exceed the budget: lower it, or set 0 (off)"
+        )
     if cache.eviction != "lru" and scheduler.kv_rules.free_order == "one_queue":
         raise ConfigError(
             "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "

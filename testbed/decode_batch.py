@@ -58,10 +58,10 @@ class DecodeBatch:
         """A running sequence has all but its newest token computed."""
         members = self.members
         seq.join(self)
-        if members and members[-1].admission > seq.admission:
-            self._is_stale = True
-        else:
+        if next(reversed(self._running.values())) is seq:
             self._members = [*members, seq]
+        else:
+            self._is_stale = True
         self.context_tokens += seq.num_tokens
         self._crossing[self._border(seq)][seq.seq_id] = seq
         self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq

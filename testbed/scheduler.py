@@ -63,6 +63,7 @@ class Scheduler:
         self._record_decisions = record_decisions
         self._served = getattr(queue, "served", None)
         self._left = getattr(queue, "left", None)
+        self._tells_victims_time = hasattr(victims, "now_ns")
         self._live: dict[str, list[Sequence]] = {}  # members that have not ended, by request id
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
         self._next_seq_id = 0
@@ -163,6 +164,8 @@ class Scheduler:
         assert self._step is None, "one plan in flight"
         assert max_steps >= 1
         step = Step(now_ns, self._core)
+        if self._tells_victims_time:
+            setattr(self._core.victims, "now_ns", now_ns)
         if self._rejected:
             for seq, reason in self._rejected:
                 step.end_rejected(seq, reason)
@@ -347,9 +350,8 @@ class Scheduler:
         ending: list[Ending] = []
         siblings = parent.together
         for token in tokens:
-            child = parent.fork(self._next_seq_id, token)
+            child = parent.fork(self._new_member_id(group), token)
             child.is_prefilling = False
-            self._next_seq_id += 1
             self.blocks.fork(parent, child)
             siblings = [*siblings, child]
             group.members.append(child)

@@ -140,7 +140,8 @@ class Step:
         `min_budget`; preempts where it must. With `reserve` and `schedule` for each it would be the same."""
         decodes, blocks = self._core.decodes, self.blocks
         members = decodes.members
-        if self._core.num_groups or not blocks.is_plain or self.token_budget - len(members) + 1 < min_budget:
+        is_all = len(members) == len(self._core.running) - len(self._core.prefilling)  # groups and some others are not
+        if not is_all or not blocks.is_plain or self.token_budget - len(members) + 1 < min_budget:
             return self._decode_one_by_one(min_budget)
         crossing = decodes.crossing()
         spare = 1 if blocks.rules.growth_test == "one_per_sequence" else 0
@@ -307,7 +308,8 @@ class Step:
         LATER says what the head of the queue is blocked by; NEVER ends it as ignored, at once.
         """
         running = self._core.running
-        if seq.num_prompt_tokens > self.limits.max_model_len:
+        length = seq.num_prompt_tokens if self.blocks.rules.length_limit == "prompt" else num_tokens
+        if length > self.limits.max_model_len:
             self.ignore(
                 seq, f"prompt of {seq.num_prompt_tokens} tokens exceeds max_model_len ({self.limits.max_model_len})"
             )

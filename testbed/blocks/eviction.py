@@ -94,6 +94,10 @@ class LRU:
     def add(self, block: int, depth: int, last_step: int) -> None:
         self._blocks[block] = None
 
+    def add_all(self, blocks: list[int]) -> None:
+        """The same as `add` for each, in order."""
+        self._blocks.update(dict.fromkeys(blocks))
+
     def hit(self, block: int) -> None:
         """Recency is renewed when the block is released again."""
 

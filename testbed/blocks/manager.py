@@ -378,20 +378,23 @@ class BlockManager:
             for seq in seqs:
                 self.publish(seq, seq.num_computed_tokens + num_more)
             return
-        chains, tables, block_size = self._chains, self._tables, self.block_size
-        next_key, publish_new = self._keys.next, self._cache.publish_new
+        chains, tables, cache, next_key = self._chains, self._tables, self._cache, self._keys.next
+        entries, entry_of = cache.entries, cache.entry_of
         for seq in seqs:
-            index = (seq.num_computed_tokens + num_more) // block_size - 1
-            chain = chains[seq.seq_id]
+            table, chain = tables[seq.seq_id], chains[seq.seq_id]
+            index = len(table) - 1  # without lookahead the block that is filled is the last one
             parent = chain.entry
             if chain.num_published == index and parent is not None and not chain.is_broken:
                 # keys of the chain are left as they are: they are made up for if the sequence is looked up again
                 key, content = next_key(parent.key, seq.tokens, index)
-                entry = publish_new(tables[seq.seq_id][index], key, content, parent)
-                if entry is not None:
-                    chain.entry, chain.num_published = entry, index + 1
+                if key not in entries:
+                    entry = entries[key] = entry_of[table[index]] = chain.entry = CacheEntry(key, content, parent)
+                    entry.blocks.append(table[index])
+                    parent.num_children += 1
+                    cache.num_cached_blocks += 1
+                    chain.num_published = index + 1
                     continue
-            self.publish(seq, (index + 1) * block_size)
+            self.publish(seq, seq.num_computed_tokens + num_more)
 
     def _fill_by_content(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
         """A table whose full blocks are, one after the other, those that hold the content already, or new ones for it."""
@@ -562,15 +565,24 @@ class BlockManager:
 
     def _release_all(self, table: list[int]) -> None:
         """Deepest block first; where content is merged, in table order, as the order of equals goes by block ids."""
-        order = range(len(table)) if self._is_merged else range(len(table) - 1, -1, -1)
-        counts, entry_of, put_back = self._pool.ref_counts, self._cache.entry_of, self._pool.put_back
-        for index in order:
-            block = table[index]
-            if counts[block] == 1 and entry_of[block] is None and not self._is_one_queue and block != RELEASED:
-                counts[block] = 0
-                put_back(block)
-            elif block != RELEASED:
-                self._release(block, index)
+        evictable = self._evictable
+        if not isinstance(evictable, LRU) or self._is_merged or self.sliding_window is not None:
+            for index in range(len(table)) if self._is_merged else range(len(table) - 1, -1, -1):
+                if table[index] != RELEASED:
+                    self._release(table[index], index)
+            return
+        counts, entry_of, is_one_queue = self._pool.ref_counts, self._cache.entry_of, self._is_one_queue
+        cached: list[int] = []
+        for block in reversed(table):
+            if counts[block] != 1:
+                self._pool.drop(block)
+                continue
+            counts[block] = 0
+            if is_one_queue or entry_of[block] is not None:
+                cached.append(block)
+            else:
+                self._pool.put_back(block)
+        evictable.add_all(cached)
 
     def _release(self, block: int, depth: int) -> None:
         if not self._pool.drop(block):

@@ -27,30 +27,30 @@ class CacheEntry:
 class PrefixCache:
     """Content of blocks, by key."""
 
-    __slots__ = ("_entries", "entry_of", "evictable", "num_cached_blocks")
+    __slots__ = ("entries", "entry_of", "evictable", "num_cached_blocks")
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy) -> None:
-        self._entries: dict[int, CacheEntry] = {}
+        self.entries: dict[int, CacheEntry] = {}  # by key
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
         self.evictable = eviction  # free blocks whose content may still be hit
         self.num_cached_blocks = 0
 
     def find(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
         """The entry of this content after `parent`, if a block holds it."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None or not entry.blocks or entry.parent is not parent or entry.content != content:
             return None
         return entry
 
     def standing(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
         """The same, whether or not a block holds it still."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         return entry if entry is not None and entry.parent is parent and entry.content == content else None
 
     def match(self, keys: list[int], contents: list[bytes], max_blocks: int) -> list[CacheEntry]:
         """The entries of the longest cached prefix, at most `max_blocks` of them."""
         matched: list[CacheEntry] = []
-        entries = self._entries
+        entries = self.entries
         parent: CacheEntry | None = None
         for index in range(max_blocks):
             entry = entries.get(keys[index])
@@ -70,9 +70,9 @@ class PrefixCache:
         assert self.entry_of[block] is None, f"block {block} is published twice"
         if is_newest_found and parent is not None:
             parent = self._alive(parent)
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None:
-            entry = self._entries[key] = CacheEntry(key, content, parent)
+            entry = self.entries[key] = CacheEntry(key, content, parent)
             if parent is not None:
                 parent.num_children += 1
         elif entry.parent is not parent or entry.content != content:
@@ -85,29 +85,19 @@ class PrefixCache:
         self.num_cached_blocks += 1
         return entry
 
-    def publish_new(self, block: int, key: int, content: bytes, parent: CacheEntry) -> CacheEntry | None:
-        """The same for content that no other block holds; None, and nothing changed, if one may."""
-        if key in self._entries or self.entry_of[block] is not None:
-            return None
-        entry = self._entries[key] = self.entry_of[block] = CacheEntry(key, content, parent)
-        parent.num_children += 1
-        entry.blocks.append(block)
-        self.num_cached_blocks += 1
-        return entry
-
     def _alive(self, entry: CacheEntry) -> CacheEntry:
         """The entry that stands for this prefix now: it may have died with the block that took its own block's place."""
         dead: list[CacheEntry] = []
         parent: CacheEntry | None = entry
-        while parent is not None and self._entries.get(parent.key) is not parent:
+        while parent is not None and self.entries.get(parent.key) is not parent:
             dead.append(parent)
             parent = parent.parent
         for lost in reversed(dead):
-            found = self._entries.get(lost.key)
+            found = self.entries.get(lost.key)
             if found is None or found.parent is not parent or found.content != lost.content:
                 if found is not None:
                     return lost  # its key stands for another content now: what follows is not found
-                found = self._entries[lost.key] = CacheEntry(lost.key, lost.content, parent)
+                found = self.entries[lost.key] = CacheEntry(lost.key, lost.content, parent)
                 if parent is not None:
                     parent.num_children += 1
             parent = found
@@ -122,7 +112,7 @@ class PrefixCache:
         entry.blocks.remove(block)
         self.num_cached_blocks -= 1
         while entry is not None and not entry.blocks and not entry.num_children:
-            del self._entries[entry.key]
+            del self.entries[entry.key]
             entry = entry.parent
             if entry is not None:
                 entry.num_children -= 1
@@ -130,9 +120,9 @@ class PrefixCache:
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]
         assert len(held) == self.num_cached_blocks
-        assert sum(len(entry.blocks) for entry in self._entries.values()) == len(held)
-        for key, entry in self._entries.items():
+        assert sum(len(entry.blocks) for entry in self.entries.values()) == len(held)
+        for key, entry in self.entries.items():
             assert entry.key == key
             assert entry.blocks or entry.num_children, "an entry that stands for nothing"
             assert all(self.entry_of[block] is entry for block in entry.blocks)
-            assert entry.parent is None or self._entries.get(entry.parent.key) is entry.parent, "a lost parent"
+            assert entry.parent is None or self.entries.get(entry.parent.key) is entry.parent, "a lost parent"

@@ -65,11 +65,6 @@ class Limits:
                 f"scheduler.max_model_len is {max_model_len}, but the model has {model_max_len} positions; lower it"
             )
         budget = config.max_num_batched_tokens or max(max_model_len, 2048)
-        if config.long_prefill_token_threshold > budget:
-            raise ConfigError(
-                f"scheduler.long_prefill_token_threshold ({config.long_prefill_token_threshold}) is larger than "
-                f"max_num_batched_tokens ({budget}); a chunk cannot exceed the budget"
-            )
         return cls(
             config.max_num_seqs,
             budget,

@@ -6,7 +6,7 @@ tokens" is one comparison. It executes a plan in the order that the plan promise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 
 from testbed.plan import BatchPlan, ScheduledSequence
 
@@ -36,27 +36,38 @@ class Device:
 
     def compute(
         self,
-        rows: Iterable[ScheduledSequence],
+        rows: Sequence[ScheduledSequence],
         prefixes_of: Callable[[int], Prefixes],
-        is_needed: Callable[[int, int, int], bool],
+        is_needed: Callable[[ScheduledSequence, int], bool],
+        *,
+        reads_own_step: bool,
     ) -> None:
-        """Writes the rows' slots in order. What a row reads must be there when its turn comes, and never be overwritten.
-
-        is_needed: whether the row of (seq_id, position of the first token) reads a position.
+        """Writes the rows' slots in order. What a row reads must be there before the step or, if `reads_own_step`, when
+        its turn comes. is_needed: whether a row reads this position at all.
         """
         size, written = self.block_size, dict[tuple[int, int], int]()
+        if not reads_own_step:
+            for row in rows:
+                self._check_reads(row, prefixes_of(row.seq_id), is_needed)
         for row in rows:
             prefixes, table = prefixes_of(row.seq_id), row.block_table
-            for position in range(row.start):
-                if self._at(table, position) != prefixes[position]:
-                    message = f"seq {row.seq_id} reads a foreign token at {position}, from {row.start} on"
-                    assert not is_needed(row.seq_id, row.start, position), message
+            if reads_own_step:
+                self._check_reads(row, prefixes, is_needed)
             for position in range(row.start, row.start + row.num_tokens):
                 block, offset = table[position // size], position % size
                 assert block >= 0, f"seq {row.seq_id} writes position {position} into no block"
                 name = written.setdefault((block, offset), prefixes[position])
                 assert name == prefixes[position], f"two rows write slot {offset} of block {block}"
-                self.gpu[block][offset] = prefixes[position]
+                self.gpu[block][offset] = name
+
+    def _check_reads(
+        self, row: ScheduledSequence, prefixes: Prefixes, is_needed: Callable[[ScheduledSequence, int], bool]
+    ) -> None:
+        size, table = self.block_size, row.block_table
+        for position in range(row.start):
+            block = table[position // size]
+            if block < 0 or self.gpu[block][position % size] != prefixes[position]:
+                assert not is_needed(row, position), f"seq {row.seq_id} reads a foreign token at {position} of {row.start}"
 
     def holds(
         self, table: list[int], prefixes: Prefixes, num_tokens: int, *, first: int, skip: Collection[int], on_gpu: bool
@@ -69,10 +80,6 @@ class Device:
             if block != prefixes[low:high]:
                 wrong = [p for p, found in zip(range(low, high), block, strict=True) if found != prefixes[p]]
                 assert not [p for p in wrong if p not in skip], f"tokens at {wrong} are lost, on_gpu={on_gpu}"
-
-    def _at(self, table: Iterable[int], position: int) -> int:
-        block = list(table)[position // self.block_size] if not isinstance(table, list) else table[position // self.block_size]
-        return self.gpu[block][position % self.block_size] if block >= 0 else EMPTY
 
 
 def _move_all(pairs: tuple[tuple[int, int], ...], sources: list[list[int]], targets: list[list[int]]) -> None:

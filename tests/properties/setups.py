@@ -45,21 +45,23 @@ class OldestFirst:
         return next(iter(running.values()))
 
 
-class WeakKeys:
-    """Keys as the product makes them, from a hash of only `num_values` values: collisions everywhere."""
+class WeakKeys(TokenKeys):
+    """The keys of the product, from a hash of only `num_values` values: collisions everywhere."""
 
     def __init__(self, block_size: int, num_values: int) -> None:
-        self._exact = TokenKeys(block_size)
+        super().__init__(block_size)
         self._num_values = num_values
-        self._own: dict[int, list[int]] = {}
 
     def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
-        exact: list[int] = []
-        found: list[bytes] = []
-        self._exact.extend(exact, found, tokens, num_blocks, salt)
-        start = len(keys)
-        keys += [xxh64_intdigest(key.to_bytes(8, "little")) % self._num_values for key in exact[start:]]
-        contents += found[start:]
+        while len(keys) < num_blocks:
+            previous = keys[-1] if keys else xxh64_intdigest(salt.encode())
+            key, content = self.next(previous, tokens, len(keys))
+            keys.append(key)
+            contents.append(content if contents else salt.encode() + content)
+
+    def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
+        key, content = super().next(previous_key, tokens, index)
+        return key % self._num_values, content
 
 
 class Prices:

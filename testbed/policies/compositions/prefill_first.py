@@ -43,6 +43,7 @@ class PrefillFirst:
             return
         if self._sorts_by_arrival:
             self._sort(step)
+        step.token_budget = max(step.token_budget, step.num_running)  # it limits prompts only
         step.decode()
         if not step.preempted:
             self._swap_in(step)

@@ -1,0 +1,120 @@
+"""Laws that every plan keeps: the queue's order, the watermark, the budgets, the shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from testbed.plan import BatchPlan, PreemptionMode, ScheduledSequence
+
+if TYPE_CHECKING:
+    from tests.properties.shadow import Member, Shadow
+
+Rows = tuple[ScheduledSequence, ...]
+
+
+def check_admissions(shadow: Shadow, plan: BatchPlan) -> None:
+    """Before the model follows the plan: who was admitted, in which order. The victims' places in the queue too."""
+    setup = shadow.setup
+    idle = not any(member.place == "running" for member in shadow.members.values())
+    victims = [shadow.members[item.seq_id] for item in plan.preempted if item.mode is PreemptionMode.RECOMPUTE]
+    if setup.rules.victims_return == "this_step":
+        _put_back(shadow, victims)
+    ended = {item.seq_id for item in plan.ignored}
+    entering = [shadow.members[item.seq_id] for item in plan.admitted]
+    assert len({member.seq_id for member in entering}) == len(entering)
+    if setup.queue == "fcfs":
+        passed = [member for member in shadow.queue if member.seq_id not in ended]
+        may_defer = setup.composition == "decode_first" and setup.limits.max_num_partial_prefills > 1
+        wanted = [one for one in passed if one in entering] if may_defer else passed[: len(entering)]
+        assert [one.seq_id for one in entering] == [one.seq_id for one in wanted], "not first come, first served"
+    for member in entering:
+        assert member in shadow.queue, f"{member.seq_id} was admitted and did not wait"
+        shadow.queue.remove(member)
+    for member in [one for one in shadow.queue if one.seq_id in ended]:
+        shadow.queue.remove(member)
+    if setup.rules.victims_return == "next_step":
+        _put_back(shadow, victims)
+    _check_watermark(shadow, plan, idle, entering)
+    if shadow.queue and not (setup.rules.victims_return == "next_step" and shadow.queue[0] in victims):
+        assert plan.blocked_by is not None, "nobody says why the head waits"
+    if not shadow.queue and setup.queue == "fcfs":
+        assert plan.blocked_by is None or ended, f"nobody waits, and is blocked by {plan.blocked_by}"
+
+
+def _put_back(shadow: Shadow, victims: list[Member]) -> None:
+    for member in victims:
+        shadow.queue.appendleft(member)
+
+
+def _check_watermark(shadow: Shadow, plan: BatchPlan, was_idle: bool, entering: list[Member]) -> None:
+    """The last admission leaves the watermark free; nothing takes blocks after it."""
+    rules, blocks = shadow.setup.rules, shadow.scheduler.blocks
+    if not entering:
+        return
+    last = entering[-1]
+    is_idle = was_idle and len(entering) == 1 and not plan.swapped_in
+    if is_idle and not rules.watermark_when_idle:
+        return
+    num_preempted = last.num_preempted + sum(1 for item in plan.preempted if item.seq_id == last.seq_id)
+    if num_preempted and not rules.watermark_for_resumed:
+        return
+    if plan.preempted and len(entering) == 1:  # its victims may have been all that ran
+        return
+    assert blocks.num_free_blocks >= blocks.watermark_blocks, "an admission went below the watermark"
+
+
+def check_shape(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
+    """The integers that a cost model prices are what the rows say."""
+    decodes = [row for row in rows if row.num_tokens == 1 and row.start >= shadow.members[row.seq_id].job.num_prompt]
+    is_decode = {row.seq_id for row in decodes}
+    shape = plan.shape
+    assert len({row.seq_id for row in rows}) == len(rows), "two rows of one sequence"
+    assert shape.num_decodes == len(decodes)
+    assert shape.decode_context_tokens == sum(row.start + 1 for row in decodes)
+    assert [tuple(chunk) for chunk in shape.prefills] == [
+        (row.start, row.num_tokens) for row in rows if row.seq_id not in is_decode
+    ]
+    assert shape.num_samples == sum(row.samples for row in rows)
+    assert shape.num_tokens == sum(row.num_tokens for row in rows)
+    assert shape.num_blocks_swapped_out == len(plan.swap_out)
+    assert shape.num_blocks_swapped_in == len(plan.swap_in)
+    assert shape.num_blocks_copied == len(plan.copies)
+    names = [shadow.members[row.seq_id].job.request.request_id for row in rows]
+    assert plan.num_scheduled == tuple((name, row.num_tokens) for name, row in zip(names, rows, strict=True))
+    _check_beams(shadow, plan, rows)
+
+
+def _check_beams(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
+    """The rows of a search stand together, in the order of its beams, and are all of them."""
+    of_beams = [shadow.members[row.seq_id] for row in rows if shadow.members[row.seq_id].job.is_beam]
+    assert plan.has_beams == bool(of_beams)
+    order = [row.seq_id for row in rows]
+    for job in dict.fromkeys(member.job for member in of_beams):
+        own = [member.seq_id for member in job.members]
+        first = order.index(own[0])
+        assert order[first : first + len(own)] == own, "the rows of a search are apart"
+
+
+def check_budgets(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
+    """max_num_batched_tokens and max_num_seqs.
+
+    Exceptions that the compositions state: a prompt that exceeds the budget alone (prefill_first: one that was
+    preempted before; iteration_level and static: any) may be a batch of its own; prefill_decode_split caps batches, not
+    the running set. prefill_first counts prompts as `KVRules.budget` says.
+    """
+    limits, setup = shadow.setup.limits, shadow.setup
+    running = [member for member in shadow.members.values() if member.place == "running"]
+    if setup.composition == "prefill_decode_split":
+        assert sum(shadow.members[row.seq_id].num_seqs for row in rows if row.num_samples > 1) <= limits.max_num_seqs
+        assert len(rows) <= limits.max_num_seqs
+    else:
+        units = {member.unit[0].seq_id: member for member in running}
+        assert sum(member.num_seqs for member in units.values()) <= limits.max_num_seqs
+    num_tokens = sum(row.num_tokens for row in rows)
+    if num_tokens <= limits.max_num_batched_tokens:
+        return
+    prompts = [row for row in rows if shadow.members[row.seq_id].is_prefilling]
+    may_exceed = setup.composition in ("prefill_first", "iteration_level", "static")
+    assert may_exceed and len(rows) == len(prompts) == 1, f"{num_tokens} tokens, {len(rows)} rows"
+    if setup.composition == "prefill_first":
+        assert shadow.members[prompts[0].seq_id].num_preempted, "a new prompt beyond the budget"

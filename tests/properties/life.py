@@ -1,0 +1,142 @@
+"""One life of a core: a scheduler and its shadow, driven together, and the log of calls that repeats it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from testbed.plan import StepResult
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from tests.properties.setups import NS_PER_S, Setup, random_request, random_setup
+from tests.properties.shadow import Shadow
+
+Call = tuple[str, Request | str | StepResult, int]
+MAX_PATIENCE = 400  # steps in which everything must end, where it is promised to no one
+
+
+class Life:
+    """Every method is one operation; after each, the core's own invariants and the shadow's laws hold."""
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        self.setup = setup
+        self.scheduler = setup.scheduler()
+        self.shadow = Shadow(setup, self.scheduler, rng)
+        self.now_ns = 0
+        self.calls: list[Call] = []
+        self.digests: list[int] = []
+        self._rng = rng
+        self._num_requests = 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.shadow.counts
+
+    def add(self) -> None:
+        request = random_request(self._rng, f"r{self._num_requests}", self.now_ns)
+        self._num_requests += 1
+        self.calls.append(("add", request, self.now_ns))
+        self.scheduler.add(request)
+        self.shadow.added(request)
+        self._check()
+
+    def abort(self) -> None:
+        if not self.shadow.jobs:
+            assert self.scheduler.abort("nobody") is None
+            return
+        name = self._rng.choice(list(self.shadow.jobs))
+        self.calls.append(("abort", name, self.now_ns))
+        self.shadow.aborted(name, self.scheduler.abort(name))
+        self._check()
+
+    def step(self) -> None:
+        """A plan, what a device makes of it, and its commit."""
+        scheduler, shadow = self.scheduler, self.shadow
+        self.now_ns += self._rng.randrange(3) * NS_PER_S
+        if not scheduler.has_work:
+            assert scheduler.plan(self.now_ns).is_empty
+            assert scheduler.blocks.num_free_blocks == self.setup.num_blocks, "idle, but blocks are held"
+            assert scheduler.blocks.num_free_cpu_blocks == self.setup.num_cpu_blocks, "idle, but CPU blocks are held"
+            return
+        planned_ns = self.now_ns
+        plan = scheduler.plan(planned_ns)
+        scheduler.check_invariants()
+        rows = plan.scheduled if not plan.is_empty else ()
+        shadow.planned(plan)
+        result = shadow.execute(plan)
+        self.now_ns += 1
+        self.calls.append(("step", result, planned_ns))
+        finished = scheduler.commit(result, self.now_ns)
+        shadow.committed(plan, rows, result, finished)
+        self.digests.append(scheduler.digest)
+        self._check()
+        shadow.check_contents()
+
+    def drain(self) -> None:
+        """Everything ends: within a bound that grows with the work where that is promised, else with aborts."""
+        num_tokens = sum(len(one.tokens) + 30 for one in self.shadow.members.values())
+        bound = 4 * num_tokens * (1 + len(self.shadow.members)) if self.setup.ends_alone else MAX_PATIENCE
+        for _ in range(bound):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        if self.scheduler.has_work:
+            assert not self.setup.ends_alone, "the run does not end"
+            self.counts["runs that do not end by themselves"] += 1
+        while self.scheduler.has_work:
+            self.abort()
+        self.step()  # idle: everything is free
+
+    def check_repeats(self, seed: int) -> None:
+        """The same calls give the same digests on another scheduler, whatever its physical block ids."""
+        if self.setup.ids_decide:
+            return
+        scheduler = self.setup.scheduler()
+        rng = random.Random(seed)
+        rng.shuffle(scheduler.blocks._pool._free)
+        rng.shuffle(scheduler.blocks._swap._pool._free)
+        assert repeat(scheduler, self.calls) == self.digests, "other block ids, other decisions"
+        self.counts["digests repeated"] += len(self.digests)
+
+    def _check(self) -> None:
+        self.scheduler.check_invariants()
+        self.counts["operations"] += 1
+
+
+def repeat(scheduler: Scheduler, calls: list[Call]) -> list[int]:
+    """The digest after each step."""
+    digests = []
+    for kind, what, now_ns in calls:
+        if isinstance(what, Request):
+            scheduler.add(what)
+        elif kind == "abort":
+            scheduler.abort(str(what))
+        else:
+            assert isinstance(what, StepResult)
+            scheduler.plan(now_ns)
+            scheduler.commit(what, now_ns + 1)
+            digests.append(scheduler.digest)
+    return digests
+
+
+def random_life(seed: str, num_operations: int, composition: str | None = None) -> Life:
+    """A whole life: adds, aborts and steps in a random mix, then the rest of the work, then the repetition."""
+    rng = random.Random(seed)
+    life = Life(random_setup(rng, composition), rng)
+    share_added = rng.choice((0.1, 0.25, 0.4))
+    share_aborted = rng.choice((0.0, 0.02, 0.1))
+    try:
+        for _ in range(num_operations):
+            choice = rng.random()
+            if choice < share_added:
+                life.add()
+            elif choice < share_added + share_aborted:
+                life.abort()
+            else:
+                life.step()
+        life.drain()
+        life.check_repeats(1)
+    except Exception as error:
+        error.add_note(f"life {seed!r}, {num_operations} operations, {len(life.calls)} calls: {life.setup}")
+        raise
+    return life

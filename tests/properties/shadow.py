@@ -1,0 +1,486 @@
+"""An independent model of what a scheduler may do, whatever its composition, rules and policies.
+
+It shares no code with the core: it sees requests, plans and results only (block tables are read for the content and the
+conservation of blocks). Every method asserts that what happened was right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, PreemptionMode, ScheduledSequence, StepResult
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from tests.properties.device import Device
+from tests.properties.laws import check_admissions, check_budgets, check_shape
+from tests.properties.setups import EOS, VOCAB_SIZE, Setup
+
+WAITING, RUNNING, SWAPPED, REJECTED, ENDED = "waiting", "running", "swapped", "rejected", "ended"
+
+
+@dataclass(eq=False)
+class Member:
+    """A live sequence as the model sees it. `unit`: those that are scheduled together with it, itself included."""
+
+    seq_id: int
+    job: Job
+    tokens: list[int]
+    prefixes: list[int]  # interned name of tokens[: i + 1]
+    place: str = WAITING
+    num_computed: int = 0
+    num_hit: int = 0
+    num_preempted: int = 0
+    is_prefilling: bool = False  # admitted, and nothing emitted since
+    unit: list[Member] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.job.num_prompt :]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that are, or will be, scheduled together with it."""
+        return self.job.width if self.job.is_beam or not self.job.has_parted else len(self.unit)
+
+
+@dataclass(eq=False)
+class Job:
+    """A live request."""
+
+    request: Request
+    group_id: int
+    members: list[Member] = field(default_factory=list)  # live ones
+    outputs: list[list[int]] = field(default_factory=list)  # of ended members, in order; dropped ones have none
+    reason: FinishReason = FinishReason.DROPPED  # of the last of them
+    num_made: int = 1
+    has_parted: bool = False
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def is_beam(self) -> bool:
+        return self.request.sampling.beam_width > 1
+
+    @property
+    def width(self) -> int:
+        sampling = self.request.sampling
+        return sampling.beam_width or sampling.best_of or sampling.n
+
+    @property
+    def is_forced(self) -> bool:
+        return self.request.forced_output is not None and not self.is_beam
+
+    def max_output(self, max_model_len: int) -> int:
+        forced, wanted = self.request.forced_output, self.request.sampling.max_tokens
+        room = max(1, max_model_len - self.num_prompt)
+        wanted = wanted if forced is None else len(forced)
+        return room if wanted is None else min(wanted, room)
+
+
+class Shadow:
+    """Follows a scheduler call by call and plays its device."""
+
+    def __init__(self, setup: Setup, scheduler: Scheduler, rng: random.Random) -> None:
+        self.setup = setup
+        self.scheduler = scheduler
+        self.device = Device(setup.block_size, setup.num_blocks, setup.num_cpu_blocks)
+        self.jobs: dict[str, Job] = {}
+        self.members: dict[int, Member] = {}
+        self.queue: deque[Member] = deque()  # the waiting ones as first come, first served would have them
+        self.counts: Counter[str] = Counter()
+        self._rng = rng
+        self._next_id = 0
+        self._doomed: list[Member] = []  # ended by the plan in flight
+        rules = setup.rules
+        self._reads_own_step = rules.hits_visible != "commit"
+        self._trusts_hits = not (rules.hits_frozen or rules.hits_visible == "plan")
+
+    # --- calls ---
+
+    def added(self, request: Request) -> None:
+        job = self.jobs[request.request_id] = Job(request, self._next_id)
+        member = Member(self._next_id, job, [], [])
+        member.unit = [member]
+        for token in request.prompt_token_ids:
+            self._append(member, token)
+        job.members.append(member)
+        self.members[member.seq_id] = member
+        self.queue.append(member)
+        self._next_id += 1 if job.is_beam else job.width
+        self.counts["adds"] += 1
+
+    def aborted(self, request_id: str, finished: Finished | None) -> None:
+        job = self.jobs[request_id]
+        for member in job.members[:]:
+            self.counts[f"aborts of {member.place}"] += 1
+            self._end(member, FinishReason.ABORT)
+        assert finished is not None
+        self._check_finished(job, finished)
+        self.check_conservation()
+
+    def planned(self, plan: BatchPlan) -> None:
+        """Checks a plan against the model, the limits, and the content of the KV slots, and executes its moves."""
+        assert not plan.is_empty, "work is left, and nothing moves"
+        rows = plan.scheduled
+        before = {member.seq_id: member.place for member in self.members.values()}
+        check_admissions(self, plan)
+        self._follow_events(plan)
+        for row in rows:
+            self._check_row(row)
+        check_shape(self, plan, rows)
+        check_budgets(self, plan, rows)
+        self.check_conservation()
+        self.device.move(plan)
+        self.device.compute(rows, self._prefixes, self._is_read, reads_own_step=self._reads_own_step)
+        self._count(plan, before)
+
+    def execute(self, plan: BatchPlan) -> StepResult:
+        """Draws what a device would: a token for each row that samples and is not forced, forks and drops for groups."""
+        outcomes: list[Outcome] = []
+        beams: dict[int, list[ScheduledSequence]] = {}
+        for row in plan.scheduled:
+            if not row.samples or row.forced:
+                continue
+            job = self.members[row.seq_id].job
+            if job.is_beam:
+                beams.setdefault(job.group_id, []).append(row)
+                outcomes.append(Outcome(row.seq_id, ()))  # in its place; see below
+                continue
+            forks = tuple(self._draw() for _ in range(row.num_samples - 1))
+            stop = FinishReason.STOP if self._rng.random() < 0.03 else None
+            outcomes.append(Outcome(row.seq_id, (self._draw(),), stop, forks))
+        searched = {item.seq_id: item for rows in beams.values() for item in self._search(rows)}
+        return StepResult((1,), tuple(searched.get(item.seq_id, item) for item in outcomes) or None)
+
+    def committed(
+        self, plan: BatchPlan, rows: tuple[ScheduledSequence, ...], result: StepResult, finished: list[Finished]
+    ) -> None:
+        """Appends what was emitted and checks who ended, why, and with which output."""
+        outcomes = iter(result.outcomes or ())
+        done: list[Job] = []
+        emitted: list[str] = []
+        ending = [(member, FinishReason.IGNORED) for member in self._doomed]
+        parted: list[tuple[Member, tuple[int, ...]]] = []
+        for row in rows:
+            member = self.members[row.seq_id]
+            member.num_computed = row.start + row.num_tokens
+            if not row.samples:
+                continue
+            outcome = None if row.forced else next(outcomes)
+            forks = (0,) * (row.num_samples - 1) if outcome is None else outcome.forks
+            if forks or row.num_samples > 1:
+                parted.append((member, forks))
+                self._fork_later(member, forks)
+            reason = self._emit(member, outcome)
+            if reason is not FinishReason.DROPPED:
+                emitted.append(member.job.request.request_id)
+            if reason is not None:
+                ending.append((member, reason))
+        assert next(outcomes, None) is None
+        for parent, tokens in parted:
+            ending += self._part(parent, tokens, emitted)
+        for member, reason in ending:
+            self._end(member, reason)
+            if not member.job.members:
+                done.append(member.job)
+        self._doomed = []
+        assert Counter(self.scheduler.emitted) == Counter(emitted), "not what was emitted"
+        assert [item.request.request_id for item in finished] == [job.request.request_id for job in done]
+        for job, item in zip(done, finished, strict=True):
+            self._check_finished(job, item)
+        self.check_conservation()
+
+    # --- events of a plan ---
+
+    def _follow_events(self, plan: BatchPlan) -> None:
+        """Moves each sequence through what the plan says happened to it, in the only order in which that makes sense."""
+        preempted: dict[int, list[PreemptionMode]] = {}
+        for item in plan.preempted:
+            assert self.members[item.seq_id].job.request.request_id == item.request_id
+            assert item.num_computed_tokens == self._computed_at_preemption(plan, item.seq_id)
+            preempted.setdefault(item.seq_id, []).append(item.mode)
+        brought = self._brought_in(plan, preempted)
+        admitted = {item.seq_id: item for item in plan.admitted}
+        ignored = [self.members[item.seq_id] for item in plan.ignored]
+        doomed = {one.seq_id for member in ignored for one in member.unit}
+        for member in sorted(self.members.values(), key=lambda one: one.seq_id):
+            modes = preempted.get(member.seq_id, [])
+            num_in = brought.get(member.seq_id, 0)
+            item = admitted.get(member.seq_id)
+            while True:
+                if member.place == RUNNING and modes:
+                    self._preempt(member, modes.pop(0))
+                elif member.place == SWAPPED and num_in:
+                    member.place, num_in = RUNNING, num_in - 1
+                elif member.place == WAITING and item is not None:
+                    assert item.is_resumed == (member.num_preempted > 0)
+                    assert item.num_cached_tokens < len(member.tokens), "at least one token is computed"
+                    member.place, member.is_prefilling = RUNNING, True
+                    member.num_computed = member.num_hit = item.num_cached_tokens
+                    item = None
+                else:
+                    break
+            assert not modes and not num_in and item is None, f"{member.seq_id} is {member.place}: {modes} {num_in} {item}"
+            if member.seq_id in doomed:
+                member.place = ENDED
+        self._doomed = [one for member in ignored for one in member.unit]
+        self._regroup()
+
+    def _computed_at_preemption(self, plan: BatchPlan, seq_id: int) -> int:
+        admitted = [item.num_cached_tokens for item in plan.admitted if item.seq_id == seq_id]
+        member = self.members[seq_id]
+        return admitted[0] if admitted and member.place == WAITING else member.num_computed
+
+    def _preempt(self, member: Member, mode: PreemptionMode) -> None:
+        member.num_preempted += 1
+        if mode is PreemptionMode.SWAP:
+            member.place = SWAPPED
+        else:
+            assert not (member.job.is_beam and len(member.unit) > 1), "beams are never recomputed"
+            member.place, member.num_computed, member.num_hit = WAITING, 0, 0
+
+    def _regroup(self) -> None:
+        """Sequences that are recomputed go on by themselves."""
+        for member in self.members.values():
+            if member.place == WAITING and len(member.unit) > 1:
+                assert all(one.place != SWAPPED for one in member.unit)
+                for one in member.unit[:]:
+                    one.unit = [one]
+
+    def _brought_in(self, plan: BatchPlan, preempted: dict[int, list[PreemptionMode]]) -> dict[int, int]:
+        """How often each sequence was swapped in. The plan names requests: of several sequences of one request that
+        were swapped out apart, those are meant that have a table on the GPU now."""
+        brought: dict[int, int] = {}
+        for name, times in Counter(plan.swapped_in).items():
+            units = {
+                one.unit[0].seq_id: one.unit
+                for one in self.jobs[name].members
+                if one.place == SWAPPED or PreemptionMode.SWAP in preempted.get(one.seq_id, ())
+            }
+            if len(units) > 1:
+                units = {key: unit for key, unit in units.items() if self._is_on_gpu(unit[0])}
+            assert units, f"{name} was swapped in, and nothing of it was swapped out"
+            for unit in units.values():
+                for one in unit:
+                    brought[one.seq_id] = max(1, times - len(units) + 1)
+        return brought
+
+    def _is_on_gpu(self, member: Member) -> bool:
+        try:
+            self.scheduler.blocks.table(member.seq_id)
+        except KeyError:
+            return False
+        return True
+
+    # --- rows ---
+
+    def _check_row(self, row: ScheduledSequence) -> None:
+        member = self.members[row.seq_id]
+        job, end = member.job, row.start + row.num_tokens
+        assert member.place == RUNNING, f"a row of {row.seq_id}, which is {member.place}"
+        assert row.start == member.num_computed
+        assert row.num_tokens >= 1
+        assert list(row.tokens) == member.tokens[row.start : end]
+        assert row.samples == (end == len(member.tokens))
+        assert row.forced == job.is_forced
+        assert row.num_samples == (1 if job.has_parted else job.width)
+        assert row.group_id == job.group_id
+        assert row.sampling == job.request.sampling
+        size = self.setup.block_size
+        lookahead = 0 if member.is_prefilling else self.setup.lookahead
+        assert len(row.block_table) * size >= end + lookahead, "no slot for a token"
+        first = self._first_read(row.start) // size
+        held = list(row.block_table[first:])
+        assert -1 not in held, "a block inside the window was released"
+        in_use = [block for block in row.block_table if block >= 0]
+        assert len(set(in_use)) == len(in_use), "a table names a block twice"
+
+    def _first_read(self, position: int) -> int:
+        """The first position that the token at `position` looks at."""
+        return 0 if self.setup.window is None else max(0, position + 1 - self.setup.window)
+
+    def _is_read(self, row: ScheduledSequence, position: int) -> bool:
+        if position < self._first_read(row.start):
+            return False
+        return self._trusts_hits or position >= self.members[row.seq_id].num_hit
+
+    def _prefixes(self, seq_id: int) -> list[int]:
+        return self.members[seq_id].prefixes
+
+    # --- conservation ---
+
+    def check_conservation(self) -> None:
+        """Counts of sequences, blocks of both pools, and the content of every block that is held."""
+        blocks, setup = self.scheduler.blocks, self.setup
+        places = Counter(member.place for member in self.members.values())
+        swapped = {member.unit[0].seq_id for member in self.members.values() if member.place == SWAPPED}
+        assert self.scheduler.num_running == places[RUNNING]
+        assert self.scheduler.num_waiting + len(self.scheduler._rejected) == places[WAITING]
+        assert self.scheduler.num_swapped == len(swapped)
+        assert self.scheduler.has_work == bool(self.jobs)
+        on_gpu: set[int] = set()
+        on_cpu: set[int] = set()
+        for member in self.members.values():
+            if member.place == RUNNING:
+                table, held = blocks.table(member.seq_id), on_gpu
+            elif member.place == SWAPPED:
+                table, held = blocks.cpu_table(member.seq_id), on_cpu
+            else:
+                continue
+            in_use = [block for block in table if block >= 0]
+            assert len(set(in_use)) == len(in_use), "a table names a block twice"
+            held.update(in_use)
+        assert blocks.num_free_blocks == setup.num_blocks - len(on_gpu), "GPU blocks are lost, or free and held"
+        assert blocks.num_free_cpu_blocks == setup.num_cpu_blocks - len(on_cpu), "CPU blocks are lost, or free and held"
+
+    def check_contents(self) -> None:
+        """Every computed token of every running and swapped-out sequence is where its table says."""
+        blocks = self.scheduler.blocks
+        for member in self.members.values():
+            if member.place not in (RUNNING, SWAPPED):
+                continue
+            on_gpu = member.place == RUNNING
+            table = blocks.table(member.seq_id) if on_gpu else blocks.cpu_table(member.seq_id)
+            self.device.holds(
+                table, member.prefixes, member.num_computed, first=self._first_read(member.num_computed),
+                skip=range(0 if self._trusts_hits else member.num_hit), on_gpu=on_gpu,
+            )  # fmt: skip
+
+    # --- tokens and ends ---
+
+    def _append(self, member: Member, token: int) -> None:
+        parent: int | str = member.prefixes[-1] if member.prefixes else member.job.request.cache_salt
+        member.tokens.append(token)
+        member.prefixes.append(self.device.name(parent, token))
+
+    def _draw(self) -> int:
+        return self._rng.randrange(VOCAB_SIZE)
+
+    def _search(self, rows: list[ScheduledSequence]) -> list[Outcome]:
+        """A random beam search: each row gets some of at most `width` children; none: the beam is dropped."""
+        job = self.members[rows[0].seq_id].job
+        wanted = self._rng.randint(0 if job.outputs and self._rng.random() < 0.1 else 1, job.width)
+        if self._rng.random() < 0.5:
+            wanted = job.width
+        children: list[list[int]] = [[] for _ in rows]
+        for _ in range(wanted):
+            self._rng.choice(children).append(self._draw())
+        outcomes = []
+        for row, tokens in zip(rows, children, strict=True):
+            if not tokens or self._rng.random() < 0.05:
+                outcomes.append(Outcome(row.seq_id, (), None, tuple(tokens), dropped=True))
+            else:
+                stop = FinishReason.STOP if self._rng.random() < 0.03 else None
+                outcomes.append(Outcome(row.seq_id, (tokens[0],), stop, tuple(tokens[1:])))
+        return outcomes
+
+    def _emit(self, member: Member, outcome: Outcome | None) -> FinishReason | None:
+        member.is_prefilling = False
+        if outcome is not None and outcome.dropped:
+            return FinishReason.DROPPED
+        if outcome is None:
+            assert member.job.request.forced_output is not None
+            token = member.job.request.forced_output[len(member.output)]
+        else:
+            (token,) = outcome.tokens
+        self._append(member, token)
+        if outcome is not None and outcome.stop is not None:
+            return outcome.stop
+        return self._reason(member)
+
+    def _reason(self, member: Member) -> FinishReason | None:
+        """Whether the sequence ends with its newest token."""
+        sampling, token = member.job.request.sampling, member.tokens[-1]
+        if not member.job.is_forced and (
+            token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(member.output) >= member.job.max_output(self.setup.limits.max_model_len) else None
+
+    def _fork_later(self, parent: Member, forks: tuple[int, ...]) -> None:
+        """What forks share is what is known before the parent's own token."""
+        parent.job.has_parted = True
+        parent.fork_base = (parent.tokens[:], parent.prefixes[:])  # type: ignore[attr-defined]
+
+    def _part(self, parent: Member, tokens: tuple[int, ...], emitted: list[str]) -> list[tuple[Member, FinishReason]]:
+        job = parent.job
+        ending: list[tuple[Member, FinishReason]] = []
+        for token in tokens:
+            if job.is_beam:
+                seq_id, self._next_id = self._next_id, self._next_id + 1
+            else:
+                seq_id = job.group_id + job.num_made
+            job.num_made += 1
+            known, names = parent.fork_base  # type: ignore[attr-defined]
+            child = Member(
+                seq_id, job, known[:], names[:], RUNNING, parent.num_computed, parent.num_hit, parent.num_preempted
+            )
+            if job.is_forced:
+                assert job.request.forced_output is not None
+                token = job.request.forced_output[0]
+            self._append(child, token)
+            self.members[seq_id] = child
+            job.members.append(child)
+            child.unit = parent.unit
+            parent.unit.append(child)
+            emitted.append(job.request.request_id)
+            self.counts["forks"] += 1
+            reason = self._reason(child)
+            if reason is not None:
+                ending.append((child, reason))
+        return ending
+
+    def _end(self, member: Member, reason: FinishReason) -> None:
+        job = member.job
+        job.members.remove(member)
+        member.unit.remove(member)
+        del self.members[member.seq_id]
+        if member in self.queue:
+            self.queue.remove(member)
+        if reason is FinishReason.DROPPED:
+            self.counts["drops"] += 1
+        else:
+            job.outputs.append(member.output)
+            job.reason = reason
+        if not job.members:
+            del self.jobs[job.request.request_id]
+            self.counts[f"ended by {job.reason}"] += 1
+
+    def _check_finished(self, job: Job, finished: Finished) -> None:
+        """Each request ends exactly once, with the outputs of all its sequences that were not dropped."""
+        assert finished.request is job.request
+        assert finished.reason is job.reason, f"{finished.reason} instead of {job.reason}"
+        assert finished.reason is not FinishReason.DROPPED, "a request that has no output at all"
+        assert (finished.message != "") == (finished.reason in (FinishReason.IGNORED, FinishReason.ABORT))
+        assert finished.num_output_tokens == sum(map(len, job.outputs))
+        assert list(finished.output_token_ids) == job.outputs[0]
+        if job.width > 1:
+            assert [list(one) for one in finished.outputs] == job.outputs
+        forced = job.request.forced_output
+        if job.is_forced and forced is not None:
+            whole = list(forced)[: job.max_output(self.setup.limits.max_model_len)]
+            for output in job.outputs:
+                assert output == whole[: len(output)]
+                assert finished.reason in (FinishReason.IGNORED, FinishReason.ABORT) or output == whole
+        if finished.reason in (FinishReason.STOP, FinishReason.LENGTH) and not job.is_beam:
+            assert len(job.outputs) == job.width, "a group delivers as many outputs as it has members"
+
+    def _count(self, plan: BatchPlan, before: dict[int, str]) -> None:
+        counts = self.counts
+        counts["plans"] += 1
+        for item in plan.preempted:
+            counts[f"preemptions by {item.mode}"] += 1
+        counts["blocks swapped out"] += len(plan.swap_out)
+        counts["blocks swapped in"] += len(plan.swap_in)
+        counts["swap ins"] += len(plan.swapped_in)
+        counts["copies on write"] += len(plan.copies)
+        counts["ignored sequences"] += len(plan.ignored)
+        counts["admissions"] += len(plan.admitted)
+        counts["hit tokens"] += sum(item.num_cached_tokens for item in plan.admitted)
+        counts["victims admitted again in the step"] += sum(
+            1 for item in plan.admitted if before.get(item.seq_id) == RUNNING
+        )

@@ -96,7 +96,10 @@ def vocab_size(config: RunConfig) -> int:
 
 def sampling_params(config: RunConfig) -> SamplingParams:
     settings = config.sampling
-    return SamplingParams(settings.temperature, settings.max_tokens, ignore_eos=settings.ignore_eos)
+    return SamplingParams(
+        settings.temperature, settings.max_tokens, ignore_eos=settings.ignore_eos,
+        n=settings.n, best_of=settings.best_of, beam_width=settings.beam_width,
+    )  # fmt: skip
 
 
 # --- core ---

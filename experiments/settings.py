@@ -52,11 +52,14 @@ class ShareGPTTraceConfig(TraceConfig):
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """The `sampling` group: how outputs that the trace does not force are drawn (backend=real)."""
+    """The `sampling` group: how many sequences a request grows, and how tokens that the trace does not force are drawn."""
 
     temperature: float = 0.0  # 0 is greedy
     max_tokens: int | None = None
     ignore_eos: bool = False
+    n: int = 1  # sequences for each request
+    best_of: int | None = None  # sequences drawn, of which the n most probable count
+    beam_width: int = 0  # beam search over so many beams; 0: none
 
 
 @dataclass(frozen=True, slots=True)

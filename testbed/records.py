@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.interfaces import StepView
-from testbed.plan import BatchPlan, Finished, FinishReason, PreemptionMode
+from testbed.plan import Admission, BatchPlan, Finished, FinishReason, Preemption, PreemptionMode
 from testbed.request import Request
 
 REQUEST_COLUMNS: dict[str, str] = {
@@ -31,7 +31,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "tenant": "string",
     "priority": "int32",
     "num_prompt_tokens": "int32",
-    "num_output_tokens": "int32",  # emitted so far
+    "num_output_tokens": "int32",  # emitted so far, by all of its sequences
     "num_cached_tokens": "int32",  # prefix tokens found in the cache at the first admission
     "num_preemptions": "int32",
     "num_recomputed_tokens": "int64",  # computed again after a preemption; what the cache gave back does not count
@@ -44,7 +44,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "finish_ns": "int64",
     "token_ns": "list<int64>",  # every token's instant; null with record.token_times=false
     "ttft_s": "double",  # first token - intended arrival
-    "tpot_s": "double",  # (last - first token) / (n - 1); null for n < 2
+    "tpot_s": "double",  # (last - first token) / (n - 1); null for n < 2; n: steps that emitted, all tokens but in groups
     "e2e_s": "double",  # finish - intended arrival; null unless it ended by stop or length
 }
 
@@ -137,22 +137,24 @@ class RunRecorder:
     def committed(self, step: StepView) -> None:
         plan, result, end_ns = step.plan, step.result, step.commit_ns
         live = self._open
+        preempted: dict[str, PreemptionMode] = {}  # requests; the members of a group go together
         for preemption in plan.preempted:
-            live[preemption.request_id].preempted(preemption.num_computed_tokens)
+            live[preemption.request_id].preempted(preemption, is_first=preemption.request_id not in preempted)
+            preempted[preemption.request_id] = preemption.mode
         for admission in plan.admitted:
-            live[admission.request_id].admitted(admission.num_cached_tokens, step.plan_ns)
+            live[admission.request_id].admitted(admission, step.plan_ns)
         for request_id in step.emitted:
             live[request_id].token_ns.append(end_ns)
         shape = plan.shape
         num_cached = sum(admission.num_cached_tokens for admission in plan.admitted)
-        num_recomputed = sum(1 for preemption in plan.preempted if preemption.mode is PreemptionMode.RECOMPUTE)
+        num_recomputed = sum(1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE)
         self._steps.append(
             (
                 plan.step, step.plan_ns, end_ns,
                 shape.num_decodes, len(shape.prefills), shape.num_decodes, shape.num_prefill_tokens,
                 shape.decode_context_tokens, len(step.emitted),
                 step.num_running, step.num_waiting, step.num_swapped, step.free_gpu_blocks, step.free_cpu_blocks,
-                len(plan.admitted), num_cached, num_recomputed, len(plan.preempted) - num_recomputed,
+                len(plan.admitted), num_cached, num_recomputed, len(preempted) - num_recomputed,
                 len(plan.swapped_in), len(plan.ignored),
                 plan.blocked_by.value if plan.blocked_by is not None else None,
                 *result.spans, step.digest,
@@ -198,8 +200,8 @@ def decision(step: StepView) -> dict[str, Any]:
         "step": plan.step,
         "time_s": step.plan_ns / 1e9,
         "scheduled": num_scheduled(plan),
-        "preempted": [item.request_id for item in plan.preempted if item.mode is PreemptionMode.RECOMPUTE],
-        "swapped_out": [item.request_id for item in plan.preempted if item.mode is PreemptionMode.SWAP],
+        "preempted": _requests(plan, PreemptionMode.RECOMPUTE),
+        "swapped_out": _requests(plan, PreemptionMode.SWAP),
         "swapped_in": list(plan.swapped_in),
         "ignored": [item.request_id for item in plan.ignored],
         "cached_tokens": {item.request_id: item.num_cached_tokens for item in plan.admitted},
@@ -208,12 +210,17 @@ def decision(step: StepView) -> dict[str, Any]:
     }
 
 
+def _requests(plan: BatchPlan, mode: PreemptionMode) -> list[str]:
+    """Ids of the requests that were preempted so, each once."""
+    return list(dict.fromkeys(item.request_id for item in plan.preempted if item.mode is mode))
+
+
 class _OpenRequest:
     """What is known of a request that has not ended."""
 
     __slots__ = (
-        "first_scheduled_ns", "most_computed", "num_cached_tokens", "num_preemptions", "num_recomputed_tokens",
-        "queued_ns", "request", "restarted_at", "token_ns",
+        "first_scheduled_ns", "num_cached_tokens", "num_preemptions", "num_recomputed_tokens", "queued_ns", "request",
+        "restarts", "token_ns",
     )  # fmt: skip
 
     def __init__(self, request: Request, queued_ns: int) -> None:
@@ -223,25 +230,31 @@ class _OpenRequest:
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
-        self.most_computed = 0  # tokens that were computed once, at the last preemption
-        self.restarted_at = 0  # tokens that the cache gave back at the last admission
+        # by seq_id: tokens that were computed once, at the last preemption; those that the cache gave back since
+        self.restarts: dict[int, tuple[int, int]] = {}
         self.token_ns = array("q")
 
-    def admitted(self, num_cached_tokens: int, plan_ns: int) -> None:
+    def admitted(self, admission: Admission, plan_ns: int) -> None:
         if self.first_scheduled_ns is None:
-            self.first_scheduled_ns, self.num_cached_tokens = plan_ns, num_cached_tokens
-        self.restarted_at = num_cached_tokens
-        self.num_recomputed_tokens += max(0, self.most_computed - num_cached_tokens)
+            self.first_scheduled_ns, self.num_cached_tokens = plan_ns, admission.num_cached_tokens
+        most_computed, _ = self.restarts.get(admission.seq_id, (0, 0))
+        self.restarts[admission.seq_id] = most_computed, admission.num_cached_tokens
+        self.num_recomputed_tokens += max(0, most_computed - admission.num_cached_tokens)
 
-    def preempted(self, num_computed_tokens: int) -> None:
+    def preempted(self, preemption: Preemption, *, is_first: bool) -> None:
         """What it had not yet got back of an earlier preemption was not computed again after all."""
-        self.num_preemptions += 1
-        self.num_recomputed_tokens -= max(0, self.most_computed - max(num_computed_tokens, self.restarted_at))
-        self.most_computed = max(self.most_computed, num_computed_tokens)
+        self.num_preemptions += is_first
+        if preemption.mode is PreemptionMode.SWAP:
+            return
+        num_computed = preemption.num_computed_tokens
+        most_computed, restarted_at = self.restarts.get(preemption.seq_id, (0, 0))
+        self.num_recomputed_tokens -= max(0, most_computed - max(num_computed, restarted_at))
+        self.restarts[preemption.seq_id] = max(most_computed, num_computed), restarted_at
 
     def row(self, reason: str | None, message: str | None, finish_ns: int | None, token_times: bool) -> tuple[Any, ...]:
         request, times = self.request, self.token_ns
         num_output = len(times)
+        num_instants = num_output if request.sampling.num_seqs == 1 else len(dict.fromkeys(times))
         arrival_ns = request.arrival_ns
         return (
             request.request_id, request.session_id, request.turn, request.tenant, request.priority,
@@ -249,7 +262,7 @@ class _OpenRequest:
             self.num_recomputed_tokens, reason, message or None, arrival_ns, self.queued_ns, self.first_scheduled_ns,
             times[0] if times else None, finish_ns, times if token_times else None,
             (times[0] - arrival_ns) / 1e9 if times else None,
-            (times[-1] - times[0]) / (num_output - 1) / 1e9 if num_output > 1 else None,
+            (times[-1] - times[0]) / (num_instants - 1) / 1e9 if num_instants > 1 else None,
             (finish_ns - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip
 

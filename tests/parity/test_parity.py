@@ -152,3 +152,54 @@ def test_the_generated_trace_itself_is_the_same_trace(tmp_path: Path) -> None:
     real_run(tmp_path / "real", config)
     execute(replay_config(config, tmp_path / "real"), tmp_path / "sim")
     assert_same_run(tmp_path / "real", tmp_path / "sim")
+
+
+# F1: every preset, with swap, groups and beams; the real engine moves the blocks.
+PRESETS = (
+    "vllm_v1_0_8", "vllm_v0", "vllm_v0_chunked", "vllm_v0_classic", "nano_vllm", "sarathi", "orca", "static",
+    "trtllm_no_evict", "trtllm_max_util", "sglang_lpm", "lightllm", "vtc",
+)  # fmt: skip
+
+
+def check_both_ways(tmp_path: Path, config: Any) -> dict[str, Any]:
+    result = real_run(tmp_path / "real", config)
+    assert (result.status, result.exit_status) == ("complete", 0), result.message
+    assert check_parity(tmp_path / "real").divergence is None
+    assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)
+    return result.summary
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_every_preset_is_replayed_with_swap(tmp_path: Path, preset: str, caching: bool) -> None:
+    config = real_config(
+        preset, scheduler__preemption="swap", cache__num_cpu_blocks=64, cache__num_gpu_blocks=TIGHT,
+        cache__prefix_caching=caching, **CLOSED,
+    )  # fmt: skip
+    check_both_ways(tmp_path, config)
+
+
+@pytest.mark.parametrize("composition", [*COMPOSITIONS, "vllm_v0_classic", "nano_vllm"])
+@pytest.mark.parametrize("group", ["n", "beam_width"])
+def test_groups_are_swapped_copied_and_replayed(tmp_path: Path, composition: str, group: str) -> None:
+    config = real_config(
+        composition, cache__num_cpu_blocks=200, cache__num_gpu_blocks=40, scheduler__max_num_seqs=12,
+        **{f"sampling__{group}": 3}, **CLOSED,
+    )  # fmt: skip
+    check_both_ways(tmp_path, config)
+    steps = table_of(tmp_path / "real", "steps").to_pydict()
+    assert max(steps["num_emitted"]) > 3
+    assert sum(steps["num_swapped_out"]) > 0, "the regime is not what it says"
+
+
+def test_sampled_groups_come_from_the_tape(tmp_path: Path) -> None:
+    config = real_config(
+        "prefill_first", sampling__temperature=0.8, sampling__n=3, sampling__max_tokens=9, model__eos_token_id=3,
+        cache__num_gpu_blocks=40, cache__num_cpu_blocks=100, scheduler__max_num_seqs=12,
+    )  # fmt: skip
+    result = real_run(tmp_path / "real", config, trace_of(tmp_path, unforced_rows()))
+    assert result.exit_status == 0, result.message
+    outcomes = [o for step in read_tape(tmp_path / "real" / "tape.jsonl").steps for o in step.outcomes or ()]
+    assert sum(len(outcome.forks) for outcome in outcomes) == 2 * len(unforced_rows())
+    assert check_parity(tmp_path / "real").divergence is None
+    assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)

@@ -154,6 +154,12 @@ def scheduled(plan: BatchPlan) -> dict[str, int]:
     return dict(plan.num_scheduled)
 
 
+def rows(plan: BatchPlan) -> list[tuple[str, int]]:
+    """(request id, tokens) of each row, in the order scheduled: a group's sequences have a row each."""
+    assert plan.num_scheduled is not None
+    return list(plan.num_scheduled)
+
+
 def preempted(plan: BatchPlan) -> list[str]:
     return [item.request_id for item in plan.preempted]
 
@@ -174,6 +180,15 @@ def commit(scheduler: Scheduler, tokens: dict[int, int] | None = None) -> list[F
     finished = scheduler.commit(StepResult((1,), outcomes), 1)
     scheduler.check_invariants()
     return finished
+
+
+def step_with(scheduler: Scheduler, *outcomes: Outcome) -> tuple[BatchPlan, list[Finished]]:
+    """A step of which these outcomes come, one for each row that is not forced, in the order scheduled."""
+    plan = scheduler.plan(0)
+    scheduler.check_invariants()
+    finished = scheduler.commit(StepResult((1,), outcomes), 1)
+    scheduler.check_invariants()
+    return plan, finished
 
 
 def step(scheduler: Scheduler, tokens: dict[int, int] | None = None) -> tuple[BatchPlan, list[Finished]]:

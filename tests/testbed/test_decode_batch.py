@@ -18,8 +18,7 @@ from testbed.policies.config import Limits
 from testbed.policies.preemption import Auto, Recompute, Swap
 from testbed.policies.victim import LeastProgress, MostRecentlyAdmitted
 from testbed.request import Request, SamplingParams
-from testbed.scheduler import Scheduler
-from tests.testbed.core_kit import ALL_COMPOSITIONS, add, make_limits, make_request, make_scheduler, scheduled, step
+from tests.testbed.core_kit import ALL_COMPOSITIONS, make_scheduler
 
 RULES = {
     "default": KVRules(),
@@ -82,28 +81,28 @@ class Run:
         self.seen: list[Any] = []
         self.num_in_step = 0  # decodes that were not looked at one by one
         self.num_preempted = 0
-        self.num_hit_tokens = 0
 
     def live(self, num_events: int = 60) -> Run:
-        with patch.object(BlockManager, "is_plain", new_callable=PropertyMock) if self.one_by_one else patch(
-            "tests.testbed.test_decode_batch.drawn", drawn
-        ) as is_plain:
-            if self.one_by_one:
-                is_plain.return_value = False
-            for number in range(num_events):
-                choice = self.rng.random()
-                if choice < 0.3:
-                    self.scheduler.add(random_request(self.rng, number, has_groups=self.has_groups))
-                elif choice < 0.33 and self.scheduler.has_work:
-                    live = sorted({seq.request.request_id for seq in self.scheduler.unfinished()})
-                    self.scheduler.abort(self.rng.choice(live))
-                    self.scheduler.check_invariants()
-                else:
-                    self.step()
-            for _ in range(1500):
-                if not self.scheduler.has_work:
-                    break
+        if not self.one_by_one:
+            return self._live(num_events)
+        with patch.object(BlockManager, "is_plain", new_callable=PropertyMock, return_value=False):
+            return self._live(num_events)
+
+    def _live(self, num_events: int) -> Run:
+        for number in range(num_events):
+            choice = self.rng.random()
+            if choice < 0.3:
+                self.scheduler.add(random_request(self.rng, number, has_groups=self.has_groups))
+            elif choice < 0.33 and self.scheduler.has_work:
+                live = sorted({seq.request.request_id for seq in self.scheduler.unfinished()})
+                self.scheduler.abort(self.rng.choice(live))
+                self.scheduler.check_invariants()
+            else:
                 self.step()
+        for _ in range(1500):
+            if not self.scheduler.has_work:
+                break
+            self.step()
         return self
 
     def step(self) -> None:
@@ -133,13 +132,41 @@ class Run:
         )
 
 
-@pytest.mark.parametrize("composition", ALL_COMPOSITIONS)
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=100)
-def test_every_plan_is_that_of_looking_at_each(composition: str, seed: int) -> None:
+def check(composition: str, seed: int) -> None:
     in_step = Run(composition, seed, one_by_one=False).live()
     alone = Run(composition, seed, one_by_one=True).live()
     assert alone.num_in_step == 0
     for number, (found, expected) in enumerate(zip(in_step.seen, alone.seen, strict=False)):
         assert found == expected, f"step {number} of seed {seed}"
     assert len(in_step.seen) == len(alone.seen)
+
+
+@pytest.mark.parametrize("composition", ALL_COMPOSITIONS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_every_plan_is_that_of_looking_at_each(composition: str, seed: int) -> None:
+    check(composition, seed)
+
+
+@pytest.mark.parametrize(
+    ("composition", "seed"),
+    [
+        ("unified", 83),  # several cross a border at once, and not in the order in which they joined
+        ("unified", 209),
+        ("decode_first", 78),  # what was swapped in runs before those that decode already
+        ("decode_first", 103),
+        ("prefill_decode_split", 258),  # what was swapped in decodes with the others
+        ("prefill_decode_split", 268),
+    ],
+)
+def test_lives_that_once_differed_do_not(composition: str, seed: int) -> None:
+    check(composition, seed)
+
+
+@pytest.mark.parametrize("composition", ["unified", "prefill_first", "iteration_level", "static", "decode_first"])
+def test_these_lives_are_busy(composition: str) -> None:
+    runs = [Run(composition, seed, one_by_one=False).live() for seed in range(12)]
+    assert sum(run.num_in_step for run in runs) > 100
+    assert sum(run.num_preempted for run in runs) > 10
+    assert sum(run.scheduler.blocks.num_hit_tokens for run in runs) > 10
+    assert any(run.has_groups for run in runs)

@@ -221,8 +221,6 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
             "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "
             "cache.eviction=lru only"
         )
-    if scheduler.kv_rules.duplicates == "merged" and scheduler.kv_rules.allocate == "chunk":
-        raise ConfigError("scheduler.kv_rules.duplicates=merged needs scheduler.kv_rules.allocate=whole")
 
 
 def build_estimator(config: RunConfig) -> CostEstimator:

@@ -25,7 +25,7 @@ class Drawn(NamedTuple):
 class DecodeBatch:
     """Sequences in step with the decodes. running: those of the scheduler, in order, by unit id."""
 
-    __slots__ = ("_block_size", "_crossing", "_drawn", "_drawn_of", "_ending", "_is_stale", "_members", "_running", "context_tokens",
+    __slots__ = ("_block_size", "_crossing", "_disordered", "_drawn", "_drawn_of", "_ending", "_is_stale", "_members", "_running", "context_tokens",
                  "num_drawn", "stop_tokens", "tick")  # fmt: skip
 
     def __init__(self, block_size: int, running: dict[int, Sequence]) -> None:
@@ -40,6 +40,7 @@ class DecodeBatch:
         self._drawn = Drawn([], (), [])
         self._drawn_of = self._members
         self._crossing: list[dict[int, Sequence]] = [{} for _ in range(block_size)]
+        self._disordered = [False] * block_size  # whether a bucket is no longer in running order
         self._ending: dict[int, dict[int, Sequence]] = {}
 
     @property
@@ -53,6 +54,7 @@ class DecodeBatch:
     def reordered(self) -> None:
         """The order of the running sequences has changed."""
         self._is_stale = True
+        self._disordered = [True] * self._block_size
 
     def join(self, seq: Sequence) -> None:
         """A running sequence has all but its newest token computed."""
@@ -63,7 +65,7 @@ class DecodeBatch:
         else:
             self._is_stale = True
         self.context_tokens += seq.num_tokens
-        self._crossing[self._border(seq)][seq.seq_id] = seq
+        self._put(seq)
         self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq
         if not seq.is_forced:
             self.num_drawn += 1
@@ -88,11 +90,27 @@ class DecodeBatch:
 
     def crossing(self) -> list[Sequence]:
         """Members whose computed tokens fill their blocks: the next one needs a new block."""
-        return list(self._crossing[-self.tick % self._block_size].values())
+        return self._bucket(-self.tick % self._block_size)
 
     def filling(self) -> list[Sequence]:
         """Members whose next computed token fills a block."""
-        return list(self._crossing[(-1 - self.tick) % self._block_size].values())
+        return self._bucket((-1 - self.tick) % self._block_size)
+
+    def _bucket(self, border: int) -> list[Sequence]:
+        """Members of one border, in running order."""
+        bucket = list(self._crossing[border].values())
+        if self._disordered[border]:
+            bucket.sort(key=lambda seq: seq.admission)
+            self._crossing[border] = {seq.seq_id: seq for seq in bucket}
+            self._disordered[border] = False
+        return bucket
+
+    def _put(self, seq: Sequence) -> None:
+        border = self._border(seq)
+        bucket = self._crossing[border]
+        if bucket and next(reversed(bucket.values())).admission > seq.admission:
+            self._disordered[border] = True
+        bucket[seq.seq_id] = seq
 
     def ending(self) -> list[Sequence]:
         """Members that have reached the limit of their length."""
@@ -113,7 +131,7 @@ class DecodeBatch:
         self.context_tokens += len(decoded)
         for seq in late:
             seq.lag()
-            self._crossing[self._border(seq)][seq.seq_id] = seq
+            self._put(seq)
             self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq
 
     def _unschedule_end(self, seq: Sequence) -> None:

@@ -124,11 +124,21 @@ class Scheduler:
         is_beam = request.sampling.beam_width > 1
         self._next_seq_id += 1 if is_beam else request.sampling.num_seqs  # parallel samples: theirs are kept for them
         self._live[request.request_id] = [seq] if seq.group is None else seq.group.members
-        reason = self._never_runs(seq) if self.blocks.rules.never_fits_at == "add" else ""
+        reason = self._exceeds_limits(seq)
+        if not reason and self.blocks.rules.never_fits_at == "add":
+            reason = self._never_runs(seq)
         if reason:
             self._rejected.append((seq, reason))
         else:
             self._core.queue.push(seq)
+
+    def _exceeds_limits(self, seq: Sequence) -> str:
+        """Why a group is too large to be ever in a batch, which would block the queue; empty: it is not."""
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            limit = getattr(self.limits, name)
+            if seq.num_seqs > limit:
+                return f"{seq.num_seqs} sequences that run together exceed {name} ({limit})"
+        return ""
 
     def _never_runs(self, seq: Sequence) -> str:
         """Why no step could ever admit the sequence; empty: one may."""
@@ -293,6 +303,8 @@ class Scheduler:
                 emitted.append(seq)
                 if reason is not None:
                     ending.append((seq, reason))
+            if seq.group is not None:
+                seq.group.has_parted = True
             if forks:
                 parted.append((seq, forks))
             self._prefilled(seq, is_ending=bool(ending) and ending[-1][0] is seq)
@@ -346,7 +358,6 @@ class Scheduler:
         """New members of a group, after those that are there; the ones that end with their first token."""
         group = parent.group
         assert group is not None
-        group.has_parted = True
         ending: list[Ending] = []
         siblings = parent.together
         for token in tokens:
@@ -508,8 +519,9 @@ class Scheduler:
         live = self.unfinished()
         assert sum(map(len, places.values())) + len(ended) == len(live), "a sequence is lost or twice"
         for seq in live:
-            assert seq.seq_id in ended or seq.seq_id in places[seq.state], f"{seq} is in the wrong place"
-            self._check_sequence(seq)
+            if seq.seq_id not in ended:
+                assert seq.seq_id in places[seq.state], f"{seq} is in the wrong place"
+                self._check_sequence(seq)
         if not getattr(self._composition, "caps_batches_only", False):
             assert sum(seq.num_seqs for seq in core.running.values()) <= self.limits.max_num_seqs
         assert core.num_groups == sum(1 for seq in core.running.values() if seq.group is not None)

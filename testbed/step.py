@@ -157,7 +157,7 @@ class Step:
 
     def _decode_one_by_one(self, min_budget: int) -> None:
         for seq in self.running():
-            if seq.is_prefilling or seq.state is not SequenceState.RUNNING:
+            if seq.is_prefilling or not self.is_running(seq):
                 continue
             if self.token_budget < max(min_budget, 1 if seq.siblings is None else len(seq.siblings)):
                 return
@@ -169,20 +169,37 @@ class Step:
 
         False: the sequence itself was preempted, now or as an earlier victim of this step.
         """
-        if seq.state is not SequenceState.RUNNING:
+        if not self.is_running(seq):
             return False
         blocks = self.blocks
         if blocks.sliding_window is not None:
             for one in seq.together:
                 blocks.release_outside_window(one)
         while not blocks.can_grow(seq, num_tokens):
+            is_alone = len(self._core.running) == 1
             victim = self._core.victims.choose(self._core.running)
+            if is_alone and seq.stuck_at == seq.num_tokens:
+                self._give_up(seq, self._stuck_reason(seq))
+                return False
+            if is_alone:
+                seq.stuck_at = seq.num_tokens
             self.preempt(victim)
             if victim is seq:
                 return False
         for one in seq.together:
             blocks.grow(one, num_tokens)
         return True
+
+    def _stuck_reason(self, seq: Sequence) -> str:
+        rules = self.blocks.rules
+        return (
+            f"{seq.num_tokens} tokens find no room to go on although nothing else runs: {self.blocks.num_free_blocks} of "
+            f"{self.blocks.num_gpu_blocks} KV blocks are free (growth_test={rules.growth_test})"
+        )
+
+    def is_running(self, seq: Sequence) -> bool:
+        """Whether the sequence still runs: it may have been a victim of this step."""
+        return self._core.running.get(seq.unit_id) is seq
 
     # --- preemption and swap ---
 
@@ -197,7 +214,13 @@ class Step:
             if self.blocks.can_swap_out(seq) is Verdict.OK:
                 return self._preempt_by_swap(seq)
             if not can_recompute:
-                return self._give_up(seq)
+                num_blocks = self.blocks.num_held_blocks(seq)
+                return self._end_running(
+                    seq,
+                    f"{len(seq.together)} beams were preempted, which cannot be recomputed, and the CPU pool has "
+                    f"{self.blocks.num_free_cpu_blocks} of the {num_blocks} blocks to swap them out; raise "
+                    "cache.num_cpu_blocks",
+                )
         return self._preempt_by_recompute(seq)
 
     def _preempt_by_recompute(self, seq: Sequence) -> None:
@@ -220,13 +243,13 @@ class Step:
         self.swap_out += self.blocks.swap_out(seq)
         self._core.swapped[seq.unit_id] = seq
 
-    def _give_up(self, seq: Sequence) -> None:
-        """Beams that lose their blocks must be swapped; where they cannot be, the request ends."""
-        num_blocks = self.blocks.num_held_blocks(seq)
-        reason = (
-            f"{len(seq.together)} beams were preempted, which cannot be recomputed, and the CPU pool has "
-            f"{self.blocks.num_free_cpu_blocks} of the {num_blocks} blocks to swap them out; raise cache.num_cpu_blocks"
-        )
+    def _give_up(self, seq: Sequence, reason: str) -> None:
+        """Ends a running sequence, and those with it, as ignored."""
+        self._withdraw(seq)
+        self._stop_running(seq)
+        self._end_running(seq, reason)
+
+    def _end_running(self, seq: Sequence, reason: str) -> None:
         for one in seq.together:
             self.blocks.free(one)
         self._end(seq, reason)
@@ -266,7 +289,10 @@ class Step:
             del self._core.swapped[seq.unit_id]
             for one in seq.together:
                 self.blocks.free(one)
-            reason = f"{num_blocks} swapped-out KV blocks and one to grow exceed the pool of {self.blocks.num_gpu_blocks}"
+            reason = (
+                f"{num_blocks} swapped-out KV blocks, room to grow and a watermark of {self.blocks.watermark_blocks} exceed "
+                f"the pool of {self.blocks.num_gpu_blocks}"
+            )
             self._end(seq, reason)
         return verdict
 
@@ -281,24 +307,31 @@ class Step:
         self._start_running(seq)
 
     def resume(self, seq: Sequence, num_tokens: int) -> None:
-        """Computes the next `num_tokens` tokens of a sequence that was just swapped in: its room to grow was part of
-        that test."""
-        if seq.is_prefilling:
-            if not self.reserve(seq, num_tokens):
-                return
-        else:
-            for one in seq.together:
-                self.blocks.grow(one, num_tokens)
+        """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was part
+        of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
+        if seq.is_prefilling and not self.blocks.can_grow(seq, num_tokens):
+            return
+        for one in seq.together:
+            self.blocks.grow(one, num_tokens)
         self.schedule(seq, num_tokens)
+
+    def next_chunk(self, seq: Sequence) -> int:
+        """How many of its missing tokens the budget lets a running or swapped-out sequence compute; 0: not now."""
+        if seq.is_prefilling:
+            return min(seq.num_tokens - seq.num_computed_tokens, self.token_budget)
+        return 1 if self.token_budget >= len(seq.together) else 0
 
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running sequences another order; `seqs` are all of them."""
-        running = self._core.running
-        assert len(seqs) == len(running)
-        running.clear()
+        core = self._core
+        assert len(seqs) == len(core.running)
+        core.running.clear()
         for seq in seqs:
-            running[seq.unit_id] = seq
-        self._core.decodes.reordered()
+            core.running[seq.unit_id] = seq
+            core.num_admissions += 1
+            for one in seq.together:
+                one.admission = core.num_admissions
+        core.decodes.reordered()
 
     # --- admission ---
 
@@ -350,7 +383,7 @@ class Step:
 
     def make_room(self, seq: Sequence) -> bool:
         """Preempts the running sequence that the queue's order says must yield to its head; False: none must."""
-        if self._core.yields is None or self.admitted:  # those admitted may rely on what a victim computes
+        if self._core.yields is None or self.admitted or self.swap_in:  # those admitted may rely on what a victim computes
             return False
         victim = self._core.yields(self._core.running.values(), self.now_ns)
         if victim is None:

@@ -115,3 +115,12 @@ class KVRules:
     budget: Literal["uncached", "sum", "padded"] = "uncached"
     # whether, with prefix caching, a chunk that leaves a prompt unfinished must fill its last block
     chunks_fill_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        key = "scheduler.kv_rules"
+        if self.duplicates != "merged" and (self.hits_frozen or self.hits_visible == "plan"):
+            raise ConfigError(f"{key}.hits_frozen and {key}.hits_visible=plan need {key}.duplicates=merged")
+        if self.duplicates == "merged" and self.allocate != "whole":
+            raise ConfigError(f"{key}.duplicates=merged needs {key}.allocate=whole")
+        if self.duplicates == "replaced" and self.free_order != "one_queue":
+            raise ConfigError(f"{key}.duplicates=replaced needs {key}.free_order=one_queue")

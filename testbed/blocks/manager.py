@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -17,10 +18,8 @@ from testbed.blocks.eviction import LRU, EvictionPolicy
 from testbed.blocks.keys import KeySource
 from testbed.blocks.pool import BlockPool
 from testbed.blocks.prefix_cache import CacheEntry, PrefixCache
-from testbed.blocks.swap_space import Content, SwapSpace
+from testbed.blocks.swap_space import RELEASED, Content, SwapSpace
 from testbed.sequence import Sequence
-
-RELEASED = -1  # in a table: the block lay outside the sliding window and was given back
 
 
 class Verdict(Enum):
@@ -190,11 +189,11 @@ class BlockManager:
     def never_fits(self, seq: Sequence) -> bool:
         """Whether the known tokens and the watermark exceed the pool itself."""
         least = self.watermark_blocks if self.rules.watermark_when_idle else 0
-        return self.num_gpu_blocks - self._num_needed(seq.num_tokens) < least
+        return self.num_gpu_blocks - self._num_held_at_most(seq.num_tokens) < least
 
     def never_fits_reason(self, seq: Sequence) -> str:
         return (
-            f"{seq.num_tokens} tokens need {self._num_needed(seq.num_tokens)} KV blocks beside a watermark of "
+            f"{seq.num_tokens} tokens need {self._num_held_at_most(seq.num_tokens)} KV blocks beside a watermark of "
             f"{self.watermark_blocks}, and the pool has {self.num_gpu_blocks}"
         )
 
@@ -206,9 +205,9 @@ class BlockManager:
         watermark = self.watermark_blocks
         if (is_idle and not rules.watermark_when_idle) or (seq.num_preemptions and not rules.watermark_for_resumed):
             watermark = 0
-        if rules.allocate == "whole" or rules.full_length_must_fit:
-            num_tokens = seq.num_tokens
-        needed = self._num_needed(num_tokens)
+        needed = self.num_blocks_for(seq.num_tokens if rules.allocate == "whole" else num_tokens)
+        if rules.full_length_must_fit:
+            needed = max(needed, self._num_held_at_most(seq.num_tokens))
         available = self.num_free_blocks
         if rules.admission_counts_hits:
             needed -= len(hit.blocks)
@@ -309,6 +308,8 @@ class BlockManager:
             self._release(table[index], index)
             table[index] = RELEASED
             index -= 1
+            if seq.seq_id in self._chains:  # a hit needs the whole prefix: what comes after a hole is not cached
+                self._chains[seq.seq_id].is_broken = True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares every block of its parent; nothing is allocated."""
@@ -456,23 +457,27 @@ class BlockManager:
         seqs = seq.together
         contents = {one.seq_id: self._full_contents(one) for one in seqs} if self._is_merged else {}
         tables = {one.seq_id: self._tables.pop(one.seq_id) for one in seqs}
+        origins = self._take_back_copies(tables.values())
         for table in tables.values():
             self._release_all(table)
         for one in seqs:
             one.num_slots = 0
-        return self._swap.put(tables, contents)
+        return [(origins.get(gpu, gpu), cpu) for gpu, cpu in self._swap.put(tables, contents)]
 
     def can_swap_in(self, seq: Sequence) -> Verdict:
         """Whether the blocks of a swapped-out sequence, and one more for each to grow, leave the watermark free."""
         seqs = seq.together
         if self.rules.swap_test == "all_blocks":
-            num_blocks = len(dict.fromkeys(block for one in seqs for block in self._swap.tables[one.seq_id]))
+            tables = [self._swap.tables[one.seq_id] for one in seqs]
+            num_blocks = len(dict.fromkeys(block for table in tables for block in table if block != RELEASED))
+            wanted = (self.num_blocks_for(self._num_wanted(one, 1)) for one in seqs)
+            num_blocks += sum(max(1, num - len(table)) for num, table in zip(wanted, tables, strict=True))
         else:
             num_blocks = sum(len(contents) - self._num_on_gpu(contents) for contents in map(self._full_contents, seqs))
-        num_blocks += len(seqs)
-        if num_blocks > self.num_gpu_blocks:
-            return Verdict.NEVER
+            num_blocks += len(seqs)
         watermark = self.watermark_blocks if self.rules.watermark_for_swapped_in else 0
+        if num_blocks + watermark > self.num_gpu_blocks:
+            return Verdict.NEVER
         return Verdict.OK if self.num_free_blocks - num_blocks >= watermark else Verdict.LATER
 
     def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
@@ -485,7 +490,9 @@ class BlockManager:
                 chain.num_published, chain.entry, chain.is_broken = 0, None, False
             num_full = len(self._full_contents(one)) if self._is_merged else 0
             for index, cpu_block in enumerate(self._swap.drop(one.seq_id)):
-                if cpu_block in moved:
+                if cpu_block == RELEASED:
+                    block = RELEASED
+                elif cpu_block in moved:
                     self._pool.share(moved[cpu_block])
                     block = moved[cpu_block]
                 else:
@@ -535,11 +542,21 @@ class BlockManager:
             if self._last_steps is not None and seq.last_step >= 0:
                 for block in table:
                     self._last_steps[block] = seq.last_step
+            self._take_back_copies([table])
             self._release_all(table)
         seq.num_slots = 0
         chain = self._chains.get(seq.seq_id)
         if chain is not None:
             chain.frozen = None
+
+    def _take_back_copies(self, tables: Iterable[list[int]]) -> dict[int, int]:
+        """Copies of this step into blocks that are given up now are not made; by such a block, the one it would copy."""
+        if not self.copies:
+            return {}
+        given_up = dict.fromkeys(block for table in tables for block in table)
+        origins = {copy: source for source, copy in self.copies if copy in given_up}
+        self.copies = [pair for pair in self.copies if pair[1] not in origins]
+        return origins
 
     def forget(self, seq: Sequence) -> None:
         """The sequence will not come back."""
@@ -548,10 +565,10 @@ class BlockManager:
 
     # --- inside ---
 
-    def _num_needed(self, num_tokens: int) -> int:
-        """Blocks that so many tokens of one sequence hold at a time."""
-        num_blocks = -(-num_tokens // self.block_size)
-        if self.sliding_window is not None:
+    def _num_held_at_most(self, num_tokens: int) -> int:
+        """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        if self.sliding_window is not None and self.rules.allocate == "chunk":
             num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
         return num_blocks
 

@@ -6,6 +6,7 @@ from testbed.blocks.eviction import LRU
 from testbed.blocks.pool import BlockPool
 from testbed.blocks.prefix_cache import CacheEntry, PrefixCache
 
+RELEASED = -1  # in a table: the block lay outside the sliding window and was given back
 Content = tuple[int, bytes]  # key and content of a full block
 
 
@@ -42,6 +43,9 @@ class SwapSpace:
             own = contents.get(seq_id, [])
             cpu_table = self.tables[seq_id] = []
             for index, block in enumerate(table):
+                if block == RELEASED:
+                    cpu_table.append(RELEASED)
+                    continue
                 content = own[index] if self._cache is not None and index < len(own) else None
                 found = self._cache.find(*content, parent) if self._cache is not None and content is not None else None
                 if block in moved:
@@ -61,7 +65,7 @@ class SwapSpace:
         """The sequence leaves; its CPU table, whose blocks may be handed out again by the next step."""
         table = self.tables.pop(seq_id)
         for block in reversed(table):
-            if self._pool.drop(block):
+            if block != RELEASED and self._pool.drop(block):
                 if self._cache is not None and self._cache.entry_of[block] is not None:
                     self._cache.forget(block)
                 self._pool.put_back(block)
@@ -72,6 +76,7 @@ class SwapSpace:
         references = [0] * self._pool.num_blocks
         for table in self.tables.values():
             for block in table:
-                references[block] += 1
+                if block != RELEASED:
+                    references[block] += 1
         assert references == self._pool.ref_counts, "CPU reference counts differ from the tables"
         assert self._pool.num_free + sum(1 for count in references if count) == self._pool.num_blocks

@@ -88,9 +88,9 @@ class DecodeFirst:
             verdict = step.can_swap_in(seq)
             if verdict is Verdict.NEVER:
                 continue
-            num_tokens = seq.num_tokens - seq.num_computed_tokens
+            num_tokens = step.next_chunk(seq)
             is_full = step.num_running + seq.num_seqs > step.limits.max_num_seqs
-            if verdict is Verdict.LATER or is_full or num_tokens * len(seq.together) > step.token_budget:
+            if verdict is Verdict.LATER or is_full or not num_tokens:
                 break
             step.bring_in(seq)
             brought.append(seq)
@@ -142,7 +142,8 @@ class DecodeFirst:
                     continue
                 num_long += 1
             num_prefills += 1
-        return limits.max_num_batched_tokens // max(1, min(num_prefills, limits.max_num_partial_prefills))
+        share = limits.max_num_batched_tokens // max(1, min(num_prefills, limits.max_num_partial_prefills))
+        return max(1, share)
 
     def _chunk(self, step: Step, missing: int, share: int) -> int:
         """How many of a sequence's missing tokens this step computes."""

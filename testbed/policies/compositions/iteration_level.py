@@ -27,7 +27,8 @@ class IterationLevel:
             num_tokens = seq.num_tokens - seq.num_computed_tokens
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
-            if num_tokens * len(seq.together) > step.token_budget:
+            is_alone = step.token_budget == step.limits.max_num_batched_tokens
+            if num_tokens * len(seq.together) > step.token_budget and not is_alone:
                 return
             verdict = step.can_swap_in(seq)
             if verdict is Verdict.LATER:

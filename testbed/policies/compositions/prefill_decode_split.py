@@ -23,10 +23,16 @@ class PrefillDecodeSplit:
             num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.token_budget)
             if num_tokens and step.reserve(seq, num_tokens):
                 step.schedule(seq, num_tokens)
-        self._swap_in(step)
-        self._admit(step)
+        if not step.num_swapped:
+            self._admit(step)
+        elif step.num_waiting:
+            step.blocked(BlockedBy.SWAPPED_FIRST)
         if not step.rows:
             self._decode(step)
+            if not step.preempted:
+                self._swap_in(step)
+            elif step.num_waiting:
+                step.blocked(BlockedBy.PREEMPTION)
 
     def _admit(self, step: Step) -> None:
         num_seqs = len(step.rows)
@@ -49,13 +55,20 @@ class PrefillDecodeSplit:
         return None
 
     def _swap_in(self, step: Step) -> None:
-        """Groups of several sequences are swapped, never recomputed; nano-vllm has none. They decode with the others."""
+        """Swapped-out sequences, which nano-vllm has not, join the decodes that there is a place for."""
         for seq in step.swapped():
+            num_seqs = len(step.decoded) + len(step.rows)
+            if num_seqs + seq.num_seqs > step.limits.max_num_seqs:
+                return
+            num_tokens = step.next_chunk(seq)
+            if not num_tokens:
+                return
             verdict = step.can_swap_in(seq)
             if verdict is Verdict.LATER:
                 return
             if verdict is Verdict.OK:
                 step.bring_in(seq)
+                step.resume(seq, num_tokens)
 
     def _decode(self, step: Step) -> None:
         if step.num_running <= min(step.limits.max_num_seqs, step.token_budget):

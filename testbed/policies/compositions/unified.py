@@ -50,8 +50,8 @@ class Unified:
     def _swap_in(self, step: Step) -> None:
         """Groups of several sequences are swapped, never recomputed; vLLM V1 has none."""
         for seq in step.swapped():
-            num_tokens = seq.num_tokens - seq.num_computed_tokens
-            if step.preempted or step.token_budget < num_tokens * len(seq.together):
+            num_tokens = step.next_chunk(seq)
+            if step.preempted or not num_tokens:
                 return
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return

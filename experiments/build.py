@@ -156,6 +156,7 @@ def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) 
         rules=scheduler.kv_rules,
         eviction=eviction,
         key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
+        isolate_tenants=cache.isolate_tenants,
         lookahead_slots=scheduler.lookahead_slots,
         sliding_window=cache.sliding_window,
     )

@@ -288,7 +288,7 @@ class Step:
             num_blocks = len(dict.fromkeys(b for one in seq.together for b in self.blocks.cpu_table(one.seq_id)))
             del self._core.swapped[seq.unit_id]
             for one in seq.together:
-                self.blocks.free(one)
+                self.blocks.free(one, is_planning=True)
             reason = (
                 f"{num_blocks} swapped-out KV blocks, room to grow and a watermark of {self.blocks.watermark_blocks} exceed "
                 f"the pool of {self.blocks.num_gpu_blocks}"

@@ -27,6 +27,7 @@ class CacheConfig:
     watermark: float | None = None  # share of the GPU blocks that admissions leave free
     prefix_caching: bool = True
     eviction: Any = "lru"  # a name, or {_target_: a class of yours}
+    isolate_tenants: bool = False  # whether requests share cached prefixes only with those of their own tenant
     sliding_window: int | None = None  # tokens that attention looks back at; null: all
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class KVRules:
         key = "scheduler.kv_rules"
         if self.duplicates != "merged" and (self.hits_frozen or self.hits_visible == "plan"):
             raise ConfigError(f"{key}.hits_frozen and {key}.hits_visible=plan need {key}.duplicates=merged")
-        if self.duplicates == "merged" and self.allocate != "whole":
-            raise ConfigError(f"{key}.duplicates=merged needs {key}.allocate=whole")
+        if self.duplicates == "merged" and (self.allocate != "whole" or self.hits_visible != "plan"):
+            raise ConfigError(f"{key}.duplicates=merged needs {key}.allocate=whole and {key}.hits_visible=plan")
         if self.duplicates == "replaced" and self.free_order != "one_queue":
             raise ConfigError(f"{key}.duplicates=replaced needs {key}.free_order=one_queue")

@@ -65,7 +65,7 @@ class BlockManager:
     """Paged KV memory for sequences.
 
     num_cpu_blocks is the size of the swap pool. watermark: share of the GPU blocks that admissions leave free.
-    key_source None: no prefix caching. lookahead_slots: extra slots that a decoding sequence reserves (speculative
+    key_source None: no prefix caching. isolate_tenants: the tenant is part of the keys, beside a request's salt. lookahead_slots: extra slots that a decoding sequence reserves (speculative
     decoding). sliding_window: tokens that attention looks back at; blocks wholly outside are released; None: all.
     Raises ConfigError for a pool that is larger than can be managed.
     """
@@ -80,6 +80,7 @@ class BlockManager:
         rules: KVRules,
         eviction: EvictionPolicy,
         key_source: KeySource | None,
+        isolate_tenants: bool = False,
         lookahead_slots: int = 0,
         sliding_window: int | None = None,
     ) -> None:
@@ -89,6 +90,7 @@ class BlockManager:
         self.num_cpu_blocks = num_cpu_blocks
         self.watermark_blocks = int(watermark * (num_gpu_blocks + rules.watermark_extra_blocks))
         self.rules = rules
+        self.isolate_tenants = isolate_tenants
         self.lookahead_slots = lookahead_slots
         self.sliding_window = sliding_window
         self.num_queried_tokens = 0  # of first admissions
@@ -249,7 +251,8 @@ class BlockManager:
         if self.rules.growth_test == "one_per_sequence":
             if seq.is_prefilling and seq.num_slots >= seq.num_tokens:  # its blocks are there: the next one is wanted
                 return self.num_free_blocks >= (seq.num_tokens % self.block_size > 0)
-            return self.num_free_blocks >= len(seq.together)
+            if self.num_free_blocks < len(seq.together):
+                return False
         shared: dict[int, int] = {}  # shared blocks that would be copied, with the references that remain
         needed = sum(self._num_missing(one, num_tokens, shared) for one in seq.together)
         return needed <= self.num_free_blocks
@@ -334,6 +337,7 @@ class BlockManager:
         for entry in self._fresh:
             entry.is_computed = True
         self._fresh = []
+        self._swap.planned()
 
     def withdraw(self, seq: Sequence, num_tokens: int) -> None:
         """Takes `scheduled` back: only the first `num_tokens` tokens are computed, the rest may not be hit."""
@@ -470,8 +474,7 @@ class BlockManager:
         if self.rules.swap_test == "all_blocks":
             tables = [self._swap.tables[one.seq_id] for one in seqs]
             num_blocks = len(dict.fromkeys(block for table in tables for block in table if block != RELEASED))
-            wanted = (self.num_blocks_for(self._num_wanted(one, 1)) for one in seqs)
-            num_blocks += sum(max(1, num - len(table)) for num, table in zip(wanted, tables, strict=True))
+            num_blocks += max(len(seqs), self._num_growing(seqs, tables))
         else:
             num_blocks = sum(len(contents) - self._num_on_gpu(contents) for contents in map(self._full_contents, seqs))
             num_blocks += len(seqs)
@@ -479,6 +482,17 @@ class BlockManager:
         if num_blocks + watermark > self.num_gpu_blocks:
             return Verdict.NEVER
         return Verdict.OK if self.num_free_blocks - num_blocks >= watermark else Verdict.LATER
+
+    def _num_growing(self, seqs: list[Sequence], tables: list[list[int]]) -> int:
+        """Blocks that the next token of each takes: new ones, and copies of a block that several would write into."""
+        num_new = 0
+        writers: dict[int, int] = {}
+        for one, table in zip(seqs, tables, strict=True):
+            num_new += max(0, self.num_blocks_for(self._num_wanted(one, 1)) - len(table))
+            index = one.num_computed_tokens // self.block_size
+            if index < len(table):
+                writers[table[index]] = writers.get(table[index], 0) + 1
+        return num_new + sum(writers.values()) - len(writers)
 
     def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
         """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""
@@ -502,6 +516,8 @@ class BlockManager:
                 if index < num_full:
                     self.publish(one, (index + 1) * self.block_size)
             one.num_slots = len(table) * self.block_size
+            if chain is not None and RELEASED in table[:1]:
+                chain.is_broken = True
         return list(moved.items())
 
     def _by_content(self, seq: Sequence, index: int) -> list[int]:
@@ -533,11 +549,16 @@ class BlockManager:
 
     # --- release ---
 
-    def free(self, seq: Sequence) -> None:
-        """Releases the table of one sequence, wherever it lies; cached blocks stay, evictable. It may come back."""
+    def free(self, seq: Sequence, *, is_planning: bool = False) -> None:
+        """Releases the table of one sequence, wherever it lies; cached blocks stay, evictable. It may come back.
+
+        is_planning: within a step that is being decided, which `planned` ends.
+        """
         table = self._tables.pop(seq.seq_id, None)
         if table is None:
             self._swap.drop(seq.seq_id)
+            if not is_planning:
+                self._swap.planned()
         else:
             if self._last_steps is not None and seq.last_step >= 0:
                 for block in table:
@@ -627,7 +648,10 @@ class BlockManager:
             chain = self._chains[seq.seq_id] = _Chain()
         if len(chain.keys) < num_blocks:
             assert self._keys is not None
-            self._keys.extend(chain.keys, chain.contents, seq.tokens, num_blocks, seq.request.cache_salt)
+            salt = seq.request.cache_salt
+            if self.isolate_tenants:
+                salt = f"{len(salt)}:{salt}{seq.request.tenant or ''}"
+            self._keys.extend(chain.keys, chain.contents, seq.tokens, num_blocks, salt)
         return chain
 
     def check_invariants(self) -> None:

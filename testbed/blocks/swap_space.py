@@ -19,10 +19,12 @@ class SwapSpace:
     def __init__(self, num_blocks: int, *, by_content: bool) -> None:
         self.tables: dict[int, list[int]] = {}  # by seq_id
         self._pool = BlockPool(num_blocks)
+        self._leaving: list[int] = []  # blocks that the step being planned empties: not to be filled by it
         self._cache = PrefixCache(num_blocks, LRU()) if by_content else None
 
     @property
     def num_free(self) -> int:
+        """Blocks that a swap out can have."""
         return self._pool.num_free
 
     @property
@@ -62,14 +64,21 @@ class SwapSpace:
         return list(moved.items())
 
     def drop(self, seq_id: int) -> list[int]:
-        """The sequence leaves; its CPU table, whose blocks may be handed out again by the next step."""
+        """The sequence leaves; its CPU table, whose blocks are handed out again once the step is planned: a device moves
+        out before it moves in."""
         table = self.tables.pop(seq_id)
         for block in reversed(table):
             if block != RELEASED and self._pool.drop(block):
                 if self._cache is not None and self._cache.entry_of[block] is not None:
                     self._cache.forget(block)
-                self._pool.put_back(block)
+                self._leaving.append(block)
         return table
+
+    def planned(self) -> None:
+        """The step is decided: what it emptied is free."""
+        for block in self._leaving:
+            self._pool.put_back(block)
+        self._leaving = []
 
     def check_invariants(self) -> None:
         self._pool.check_invariants()
@@ -79,4 +88,5 @@ class SwapSpace:
                 if block != RELEASED:
                     references[block] += 1
         assert references == self._pool.ref_counts, "CPU reference counts differ from the tables"
-        assert self._pool.num_free + sum(1 for count in references if count) == self._pool.num_blocks
+        num_held = sum(1 for count in references if count)
+        assert self._pool.num_free + len(self._leaving) + num_held == self._pool.num_blocks

@@ -13,7 +13,7 @@ from testbed.traces.schema import Part, Span, Trace, TraceRequest
 def fingerprint(trace: Trace) -> str:
     """32 hex digits of a 128-bit xxh3 over all that matters for a run, in row order.
 
-    In: ids, arrivals, contents, priorities, tenants, sessions, think times, cancellations. Out: the trace's name and
+    In: ids, arrivals, contents, priorities, tenants, sessions, think times, cancellations, deadlines, salts. Out: the trace's name and
     notes, where rows came from, and the arrival of a closed-loop turn, which is ignored. How a content is cut into
     parts makes no difference. The same in every process and on every machine.
     """
@@ -27,6 +27,8 @@ def _encode(row: TraceRequest) -> bytes:
     numbers = (row.arrival_ns if row.think_ns is None else None, row.priority, row.turn, row.think_ns)
     fields = [_text(row.request_id), _text(row.tenant), _text(row.session_id)]
     fields += [_number(number) for number in (*numbers, row.cancel_after_ns)]
+    if row.deadline_ns is not None or row.cache_salt is not None:  # absent: as before they were known
+        fields += [_number(row.deadline_ns), _text(row.cache_salt)]
     fields += [_content(row.prompt), b"-" if row.output is None else _content((row.output,))]
     return b"".join(fields)
 

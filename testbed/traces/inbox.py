@@ -144,10 +144,11 @@ def to_request(
     row: TraceRequest, vocab_size: int, arrival_ns: int | None = None, sampling: SamplingParams = GREEDY
 ) -> Request:
     """The request of a row, its tokens made. arrival_ns: the due instant of a closed-loop turn; None: the row's own."""
+    arrival_ns = row.arrival_ns if arrival_ns is None else arrival_ns
     return Request(
         request_id=row.request_id,
         prompt_token_ids=materialize(row.prompt, vocab_size),
-        arrival_ns=row.arrival_ns if arrival_ns is None else arrival_ns,
+        arrival_ns=arrival_ns,
         forced_output=None if row.output is None else materialize((row.output,), vocab_size),
         sampling=sampling,
         priority=row.priority,
@@ -155,4 +156,6 @@ def to_request(
         session_id=row.session_id,
         turn=row.turn,
         cancel_after_ns=row.cancel_after_ns,
+        deadline_ns=None if row.deadline_ns is None else arrival_ns + row.deadline_ns,
+        cache_salt=row.cache_salt or "",
     )

@@ -58,6 +58,8 @@ class TraceRequest:
     turn: int | None = None
     think_ns: int | None = None
     cancel_after_ns: int | None = None
+    deadline_ns: int | None = None  # after its arrival
+    cache_salt: str | None = None  # shares cached prefixes only with rows of the same salt
     place: str = ""  # where it came from, as "file:line", for messages
 
     @property

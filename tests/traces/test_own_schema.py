@@ -53,6 +53,8 @@ def test_every_field_is_read(tmp_path):
         "session_id": "s",
         "turn": 0,
         "cancel_after": 0.25,
+        "deadline": 1.5,
+        "cache_salt": "pepper",
     }
     later = request("b", session_id="s", turn=1, think_time=2)
     del later["arrival_time"]
@@ -60,7 +62,7 @@ def test_every_field_is_read(tmp_path):
     first, second = trace.rows
     assert first == TraceRequest(
         "a", 1_500_000_000, (TokenIds(array("i", [3, 1, 2])),), TokenIds(array("i", [9])), -2, "t", "s", 0,
-        cancel_after_ns=250_000_000, place=f"{tmp_path}/t.jsonl:1",
+        cancel_after_ns=250_000_000, deadline_ns=1_500_000_000, cache_salt="pepper", place=f"{tmp_path}/t.jsonl:1",
     )  # fmt: skip
     assert (second.think_ns, second.arrival_ns, second.turn) == (2 * 10**9, first.arrival_ns, 1)
     assert prompt_of(second)[:4].tolist() == [3, 1, 2, 9]

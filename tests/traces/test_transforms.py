@@ -153,12 +153,13 @@ def test_nothing_left_is_an_error_that_says_why():
 
 
 def test_every_field_that_matters_changes_the_fingerprint():
-    row = TraceRequest("a", 5, (Span(1, 0, 8),), Span(1, 8, 2), 0, "t", "s", 0, None, 7, "here:1")
+    row = TraceRequest("a", 5, (Span(1, 0, 8),), Span(1, 8, 2), 0, "t", "s", 0, None, 7, place="here:1")
     base = fingerprint(Trace("x", (row,)))
     changes = [
         {"request_id": "b"}, {"arrival_ns": 6}, {"prompt": (Span(2, 0, 8),)}, {"prompt": (Span(1, 1, 8),)},
         {"prompt": (Span(1, 0, 9),)}, {"output": None}, {"output": Span(1, 8, 3)}, {"priority": 1}, {"tenant": None},
         {"session_id": "r"}, {"turn": 1}, {"think_ns": 0}, {"cancel_after_ns": None}, {"cancel_after_ns": 8},
+        {"deadline_ns": 0}, {"deadline_ns": 1}, {"cache_salt": "a"}, {"cache_salt": "b"},
         {"prompt": (Span(1, 0, 8), TokenIds(array("i", [1])))},
     ]  # fmt: skip
     found = [fingerprint(Trace("x", (replace(row, **change),))) for change in changes]

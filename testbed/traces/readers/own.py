@@ -7,9 +7,10 @@
     priority, tenant                        optional
     session_id, turn                        optional, together; turns count up by one from any number
     think_time                              s after the turn before finished: a closed-loop turn
-    cancel_after                            s after arrival
-Exact forms, which write_jsonl uses and which win over those above: arrival_ns, think_ns, cancel_after_ns, prompt_parts,
-output_part (see serialize). Fields of other names are ignored, and named in the notes.
+    cancel_after, deadline                  s after arrival
+    cache_salt                              shares cached prefixes only with rows of the same salt
+Exact forms, which write_jsonl uses and which win over those above: arrival_ns, think_ns, cancel_after_ns, deadline_ns,
+prompt_parts, output_part (see serialize). Fields of other names are ignored, and named in the notes.
 
 Counts become synthetic content keyed by the request's id, the same in every file. In a session, a count is read as the
 whole prompt of the turn: where it is long enough to hold the prompt and the output of the turn before, it begins with
@@ -49,8 +50,10 @@ FIELDS = (
     "turn",
     "think_time",
     "cancel_after",
+    "deadline",
+    "cache_salt",
 )
-EXACT_FIELDS = ("arrival_ns", "think_ns", "cancel_after_ns", "prompt_parts", "output_part")
+EXACT_FIELDS = ("arrival_ns", "think_ns", "cancel_after_ns", "deadline_ns", "prompt_parts", "output_part")
 _FOREIGN = {  # trace=<name>: fields by which a file of another schema is known
     "azure": {"TIMESTAMP", "ContextTokens"},
     "burstgpt": {"Timestamp", "Request tokens"},
@@ -193,6 +196,8 @@ def _draft(fields: dict[str, Any], place: str, default_id: str) -> _Draft:
         turn=None if turn is None else check.whole_number(turn, place, "turn", 0, 2**31 - 1, "a whole number from 0"),
         think_ns=think_ns,
         cancel_after_ns=_optional_ns(given, place, "cancel_after"),
+        deadline_ns=_optional_ns(given, place, "deadline"),
+        cache_salt=_optional_name(given, place, "cache_salt"),
         place=place,
     )
     return _Draft(row, num_prompt, num_output)
@@ -255,10 +260,10 @@ def _parts(value: object, place: str, field: str) -> tuple[Part, ...]:
 
 
 def _optional_ns(given: dict[str, Any], place: str, name: str) -> int | None:
-    """`name`_ns, or `name`_time (or `name`, for cancel_after) in seconds."""
+    """`name`_ns, or `name`_time (or `name`, for cancel_after and deadline) in seconds."""
     if f"{name}_ns" in given:
         return check.nanoseconds(given[f"{name}_ns"], place, f"{name}_ns")
-    field = name if name == "cancel_after" else f"{name}_time"
+    field = name if name in ("cancel_after", "deadline") else f"{name}_time"
     return check.seconds(given[field], place, field) if field in given else None
 
 

@@ -64,11 +64,11 @@ def test_a_prompt_over_the_budget_is_ignored_and_the_next_is_taken() -> None:
     assert "11 tokens to prefill exceed max_num_batched_tokens (10)" in finished[0].message
 
 
-def test_more_decodes_than_budget_take_the_oldest_first() -> None:
+def test_the_budget_limits_prompts_and_not_decodes() -> None:
     scheduler = make_scheduler("prefill_first", limits=make_limits(budget=2))
     add(scheduler, *(make_request(name, 1, 3) for name in "abc"))
-    seen = [scheduled(step(scheduler)[0]) for _ in range(6)]
-    assert seen == [{"a": 1, "b": 1}, {"c": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"c": 1}, {"c": 1}]
+    seen = [scheduled(step(scheduler)[0]) for _ in range(4)]
+    assert seen == [{"a": 1, "b": 1}, {"c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}]
     assert not scheduler.has_work
 
 
@@ -118,7 +118,7 @@ class TakesTheFirst:
         return next(iter(running.values()))
 
 
-def test_a_victim_that_was_scheduled_gives_its_share_of_the_budget_to_those_after_it() -> None:
+def test_a_victim_that_was_scheduled_is_no_longer_in_the_step() -> None:
     scheduler = make_scheduler(
         "prefill_first", num_blocks=3, block_size=2, limits=make_limits(budget=2), victims=TakesTheFirst()
     )

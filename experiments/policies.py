@@ -104,8 +104,6 @@ def make_policy(key: str, choice: Any) -> Any:
     return named[choice]()
 
 
-
-
 def _methods(example: Any) -> list[str]:
     """What a policy is called with: the public methods of its class, and its length and order where it has them."""
     special = ("__len__", "__iter__")

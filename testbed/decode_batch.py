@@ -58,12 +58,11 @@ class DecodeBatch:
 
     def join(self, seq: Sequence) -> None:
         """A running sequence has all but its newest token computed."""
-        members = self.members
         seq.join(self)
-        if next(reversed(self._running.values())) is seq:
-            self._members = [*members, seq]
-        else:
+        if self._members and self._members[-1].admission > seq.admission:
             self._is_stale = True
+        elif not self._is_stale:
+            self._members = [*self._members, seq]
         self.context_tokens += seq.num_tokens
         self._put(seq)
         self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq

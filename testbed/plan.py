@@ -147,7 +147,14 @@ class BatchPlan(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.shape.num_decodes or self.shape.prefills or self.preempted or self.ignored or self.swap_out or self.swap_in)
+        return not (
+            self.shape.num_decodes
+            or self.shape.prefills
+            or self.preempted
+            or self.ignored
+            or self.swap_out
+            or self.swap_in
+        )
 
 
 class Outcome(NamedTuple):

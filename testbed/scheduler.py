@@ -9,6 +9,8 @@ One plan is in flight at most. Given the same configuration, calls and outcomes,
 
 from __future__ import annotations
 
+from itertools import chain
+
 from testbed.blocks.manager import BlockManager
 from testbed.digest import Digest, abort_event, finish_event, fork_event, plan_events
 from testbed.errors import RequestError
@@ -202,8 +204,8 @@ class Scheduler:
         ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
         finished = [item for item in ended if item is not None]
         outcomes = result.outcomes or ()
-        num_drawn = self._num_drawn(step.decoded) if outcomes else 0
-        ending = self._advance_decodes(step.decoded, outcomes[:num_drawn])
+        num_drawn = self._num_drawn(step.decoded)
+        ending = self._advance_decodes(step.decoded, outcomes[:num_drawn], num_drawn)
         ending += self._advance_rows(step, outcomes[num_drawn:], events)
         if self._served is not None:
             for seq, num_tokens, num_emitted in self._service(step):
@@ -228,13 +230,14 @@ class Scheduler:
             return decodes.num_drawn
         return sum(1 for seq in decoded if not seq.is_forced)
 
-    def _advance_decodes(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> list[Ending]:
+    def _advance_decodes(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...], num_drawn: int) -> list[Ending]:
         """One more token for each decode; those that end with it."""
         self._emitted = decoded
         if not decoded:
             return []
         decodes, blocks = self._core.decodes, self.blocks
-        stopped = self._take_drawn(decoded, outcomes)
+        assert len(outcomes) == num_drawn, f"{num_drawn} sequences drew a token, and {len(outcomes)} outcomes came"
+        stopped = self._take_drawn(decoded, outcomes) if num_drawn else {}
         decodes.advance(decoded)
         if blocks.caches_prefixes and not blocks.publishes_at_allocation:
             blocks.publish_each(decodes.crossing(), 0)
@@ -246,23 +249,18 @@ class Scheduler:
 
     def _take_drawn(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> dict[int, FinishReason]:
         """Appends the tokens that were drawn; the sequences that they stop. Column by column: a step's cost lies here."""
-        num_drawn = self._num_drawn(decoded)
-        assert len(outcomes) == num_drawn, f"{num_drawn} sequences drew a token, and {len(outcomes)} outcomes came"
-        if not num_drawn:
-            return {}
         drawn = self._core.decodes.drawn(decoded)
         seq_ids, tokens, stops, forks, dropped = zip(*outcomes, strict=True)
         assert drawn.seq_ids == seq_ids, "outcomes come in the order scheduled"
         assert not any(forks) and not any(dropped), "only the members of a group part"
-        flat = [token for (token,) in tokens]
-        for append, token in zip(drawn.appends, flat, strict=True):
+        for append, (token,) in zip(drawn.appends, tokens, strict=True):
             append(token)
         stopped: dict[int, FinishReason] = {}
         if any(stops):
             stopped = {seq_id: stop for seq_id, stop in zip(seq_ids, stops, strict=True) if stop is not None}
         stop_tokens = self._core.decodes.stop_tokens
-        if stop_tokens and not stop_tokens.isdisjoint(flat):
-            for seq, token in zip(drawn.seqs, flat, strict=True):
+        if stop_tokens and not stop_tokens.isdisjoint(chain.from_iterable(tokens)):
+            for seq, (token,) in zip(drawn.seqs, tokens, strict=True):
                 if token in seq.stop_tokens:
                     stopped.setdefault(seq.seq_id, FinishReason.STOP)
         return stopped
@@ -418,7 +416,9 @@ class Scheduler:
         done = seq.group.finished
         outputs = tuple(one.output_token_ids for one in done)
         last = done[-1].finish_reason if done else reason
-        return Finished(request, last or reason, message, sum(map(len, outputs)), outputs[0] if outputs else (), outputs)
+        return Finished(
+            request, last or reason, message, sum(map(len, outputs)), outputs[0] if outputs else (), outputs
+        )
 
     def _service(self, step: Step) -> list[tuple[Sequence, int, int]]:
         """(sequence, tokens computed, tokens emitted) of everything in the step."""
@@ -542,4 +542,3 @@ class Scheduler:
             assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has nothing left to compute"
         elif seq.state is SequenceState.WAITING:
             assert seq.num_computed_tokens == 0, f"{seq} has computed tokens but does not run"
-

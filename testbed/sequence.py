@@ -111,7 +111,9 @@ class Sequence:
         # the number of tokens at which the sequence ends; one token is always emitted, even at the model's length
         limit = max(max_model_len, self.num_prompt_tokens + 1)
         self.token_limit = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
-        self.is_forced = forced is not None and sampling.beam_width <= 1  # beams are searched: only the length is forced
+        self.is_forced = (
+            forced is not None and sampling.beam_width <= 1
+        )  # beams are searched: only the length is forced
         if self.is_forced and forced is not None:
             self.tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
         self._num_tokens = self.num_prompt_tokens

@@ -76,7 +76,9 @@ class Step:
         self.ignored: list[Ignored] = []
         self.ended: list[tuple[Sequence, str]] = []  # ignored sequences, with the reason
         self.blocked_by: BlockedBy | None = None
-        self.made_room = False  # whether sequences were preempted for the head of the queue, and none for want of blocks
+        self.made_room = (
+            False  # whether sequences were preempted for the head of the queue, and none for want of blocks
+        )
         self._core = core
         self._held: list[Sequence] = []  # back in the queue when the step is decided, the last one first
 
@@ -366,9 +368,7 @@ class Step:
         seq.is_prefilling = True
         self._start_running(seq)
         seq.num_computed_tokens = hit.num_tokens
-        self.admitted.append(
-            Admission(seq.seq_id, seq.request.request_id, hit.num_tokens, seq.num_preemptions > 0)
-        )
+        self.admitted.append(Admission(seq.seq_id, seq.request.request_id, hit.num_tokens, seq.num_preemptions > 0))
         self.schedule(seq, num_tokens)
 
     def _start_running(self, seq: Sequence) -> None:
@@ -383,7 +383,9 @@ class Step:
 
     def make_room(self, seq: Sequence) -> bool:
         """Preempts the running sequence that the queue's order says must yield to its head; False: none must."""
-        if self._core.yields is None or self.admitted or self.swap_in:  # those admitted may rely on what a victim computes
+        if (
+            self._core.yields is None or self.admitted or self.swap_in
+        ):  # those admitted may rely on what a victim computes
             return False
         victim = self._core.yields(self._core.running.values(), self.now_ns)
         if victim is None:

@@ -96,7 +96,9 @@ class LRU:
 
     def add_all(self, blocks: list[int]) -> None:
         """The same as `add` for each, in order."""
-        self._blocks.update(dict.fromkeys(blocks))
+        kept = self._blocks
+        for block in blocks:
+            kept[block] = None
 
     def hit(self, block: int) -> None:
         """Recency is renewed when the block is released again."""

@@ -18,7 +18,6 @@ class KeySource(Protocol):
         """Appends keys and contents (what a hit is confirmed against) until there are `num_blocks` of each."""
         ...
 
-
     def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
         """Key and content of full block `index` alone, after a block that has `previous_key`."""
         ...

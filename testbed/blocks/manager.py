@@ -19,6 +19,7 @@ from testbed.blocks.keys import KeySource
 from testbed.blocks.pool import BlockPool
 from testbed.blocks.prefix_cache import CacheEntry, PrefixCache
 from testbed.blocks.swap_space import RELEASED, Content, SwapSpace
+from testbed.errors import ConfigError
 from testbed.sequence import Sequence
 
 
@@ -85,6 +86,7 @@ class BlockManager:
         sliding_window: int | None = None,
     ) -> None:
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
+        _check_goes_together(rules, block_size, lookahead_slots, sliding_window)
         self.block_size = block_size
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
@@ -95,7 +97,9 @@ class BlockManager:
         self.sliding_window = sliding_window
         self.num_queried_tokens = 0  # of first admissions
         self.num_hit_tokens = 0
-        self.copies: list[tuple[int, int]] = []  # copies-on-write that the step being planned needs; the step takes them
+        self.copies: list[
+            tuple[int, int]
+        ] = []  # copies-on-write that the step being planned needs; the step takes them
         self._pool = BlockPool(num_gpu_blocks)
         self._cache = PrefixCache(num_gpu_blocks, eviction)
         self._evictable = eviction
@@ -540,8 +544,8 @@ class BlockManager:
         return list(zip(chain.keys[:num_full], chain.contents[:num_full], strict=True))
 
     def _num_on_gpu(self, contents: list[Content]) -> int:
-        """How many of these full blocks are referenced on the GPU by others."""
-        if self._keys is None:
+        """How many of these full blocks others reference on the GPU, where a swap in takes those."""
+        if not self._is_merged:
             return 0
         keys, values = [key for key, _ in contents], [value for _, value in contents]
         counts = self._pool.ref_counts
@@ -672,3 +676,17 @@ class BlockManager:
         assert all(self._cache.entry_of[block] is None for block in self._pool.free_blocks())
         num_cached = self._cache.num_cached_blocks
         assert self._is_one_queue or num_cached >= len(self._evictable)
+
+
+def _check_goes_together(rules: KVRules, block_size: int, lookahead_slots: int, sliding_window: int | None) -> None:
+    """Raises ConfigError for options that the rules of a mirrored system do not know."""
+    if lookahead_slots and (rules.growth_test != "exact" or rules.swap_test != "all_blocks"):
+        raise ConfigError(
+            f"scheduler.lookahead_slots is {lookahead_slots}, which scheduler.kv_rules.growth_test={rules.growth_test} and "
+            f"swap_test={rules.swap_test} do not count; set it to 0, or the rules to exact and all_blocks"
+        )
+    if sliding_window is not None and rules.duplicates != "listed":
+        raise ConfigError(
+            f"cache.sliding_window={sliding_window} releases blocks that scheduler.kv_rules.duplicates={rules.duplicates} "
+            "would still name; set it to null, or choose another preset"
+        )

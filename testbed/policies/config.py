@@ -31,8 +31,13 @@ class SchedulerConfig:
     kv_rules: KVRules = field(default_factory=KVRules)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_partial_prefills",
-                     "max_long_partial_prefills"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"scheduler.{name} is {value}; it must be at least 1")

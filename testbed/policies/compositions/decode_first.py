@@ -30,7 +30,7 @@ class DecodeFirst:
         decodes = [seq for seq in step.running() if not seq.is_prefilling] if prefilling or step.num_swapped else []
         finishing: list[Sequence] = []
         unfinished: list[Sequence] = []
-        least = self._least(step, share)
+        least = self._least(step)
         if prefilling and self._in_running_order:
             self._run_in_order(step, share, least)
         else:
@@ -143,7 +143,7 @@ class DecodeFirst:
                 num_long += 1
             num_prefills += 1
         share = limits.max_num_batched_tokens // max(1, min(num_prefills, limits.max_num_partial_prefills))
-        return max(1, share)
+        return max(step.blocks.block_size if self._fills_blocks(step) else 1, share)
 
     def _chunk(self, step: Step, missing: int, share: int) -> int:
         """How many of a sequence's missing tokens this step computes."""
@@ -152,11 +152,9 @@ class DecodeFirst:
             allowed -= allowed % step.blocks.block_size
         return min(missing, allowed)
 
-    def _least(self, step: Step, share: int) -> int:
+    def _least(self, step: Step) -> int:
         """The budget that a decode must find. Where chunks fill blocks a decode needs a block's worth too (vLLM 0.8.5)."""
-        if not self._fills_blocks(step):
-            return 1
-        return step.blocks.block_size if share >= step.blocks.block_size else step.limits.max_num_batched_tokens + 1
+        return step.blocks.block_size if self._fills_blocks(step) else 1
 
     def _fills_blocks(self, step: Step) -> bool:
         return step.blocks.rules.chunks_fill_blocks and step.blocks.caches_prefixes

@@ -88,7 +88,9 @@ class PrefillFirst:
             padded = (len(step.rows) + 1) * max(longest, num_tokens)
             return padded <= step.limits.max_num_batched_tokens
         if step.blocks.rules.budget == "sum":
-            return num_tokens + sum(start + count for _, start, count in step.rows) <= step.limits.max_num_batched_tokens
+            return (
+                num_tokens + sum(start + count for _, start, count in step.rows) <= step.limits.max_num_batched_tokens
+            )
         return num_tokens <= step.token_budget
 
     def _sort(self, step: Step) -> None:

@@ -69,13 +69,15 @@ def make_blocks(
 ) -> BlockManager:
     """Without `eviction` it is LRU, by what `rules.lru_by` says."""
     rules = rules or KVRules()
+    if eviction is None:
+        eviction = LRUByLastStep() if rules.lru_by == "last_step" else LRU()
     return BlockManager(
         block_size=block_size,
         num_gpu_blocks=num_blocks,
         num_cpu_blocks=num_cpu_blocks,
         watermark=watermark,
         rules=rules,
-        eviction=eviction or (LRUByLastStep() if rules.lru_by == "last_step" else LRU()),
+        eviction=eviction,
         key_source=(key_source or TokenKeys(block_size)) if caching else None,
         lookahead_slots=lookahead_slots,
         sliding_window=sliding_window,
@@ -105,7 +107,7 @@ def make_scheduler(
         limits=limits or make_limits(),
         blocks=blocks or make_blocks(**block_options),
         composition=ALL_COMPOSITIONS[composition]() if isinstance(composition, str) else composition,
-        queue=queue or FCFS(),
+        queue=FCFS() if queue is None else queue,  # an empty one is false
         victims=victims or MostRecentlyAdmitted(),
         admission=admission,
         preemption=preemption,

@@ -1,0 +1,133 @@
+"""Every preset composes, and serves whatever comes to its end."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+import yaml
+
+import experiments.conf
+from experiments.build import Pools, build_scheduler
+from experiments.config import RunConfig
+from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, StepResult
+from testbed.request import Request, SamplingParams
+from testbed.scheduler import Scheduler
+from tests.experiments.kit import TINY, config_of
+
+FOLDER = Path(str(experiments.conf.__file__)).parent / "scheduler"
+PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+NEVER_PREEMPT = {"orca", "static", "trtllm_no_evict"}
+STEP_NS = 20_000_000
+NUM_REQUESTS = 40
+
+
+def preset(name: str, **dotted: object) -> RunConfig:
+    return config_of((f"scheduler={name}", *TINY, "cache.num_cpu_blocks=40"), **dotted)
+
+
+def scheduler_of(config: RunConfig, num_blocks: int = 40) -> Scheduler:
+    return build_scheduler(config, Pools(num_blocks, 40), record_decisions=True)
+
+
+def random_request(rng: random.Random, number: int, *, has_groups: bool) -> Request:
+    """Prompts of a few common beginnings, each with its own end; outputs of up to 20 tokens, half of them forced."""
+    prompt = [rng.randrange(3)] * rng.choice((0, 4, 8, 16)) + [rng.randrange(500) for _ in range(rng.randint(1, 24))]
+    num_output = rng.randint(1, 20)
+    is_forced = rng.random() < 0.5
+    kind = rng.random() if has_groups else 1.0
+    sampling = SamplingParams(
+        max_tokens=num_output,
+        n=rng.randint(2, 3) if kind < 0.2 else 1,
+        beam_width=2 if 0.2 <= kind < 0.3 and not is_forced else 0,
+    )
+    return Request(
+        f"r{number}",
+        array("i", prompt),
+        arrival_ns=number * STEP_NS // 2,
+        forced_output=array("i", [rng.randrange(500) for _ in range(num_output)]) if is_forced else None,
+        sampling=sampling,
+        priority=rng.randrange(3),
+        tenant=rng.choice(("x", "y")),
+    )
+
+
+def drawn(plan: BatchPlan, rng: random.Random) -> tuple[Outcome, ...] | None:
+    rows = [row for row in plan.scheduled if row.samples and not row.forced]
+    tokens = [[rng.randrange(2, 500) for _ in range(row.num_samples)] for row in rows]
+    return tuple(Outcome(row.seq_id, (own[0],), None, tuple(own[1:])) for row, own in zip(rows, tokens, strict=True))
+
+
+def serve(scheduler: Scheduler, seed: int, *, has_groups: bool) -> tuple[list[Finished], int]:
+    """What finished, and how many preemptions there were; invariants are checked whenever something has changed."""
+    rng = random.Random(seed)
+    requests = [random_request(rng, number, has_groups=has_groups) for number in range(NUM_REQUESTS)]
+    finished: list[Finished] = []
+    num_preempted = now_ns = 0
+    while requests or scheduler.has_work:
+        while requests and requests[0].arrival_ns <= now_ns:
+            scheduler.add(requests.pop(0))
+        plan = scheduler.plan(now_ns)
+        scheduler.check_invariants()
+        now_ns += STEP_NS
+        if plan.is_empty:
+            assert not scheduler.has_work, f"nothing is done at {now_ns} ns of seed {seed}: {scheduler.unfinished()}"
+            continue
+        num_preempted += len(plan.preempted)
+        finished += scheduler.commit(StepResult((now_ns,), drawn(plan, rng)), now_ns)
+        scheduler.check_invariants()
+        assert scheduler.num_steps < 20_000, f"seed {seed} does not end"
+    return finished, num_preempted
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_named_as_its_file_and_says_what_it_is(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert text.startswith("# ")
+    assert yaml.safe_load(text)["name"] == name
+    assert preset(name).scheduler.name == name
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_serves_single_sequences_to_their_end(name: str, prefix_caching: bool) -> None:
+    num_preempted = 0
+    for seed in range(3):
+        scheduler = scheduler_of(preset(name, cache__prefix_caching=prefix_caching))
+        finished, more = serve(scheduler, seed, has_groups=False)
+        num_preempted += more
+        assert sorted(item.request.request_id for item in finished) == sorted(f"r{i}" for i in range(NUM_REQUESTS))
+        for item in finished:
+            assert item.reason in (FinishReason.LENGTH, FinishReason.STOP), (item, seed)
+            if item.request.forced_output is not None:
+                assert list(item.output_token_ids) == list(item.request.forced_output)
+        assert scheduler.blocks.num_free_blocks == 40
+        assert scheduler.blocks.num_free_cpu_blocks == 40
+        assert (scheduler.blocks.num_hit_tokens > 0) is prefix_caching
+    assert (num_preempted > 0) is (name not in NEVER_PREEMPT), f"{num_preempted} preemptions"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_serves_groups_to_their_end(name: str) -> None:
+    for seed in range(3):
+        scheduler = scheduler_of(preset(name))
+        finished, _ = serve(scheduler, seed, has_groups=True)
+        assert len(finished) == NUM_REQUESTS
+        for item in finished:
+            assert item.reason in (FinishReason.LENGTH, FinishReason.STOP), (item, seed)
+            if item.request.sampling.num_seqs > 1:
+                assert len(item.outputs) == item.request.sampling.num_seqs
+        assert scheduler.blocks.num_free_blocks == 40
+        assert scheduler.blocks.num_free_cpu_blocks == 40
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_decides_the_same_twice(name: str) -> None:
+    digests = []
+    for _ in range(2):
+        scheduler = scheduler_of(preset(name))
+        serve(scheduler, 7, has_groups=True)
+        digests.append(scheduler.digest)
+    assert digests[0] == digests[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from experiments.conform import replay
+from experiments.conform.cases import Case, read_cases
 from experiments.conform.systems import SYSTEMS, DecisionReader, System
 from testbed.plan import (
     Admission,
@@ -148,6 +150,48 @@ def test_the_example_of_the_documentation_is_true(tmp_path: Path, capsys: pytest
     assert conform(capsys, tmp_path, [case])[1] == ["ok two-prompts: 2 steps", "1 passed, 0 failed"]
     _, lines = conform(capsys, tmp_path, [changed(case, 1, free_blocks=5)])
     assert "\n".join(lines) in text
+
+
+# --- the six systems: cases worked out by hand from their rules; `why` in each case says how ---
+
+BY_HAND = Path(__file__).parent / "conform_cases"
+MIRRORED = sorted(system.preset for system in SYSTEMS.values())
+
+
+@cache
+def cases_of(preset: str) -> list[Case]:
+    return read_cases(BY_HAND / f"{preset}.jsonl")
+
+
+def cases_by_hand() -> list[Any]:
+    return [pytest.param(preset, case, id=f"{preset}-{case.name}") for preset in MIRRORED for case in cases_of(preset)]
+
+
+@pytest.mark.parametrize(("preset", "case"), cases_by_hand())
+def test_a_preset_decides_what_its_system_does(preset: str, case: Case) -> None:
+    system = SYSTEMS[case.system]
+    assert system.preset == preset
+    mismatch = replay.replay_case(case, system, preset)
+    assert mismatch is None, f"{mismatch.reason} at second {mismatch.second}: {mismatch.decided}"
+
+
+@pytest.mark.parametrize("preset", MIRRORED)
+def test_the_cases_of_a_system_tell_it_from_every_other(preset: str) -> None:
+    """Otherwise a preset might be another one's copy and pass."""
+    for other in MIRRORED:
+        if other != preset:
+            found = (replay.replay_case(case, SYSTEMS[case.system], other) for case in cases_of(preset))
+            assert any(mismatch is not None for mismatch in found), (
+                f"{other} decides all of {preset}'s cases as it does"
+            )
+
+
+def test_every_case_by_hand_says_how_it_was_worked_out() -> None:
+    for preset in MIRRORED:
+        for line in (BY_HAND / f"{preset}.jsonl").read_text().splitlines():
+            case = json.loads(line)
+            assert "Rule" in case["why"], case["case"]
+            assert len(case["steps"]) >= 3
 
 
 # --- cases that fail ---

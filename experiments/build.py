@@ -219,8 +219,8 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
         )
     if scheduler.kv_rules.chunks_fill_blocks and cache.prefix_caching and budget < cache.block_size:
         raise ConfigError(
-            f"scheduler.max_num_batched_tokens is {budget}, and with scheduler.kv_rules.chunks_fill_blocks a step must fill "
-            f"a block of {cache.block_size} tokens; raise it, or lower cache.block_size"
+            f"scheduler.max_num_batched_tokens is {budget}, and with scheduler.kv_rules.chunks_fill_blocks a step must "
+            f"fill a block of {cache.block_size} tokens; raise it, or lower cache.block_size"
         )
     if cache.eviction != "lru" and scheduler.kv_rules.free_order == "one_queue":
         raise ConfigError(

@@ -7,7 +7,7 @@ from testbed.plan import BatchShape, PrefillChunk
 
 
 class CostEstimator:
-    """`testbed.interfaces.Estimator` over a cost model. A decode of one sequence is the price that recompute adds to."""
+    """`testbed.interfaces.Estimator` over a cost model, each question priced as a step of its own."""
 
     def __init__(self, name: str, cost: CostModel) -> None:
         self.name = name

@@ -52,7 +52,7 @@ class ShareGPTTraceConfig(TraceConfig):
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """The `sampling` group: how many sequences a request grows, and how tokens that the trace does not force are drawn."""
+    """The `sampling` group: how many sequences a request grows, and how tokens that are not forced are drawn."""
 
     temperature: float = 0.0  # 0 is greedy
     max_tokens: int | None = None

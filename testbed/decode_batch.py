@@ -25,8 +25,10 @@ class Drawn(NamedTuple):
 class DecodeBatch:
     """Sequences in step with the decodes. running: those of the scheduler, in order, by unit id."""
 
-    __slots__ = ("_block_size", "_crossing", "_disordered", "_drawn", "_drawn_of", "_ending", "_is_stale", "_members", "_running", "context_tokens",
-                 "num_drawn", "stop_tokens", "tick")  # fmt: skip
+    __slots__ = (
+        "_block_size", "_crossing", "_disordered", "_drawn", "_drawn_of", "_ending", "_is_stale", "_members",
+        "_running", "context_tokens", "num_drawn", "stop_tokens", "tick",
+    )  # fmt: skip
 
     def __init__(self, block_size: int, running: dict[int, Sequence]) -> None:
         self.tick = 0  # decode steps so far

@@ -44,7 +44,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "finish_ns": "int64",
     "token_ns": "list<int64>",  # every token's instant; null with record.token_times=false
     "ttft_s": "double",  # first token - intended arrival
-    "tpot_s": "double",  # (last - first token) / (n - 1); null for n < 2; n: steps that emitted, all tokens but in groups
+    "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted; null for n < 2
     "e2e_s": "double",  # finish - intended arrival; null unless it ended by stop or length
 }
 

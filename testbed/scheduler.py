@@ -12,18 +12,11 @@ from __future__ import annotations
 from itertools import chain
 
 from testbed.blocks.manager import BlockManager
+from testbed.core import Core
 from testbed.digest import Digest, abort_event, finish_event, fork_event, plan_events
 from testbed.errors import RequestError
-from testbed.plan import (
-    BatchPlan,
-    BatchShape,
-    Finished,
-    FinishReason,
-    Outcome,
-    PrefillChunk,
-    ScheduledSequence,
-    StepResult,
-)
+from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, StepResult
+from testbed.planning import make_plan
 from testbed.policies.admission import Admission, Watermark
 from testbed.policies.compositions import Composition
 from testbed.policies.config import Limits
@@ -32,7 +25,7 @@ from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import VictimChoice
 from testbed.request import Request
 from testbed.sequence import Sequence, SequenceGroup, SequenceState
-from testbed.step import Core, Step
+from testbed.step import Step
 
 Ending = tuple[Sequence, FinishReason]
 
@@ -177,7 +170,7 @@ class Scheduler:
         assert max_steps >= 1
         step = Step(now_ns, self._core)
         if self._tells_victims_time:
-            setattr(self._core.victims, "now_ns", now_ns)
+            self._core.victims.now_ns = now_ns  # type: ignore[attr-defined]  # looked for when it was built
         if self._rejected:
             for seq, reason in self._rejected:
                 step.end_rejected(seq, reason)
@@ -185,7 +178,7 @@ class Scheduler:
         self._composition.compose(step)
         self._unblock(step)
         step.close()
-        plan = self._to_plan(step)
+        plan = make_plan(step, self._core, record_decisions=self._record_decisions)
         if not plan.is_empty:
             self._step = step
             self._composition_hash = self._digest.composition(step)
@@ -199,6 +192,7 @@ class Scheduler:
         assert step is not None, "nothing is in flight"
         assert len(result.end_ns) == 1, "a plan of one step has one end"
         self._step = None
+        step.is_over = True
         self._core.num_steps += 1
         events = self._pending_events + plan_events(step)
         ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
@@ -248,11 +242,12 @@ class Scheduler:
         return [(seq, reasons[seq.seq_id]) for seq in decoded if seq.seq_id in reasons]
 
     def _take_drawn(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> dict[int, FinishReason]:
-        """Appends the tokens that were drawn; the sequences that they stop. Column by column: a step's cost lies here."""
+        """Appends the tokens that were drawn; the sequences that they stop. By column: a step's cost lies here."""
         drawn = self._core.decodes.drawn(decoded)
         seq_ids, tokens, stops, forks, dropped = zip(*outcomes, strict=True)
         assert drawn.seq_ids == seq_ids, "outcomes come in the order scheduled"
-        assert not any(forks) and not any(dropped), "only the members of a group part"
+        assert not any(forks), "only the members of a group part"
+        assert not any(dropped), "only beams are dropped"
         for append, (token,) in zip(drawn.appends, tokens, strict=True):
             append(token)
         stopped: dict[int, FinishReason] = {}
@@ -435,69 +430,7 @@ class Scheduler:
         if seq is not None and step.blocked_by is not None:
             step.ignore(seq, f"blocked by {step.blocked_by.value} while nothing runs: no later step could admit it")
 
-    # --- inside: the plan ---
-
-    def _to_plan(self, step: Step) -> BatchPlan:
-        decoded, decodes = step.decoded, self._core.decodes
-        num_decodes = num_samples = len(decoded)
-        if decoded is decodes.members:
-            context = decodes.context_tokens
-        else:
-            context = sum([seq.num_tokens for seq in decoded])
-        prefills: list[PrefillChunk] = []
-        has_beams = False
-        for seq, start, num_tokens in step.rows:
-            if num_tokens == 1 and start >= seq.num_prompt_tokens:
-                num_decodes += 1
-                context += start + 1
-            else:
-                prefills.append(PrefillChunk(start, num_tokens))
-            num_samples += start + num_tokens == seq.num_tokens
-            has_beams = has_beams or (seq.group is not None and seq.group.is_beam)
-        copies = self.blocks.copies
-        if copies:
-            self.blocks.copies = []
-        return BatchPlan(
-            step=self._core.num_steps,
-            num_steps=1,
-            shape=BatchShape(
-                num_decodes, context, tuple(prefills), num_samples, len(step.swap_out), len(step.swap_in), len(copies)
-            ),
-            rows=lambda: self._rows(step),
-            num_scheduled=self._num_scheduled(step) if self._record_decisions else None,
-            admitted=tuple(step.admitted),
-            preempted=tuple(step.preempted),
-            swap_out=tuple(step.swap_out),
-            swap_in=tuple(step.swap_in),
-            swapped_in=tuple(step.swapped_in),
-            copies=tuple(copies),
-            ignored=tuple(step.ignored),
-            blocked_by=step.blocked_by,
-            has_beams=has_beams,
-        )
-
-    def _num_scheduled(self, step: Step) -> tuple[tuple[str, int], ...]:
-        decoded = [(seq.request.request_id, 1) for seq in step.decoded]
-        return (*decoded, *((seq.request.request_id, num_tokens) for seq, _, num_tokens in step.rows))
-
-    def _rows(self, step: Step) -> tuple[ScheduledSequence, ...]:
-        assert self._step is step, "a plan's rows are valid until it is committed"
-        rows = [(seq, seq.num_computed_tokens, 1) for seq in step.decoded] + step.rows
-        return tuple(
-            ScheduledSequence(
-                seq.seq_id,
-                start,
-                num_tokens,
-                seq.tokens[start : start + num_tokens],
-                start + num_tokens == seq.num_tokens,
-                seq.is_forced,
-                self.blocks.table(seq.seq_id),
-                seq.request.sampling,
-                seq.num_samples,
-                seq.seq_id if seq.group is None else seq.group.group_id,
-            )
-            for seq, start, num_tokens in rows
-        )
+    # --- inside ---
 
     def _stop_tokens(self, request: Request) -> tuple[int, ...]:
         stops = request.sampling.stop_token_ids
@@ -531,7 +464,8 @@ class Scheduler:
 
     def _check_sequence(self, seq: Sequence) -> None:
         if seq.siblings is not None:
-            assert len(seq.siblings) > 1 and seq in seq.siblings
+            assert len(seq.siblings) > 1
+            assert seq in seq.siblings
             assert all(one.state is seq.state and one.unit_id == seq.unit_id for one in seq.siblings), "apart"
         if not seq.is_forced:
             assert len(seq.tokens) == seq.num_tokens

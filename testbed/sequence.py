@@ -157,8 +157,9 @@ class Sequence:
             self.tokens.append(token)
 
     def join(self, clock: DecodeClock) -> None:
-        """All but the newest token is computed. From here on the sequence takes part in every decode step of `clock`, or says that it lags."""
-        assert self._clock is None and self._num_computed_tokens == self._num_tokens - 1
+        """All but the newest token is computed: from here on it takes part in each decode step, or says it lags."""
+        assert self._clock is None
+        assert self._num_computed_tokens == self._num_tokens - 1
         self._clock = clock
         self._base = clock.tick - self._num_tokens
 
@@ -195,7 +196,8 @@ class Sequence:
 
     def fork(self, seq_id: int, token: int) -> Sequence:
         """A new member of the group: all that is computed of this one, and `token` after it."""
-        assert self.group is not None and self._clock is None
+        assert self.group is not None
+        assert self._clock is None
         child = Sequence.__new__(Sequence)
         for name in Sequence.__slots__:
             setattr(child, name, getattr(self, name))

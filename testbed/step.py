@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from testbed.blocks.manager import BlockManager, PrefixHit, Verdict
-from testbed.decode_batch import DecodeBatch
+from testbed.blocks.manager import PrefixHit, Verdict
+from testbed.core import Core
 from testbed.plan import Admission, BlockedBy, Ignored, Preemption, PreemptionMode
-from testbed.policies.admission import Admission as AdmissionPolicy
-from testbed.policies.config import Limits
-from testbed.policies.preemption import PreemptionChoice
-from testbed.policies.queue_order import WaitingQueue
-from testbed.policies.victim import VictimChoice
 from testbed.sequence import Sequence, SequenceState
 
 # (seq, start, num_tokens): num_tokens tokens of seq from position start are computed in this step. A plain tuple: there
@@ -23,41 +18,10 @@ from testbed.sequence import Sequence, SequenceState
 Row = tuple[Sequence, int, int]
 
 
-class Core:
-    """What a step works on: queues and policies. Owned by the scheduler; a step changes it through its operations."""
-
-    __slots__ = ("admission", "blocks", "decodes", "limits", "num_admissions", "num_groups", "num_steps", "prefilling",
-                 "preemption", "queue", "running", "swapped", "victims", "yields")  # fmt: skip
-
-    def __init__(
-        self,
-        limits: Limits,
-        blocks: BlockManager,
-        queue: WaitingQueue,
-        victims: VictimChoice,
-        admission: AdmissionPolicy,
-        preemption: PreemptionChoice,
-    ) -> None:
-        self.limits = limits
-        self.blocks = blocks
-        self.queue = queue
-        self.victims = victims
-        self.admission = admission
-        self.preemption = preemption
-        self.yields = getattr(queue, "yields", None)
-        self.running: dict[int, Sequence] = {}  # by unit id, in running order
-        self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
-        self.prefilling: dict[int, Sequence] = {}  # running sequences whose prefill is unfinished, by seq_id
-        self.decodes = DecodeBatch(blocks.block_size, self.running)
-        self.num_groups = 0  # running units that are, or will be, several sequences
-        self.num_admissions = 0
-        self.num_steps = 0
-
-
 class Step:
     """A step being decided at `now_ns`."""
 
-    __slots__ = ("_core", "_held", "admitted", "blocked_by", "blocks", "decoded", "ended", "ignored",
+    __slots__ = ("_core", "_held", "admitted", "blocked_by", "blocks", "decoded", "ended", "ignored", "is_over",
                  "limits", "made_room", "now_ns", "preempted", "rows", "swap_in", "swap_out", "swapped_in",
                  "token_budget")  # fmt: skip
 
@@ -76,9 +40,8 @@ class Step:
         self.ignored: list[Ignored] = []
         self.ended: list[tuple[Sequence, str]] = []  # ignored sequences, with the reason
         self.blocked_by: BlockedBy | None = None
-        self.made_room = (
-            False  # whether sequences were preempted for the head of the queue, and none for want of blocks
-        )
+        self.is_over = False  # committed
+        self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
         self._core = core
         self._held: list[Sequence] = []  # back in the queue when the step is decided, the last one first
 
@@ -147,7 +110,7 @@ class Step:
             return self._decode_one_by_one(min_budget)
         crossing = decodes.crossing()
         spare = 1 if blocks.rules.growth_test == "one_per_sequence" else 0
-        if crossing and blocks.num_free_blocks < len(crossing) + spare or spare and not blocks.num_free_blocks:
+        if (crossing and blocks.num_free_blocks < len(crossing) + spare) or (spare and not blocks.num_free_blocks):
             return self._decode_one_by_one(min_budget)
         if crossing:
             blocks.grow_each(crossing)
@@ -195,8 +158,8 @@ class Step:
     def _stuck_reason(self, seq: Sequence) -> str:
         rules = self.blocks.rules
         return (
-            f"{seq.num_tokens} tokens find no room to go on although nothing else runs: {self.blocks.num_free_blocks} of "
-            f"{self.blocks.num_gpu_blocks} KV blocks are free (growth_test={rules.growth_test})"
+            f"{seq.num_tokens} tokens find no room to go on although nothing else runs: {self.blocks.num_free_blocks} "
+            f"of {self.blocks.num_gpu_blocks} KV blocks are free (growth_test={rules.growth_test})"
         )
 
     def is_running(self, seq: Sequence) -> bool:
@@ -292,8 +255,8 @@ class Step:
             for one in seq.together:
                 self.blocks.free(one, is_planning=True)
             reason = (
-                f"{num_blocks} swapped-out KV blocks, room to grow and a watermark of {self.blocks.watermark_blocks} exceed "
-                f"the pool of {self.blocks.num_gpu_blocks}"
+                f"{num_blocks} swapped-out KV blocks, room to grow and a watermark of {self.blocks.watermark_blocks} "
+                f"exceed the pool of {self.blocks.num_gpu_blocks}"
             )
             self._end(seq, reason)
         return verdict
@@ -309,8 +272,8 @@ class Step:
         self._start_running(seq)
 
     def resume(self, seq: Sequence, num_tokens: int) -> None:
-        """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was part
-        of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
+        """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was
+        part of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
         if seq.is_prefilling and not self.blocks.can_grow(seq, num_tokens):
             return
         for one in seq.together:

@@ -79,7 +79,7 @@ class KVRules:
     admission_counts_hits: bool = True
     # when a prompt that exceeds the model's length or the pool is ended: as soon as it arrives, or at the queue's head
     never_fits_at: Literal["add", "head"] = "add"
-    # what is compared with max_model_len: the prompt, or what its first chunk leaves computed (a longer prompt then runs)
+    # what is compared with max_model_len: the prompt, or what its first chunk leaves computed (longer prompts then run)
     length_limit: Literal["prompt", "chunk"] = "prompt"
 
     # --- watermark: admissions leave int(share x (num_gpu_blocks + extra)) blocks free ---

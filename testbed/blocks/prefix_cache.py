@@ -86,7 +86,7 @@ class PrefixCache:
         return entry
 
     def _alive(self, entry: CacheEntry) -> CacheEntry:
-        """The entry that stands for this prefix now: it may have died with the block that took its own block's place."""
+        """The entry that stands for this prefix now: it may have died with a block that took its own one's place."""
         dead: list[CacheEntry] = []
         parent: CacheEntry | None = entry
         while parent is not None and self.entries.get(parent.key) is not parent:

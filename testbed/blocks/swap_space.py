@@ -64,8 +64,8 @@ class SwapSpace:
         return list(moved.items())
 
     def drop(self, seq_id: int) -> list[int]:
-        """The sequence leaves; its CPU table, whose blocks are handed out again once the step is planned: a device moves
-        out before it moves in."""
+        """The sequence leaves; returns its CPU table, whose blocks are handed out again once the step is planned: a
+        device moves out before it moves in."""
         table = self.tables.pop(seq_id)
         for block in reversed(table):
             if block != RELEASED and self._pool.drop(block):

@@ -21,7 +21,7 @@ class LengthOracle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """blocks: to ask (`lookup`, counts), never to change. seed: the run's. estimator: None if no cost model is at hand."""
+    """blocks: to ask (`lookup`, counts), never to change. seed: the run's. estimator: None without a cost model."""
 
     blocks: BlockManager
     limits: Limits

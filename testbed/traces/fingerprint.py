@@ -13,9 +13,9 @@ from testbed.traces.schema import Part, Span, Trace, TraceRequest
 def fingerprint(trace: Trace) -> str:
     """32 hex digits of a 128-bit xxh3 over all that matters for a run, in row order.
 
-    In: ids, arrivals, contents, priorities, tenants, sessions, think times, cancellations, deadlines, salts. Out: the trace's name and
-    notes, where rows came from, and the arrival of a closed-loop turn, which is ignored. How a content is cut into
-    parts makes no difference. The same in every process and on every machine.
+    In: ids, arrivals, contents, priorities, tenants, sessions, think times, cancellations, deadlines, salts. Out: the
+    trace's name and notes, where rows came from, and the arrival of a closed-loop turn, which is ignored. How a content
+    is cut into parts makes no difference. The same in every process and on every machine.
     """
     digest = xxhash.xxh3_128(b"testbed trace 1")
     for row in trace.rows:

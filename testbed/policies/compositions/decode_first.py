@@ -153,7 +153,7 @@ class DecodeFirst:
         return min(missing, allowed)
 
     def _least(self, step: Step) -> int:
-        """The budget that a decode must find. Where chunks fill blocks a decode needs a block's worth too (vLLM 0.8.5)."""
+        """The budget that a decode must find: where chunks fill blocks a block's worth too (vLLM 0.8.5)."""
         return step.blocks.block_size if self._fills_blocks(step) else 1
 
     def _fills_blocks(self, step: Step) -> bool:

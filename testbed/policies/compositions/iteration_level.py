@@ -10,8 +10,8 @@ from testbed.step import Step
 class IterationLevel:
     """One mixed batch: every running sequence decodes, and waiting prompts join whole.
 
-    Source: Yu et al., Orca, OSDI 2022. Its memory rule, room for the longest possible sequence reserved on admission, is
-    the admission policy `no_evict`. A prompt longer than the token budget joins when it would be alone in the batch.
+    Source: Yu et al., Orca, OSDI 2022. Its memory rule, room for the longest possible sequence reserved on admission,
+    is the admission policy `no_evict`. A prompt longer than the token budget joins when it would be alone in the batch.
     """
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")

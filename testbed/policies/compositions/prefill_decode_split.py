@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from testbed.blocks.manager import Verdict
 from testbed.plan import BlockedBy
-from testbed.sequence import Sequence, SequenceState
+from testbed.sequence import SequenceState
 from testbed.step import Step
 
 

@@ -9,14 +9,14 @@ from testbed.step import Step
 
 
 class PrefillFirst:
-    """When nothing is swapped out, admits waiting prompts, whole, in one prompt-only batch; decodes only if none could be
-    admitted, and swaps in only if this step preempted nothing.
+    """When nothing is swapped out, admits waiting prompts, whole, in one prompt-only batch; decodes only if none could
+    be admitted, and swaps in only if this step preempted nothing.
 
     Source: Kwon et al., SOSP 2023; vLLM 0.2.7 and 0.8.5. The token budget counts what `KVRules.budget` says.
 
     ignores_oversize_resumed: a preempted sequence that has outgrown the budget meanwhile ends as ignored (0.2.7), or it
     is admitted alone. ignored_end_the_step: a step that only ends prompts as ignored computes nothing (0.2.7).
-    sorts_by_arrival: running and swapped sequences are sorted by arrival before they decode (0.2.7), or keep their order.
+    sorts_by_arrival: running and swapped sequences are sorted by arrival before they decode (0.2.7).
     """
 
     unused_limits = (

@@ -10,9 +10,9 @@ from testbed.step import Step
 class Static:
     """Admits only while nothing runs: whole prompts, until a limit is met; then decodes until every member has ended.
 
-    A member that ends early leaves its place empty (Yu et al., Orca, OSDI 2022, section 3, on request-level scheduling).
-    The prompts of a batch share no budget: those beyond `max_num_batched_tokens` are left for the next batch, and one that
-    exceeds it alone is a batch of its own.
+    A member that ends early leaves its place empty (Yu et al., Orca, OSDI 2022, section 3, on request-level
+    scheduling). Prompts beyond `max_num_batched_tokens` are left for the next batch, and one that exceeds it alone is a
+    batch of its own.
     """
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")

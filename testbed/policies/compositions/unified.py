@@ -12,8 +12,8 @@ class Unified:
     """Deals the token budget out in queue order: running sequences first, then swapped-out ones, then waiting ones; any
     prompt may be split. Nothing is admitted in a step that preempted.
 
-    Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold holds also while at most one request
-    is in the system (0.8.5), or not (0.33).
+    Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold holds also while at most one
+    request is in the system (0.8.5), or not (0.33).
     """
 
     unused_limits = ("max_num_partial_prefills", "max_long_partial_prefills")

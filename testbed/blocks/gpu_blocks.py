@@ -1,0 +1,97 @@
+"""GPU blocks to take and to give back: the pool, and the cached blocks that nothing references, as one supply."""
+
+from __future__ import annotations
+
+from array import array
+
+from testbed.blocks.config import KVRules
+from testbed.blocks.eviction import LRU, EvictionPolicy
+from testbed.blocks.pool import BlockPool
+from testbed.blocks.prefix_cache import PrefixCache
+from testbed.blocks.swap_space import RELEASED
+
+
+class GPUBlocks:
+    """Every GPU block is free, cached and evictable, or referenced by tables; this moves it between the three."""
+
+    def __init__(self, num_blocks: int, rules: KVRules, eviction: EvictionPolicy) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(num_blocks, eviction)
+        self.evictable = eviction
+        self.is_merged = rules.duplicates == "merged"
+        self.is_one_queue = rules.free_order == "one_queue"
+        # the step that last scheduled an owner of the block, as known when an owner released it
+        self.last_steps = array("q", [-1]) * num_blocks if rules.lru_by == "last_step" else None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation can have: the free ones, and the cached ones that nothing references."""
+        return self.pool.num_free + len(self.evictable)
+
+    def take(self, num_blocks: int) -> list[int]:
+        """New blocks, each with one reference; cached content is evicted for them where the pool is short."""
+        pool = self.pool
+        for _ in range(num_blocks - pool.num_free):
+            block = self.evictable.pop()
+            if self.cache.entry_of[block] is not None:
+                self.cache.forget(block)
+            pool.put_back(block)
+        return pool.allocate(num_blocks)
+
+    def reference(self, block: int) -> None:
+        """One more reference to a block with content."""
+        if self.pool.ref_counts[block]:
+            self.pool.share(block)
+        else:
+            self.evictable.remove(block)
+            self.pool.revive(block)
+
+    def release(self, block: int, depth: int) -> None:
+        """One reference less; without any, the block is evictable if it has content, else free."""
+        if not self.pool.drop(block):
+            return
+        if self.cache.entry_of[block] is not None or self.is_one_queue:
+            last_step = -1
+            if self.last_steps is not None:
+                last_step, self.last_steps[block] = self.last_steps[block], -1
+            self.evictable.add(block, depth, last_step)
+        else:
+            self.pool.put_back(block)
+
+    def release_all(self, table: list[int]) -> None:
+        """A whole table, deepest block first; where content is merged, in table order, as the order of equals goes by
+        block ids."""
+        evictable = self.evictable
+        if not isinstance(evictable, LRU) or self.is_merged or table[:1] == [RELEASED]:
+            for index in range(len(table)) if self.is_merged else range(len(table) - 1, -1, -1):
+                if table[index] != RELEASED:
+                    self.release(table[index], index)
+            return
+        counts, entry_of, is_one_queue = self.pool.ref_counts, self.cache.entry_of, self.is_one_queue
+        cached: list[int] = []
+        for block in reversed(table):
+            if counts[block] != 1:
+                self.pool.drop(block)
+                continue
+            counts[block] = 0
+            if is_one_queue or entry_of[block] is not None:
+                cached.append(block)
+            else:
+                self.pool.put_back(block)
+        evictable.add_all(cached)
+
+    def check_invariants(self, tables: list[list[int]]) -> None:
+        """free + referenced + cached-and-unreferenced = total; counts equal the tables' references."""
+        self.pool.check_invariants()
+        self.cache.check_invariants()
+        references = [0] * self.pool.num_blocks
+        for table in tables:
+            held = [block for block in table if block != RELEASED]
+            assert len(set(held)) == len(held), "a table names a block twice"
+            for block in held:
+                references[block] += 1
+        assert references == self.pool.ref_counts, "reference counts differ from the tables"
+        num_referenced = sum(1 for count in references if count)
+        assert self.pool.num_free + num_referenced + len(self.evictable) == self.pool.num_blocks
+        assert all(self.cache.entry_of[block] is None for block in self.pool.free_blocks())
+        assert self.is_one_queue or self.cache.num_cached_blocks >= len(self.evictable)

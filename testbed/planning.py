@@ -1,0 +1,70 @@
+"""From a decided step to the plan that a backend executes."""
+
+from __future__ import annotations
+
+from testbed.core import Core
+from testbed.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
+from testbed.step import Step
+
+
+def make_plan(step: Step, core: Core, *, record_decisions: bool) -> BatchPlan:
+    """The plan of a step. Its rows are made when a device asks for them; a simulator never does."""
+    decoded, decodes = step.decoded, core.decodes
+    num_decodes = num_samples = len(decoded)
+    context = decodes.context_tokens if decoded is decodes.members else sum([seq.num_tokens for seq in decoded])
+    prefills: list[PrefillChunk] = []
+    has_beams = False
+    for seq, start, num_tokens in step.rows:
+        if num_tokens == 1 and start >= seq.num_prompt_tokens:
+            num_decodes += 1
+            context += start + 1
+        else:
+            prefills.append(PrefillChunk(start, num_tokens))
+        num_samples += start + num_tokens == seq.num_tokens
+        has_beams = has_beams or (seq.group is not None and seq.group.is_beam)
+    copies = core.blocks.copies
+    if copies:
+        core.blocks.copies = []
+    return BatchPlan(
+        step=core.num_steps,
+        num_steps=1,
+        shape=BatchShape(
+            num_decodes, context, tuple(prefills), num_samples, len(step.swap_out), len(step.swap_in), len(copies)
+        ),
+        rows=lambda: _rows(step),
+        num_scheduled=_num_scheduled(step) if record_decisions else None,
+        admitted=tuple(step.admitted),
+        preempted=tuple(step.preempted),
+        swap_out=tuple(step.swap_out),
+        swap_in=tuple(step.swap_in),
+        swapped_in=tuple(step.swapped_in),
+        copies=tuple(copies),
+        ignored=tuple(step.ignored),
+        blocked_by=step.blocked_by,
+        has_beams=has_beams,
+    )
+
+
+def _num_scheduled(step: Step) -> tuple[tuple[str, int], ...]:
+    decoded = [(seq.request.request_id, 1) for seq in step.decoded]
+    return (*decoded, *((seq.request.request_id, num_tokens) for seq, _, num_tokens in step.rows))
+
+
+def _rows(step: Step) -> tuple[ScheduledSequence, ...]:
+    assert not step.is_over, "a plan's rows are valid until it is committed"
+    rows = [(seq, seq.num_computed_tokens, 1) for seq in step.decoded] + step.rows
+    return tuple(
+        ScheduledSequence(
+            seq.seq_id,
+            start,
+            num_tokens,
+            seq.tokens[start : start + num_tokens],
+            start + num_tokens == seq.num_tokens,
+            seq.is_forced,
+            step.blocks.table(seq.seq_id),
+            seq.request.sampling,
+            seq.num_samples,
+            seq.seq_id if seq.group is None else seq.group.group_id,
+        )
+        for seq, start, num_tokens in rows
+    )

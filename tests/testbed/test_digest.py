@@ -23,7 +23,8 @@ from testbed.policies.queue_order import FCFS
 from testbed.policies.victim import MostRecentlyAdmitted
 from testbed.request import Request, SamplingParams
 from testbed.scheduler import Scheduler
-from testbed.step import Core, Step
+from testbed.core import Core
+from testbed.step import Step
 from tests.testbed.core_kit import (
     COMPOSITIONS,
     add,
@@ -167,7 +168,7 @@ def test_physical_block_ids_do_not_count() -> None:
     values = []
     for seed in range(4):
         scheduler = make_scheduler("unified", num_blocks=14, block_size=2, rules=CHUNK)
-        random.Random(seed).shuffle(scheduler.blocks._pool._free)
+        random.Random(seed).shuffle(scheduler.blocks._gpu.pool._free)
         values.append(digests(scheduler, busy_requests()))
     assert all(value == values[0] for value in values)
 

@@ -67,7 +67,8 @@ class Device:
         for position in range(row.start):
             block = table[position // size]
             if block < 0 or self.gpu[block][position % size] != prefixes[position]:
-                assert not is_needed(row, position), f"seq {row.seq_id} reads a foreign token at {position} of {row.start}"
+                message = f"seq {row.seq_id} reads a foreign token at {position} of {row.start}"
+                assert not is_needed(row, position), message
 
     def holds(
         self, table: list[int], prefixes: Prefixes, num_tokens: int, *, first: int, skip: Collection[int], on_gpu: bool
@@ -83,7 +84,10 @@ class Device:
 
 
 def _move_all(pairs: tuple[tuple[int, int], ...], sources: list[list[int]], targets: list[list[int]]) -> None:
-    contents = [sources[source][:] for source, _ in pairs]
-    assert len({target for _, target in pairs}) == len(pairs), "two pairs have one destination"
-    for (_, target), content in zip(pairs, contents, strict=True):
+    """Two pairs may have one destination only if they bring the same content."""
+    moved: dict[int, list[int]] = {}
+    for source, target in pairs:
+        content = sources[source][:]
+        assert moved.setdefault(target, content) == content, f"two blocks move to block {target}"
+    for target, content in moved.items():
         targets[target][:] = content

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from testbed.plan import BatchPlan, PreemptionMode, ScheduledSequence
 
 if TYPE_CHECKING:
-    from tests.properties.shadow import Member, Shadow
+    from tests.properties.members import Member
+    from tests.properties.shadow import Shadow
 
 Rows = tuple[ScheduledSequence, ...]
 
@@ -58,9 +59,23 @@ def _check_watermark(shadow: Shadow, plan: BatchPlan, was_idle: bool, entering: 
     num_preempted = last.num_preempted + sum(1 for item in plan.preempted if item.seq_id == last.seq_id)
     if num_preempted and not rules.watermark_for_resumed:
         return
-    if plan.preempted and len(entering) == 1:  # its victims may have been all that ran
+    if (plan.preempted or plan.ignored) and len(entering) == 1:  # they may have been all that ran
         return
     assert blocks.num_free_blocks >= blocks.watermark_blocks, "an admission went below the watermark"
+
+
+def check_steps_of_their_own(shadow: Shadow, plan: BatchPlan) -> None:
+    """Before the model follows the plan: what a step does not do together with something else."""
+    setup = shadow.setup
+    places = [member.place for member in shadow.members.values()]
+    assert not (plan.preempted and plan.swapped_in), "swaps in what it took away, or takes away what it swapped in"
+    may_go_on = setup.options.get("admits_after_preemption") or setup.composition == "prefill_decode_split"
+    if "preemptive" not in setup.queue and "mlfq" not in setup.queue and not may_go_on:
+        assert not (plan.preempted and plan.admitted), "admits in a step that preempted"
+    if setup.composition == "static":
+        assert not (plan.admitted and ("running" in places or "swapped" in places)), "a batch is not over"
+    if setup.composition == "prefill_first":
+        assert not (plan.admitted and "swapped" in places), "what is swapped out comes first"
 
 
 def check_shape(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
@@ -81,6 +96,8 @@ def check_shape(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
     assert shape.num_blocks_copied == len(plan.copies)
     names = [shadow.members[row.seq_id].job.request.request_id for row in rows]
     assert plan.num_scheduled == tuple((name, row.num_tokens) for name, row in zip(names, rows, strict=True))
+    if plan.admitted and shadow.setup.composition in ("prefill_first", "prefill_decode_split"):
+        assert all(shadow.members[row.seq_id].is_prefilling for row in rows), "prompts and decodes in one batch"
     _check_beams(shadow, plan, rows)
 
 
@@ -99,13 +116,12 @@ def check_budgets(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
     """max_num_batched_tokens and max_num_seqs.
 
     Exceptions that the compositions state: a prompt that exceeds the budget alone (prefill_first: one that was
-    preempted before; iteration_level and static: any) may be a batch of its own; prefill_decode_split caps batches, not
-    the running set. prefill_first counts prompts as `KVRules.budget` says.
+    preempted before; iteration_level and static: any) may be a batch of its own; the token budget of prefill_first and
+    prefill_decode_split limits prompts only; prefill_decode_split caps batches, not the running set.
     """
     limits, setup = shadow.setup.limits, shadow.setup
     running = [member for member in shadow.members.values() if member.place == "running"]
     if setup.composition == "prefill_decode_split":
-        assert sum(shadow.members[row.seq_id].num_seqs for row in rows if row.num_samples > 1) <= limits.max_num_seqs
         assert len(rows) <= limits.max_num_seqs
     else:
         units = {member.unit[0].seq_id: member for member in running}
@@ -114,7 +130,10 @@ def check_budgets(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
     if num_tokens <= limits.max_num_batched_tokens:
         return
     prompts = [row for row in rows if shadow.members[row.seq_id].is_prefilling]
+    if not prompts and setup.composition in ("prefill_first", "prefill_decode_split"):
+        return
     may_exceed = setup.composition in ("prefill_first", "iteration_level", "static")
-    assert may_exceed and len(rows) == len(prompts) == 1, f"{num_tokens} tokens, {len(rows)} rows"
+    assert may_exceed, f"{num_tokens} tokens in a step"
+    assert len(rows) == len(prompts) == 1, f"{num_tokens} tokens in {len(rows)} rows"
     if setup.composition == "prefill_first":
         assert shadow.members[prompts[0].seq_id].num_preempted, "a new prompt beyond the budget"

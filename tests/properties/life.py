@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import TypeVar
 
+from testbed.blocks.pool import BlockPool
+from testbed.blocks.prefix_cache import PrefixCache
 from testbed.plan import StepResult
 from testbed.request import Request
 from testbed.scheduler import Scheduler
@@ -12,6 +15,7 @@ from tests.properties.setups import NS_PER_S, Setup, random_request, random_setu
 from tests.properties.shadow import Shadow
 
 Call = tuple[str, Request | str | StepResult, int]
+Part = TypeVar("Part")
 MAX_PATIENCE = 400  # steps in which everything must end, where it is promised to no one
 
 
@@ -31,6 +35,15 @@ class Life:
     @property
     def counts(self) -> Counter[str]:
         return self.shadow.counts
+
+    @staticmethod
+    def no_counts() -> Counter[str]:
+        return Counter()
+
+    def use(self, rng: random.Random) -> Life:
+        """Draws from another source from now on."""
+        self._rng = self.shadow.rng = rng
+        return self
 
     def add(self) -> None:
         request = random_request(self._rng, f"r{self._num_requests}", self.now_ns)
@@ -59,8 +72,10 @@ class Life:
             assert scheduler.blocks.num_free_cpu_blocks == self.setup.num_cpu_blocks, "idle, but CPU blocks are held"
             return
         planned_ns = self.now_ns
+        num_cached = self._num_cached_blocks()
         plan = scheduler.plan(planned_ns)
-        scheduler.check_invariants()
+        self.counts["evictions"] += max(0, num_cached - self._num_cached_blocks())  # at least
+        self._check()
         rows = plan.scheduled if not plan.is_empty else ()
         shadow.planned(plan)
         result = shadow.execute(plan)
@@ -73,9 +88,10 @@ class Life:
         shadow.check_contents()
 
     def drain(self) -> None:
-        """Everything ends: within a bound that grows with the work where that is promised, else with aborts."""
+        """Everything ends: where that is promised within a bound that grows with the work (the sequence in front is
+        never preempted, and each step computes a token of it or makes room), else with aborts."""
         num_tokens = sum(len(one.tokens) + 30 for one in self.shadow.members.values())
-        bound = 4 * num_tokens * (1 + len(self.shadow.members)) if self.setup.ends_alone else MAX_PATIENCE
+        bound = 4 * num_tokens + 100 if self.setup.ends_alone else MAX_PATIENCE
         for _ in range(bound):
             if not self.scheduler.has_work:
                 break
@@ -92,15 +108,28 @@ class Life:
         if self.setup.ids_decide:
             return
         scheduler = self.setup.scheduler()
-        rng = random.Random(seed)
-        rng.shuffle(scheduler.blocks._pool._free)
-        rng.shuffle(scheduler.blocks._swap._pool._free)
+        for pool in parts(scheduler.blocks, BlockPool):
+            random.Random(seed).shuffle(pool._free)
         assert repeat(scheduler, self.calls) == self.digests, "other block ids, other decisions"
         self.counts["digests repeated"] += len(self.digests)
+
+    def _num_cached_blocks(self) -> int:
+        return parts(self.scheduler.blocks, PrefixCache)[0].num_cached_blocks
 
     def _check(self) -> None:
         self.scheduler.check_invariants()
         self.counts["operations"] += 1
+
+
+def parts(whole: object, kind: type[Part], depth: int = 3) -> list[Part]:
+    """The objects of one kind that an object is made of, wherever it keeps them."""
+    if isinstance(whole, kind):
+        return [whole]
+    if depth == 0 or not type(whole).__module__.startswith("testbed"):
+        return []
+    names = [*getattr(whole, "__dict__", ()), *getattr(type(whole), "__slots__", ())]
+    found = [part for name in names for part in parts(getattr(whole, name, None), kind, depth - 1)]
+    return list({id(part): part for part in found}.values())
 
 
 def repeat(scheduler: Scheduler, calls: list[Call]) -> list[int]:

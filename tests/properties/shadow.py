@@ -8,77 +8,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
 from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, PreemptionMode, ScheduledSequence, StepResult
 from testbed.request import Request
 from testbed.scheduler import Scheduler
 from tests.properties.device import Device
-from tests.properties.laws import check_admissions, check_budgets, check_shape
-from tests.properties.setups import EOS, VOCAB_SIZE, Setup
-
-WAITING, RUNNING, SWAPPED, REJECTED, ENDED = "waiting", "running", "swapped", "rejected", "ended"
-
-
-@dataclass(eq=False)
-class Member:
-    """A live sequence as the model sees it. `unit`: those that are scheduled together with it, itself included."""
-
-    seq_id: int
-    job: Job
-    tokens: list[int]
-    prefixes: list[int]  # interned name of tokens[: i + 1]
-    place: str = WAITING
-    num_computed: int = 0
-    num_hit: int = 0
-    num_preempted: int = 0
-    is_prefilling: bool = False  # admitted, and nothing emitted since
-    unit: list[Member] = field(default_factory=list)
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.job.num_prompt :]
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that are, or will be, scheduled together with it."""
-        return self.job.width if self.job.is_beam or not self.job.has_parted else len(self.unit)
-
-
-@dataclass(eq=False)
-class Job:
-    """A live request."""
-
-    request: Request
-    group_id: int
-    members: list[Member] = field(default_factory=list)  # live ones
-    outputs: list[list[int]] = field(default_factory=list)  # of ended members, in order; dropped ones have none
-    reason: FinishReason = FinishReason.DROPPED  # of the last of them
-    num_made: int = 1
-    has_parted: bool = False
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def is_beam(self) -> bool:
-        return self.request.sampling.beam_width > 1
-
-    @property
-    def width(self) -> int:
-        sampling = self.request.sampling
-        return sampling.beam_width or sampling.best_of or sampling.n
-
-    @property
-    def is_forced(self) -> bool:
-        return self.request.forced_output is not None and not self.is_beam
-
-    def max_output(self, max_model_len: int) -> int:
-        forced, wanted = self.request.forced_output, self.request.sampling.max_tokens
-        room = max(1, max_model_len - self.num_prompt)
-        wanted = wanted if forced is None else len(forced)
-        return room if wanted is None else min(wanted, room)
+from tests.properties.draws import draw
+from tests.properties.laws import check_admissions, check_budgets, check_shape, check_steps_of_their_own
+from tests.properties.members import ENDED, RUNNING, SWAPPED, WAITING, Job, Member
+from tests.properties.setups import EOS, Setup
 
 
 class Shadow:
@@ -92,8 +30,9 @@ class Shadow:
         self.members: dict[int, Member] = {}
         self.queue: deque[Member] = deque()  # the waiting ones as first come, first served would have them
         self.counts: Counter[str] = Counter()
-        self._rng = rng
+        self.rng = rng
         self._next_id = 0
+        self._num_queried = self._num_hit = 0  # tokens, of first admissions
         self._doomed: list[Member] = []  # ended by the plan in flight
         rules = setup.rules
         self._reads_own_step = rules.hits_visible != "commit"
@@ -128,33 +67,24 @@ class Shadow:
         rows = plan.scheduled
         before = {member.seq_id: member.place for member in self.members.values()}
         check_admissions(self, plan)
+        check_steps_of_their_own(self, plan)
         self._follow_events(plan)
         for row in rows:
             self._check_row(row)
         check_shape(self, plan, rows)
         check_budgets(self, plan, rows)
         self.check_conservation()
+        blocks = self.scheduler.blocks
+        assert self.scheduler.num_waiting == sum(one.place == WAITING for one in self.members.values())
+        assert (blocks.num_queried_tokens, blocks.num_hit_tokens) == (self._num_queried, self._num_hit), "hit counts"
+        assert self.scheduler.free_gpu_blocks == blocks.num_free_blocks
+        assert self.scheduler.free_cpu_blocks == blocks.num_free_cpu_blocks
         self.device.move(plan)
         self.device.compute(rows, self._prefixes, self._is_read, reads_own_step=self._reads_own_step)
         self._count(plan, before)
 
     def execute(self, plan: BatchPlan) -> StepResult:
-        """Draws what a device would: a token for each row that samples and is not forced, forks and drops for groups."""
-        outcomes: list[Outcome] = []
-        beams: dict[int, list[ScheduledSequence]] = {}
-        for row in plan.scheduled:
-            if not row.samples or row.forced:
-                continue
-            job = self.members[row.seq_id].job
-            if job.is_beam:
-                beams.setdefault(job.group_id, []).append(row)
-                outcomes.append(Outcome(row.seq_id, ()))  # in its place; see below
-                continue
-            forks = tuple(self._draw() for _ in range(row.num_samples - 1))
-            stop = FinishReason.STOP if self._rng.random() < 0.03 else None
-            outcomes.append(Outcome(row.seq_id, (self._draw(),), stop, forks))
-        searched = {item.seq_id: item for rows in beams.values() for item in self._search(rows)}
-        return StepResult((1,), tuple(searched.get(item.seq_id, item) for item in outcomes) or None)
+        return draw(plan.scheduled, self.members, self.rng)
 
     def committed(
         self, plan: BatchPlan, rows: tuple[ScheduledSequence, ...], result: StepResult, finished: list[Finished]
@@ -172,9 +102,10 @@ class Shadow:
                 continue
             outcome = None if row.forced else next(outcomes)
             forks = (0,) * (row.num_samples - 1) if outcome is None else outcome.forks
-            if forks or row.num_samples > 1:
+            member.job.has_parted = True
+            member.at_fork = member.tokens[:], member.prefixes[:]
+            if forks:
                 parted.append((member, forks))
-                self._fork_later(member, forks)
             reason = self._emit(member, outcome)
             if reason is not FinishReason.DROPPED:
                 emitted.append(member.job.request.request_id)
@@ -197,7 +128,7 @@ class Shadow:
     # --- events of a plan ---
 
     def _follow_events(self, plan: BatchPlan) -> None:
-        """Moves each sequence through what the plan says happened to it, in the only order in which that makes sense."""
+        """Moves each sequence through what the plan says happened to it, in the only order that makes sense."""
         preempted: dict[int, list[PreemptionMode]] = {}
         for item in plan.preempted:
             assert self.members[item.seq_id].job.request.request_id == item.request_id
@@ -205,8 +136,6 @@ class Shadow:
             preempted.setdefault(item.seq_id, []).append(item.mode)
         brought = self._brought_in(plan, preempted)
         admitted = {item.seq_id: item for item in plan.admitted}
-        ignored = [self.members[item.seq_id] for item in plan.ignored]
-        doomed = {one.seq_id for member in ignored for one in member.unit}
         for member in sorted(self.members.values(), key=lambda one: one.seq_id):
             modes = preempted.get(member.seq_id, [])
             num_in = brought.get(member.seq_id, 0)
@@ -218,22 +147,34 @@ class Shadow:
                     member.place, num_in = RUNNING, num_in - 1
                 elif member.place == WAITING and item is not None:
                     assert item.is_resumed == (member.num_preempted > 0)
-                    assert item.num_cached_tokens < len(member.tokens), "at least one token is computed"
+                    self._check_hit(member, item.num_cached_tokens)
                     member.place, member.is_prefilling = RUNNING, True
                     member.num_computed = member.num_hit = item.num_cached_tokens
+                    if self.setup.caching and not member.was_admitted:
+                        self._num_queried += len(member.tokens)
+                        self._num_hit += item.num_cached_tokens
+                    member.was_admitted = True
                     item = None
                 else:
                     break
-            assert not modes and not num_in and item is None, f"{member.seq_id} is {member.place}: {modes} {num_in} {item}"
-            if member.seq_id in doomed:
-                member.place = ENDED
-        self._doomed = [one for member in ignored for one in member.unit]
+            left = (modes, num_in, item)
+            assert left == ([], 0, None), f"{member.seq_id} is {member.place}, and there is more: {left}"
         self._regroup()
+        self._doomed = [one for item in plan.ignored for one in self.members[item.seq_id].unit]
+        for member in self._doomed:
+            assert member.place != ENDED
+            member.place = ENDED
 
     def _computed_at_preemption(self, plan: BatchPlan, seq_id: int) -> int:
         admitted = [item.num_cached_tokens for item in plan.admitted if item.seq_id == seq_id]
         member = self.members[seq_id]
         return admitted[0] if admitted and member.place == WAITING else member.num_computed
+
+    def _check_hit(self, member: Member, num_tokens: int) -> None:
+        assert 0 <= num_tokens < len(member.tokens), "at least one token is computed"
+        assert self.setup.caching or num_tokens == 0
+        if self.setup.rules.hit_cap == "last_block" or num_tokens < len(member.tokens) - 1:
+            assert num_tokens % self.setup.block_size == 0, "only full blocks are hit"
 
     def _preempt(self, member: Member, mode: PreemptionMode) -> None:
         member.num_preempted += 1
@@ -319,7 +260,7 @@ class Shadow:
         places = Counter(member.place for member in self.members.values())
         swapped = {member.unit[0].seq_id for member in self.members.values() if member.place == SWAPPED}
         assert self.scheduler.num_running == places[RUNNING]
-        assert self.scheduler.num_waiting + len(self.scheduler._rejected) == places[WAITING]
+        assert self.scheduler.num_waiting <= places[WAITING], "those refused at `add` wait for the next plan to end"
         assert self.scheduler.num_swapped == len(swapped)
         assert self.scheduler.has_work == bool(self.jobs)
         on_gpu: set[int] = set()
@@ -357,27 +298,6 @@ class Shadow:
         member.tokens.append(token)
         member.prefixes.append(self.device.name(parent, token))
 
-    def _draw(self) -> int:
-        return self._rng.randrange(VOCAB_SIZE)
-
-    def _search(self, rows: list[ScheduledSequence]) -> list[Outcome]:
-        """A random beam search: each row gets some of at most `width` children; none: the beam is dropped."""
-        job = self.members[rows[0].seq_id].job
-        wanted = self._rng.randint(0 if job.outputs and self._rng.random() < 0.1 else 1, job.width)
-        if self._rng.random() < 0.5:
-            wanted = job.width
-        children: list[list[int]] = [[] for _ in rows]
-        for _ in range(wanted):
-            self._rng.choice(children).append(self._draw())
-        outcomes = []
-        for row, tokens in zip(rows, children, strict=True):
-            if not tokens or self._rng.random() < 0.05:
-                outcomes.append(Outcome(row.seq_id, (), None, tuple(tokens), dropped=True))
-            else:
-                stop = FinishReason.STOP if self._rng.random() < 0.03 else None
-                outcomes.append(Outcome(row.seq_id, (tokens[0],), stop, tuple(tokens[1:])))
-        return outcomes
-
     def _emit(self, member: Member, outcome: Outcome | None) -> FinishReason | None:
         member.is_prefilling = False
         if outcome is not None and outcome.dropped:
@@ -399,12 +319,8 @@ class Shadow:
             token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
         ):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(member.output) >= member.job.max_output(self.setup.limits.max_model_len) else None
-
-    def _fork_later(self, parent: Member, forks: tuple[int, ...]) -> None:
-        """What forks share is what is known before the parent's own token."""
-        parent.job.has_parted = True
-        parent.fork_base = (parent.tokens[:], parent.prefixes[:])  # type: ignore[attr-defined]
+        is_whole = len(member.output) >= member.job.max_output(self.setup.limits.max_model_len)
+        return FinishReason.LENGTH if is_whole else None
 
     def _part(self, parent: Member, tokens: tuple[int, ...], emitted: list[str]) -> list[tuple[Member, FinishReason]]:
         job = parent.job
@@ -415,10 +331,11 @@ class Shadow:
             else:
                 seq_id = job.group_id + job.num_made
             job.num_made += 1
-            known, names = parent.fork_base  # type: ignore[attr-defined]
+            known, names = parent.at_fork
             child = Member(
-                seq_id, job, known[:], names[:], RUNNING, parent.num_computed, parent.num_hit, parent.num_preempted
-            )
+                seq_id, job, known[:], names[:], RUNNING, parent.num_computed, parent.num_hit, parent.num_preempted,
+                was_admitted=True,
+            )  # fmt: skip
             if job.is_forced:
                 assert job.request.forced_output is not None
                 token = job.request.forced_output[0]
@@ -445,7 +362,7 @@ class Shadow:
             self.counts["drops"] += 1
         else:
             job.outputs.append(member.output)
-            job.reason = reason
+            job.reasons.append(reason)
         if not job.members:
             del self.jobs[job.request.request_id]
             self.counts[f"ended by {job.reason}"] += 1
@@ -463,9 +380,9 @@ class Shadow:
         forced = job.request.forced_output
         if job.is_forced and forced is not None:
             whole = list(forced)[: job.max_output(self.setup.limits.max_model_len)]
-            for output in job.outputs:
-                assert output == whole[: len(output)]
-                assert finished.reason in (FinishReason.IGNORED, FinishReason.ABORT) or output == whole
+            for output, reason in zip(job.outputs, job.reasons, strict=True):
+                assert output == whole[: len(output)], "not the tokens that were forced"
+                assert reason in (FinishReason.IGNORED, FinishReason.ABORT) or output == whole, "not all of them"
         if finished.reason in (FinishReason.STOP, FinishReason.LENGTH) and not job.is_beam:
             assert len(job.outputs) == job.width, "a group delivers as many outputs as it has members"
 
@@ -481,6 +398,7 @@ class Shadow:
         counts["ignored sequences"] += len(plan.ignored)
         counts["admissions"] += len(plan.admitted)
         counts["hit tokens"] += sum(item.num_cached_tokens for item in plan.admitted)
+        counts["beams given up"] += sum("beams were preempted" in item.reason for item in plan.ignored)
         counts["victims admitted again in the step"] += sum(
             1 for item in plan.admitted if before.get(item.seq_id) == RUNNING
         )

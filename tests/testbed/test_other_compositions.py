@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from testbed.blocks.config import KVRules
 from testbed.plan import BlockedBy, FinishReason, PrefillChunk
 from tests.testbed.core_kit import (
     add,
@@ -88,6 +89,18 @@ def test_split_preempts_the_last_and_takes_it_back_first() -> None:
         ([("b", 5)], []),
         ([("b", 1)], []),
     ]
+
+
+@pytest.mark.xfail(strict=True, reason="the prompt preempts itself and is admitted again in every step: T12")
+def test_split_decodes_when_an_unfinished_prompt_finds_no_block() -> None:
+    """3 blocks of 4, a free one wanted for each: a has 1, and b, with 6 of 7 tokens computed, both others."""
+    rules, limits = KVRules(growth_test="one_per_sequence"), make_limits(budget=6)
+    scheduler = make_scheduler(
+        "prefill_decode_split", num_blocks=3, block_size=4, caching=False, rules=rules, limits=limits
+    )
+    add(scheduler, make_request("a", 3, 2), make_request("b", 7, 2))
+    assert [rows(step(scheduler)[0]) for _ in range(2)] == [[("a", 3)], [("b", 6)]]
+    assert sorted(item.request.request_id for item in drain(scheduler, max_steps=20)) == ["a", "b"]
 
 
 # --- iteration_level ---

@@ -274,7 +274,8 @@ class Step:
     def resume(self, seq: Sequence, num_tokens: int) -> None:
         """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was
         part of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
-        if seq.is_prefilling and not self.blocks.can_grow(seq, num_tokens):
+        is_new = seq.num_computed_tokens + num_tokens > seq.num_slots
+        if seq.is_prefilling and is_new and not self.blocks.can_grow(seq, num_tokens):
             return
         for one in seq.together:
             self.blocks.grow(one, num_tokens)

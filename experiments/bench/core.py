@@ -1,4 +1,5 @@
-"""How fast the core and the simulator are: scheduler steps/s at 256 sequences, simulated requests/s on 10,000 requests.
+"""How fast the core and the simulator are: scheduler steps/s at 256 sequences, what a step costs over queue lengths and
+pool sizes, simulated requests/s on 10,000 requests.
 
 Compare numbers of one run only, as ratios: machines are noisy.
 """
@@ -28,6 +29,9 @@ from testbed.traces.synthesis import content_key, synthesize
 
 NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 256, 64, 512, 32_000
 SCHEDULERS = ("vllm_v1", "decode_first", "prefill_first")
+QUEUE_LENGTHS = (100, 1_000, 10_000)
+QUEUE_ORDERS = ("fcfs", "lcfs", "random", "priority", "sjf", "srpt", "hrrn", "edf", "vtc", "mlfq", "lpm", "dfs")
+POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 
 
 def main(arguments: list[str]) -> int:
@@ -38,6 +42,10 @@ def main(arguments: list[str]) -> int:
     machine, versions = describe_machine(), describe_versions()
     print(f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}\n")
     _bench_scheduler(max(1, options.repeats))
+    print()
+    _bench_queues(max(1, options.repeats))
+    print()
+    _bench_pools(max(1, options.repeats))
     print()
     _bench_simulator(max(1, options.requests))
     return 0
@@ -85,6 +93,62 @@ def _drive(scheduler: Scheduler) -> float:
         scheduler.commit(result, now_ns)
         spent_ns += clock() - began_ns
     return scheduler.num_steps / spent_ns * 1e9
+
+
+def _bench_queues(repeats: int) -> None:
+    """A step with one admission and one end, while so many wait: it must not cost more the more wait."""
+    print(f"µs a step over queue lengths: 64 running, one ends and one is admitted each step, best of {repeats}")
+    print(f"  {'queue order':<16}" + "".join(f"{length:>10,}" for length in QUEUE_LENGTHS))
+    for order in tqdm(QUEUE_ORDERS, desc="queues", disable=None, leave=False):
+        best = [min(_queue_us(order, length) for _ in range(repeats)) for length in QUEUE_LENGTHS]
+        print(f"  {order:<16}" + "".join(f"{us:>10.1f}" for us in best))
+
+
+def _queue_us(order: str, num_waiting: int, num_steps: int = 200) -> float:
+    """A window of 128 is stated for lpm and dfs: beyond it they are first come, first served."""
+    options = [f"scheduler.queue_order={order}", "scheduler.max_num_seqs=64", "scheduler.max_num_batched_tokens=32768"]
+    scheduler = _scheduler(["scheduler=decode_first", "scheduler.oracle=perfect", *options], 20_000)
+    for index in range(num_waiting + num_steps + 64):
+        prompt = synthesize(Span(content_key("bench", 0, index % 512), 0, PROMPT_TOKENS), VOCAB)
+        scheduler.add(
+            Request(
+                str(index), prompt, forced_output=prompt, arrival_ns=index, priority=index * 7 % 5,
+                tenant=str(index % 8), deadline_ns=index * 31 % 1009,
+            )
+        )  # fmt: skip
+    return _us_per_step(scheduler, num_steps)
+
+
+def _bench_pools(repeats: int) -> None:
+    print(f"µs a step over pools of KV blocks: 64 running of a few hundred tokens, turnover, best of {repeats}")
+    print(f"  {'prefix caching':<16}" + "".join(f"{size:>11,}" for size in POOL_SIZES))
+    for caching in (False, True):
+        best = [min(_pool_us(size, caching) for _ in range(repeats)) for size in POOL_SIZES]
+        print(f"  {'on' if caching else 'off':<16}" + "".join(f"{us:>11.1f}" for us in best))
+
+
+def _pool_us(num_blocks: int, caching: bool, num_steps: int = 400) -> float:
+    options = ["scheduler.max_num_seqs=64", f"cache.prefix_caching={str(caching).lower()}"]
+    scheduler = _scheduler(["scheduler=decode_first", *options, "scheduler.max_num_batched_tokens=32768"], num_blocks)
+    for index in range(64 + num_steps):
+        prompt = synthesize(Span(content_key("bench", 1, index), 0, PROMPT_TOKENS), VOCAB)
+        scheduler.add(Request(str(index), prompt, forced_output=prompt))
+    return _us_per_step(scheduler, num_steps)
+
+
+def _scheduler(options: list[str], num_blocks: int) -> Scheduler:
+    return build.build_scheduler(compose_config(options), build.Pools(num_blocks, 0), record_decisions=False)
+
+
+def _us_per_step(scheduler: Scheduler, num_steps: int) -> float:
+    """plan + commit of forced outputs, after the first step."""
+    scheduler.plan(0)
+    scheduler.commit(StepResult((1,)), 1)
+    began_ns = time.perf_counter_ns()
+    for now_ns in range(1, num_steps + 1):
+        scheduler.plan(now_ns)
+        scheduler.commit(StepResult((now_ns + 1,)), now_ns + 1)
+    return (time.perf_counter_ns() - began_ns) / num_steps / 1e3
 
 
 def azure_like(num_requests: int, seed: int = 0) -> Trace:

@@ -35,8 +35,8 @@ class BlockManager:
 
     num_cpu_blocks is the size of the swap pool. watermark: share of the GPU blocks that admissions leave free.
     key_source None: no prefix caching. isolate_tenants: tenants share no prefixes. lookahead_slots: extra slots that a
-    decoding sequence reserves (speculative decoding). sliding_window: tokens that attention looks back at, None for all;
-    blocks wholly outside are released.
+    decoding sequence reserves (speculative decoding). sliding_window: tokens that attention looks back at
+    (None: all); blocks wholly outside are released.
     Raises ConfigError for a pool that is larger than can be managed.
     """
 
@@ -266,8 +266,9 @@ class BlockManager:
         if self.rules.swap_test == "all_blocks":
             num_blocks = self.num_held_blocks(seq)
         else:
-            full = [self._prefixes.full_contents(one) for one in seq.together]
-            num_blocks = sum(1 + len(one) - self._swap.num_held(one) for one in full)
+            num_blocks = sum(
+                self._num_touched(one) - self._swap.num_held(self._prefixes.full_contents(one)) for one in seq.together
+            )
         if num_blocks > self.num_cpu_blocks:
             return Verdict.NEVER
         return Verdict.OK if num_blocks <= self._swap.num_free else Verdict.LATER
@@ -293,10 +294,9 @@ class BlockManager:
             num_blocks += max(len(seqs), self._num_growing(seqs, tables))
         else:
             num_blocks = sum(
-                len(contents) - self._prefixes.num_referenced(contents)
-                for contents in map(self._prefixes.full_contents, seqs)
+                self._num_touched(one) - self._prefixes.num_referenced(self._prefixes.full_contents(one))
+                for one in seqs
             )
-            num_blocks += len(seqs)
         watermark = self.watermark_blocks if self.rules.watermark_for_swapped_in else 0
         if num_blocks + watermark > self.num_gpu_blocks:
             return Verdict.NEVER
@@ -312,6 +312,13 @@ class BlockManager:
             if index < len(table):
                 writers[table[index]] = writers.get(table[index], 0) + 1
         return num_new + sum(writers.values()) - len(writers)
+
+    def _num_touched(self, seq: Sequence) -> int:
+        """Full blocks, and one for the next token: what `swap_test=full_blocks` counts. The blocks of a whole prompt
+        count from its admission on, and want no more if they are filled to the last."""
+        is_whole = seq.is_prefilling and self.rules.allocate == "whole"
+        num_tokens = seq.num_tokens if is_whole else seq.num_computed_tokens
+        return num_tokens // self.block_size + (not is_whole or num_tokens % self.block_size > 0)
 
     def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
         """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""

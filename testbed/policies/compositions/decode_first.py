@@ -42,7 +42,7 @@ class DecodeFirst:
                 (finishing if start + num_tokens == seq.num_tokens else unfinished).append(seq)
         swapped_in: list[Sequence] = []
         if not step.preempted:
-            swapped_in = self._swap_in(step)
+            swapped_in = sorted(self._swap_in(step), key=lambda seq: seq.is_prefilling)
         self._keep_order(step, [*swapped_in, *decodes, *finishing, *unfinished])
         if step.preempted and not self._admits_after_preemption:
             if step.num_waiting:

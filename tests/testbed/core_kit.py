@@ -66,6 +66,7 @@ def make_blocks(
     eviction: EvictionPolicy | None = None,
     lookahead_slots: int = 0,
     sliding_window: int | None = None,
+    isolate_tenants: bool = False,
 ) -> BlockManager:
     """Without `eviction` it is LRU, by what `rules.lru_by` says."""
     rules = rules or KVRules()
@@ -81,6 +82,7 @@ def make_blocks(
         key_source=(key_source or TokenKeys(block_size)) if caching else None,
         lookahead_slots=lookahead_slots,
         sliding_window=sliding_window,
+        isolate_tenants=isolate_tenants,
     )
 
 

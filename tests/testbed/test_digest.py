@@ -15,6 +15,7 @@ import pytest
 from xxhash import xxh64_intdigest
 
 from testbed.blocks.config import KVRules
+from testbed.core import Core
 from testbed.digest import VERSION, plan_events
 from testbed.plan import Admission, FinishReason, Ignored, Outcome, Preemption, PreemptionMode, StepResult
 from testbed.policies.admission import Watermark
@@ -23,7 +24,6 @@ from testbed.policies.queue_order import FCFS
 from testbed.policies.victim import MostRecentlyAdmitted
 from testbed.request import Request, SamplingParams
 from testbed.scheduler import Scheduler
-from testbed.core import Core
 from testbed.step import Step
 from tests.testbed.core_kit import (
     COMPOSITIONS,

@@ -475,3 +475,16 @@ def test_what_is_compared_with_the_models_length(length_limit: str, reason: Fini
 def test_rules_that_contradict_each_other_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.kv_rules\.\w+.* need"):
         KVRules(**fields)  # type: ignore[arg-type]
+
+
+# --- tenants ---
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_tenants_share_prefixes_unless_they_are_kept_apart(isolated: bool) -> None:
+    scheduler = make_scheduler(block_size=4, isolate_tenants=isolated)
+    add(scheduler, make_request("a", range(9), 1, tenant="x"))
+    drain(scheduler)
+    add(scheduler, make_request("b", range(9), 1, tenant="y"), make_request("c", range(9), 1, tenant="x"))
+    plan, _ = step(scheduler)
+    assert cached(plan) == {"b": 0 if isolated else 8, "c": 8}

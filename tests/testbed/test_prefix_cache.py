@@ -279,7 +279,7 @@ def test_entries_go_with_their_last_descendant() -> None:
     blocks.free(seq)
     filler = sequence(1, (50, 51, 52))
     compute(blocks, filler)
-    assert len(blocks._cache.entries) == 3
+    assert len(blocks._gpu.cache.entries) == 3
     blocks.check_invariants()
 
 

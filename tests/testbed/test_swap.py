@@ -276,16 +276,13 @@ def half_prefilled(blocks: BlockManager) -> Sequence:
 
 # vLLM 0.8.5 counts full blocks, and crashes where more are moved
 FULL = KVRules(swap_test="full_blocks")
-crashes = pytest.mark.xfail(strict=True, reason="only computed full blocks are counted, the whole table moves: T11")
 
 
-@crashes
 def test_a_swap_out_of_an_unfinished_prefill_needs_room_for_all_that_it_holds() -> None:
     blocks = make_blocks(num_cpu_blocks=1, block_size=4, caching=False, rules=FULL)
     assert blocks.can_swap_out(half_prefilled(blocks)) is NEVER
 
 
-@crashes
 def test_a_swap_in_of_an_unfinished_prefill_needs_room_for_all_that_it_held() -> None:
     blocks = make_blocks(num_blocks=4, num_cpu_blocks=4, block_size=4, caching=False, rules=FULL)
     seq = half_prefilled(blocks)

@@ -145,6 +145,10 @@ class Sequence:
     def output_token_ids(self) -> array[int]:
         return self.tokens[self.num_prompt_tokens : self.num_tokens]
 
+    def known_tokens(self, start: int, stop: int) -> array[int]:
+        """The known tokens at positions start … stop - 1, as far as there are any."""
+        return self.tokens[start : min(stop, self.num_tokens)]
+
     @property
     def is_in_step(self) -> bool:
         """Whether its counts follow from the clock of decode steps."""

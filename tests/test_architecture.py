@@ -117,6 +117,20 @@ def test_policies_and_blocks_know_their_place() -> None:
     assert not refused(early, "testbed.blocks", "testbed.policies")
 
 
+def test_no_policy_sees_the_true_length_of_an_output() -> None:
+    """What a policy believes of the future comes from the configured oracle (SPEC P7)."""
+    hidden = {"forced_output", "is_forced", "token_limit", "tokens", "output_token_ids"}
+    files = [path for path in FILES if "policies" in path.parts and path.name != "oracle.py"]
+    assert len(files) > 15
+    seen = [
+        f"{path.relative_to(ROOT)}:{node.lineno} reads .{node.attr}"
+        for path in files
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr in hidden
+    ]
+    assert not seen, seen
+
+
 def test_traces_know_no_scheduler() -> None:
     traces = [item for item in imports_in("testbed") if item.file.startswith("testbed/traces/")]
     assert not refused(traces, "testbed.scheduler", "testbed.serve", "testbed.blocks", "testbed.policies")

@@ -36,7 +36,7 @@ class JobSize:
         self._oracle = context.oracle
         self._max_model_len = context.limits.max_model_len
 
-    def tokens(self, seq: Sequence) -> int:
+    def of(self, seq: Sequence) -> int:
         return self._measure(self, seq)
 
     def prompt(self, seq: Sequence) -> int:
@@ -68,7 +68,7 @@ def shortest_job(by: str = "prompt", preemptive: bool = False) -> KeyedQueue:
     size = JobSize(by)
 
     def key(seq: Sequence) -> Rank:
-        return size.tokens(seq), seq.seq_id
+        return size.of(seq), seq.seq_id
 
     return KeyedQueue(key, bind=size.bind, preemptive=preemptive)
 
@@ -87,6 +87,6 @@ def longest_job(by: str = "prompt") -> KeyedQueue:
     size = JobSize(by)
 
     def key(seq: Sequence) -> Rank:
-        return -size.tokens(seq), seq.seq_id
+        return -size.of(seq), seq.seq_id
 
     return KeyedQueue(key, bind=size.bind)

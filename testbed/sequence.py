@@ -101,7 +101,7 @@ class Sequence:
         self.num_slots = 0  # tokens that its KV blocks have room for; kept by the block manager
         self.num_preemptions = 0
         self.admission = 0  # its place in running order: larger comes later; kept by the scheduler
-        self.stuck_at = 0  # known tokens when it last found no room although nothing else ran
+        self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.is_prefilling = False  # admitted, and nothing emitted since
         self.last_step = -1  # the step that scheduled it last, where the eviction rule asks for it
         self.state = SequenceState.WAITING

@@ -143,11 +143,12 @@ class Step:
         while not blocks.can_grow(seq, num_tokens):
             is_alone = len(self._core.running) == 1
             victim = self._core.victims.choose(self._core.running)
-            if is_alone and seq.stuck_at == seq.num_tokens:
-                self._give_up(seq, self._stuck_reason(seq))
-                return False
             if is_alone:
-                seq.stuck_at = seq.num_tokens
+                progress = seq.num_tokens, seq.num_computed_tokens
+                if progress <= seq.stuck_at:
+                    self._give_up(seq, self._stuck_reason(seq))
+                    return False
+                seq.stuck_at = progress
             self.preempt(victim)
             if victim is seq:
                 return False
@@ -282,9 +283,15 @@ class Step:
         self.schedule(seq, num_tokens)
 
     def next_chunk(self, seq: Sequence) -> int:
-        """How many of its missing tokens the budget lets a running or swapped-out sequence compute; 0: not now."""
+        """How many of its missing tokens a swapped-out sequence computes when it comes back; 0: the budget is too low.
+
+        All of them, if so many ever fit in a step.
+        """
         if seq.is_prefilling:
-            return min(seq.num_tokens - seq.num_computed_tokens, self.token_budget)
+            missing = seq.num_tokens - seq.num_computed_tokens
+            if missing > self.limits.max_num_batched_tokens:
+                return min(missing, self.token_budget)
+            return missing if missing <= self.token_budget else 0
         return 1 if self.token_budget >= len(seq.together) else 0
 
     def reorder(self, seqs: list[Sequence]) -> None:

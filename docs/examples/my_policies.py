@@ -1,48 +1,232 @@
-"""A user's own policies, in a file outside the package. docs/extending.md runs them; a test keeps that true."""
+"""A user's own policies, in a file outside the package. docs/extending.md runs them; a test keeps that true.
+
+One class for each place where a policy plugs in. The last lines let a type checker confirm that they fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 
 from sim.cost.base import CostModel
-from testbed.plan import BatchShape, Spans
+from testbed.blocks.eviction import EvictionPolicy
+from testbed.blocks.manager import Verdict
+from testbed.interfaces import Estimator
+from testbed.plan import BatchShape, BlockedBy, PreemptionMode, Spans
+from testbed.policies.admission import Admission
+from testbed.policies.compositions import Composition
+from testbed.policies.context import LengthOracle, PolicyContext
+from testbed.policies.orders import KeyedQueue
+from testbed.policies.preemption import PreemptionChoice
+from testbed.policies.queue_order import FCFS, WaitingQueue
+from testbed.policies.victim import VictimChoice
 from testbed.sequence import Sequence
+from testbed.step import Step
+
+# --- queue orders ---
 
 
-class ShortestPromptFirst:
-    """A queue order: the waiting sequence with the fewest prompt tokens first, ties by arrival."""
+def shortest_prompt_first() -> KeyedQueue:
+    """A queue order whose key does not change while a sequence waits is one expression; ties go by arrival."""
+    return KeyedQueue(lambda seq: (seq.num_prompt_tokens, seq.seq_id))
+
+
+class TenantsInTurn:
+    """A queue order from scratch: one request of each tenant in turn, first come, first served inside a tenant.
+
+    push, remove and head are O(1).
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Sequence] = {}
+        self._queues: OrderedDict[str, FCFS] = OrderedDict()  # the tenant whose turn it is comes first; none is empty
 
     def push(self, seq: Sequence) -> None:
-        self._waiting[seq.seq_id] = seq
+        self._queues.setdefault(seq.request.tenant or "", FCFS()).push(seq)
 
     def push_preempted(self, seq: Sequence) -> None:
-        self.push(seq)
+        """It was served once: it is its tenant's next one, whenever that tenant's turn comes."""
+        self._queues.setdefault(seq.request.tenant or "", FCFS()).push_preempted(seq)
 
     def head(self, now_ns: int) -> Sequence | None:
-        return min(self._waiting.values(), key=lambda seq: (seq.num_prompt_tokens, seq.seq_id), default=None)
+        for queue in self._queues.values():
+            return queue.head(now_ns)
+        return None
 
     def remove(self, seq: Sequence) -> None:
-        del self._waiting[seq.seq_id]
+        """It was admitted (or ended): the tenant goes behind the others."""
+        tenant = seq.request.tenant or ""
+        queue = self._queues.pop(tenant)
+        queue.remove(seq)
+        if queue:
+            self._queues[tenant] = queue
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting.values())
+        for queue in self._queues.values():
+            yield from queue
 
 
-class LeastProgress:
-    """A victim choice: preempt the sequence that has emitted least, the newest among equals."""
+# --- admission, preemption ---
+
+
+class TenantCap:
+    """An admission: at most `max_requests` of one tenant run at a time. The head that is refused waits, and the queue
+    behind it."""
+
+    def __init__(self, max_requests: int = 4) -> None:
+        self._max_requests = max_requests
+
+    def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
+        tenant = seq.request.tenant
+        return sum(1 for other in running if other.request.tenant == tenant) < self._max_requests
+
+
+class CheapestToRecompute:
+    """A victim choice: what takes the least time to compute again, by the run's cost model; the newest among equals."""
+
+    def __init__(self) -> None:
+        self._estimator: Estimator | None = None
+
+    def bind(self, context: PolicyContext) -> None:
+        self._estimator = context.estimator
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return min(running.values(), key=lambda seq: (seq.num_output_tokens, -seq.seq_id))
+        return min(running.values(), key=lambda seq: (self._cost(seq), -seq.seq_id))
+
+    def _cost(self, seq: Sequence) -> int:
+        num_tokens = seq.num_computed_tokens
+        if self._estimator is None or num_tokens == 0:
+            return num_tokens
+        return self._estimator.recompute_ns(0, num_tokens)
+
+
+class SwapWhatIsLarge:
+    """A preemption mode: swap from `min_blocks` KV blocks on, recompute what has fewer."""
+
+    def __init__(self, min_blocks: int = 16) -> None:
+        self._min_blocks = min_blocks
+
+    def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
+        return PreemptionMode.SWAP if num_blocks >= self._min_blocks else PreemptionMode.RECOMPUTE
+
+
+# --- eviction, foresight ---
+
+
+class DeepestFirst:
+    """An eviction policy: the deepest block of all goes first, so that the beginnings of prompts stay; among equals the
+    one released earliest. Every operation is O(log n)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int]] = []  # -depth, release, block; those no longer in _releases are stale
+        self._releases: dict[int, int] = {}  # of the blocks that are here: when they came
+        self._num_releases = 0
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        self._num_releases += 1
+        self._releases[block] = self._num_releases
+        heapq.heappush(self._heap, (-depth, self._num_releases, block))
+
+    def hit(self, block: int) -> None:
+        """How often content is found does not matter here."""
+
+    def remove(self, block: int) -> None:
+        del self._releases[block]
+        if len(self._heap) > 2 * len(self._releases) + 64:
+            self._heap = [entry for entry in self._heap if self._releases.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def pop(self) -> int:
+        while True:
+            _, release, block = heapq.heappop(self._heap)
+            if self._releases.get(block) == release:
+                del self._releases[block]
+                return block
+
+    def __len__(self) -> int:
+        return len(self._releases)
+
+
+class ByTenant:
+    """An oracle: the output length that is usual for the tenant; None, no opinion, of tenants that it does not know."""
+
+    def __init__(self, lengths: Mapping[str, int]) -> None:
+        self._lengths = dict(lengths)
+
+    def predict(self, seq: Sequence) -> int | None:
+        return self._lengths.get(seq.request.tenant or "")
+
+
+# --- a batch composition ---
+
+
+class FewPrefills:
+    """Decodes first, then at most `max_prefills` prompts at a time in chunks of the budget that is left.
+
+    The fewer prompts share a step, the sooner the first of them is done; the decodes beside them never wait.
+    """
+
+    unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
+
+    def __init__(self, max_prefills: int = 1) -> None:
+        self._max_prefills = max_prefills
+
+    def compose(self, step: Step) -> None:
+        step.decode()
+        for seq in list(step.prefilling.values()):
+            num_tokens = step.next_chunk(seq)
+            if num_tokens and step.reserve(seq, num_tokens):  # False: it was preempted itself
+                step.schedule(seq, num_tokens)
+        if not step.preempted:
+            self._swap_in(step)
+        self._admit(step)
+
+    def _swap_in(self, step: Step) -> None:
+        for seq in step.swapped():
+            num_tokens = step.next_chunk(seq)
+            if not num_tokens or step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                return
+            verdict = step.can_swap_in(seq)  # NEVER has ended it
+            if verdict is Verdict.LATER:
+                return
+            if verdict is Verdict.OK:
+                step.bring_in(seq)
+                step.resume(seq, num_tokens)
+
+    def _admit(self, step: Step) -> None:
+        while (seq := step.head()) is not None:
+            if step.preempted and not step.made_room:
+                return step.blocked(BlockedBy.PREEMPTION)
+            if step.num_swapped:
+                return step.blocked(BlockedBy.SWAPPED_FIRST)
+            if len(step.prefilling) >= self._max_prefills:
+                return step.blocked(BlockedBy.PARTIAL_PREFILLS)
+            if step.token_budget == 0:
+                return step.blocked(BlockedBy.TOKEN_BUDGET)
+            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+                if step.make_room(seq):  # only where the queue order is preemptive
+                    continue
+                return step.blocked(BlockedBy.MAX_NUM_SEQS)
+            hit = step.blocks.lookup(seq)
+            num_tokens = min(seq.num_tokens - hit.num_tokens, step.token_budget)
+            verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)  # NEVER has ended it, and says why
+            if verdict is Verdict.LATER:
+                if step.make_room(seq):
+                    continue
+                return None
+            if verdict is Verdict.OK:
+                step.admit(seq, hit, num_tokens)
+        return None
+
+
+# --- a cost model of the simulator ---
 
 
 class SlowPrefill:
-    """A cost model: a fixed price a step, and `per_prefill_token_us` for every prefilled token."""
+    """A fixed price a step, and `per_prefill_token_us` for every prefilled token."""
 
     def __init__(self, base_us: int = 5_000, per_prefill_token_us: int = 100) -> None:
         self.base_us = base_us
@@ -52,4 +236,11 @@ class SlowPrefill:
         return Spans(forward_ns=1_000 * (self.base_us + self.per_prefill_token_us * shape.num_prefill_tokens))
 
 
-_: CostModel = SlowPrefill()  # a type checker confirms that it fits
+_orders: list[WaitingQueue] = [shortest_prompt_first(), TenantsInTurn()]
+_admission: Admission = TenantCap()
+_victim: VictimChoice = CheapestToRecompute()
+_mode: PreemptionChoice = SwapWhatIsLarge()
+_eviction: EvictionPolicy = DeepestFirst()
+_oracle: LengthOracle = ByTenant({})
+_composition: Composition = FewPrefills()
+_cost: CostModel = SlowPrefill()

@@ -18,6 +18,7 @@ import pytest
 
 from experiments.conform import replay
 from experiments.conform.cases import Case, read_cases
+from experiments.conform.overrides import case_config
 from experiments.conform.systems import SYSTEMS, DecisionReader, System
 from testbed.plan import (
     Admission,
@@ -77,7 +78,7 @@ def decision(
 # Second 0: '9' gets its 6 tokens in 2 blocks, '10' the 2 of 5 that the budget of 8 leaves, in 1 block; 8 - 3 = 5 free.
 # Second 1: '9' computes its 7th token in its second block; '10' its other 3, which need a second block; 4 free. Both
 # emit their last token and end: 8 free. Seconds 2 to 6 are idle. Second 7: 3 tokens in 1 block; 7 free, then 8.
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "case": "plain",
     "system": "vllm_v1_0.33",
     "config": CONFIG,
@@ -140,7 +141,7 @@ def test_a_compressed_file_and_one_case_of_it(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_field_that_was_not_logged_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = copy.deepcopy(PLAIN)
-    case["steps"] = [{"step": step["step"], "scheduled": step["scheduled"]} for step in PLAIN["steps"]]  # type: ignore[attr-defined]
+    case["steps"] = [{"step": step["step"], "scheduled": step["scheduled"]} for step in PLAIN["steps"]]
     assert conform(capsys, tmp_path, [case])[0].status == 0
 
 
@@ -222,7 +223,7 @@ def test_the_first_step_that_differs_is_shown_with_both_sides(
     assert len(marked) == 1
     assert marked[0].split(maxsplit=3) == ["*", field, "recorded", json.dumps(value)]
     ours = lines[lines.index(marked[0]) + 1].split(maxsplit=1)
-    assert ours == ["ours", json.dumps(PLAIN["steps"][index][field])]  # type: ignore[index]
+    assert ours == ["ours", json.dumps(PLAIN["steps"][index][field])]
     assert lines[-2:] == ["ok cached: 2 steps", "1 passed, 1 failed"]
 
 
@@ -235,8 +236,8 @@ def test_a_failure_shows_how_far_the_requests_are(tmp_path: Path, capsys: pytest
 
 def test_a_log_that_is_too_short_or_too_long_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short, long = copy.deepcopy(PLAIN) | {"case": "short"}, copy.deepcopy(PLAIN) | {"case": "long"}
-    short["steps"].pop()  # type: ignore[attr-defined]
-    long["steps"].append(decision(8, {"11": 1}, 7, 8))  # type: ignore[attr-defined]
+    short["steps"].pop()
+    long["steps"].append(decision(8, {"11": 1}, 7, 8))
     said, lines = conform(capsys, tmp_path, [short, long])
     assert said.status == 1
     assert "short: 2 of 2 steps agree; step 2 at second 7: the log has ended, our scheduler goes on" in lines[0]
@@ -468,7 +469,7 @@ def test_sets_of_requests_are_sorted_by_number_and_counters_are_read() -> None:
 
 
 def test_null_leaves_the_presets_value(tmp_path: Path) -> None:
-    config = replay.case_config("vllm_v1", CONFIG)
+    config = case_config("vllm_v1", CONFIG)
     assert config.scheduler.max_num_partial_prefills == 1
     assert config.cache.num_cpu_blocks == 0
     assert config.scheduler.max_num_seqs == 4

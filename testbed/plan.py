@@ -122,7 +122,9 @@ class RowSource(Protocol):
 class BatchPlan(NamedTuple):
     """One step (or `num_steps` equal ones), decided.
 
-    A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids.
+    A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
+    sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
+    contents.
     """
 
     step: int

@@ -42,13 +42,15 @@ class SwapSpace:
         moved: dict[int, int] = {}
         for seq_id, table in tables.items():
             parent: CacheEntry | None = None
+            is_broken = False  # a key collision: what follows is not shared
             own = contents.get(seq_id, [])
             cpu_table = self.tables[seq_id] = []
             for index, block in enumerate(table):
                 if block == RELEASED:
                     cpu_table.append(RELEASED)
                     continue
-                content = own[index] if self._cache is not None and index < len(own) else None
+                is_full = self._cache is not None and not is_broken and index < len(own)
+                content = own[index] if is_full else None
                 found = self._cache.find(*content, parent) if self._cache is not None and content is not None else None
                 if block in moved:
                     self._pool.share(moved[block])
@@ -60,6 +62,7 @@ class SwapSpace:
                     if self._cache is not None and content is not None:
                         found = self._cache.publish(moved[block], *content, parent)
                 parent = found
+                is_broken = content is None or found is None
                 cpu_table.append(moved[block])
         return list(moved.items())
 

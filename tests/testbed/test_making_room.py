@@ -116,18 +116,7 @@ def test_shortest_remaining_time_takes_the_place_of_a_long_job(composition: str)
     assert ends(scheduler) == ["short", "same", "long"]
 
 
-thrashes = pytest.mark.xfail(strict=True, reason="blocked by what was swapped out for it, which then comes back: T10")
-
-
-@pytest.mark.parametrize(
-    "composition",
-    [
-        "prefill_first",
-        "decode_first",
-        pytest.param("unified", marks=thrashes),
-        pytest.param("iteration_level", marks=thrashes),
-    ],
-)
+@pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified", "iteration_level"])
 def test_a_place_that_is_made_by_swap_is_taken_too(composition: str) -> None:
     scheduler = by_priority(composition, limits=make_limits(seqs=1), num_cpu_blocks=9, preemption=Swap())
     add(scheduler, make_request("a", 4, 9, priority=5))

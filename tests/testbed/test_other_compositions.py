@@ -91,7 +91,6 @@ def test_split_preempts_the_last_and_takes_it_back_first() -> None:
     ]
 
 
-@pytest.mark.xfail(strict=True, reason="the prompt preempts itself and is admitted again in every step: T12")
 def test_split_decodes_when_an_unfinished_prompt_finds_no_block() -> None:
     """3 blocks of 4, a free one wanted for each: a has 1, and b, with 6 of 7 tokens computed, both others."""
     rules, limits = KVRules(growth_test="one_per_sequence"), make_limits(budget=6)

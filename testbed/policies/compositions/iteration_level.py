@@ -41,7 +41,7 @@ class IterationLevel:
         while (seq := step.head()) is not None:
             if step.preempted and not step.made_room:
                 return step.blocked(BlockedBy.PREEMPTION)
-            if step.num_swapped:
+            if step.num_swapped and not step.made_room:
                 return step.blocked(BlockedBy.SWAPPED_FIRST)
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 if step.make_room(seq):

@@ -23,7 +23,9 @@ class PrefillDecodeSplit:
             num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.token_budget)
             if num_tokens and step.reserve(seq, num_tokens):
                 step.schedule(seq, num_tokens)
-        if not step.num_swapped:
+        if step.preempted and step.num_waiting:
+            step.blocked(BlockedBy.PREEMPTION)
+        elif not step.num_swapped:
             self._admit(step)
         elif step.num_waiting:
             step.blocked(BlockedBy.SWAPPED_FIRST)

@@ -66,7 +66,7 @@ class Unified:
         while (seq := step.head()) is not None:
             if step.preempted and not step.made_room:
                 return step.blocked(BlockedBy.PREEMPTION)
-            if step.num_swapped:
+            if step.num_swapped and not step.made_room:
                 return step.blocked(BlockedBy.SWAPPED_FIRST)
             if step.token_budget == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)

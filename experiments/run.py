@@ -19,6 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from experiments import build
+from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from experiments.interrupt import interruptible
@@ -188,7 +189,7 @@ def _run(
     began = time.monotonic()
     failure: BaseException | None = None
     try:
-        with interruptible(serve(prepared.inbox, scheduler, recorders)) as loop:
+        with fewer_collections(), interruptible(serve(prepared.inbox, scheduler, recorders)) as loop:
             prepared.drive(loop)
     except (KeyboardInterrupt, TestbedError, MemoryError, OSError) as error:
         failure = error

@@ -15,11 +15,11 @@ class CacheEntry:
 
     __slots__ = ("blocks", "content", "is_computed", "key", "num_children", "parent")
 
-    def __init__(self, key: int, content: bytes, parent: CacheEntry | None) -> None:
+    def __init__(self, key: int, content: bytes, parent: CacheEntry | None, blocks: list[int]) -> None:
         self.key = key
         self.content = content
         self.parent = parent
-        self.blocks: list[int] = []  # the first one is found
+        self.blocks = blocks  # the first one is found
         self.num_children = 0
         self.is_computed = True  # False: allocated for this content by the step being planned
 
@@ -72,7 +72,7 @@ class PrefixCache:
             parent = self._alive(parent)
         entry = self.entries.get(key)
         if entry is None:
-            entry = self.entries[key] = CacheEntry(key, content, parent)
+            entry = self.entries[key] = CacheEntry(key, content, parent, [])
             if parent is not None:
                 parent.num_children += 1
         elif entry.parent is not parent or entry.content != content:
@@ -97,7 +97,7 @@ class PrefixCache:
             if found is None or found.parent is not parent or found.content != lost.content:
                 if found is not None:
                     return lost  # its key stands for another content now: what follows is not found
-                found = self.entries[lost.key] = CacheEntry(lost.key, lost.content, parent)
+                found = self.entries[lost.key] = CacheEntry(lost.key, lost.content, parent, [])
                 if parent is not None:
                     parent.num_children += 1
             parent = found

@@ -189,8 +189,8 @@ class PrefixSharing:
                 # keys of the chain are left as they are: they are made up for if the sequence is looked up again
                 key, content = next_key(parent.key, seq.tokens, index)
                 if key not in entries:
-                    entry = entries[key] = entry_of[table[index]] = chain.entry = CacheEntry(key, content, parent)
-                    entry.blocks.append(table[index])
+                    block = table[index]
+                    entries[key] = entry_of[block] = chain.entry = CacheEntry(key, content, parent, [block])
                     parent.num_children += 1
                     cache.num_cached_blocks += 1
                     chain.num_published = index + 1

@@ -6,10 +6,15 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+from experiments.messages import options
+from experiments.policies import GROUPS
+from testbed.blocks.config import KVRules
 from tests.experiments.kit import SHORT, TINY, decisions_of, manifest_of, say, table_of, write_rows
 
 MINE = '''
@@ -279,3 +284,13 @@ def test_a_whole_composition(examples: None, capsys: pytest.CaptureFixture[str],
     swapping = ("scheduler.preemption=swap", "cache.num_cpu_blocks=40")
     ran = Ran(capsys, rows, "scheduler.composition={_target_: my_policies.FewPrefills}", *swapping)
     assert ran.num_events("swapped_in") == ran.num_events("swapped_out") > 0
+
+
+def test_the_list_of_policies_is_complete() -> None:
+    """docs/policies.md names every policy, preset and KV rule, with every value that a rule may have."""
+    text = (DOCS / "policies.md").read_text()
+    named = {name for group in GROUPS.values() for name in group} | set(options("scheduler"))
+    for rule in fields(KVRules):
+        named |= {rule.name, *get_args(get_type_hints(KVRules)[rule.name])}
+    assert [name for name in sorted(named) if f"`{name}`" not in text] == []
+    assert [key for key in GROUPS if f"`{key}`" not in text] == []

@@ -216,7 +216,7 @@ def _random_policies(rng: random.Random, rules: KVRules) -> dict[str, str]:
         "queue": "fcfs" if rng.random() < 0.4 else rng.choice(tuple(QUEUES)),
         "admission": "watermark" if rng.random() < 0.5 else rng.choice(tuple(ADMISSIONS)),
         "preemption": rng.choice((*PREEMPTIONS, "swap")),
-        "victim": "most_recently_admitted" if rng.random() < 0.5 else rng.choice(tuple(VICTIMS)),
+        "victim": "most_recently_admitted" if rng.random() < 0.4 else rng.choice(tuple(VICTIMS)),
         "oracle": rng.choice(tuple(ORACLES)),
         "eviction": rng.choice(("lru", "fifo", "lfu", "cost_aware")),
     }

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from testbed.blocks.config import KVRules
 from testbed.policies.config import Limits
 from testbed.scheduler import Scheduler
 from tests.properties.life import Life, random_life
@@ -111,6 +112,30 @@ def test_presets_follow_the_shadow(name: str):
         life.check_repeats(2)
 
 
+@pytest.mark.parametrize("victim", ["oldest first", "most_blocks", "least_progress"])
+def test_what_a_victim_was_to_compute_in_the_same_step_is_never_hit(victim: str):
+    """Hits are visible at once, and victims may be scheduled already: prompts that are long for the pool, in chunks."""
+    num_preempted = 0
+    for number in range(16):
+        rng = random.Random(f"{victim}/{number}")
+        setup = Setup(
+            rules=KVRules(allocate="chunk", hits_visible="allocation"),
+            limits=Limits(4, rng.choice((8, 12)), 60, rng.choice((0, 5)), 1),
+            block_size=2,
+            num_blocks=rng.randrange(18, 24),
+            num_cpu_blocks=0,
+            preemption="recompute",
+            victim=victim,
+            eviction=rng.choice(("lru", "fifo", "lfu", "cost_aware")),
+        )
+        life = Life(setup, rng)
+        for _ in range(100):
+            rng.choice((life.add, life.step, life.step, life.step))()
+        life.drain()
+        num_preempted += life.counts["preemptions by recompute"]
+    assert num_preempted > 20
+
+
 def test_nothing_starves_first_come_first_served():
     """With the default victim everything ends by itself, however small the pool: `drain` fails otherwise."""
     ends = 0
@@ -135,7 +160,7 @@ def test_all_that_can_happen_happened():
 
 DIGESTS = """
 from tests.properties.life import random_life
-print([random_life(f"hash seed/{number}", 50).digests for number in range(20)])
+print([random_life(f"hash seed/{number}", 50).digests for number in range(40)])
 """
 
 

@@ -24,6 +24,8 @@ class Member:
     num_preempted: int = 0
     is_prefilling: bool = False  # admitted, and nothing emitted since
     was_admitted: bool = False
+    merged: set[int] = field(default_factory=set)  # positions in a block that took the place of the own one
+    table: list[int] = field(default_factory=list)  # as it was when it was looked at last
     at_fork: tuple[list[int], list[int]] = ([], [])  # tokens and prefixes that forks of this step share
     unit: list[Member] = field(default_factory=list)
 

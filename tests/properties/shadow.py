@@ -79,6 +79,7 @@ class Shadow:
         assert (blocks.num_queried_tokens, blocks.num_hit_tokens) == (self._num_queried, self._num_hit), "hit counts"
         assert self.scheduler.free_gpu_blocks == blocks.num_free_blocks
         assert self.scheduler.free_cpu_blocks == blocks.num_free_cpu_blocks
+        self._note_merges(plan)
         self.device.move(plan)
         self.device.compute(rows, self._prefixes, self._is_read, reads_own_step=self._reads_own_step)
         self._count(plan, before)
@@ -183,6 +184,7 @@ class Shadow:
         else:
             assert not (member.job.is_beam and len(member.unit) > 1), "beams are never recomputed"
             member.place, member.num_computed, member.num_hit = WAITING, 0, 0
+            member.merged, member.table = set(), []
 
     def _regroup(self) -> None:
         """Sequences that are recomputed go on by themselves."""
@@ -247,7 +249,20 @@ class Shadow:
     def _is_read(self, row: ScheduledSequence, position: int) -> bool:
         if position < self._first_read(row.start):
             return False
-        return self._trusts_hits or position >= self.members[row.seq_id].num_hit
+        member = self.members[row.seq_id]
+        return self._trusts_hits or not (position < member.num_hit or position in member.merged)
+
+    def _note_merges(self, plan: BatchPlan) -> None:
+        """Where a hit may cover what is not computed (the quirk of vLLM 0.8.5), so may a block that is merged into."""
+        if self._trusts_hits or self.setup.composition not in ("unified", "decode_first", "prefill_decode_split"):
+            return
+        size, copied = self.setup.block_size, {target for _, target in plan.copies}
+        for member in self.members.values():
+            table = self.scheduler.blocks.table(member.seq_id)[:] if member.place == RUNNING else []
+            for index, (before, now) in enumerate(zip(member.table, table, strict=False)):
+                if before != now and now not in copied:
+                    member.merged.update(range(index * size, (index + 1) * size))
+            member.table = table
 
     def _prefixes(self, seq_id: int) -> list[int]:
         return self.members[seq_id].prefixes
@@ -288,8 +303,11 @@ class Shadow:
             table = blocks.table(member.seq_id) if on_gpu else blocks.cpu_table(member.seq_id)
             self.device.holds(
                 table, member.prefixes, member.num_computed, first=self._first_read(member.num_computed),
-                skip=range(0 if self._trusts_hits else member.num_hit), on_gpu=on_gpu,
+                skip=self._untrusted(member), on_gpu=on_gpu,
             )  # fmt: skip
+
+    def _untrusted(self, member: Member) -> set[int]:
+        return set() if self._trusts_hits else {*range(member.num_hit), *member.merged}
 
     # --- tokens and ends ---
 
@@ -334,7 +352,7 @@ class Shadow:
             known, names = parent.at_fork
             child = Member(
                 seq_id, job, known[:], names[:], RUNNING, parent.num_computed, parent.num_hit, parent.num_preempted,
-                was_admitted=True,
+                was_admitted=True, merged=set(parent.merged), table=parent.table[:],
             )  # fmt: skip
             if job.is_forced:
                 assert job.request.forced_output is not None

@@ -330,5 +330,6 @@ def build_real_backend(config: RunConfig) -> Any:
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
         num_gpu_blocks=config.cache.num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks(config),
+        sliding_window=config.cache.sliding_window,
         seed=config.seed,
     )

@@ -74,8 +74,9 @@ class RealBackend:
     """Loads a model, allocates its KV memory, executes plans. Implements testbed.interfaces.Backend.
 
     num_gpu_blocks: None measures what fits (CUDA) or takes the stated budget (CPU). num_cpu_blocks: None is no swap
-    space. max_model_len: the longest sequence to leave room for; None takes the model's. seed: of dummy weights and of
-    requests that bring no seed. Raises ModelError, DeviceError, ConfigError.
+    space. max_model_len: the longest sequence to leave room for; None takes the model's. sliding_window: tokens that
+    attention looks back at, the core's (None: all); a model that was trained with a window wants the same one, others
+    take any. seed: of dummy weights and of requests that bring no seed. Raises ModelError, DeviceError, ConfigError.
     """
 
     def __init__(
@@ -90,26 +91,35 @@ class RealBackend:
         num_gpu_blocks: int | None = None,
         num_cpu_blocks: int | None = None,
         max_model_len: int | None = None,
+        sliding_window: int | None = None,
         seed: int = 0,
     ) -> None:
         _check_at_least(
             1, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
         )
+        if sliding_window is not None:
+            _check_at_least(1, sliding_window=sliding_window)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec))
-        choice = choose_attention(config.attention, _attention_spec(spec, block_size, placement))
+        choice = choose_attention(config.attention, _attention_spec(spec, block_size, placement, sliding_window))
         self.attention_name = choice.provider.name
         self.attention_reasons = choice.reasons
         self.device_description = describe_device(placement.device)
-        check_supported(spec)
+        check_supported(spec, sliding_window)
         if placement.device.type == "cpu":
             size = block_bytes(spec, block_size, placement.dtype)
             num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
             check_fits(spec.name, spec.num_parameters * placement.dtype.itemsize, num_blocks, size)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         self.runner = ModelRunner(
-            model, choice.provider, placement, block_size=block_size, vocab_size=spec.vocab_size, seed=seed
+            model,
+            choice.provider,
+            placement,
+            block_size=block_size,
+            vocab_size=spec.vocab_size,
+            seed=seed,
+            sliding_window=sliding_window,
         )
         limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_position_embeddings)
         if num_gpu_blocks is None:
@@ -171,7 +181,9 @@ def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: i
     return model, load_weights(model, spec, load_format, seed)
 
 
-def _attention_spec(spec: ModelSpec, block_size: int, placement: Placement) -> AttentionSpec:
+def _attention_spec(
+    spec: ModelSpec, block_size: int, placement: Placement, sliding_window: int | None
+) -> AttentionSpec:
     return AttentionSpec(
         num_heads=spec.num_attention_heads,
         num_kv_heads=spec.num_key_value_heads,
@@ -180,6 +192,7 @@ def _attention_spec(spec: ModelSpec, block_size: int, placement: Placement) -> A
         block_size=block_size,
         device=placement.device,
         dtype=placement.dtype,
+        sliding_window=sliding_window,
     )
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from real.device import Placement, resolve_dtype
 from real.loader import SINGLE_FILE, checkpoint_views, fill_random
-from real.models.registry import build_model
+from real.models.registry import build_model, check_supported
 from testbed.errors import ModelError
 from testbed.specs import ModelSpec
 
@@ -23,6 +23,7 @@ def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0) -> Path:
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is not an empty folder; a checkpoint is never written over something")
+    check_supported(spec)
     model = build_model(spec, Placement(torch.device("cpu"), resolve_dtype(None, spec)))
     fill_random(model, seed)
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ class ModelRunner:
         block_size: int,
         vocab_size: int,
         seed: int,
+        sliding_window: int | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -49,6 +50,7 @@ class ModelRunner:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._seed = seed
+        self._sliding_window = sliding_window
 
     def prepare(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
         """Flat inputs of the rows, in their order; copies to a GPU are pinned and not waited for.
@@ -64,7 +66,7 @@ class ModelRunner:
         context_lens = starts + query_lens
         row_of_token = np.repeat(np.arange(len(rows)), query_lens)  # [num_tokens]
         positions = np.arange(len(token_ids)) - (query_starts[:-1] - starts)[row_of_token]
-        block_tables = self._block_tables(rows, context_lens)  # [num_rows, max_blocks]
+        block_tables = self._block_tables(rows, starts, context_lens)  # [num_rows, max_blocks]
         blocks, offsets = positions // self._block_size, positions % self._block_size
         slots = block_tables[row_of_token, blocks].astype(np.int64) * self._block_size + offsets
         sampled = [row for row in rows if row.samples]
@@ -95,13 +97,31 @@ class ModelRunner:
         hidden = self.model.hidden_states(inputs.token_ids, inputs.positions, kv_caches, step_attention)
         return self.model.logits(hidden.index_select(0, inputs.sample_tokens))
 
-    def _block_tables(self, rows: Sequence[ScheduledSequence], context_lens: np.ndarray) -> np.ndarray:
-        """The blocks that hold each row's context, int32 [num_rows, max_blocks], padded with 0."""
+    def _block_tables(
+        self, rows: Sequence[ScheduledSequence], starts: np.ndarray, context_lens: np.ndarray
+    ) -> np.ndarray:
+        """The blocks that hold each row's context, int32 [num_rows, max_blocks], padded with 0.
+
+        Also 0 are the blocks that a sliding window left behind: nothing is read from them.
+        """
         num_blocks = -(-context_lens // self._block_size)  # [num_rows]
         flat = [block for row, num in zip(rows, num_blocks.tolist(), strict=True) for block in row.block_table[:num]]
         tables = np.zeros((len(rows), int(num_blocks.max())), dtype=np.int32)
-        tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = flat
+        indices = np.arange(tables.shape[1])
+        tables[indices < num_blocks[:, None]] = flat
+        if tables.min() < 0:
+            is_released = tables < 0
+            outside = self._num_blocks_outside_window(starts)
+            assert not (is_released & (indices >= outside[:, None])).any(), "a row names the blocks of its window"
+            tables[is_released] = 0
         return tables
+
+    def _num_blocks_outside_window(self, positions: np.ndarray) -> np.ndarray:
+        """How many of the first blocks no token from these positions on looks at."""
+        if self._sliding_window is None:
+            return np.zeros_like(positions)
+        first_attended: np.ndarray = np.maximum(0, positions + 1 - self._sliding_window)
+        return first_attended // self._block_size
 
     def _check_tokens(self, token_ids: np.ndarray, rows: Sequence[ScheduledSequence]) -> None:
         if token_ids.min() >= 0 and token_ids.max() < self._vocab_size:

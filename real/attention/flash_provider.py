@@ -1,11 +1,13 @@
 """FlashAttention-2 over paged KV (Dao 2023), through the flash-attn package.
 
-Its paged calls want a block size that is a multiple of 256, half precision, and a head size of at most 256.
+Its paged calls want a block size that is a multiple of 256, half precision, and a head size of at most 256. A sliding
+window is its `window_size`, (tokens to the left, to the right) of a query, itself not counted.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 
 import torch
 from torch import Tensor
@@ -25,7 +27,18 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"it needs a head size of at most 256 and a multiple of 8, the model's is {spec.head_dim}"
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
+    if spec.sliding_window is not None and not _has_window():
+        return (
+            f"the installed flash-attn has no window_size (it came with 2.3), cache.sliding_window is "
+            f"{spec.sliding_window}"
+        )
     return None
+
+
+def _has_window() -> bool:
+    from flash_attn import flash_attn_varlen_func
+
+    return "window_size" in inspect.signature(flash_attn_varlen_func).parameters
 
 
 class FlashAttention:
@@ -51,6 +64,9 @@ class FlashStep:
         self._metadata = metadata
         self._max_query_len = max(metadata.query_lens)
         self._max_context_len = max(metadata.context_lens)
+        self._window: dict[str, tuple[int, int]] = {}  # nothing where it cuts nothing off
+        if spec.sliding_window is not None and spec.sliding_window < self._max_context_len:
+            self._window = {"window_size": (spec.sliding_window - 1, 0)}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         metadata = self._metadata
@@ -66,6 +82,7 @@ class FlashStep:
             softmax_scale=self._scale,
             causal=True,  # aligned to the end: the last query sees the last key
             block_table=metadata.block_tables,
+            **self._window,
         )
         assert isinstance(output, Tensor)
         return output

@@ -2,7 +2,7 @@
 
 A step's metadata is handed to the provider once (`prepare`); the result is then called by every layer with that layer's
 projections and KV memory. It stores the new keys and values first, then lets every token attend to its own sequence's
-positions up to itself.
+positions up to itself: all of them, or the last `sliding_window`, itself included.
 
 KV memory of a layer: [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim].
 """
@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 class AttentionSpec(NamedTuple):
-    """What does not change from step to step: the heads, the scale of the scores, the paging, the placement."""
+    """What does not change from step to step: the heads, the scale of the scores, the paging, the placement.
+
+    sliding_window: the token at position p attends to p - sliding_window + 1 … p; None: to 0 … p.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -26,6 +29,7 @@ class AttentionSpec(NamedTuple):
     block_size: int
     device: torch.device
     dtype: torch.dtype
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class AttentionMetadata:
     """One flat batch: row i is a sequence with query_lens[i] new tokens, the last of its context_lens[i] positions.
 
     The tensors lie on the device, the tuples are the same facts for the host, so that no provider waits for a copy.
-    Entries of `block_tables` behind a row's last block are 0 and mean nothing.
+    Entries of `block_tables` are blocks that exist. Those behind a row's last block are 0 and mean nothing; so do those
+    that lie wholly outside the window of the row's first new token: others may have such a block by now.
     """
 
     query_lens: tuple[int, ...]

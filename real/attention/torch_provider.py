@@ -2,7 +2,8 @@
 
 Rows with one new token (decodes) are computed together: their blocks are gathered into one padded batch. Decodes are
 grouped by the power of two above their length in blocks, so that padding at most doubles the work. Rows with more
-(prefills, chunks of them) are computed one by one, in tiles of queries that bound the size of the mask.
+(prefills, chunks of them) are computed one by one, in tiles of queries that bound the size of the mask. With a sliding
+window only the blocks that some query of a row (of a tile) looks at are gathered, and the rest of them is masked.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ class DecodeGroup(NamedTuple):
     """Decode rows of similar length."""
 
     tokens: Tensor | None  # int64 [n], where their queries lie in the flat batch; None: they are the batch, in order
-    blocks: Tensor  # int32 [n * max blocks of the group], their block tables one after the other
-    mask: Tensor  # bool [n, 1, 1, max blocks * block_size]: the positions that exist
+    blocks: Tensor  # int32 [n * max blocks of the group], what they look at of their block tables, one after the other
+    mask: Tensor  # bool [n, 1, 1, max blocks * block_size]: the positions that exist and lie in the window
 
 
 class PrefillTile(NamedTuple):
-    """Consecutive queries of one row: tokens first … last - 1 of the flat batch attend to `num_keys` positions."""
+    """Consecutive queries of one row: tokens first … last - 1 of the flat batch, the last of `num_keys` positions."""
 
     first: int
     last: int
     num_keys: int
-    row_first: int  # where the row's tokens begin in the flat batch
-    block_table: Tensor | None  # [blocks that hold num_keys]; None: every key is one of this step's own
+    block_table: Tensor | None  # [blocks that hold num_keys]; None: the keys are of this step, tokens … last - 1
+    window: int | None  # None: it cuts nothing off
 
 
 class TorchAttention:
@@ -62,7 +63,7 @@ class TorchAttention:
         """Splits decode rows by length class, and each class so that no gather exceeds its limit."""
         by_class: dict[int, list[int]] = defaultdict(list)
         for row in rows:
-            by_class[(self._num_blocks(metadata.context_lens[row]) - 1).bit_length()].append(row)
+            by_class[(self._num_attended_blocks(metadata.context_lens[row]) - 1).bit_length()].append(row)
         groups = []
         for size_class, members in sorted(by_class.items()):
             limit = max(1, MAX_GATHERED_TOKENS // (self.spec.block_size << size_class))
@@ -72,31 +73,56 @@ class TorchAttention:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.spec.block_size)
 
+    def _first_attended(self, position: int) -> int:
+        """The first position that the token at `position` looks at."""
+        window = self.spec.sliding_window
+        return 0 if window is None else max(0, position + 1 - window)
+
+    def _num_attended_blocks(self, context_len: int) -> int:
+        """Blocks that the last of so many tokens looks at."""
+        return self._num_blocks(context_len) - self._first_attended(context_len - 1) // self.spec.block_size
+
     def _decode_group(self, metadata: AttentionMetadata, rows: list[int], first_tokens: list[int]) -> DecodeGroup:
-        device = metadata.block_tables.device
-        num_blocks = max(self._num_blocks(metadata.context_lens[row]) for row in rows)
-        tables, lengths = metadata.block_tables[:, :num_blocks], metadata.context_lens_tensor
+        device, window = metadata.block_tables.device, self.spec.sliding_window
+        tables, lengths = metadata.block_tables, metadata.context_lens_tensor
         tokens: Tensor | None = None
         if len(rows) != metadata.num_rows:
             index = torch.tensor(rows, device=device)
             tables, lengths = tables[index], lengths[index]
             tokens = torch.tensor([first_tokens[row] for row in rows], device=device)
+        num_blocks = max(self._num_attended_blocks(metadata.context_lens[row]) for row in rows)
         positions = torch.arange(num_blocks * self.spec.block_size, device=device)
-        mask = positions < lengths[:, None]  # [n, max positions]
+        if window is None or window >= max(metadata.context_lens[row] for row in rows):
+            tables = tables[:, :num_blocks]
+            mask = positions < lengths[:, None]  # [n, max positions]
+        else:
+            first_blocks = (lengths - window).clamp(min=0) // self.spec.block_size  # [n]
+            columns = first_blocks[:, None] + torch.arange(num_blocks, device=device)
+            tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))  # behind a row's end they mean nothing
+            positions = positions + first_blocks[:, None] * self.spec.block_size
+            mask = (positions < lengths[:, None]) & (positions >= lengths[:, None] - window)
         return DecodeGroup(tokens, tables.flatten(), mask[:, None, None, :])
 
     def _tiles(self, metadata: AttentionMetadata, row: int, row_first: int) -> list[PrefillTile]:
         num_queries, context = metadata.query_lens[row], metadata.context_lens[row]
-        num_cached = context - num_queries
-        tile = max(1, min(num_queries, MAX_MASK_ELEMENTS // context))
-        if num_cached:
+        num_cached, block_size, window = context - num_queries, self.spec.block_size, self.spec.sliding_window
+        if window is not None and window >= context:
+            window = None
+        most_keys = context if window is None else min(context, window + MAX_MASKED_QUERIES + block_size)
+        tile = max(1, min(num_queries, MAX_MASK_ELEMENTS // most_keys))
+        if num_cached or window is not None:
             tile = min(tile, MAX_MASKED_QUERIES)
         tiles = []
         for begin in range(0, num_queries, tile):
             end = min(begin + tile, num_queries)
-            num_keys = num_cached + end
-            table = metadata.block_tables[row, : self._num_blocks(num_keys)] if num_cached else None
-            tiles.append(PrefillTile(row_first + begin, row_first + end, num_keys, row_first, table))
+            last_key = num_cached + end
+            first_key = self._first_attended(num_cached + begin)
+            table: Tensor | None = None
+            if first_key < num_cached:
+                first_block = first_key // block_size
+                table = metadata.block_tables[row, first_block : self._num_blocks(last_key)]
+                first_key = first_block * block_size
+            tiles.append(PrefillTile(row_first + begin, row_first + end, last_key - first_key, table, window))
         return tiles
 
 
@@ -139,8 +165,8 @@ class TorchStep:
     def _prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         """One tile's rows of the output, [last - first, num_heads, head_dim]."""
         if tile.block_table is None:
-            end = tile.row_first + tile.num_keys
-            keys, values = key[tile.row_first : end], value[tile.row_first : end]
+            first = tile.last - tile.num_keys
+            keys, values = key[first : tile.last], value[first : tile.last]
         else:
             keys = kv_cache[0].index_select(0, tile.block_table).flatten(0, 1)[: tile.num_keys]
             values = kv_cache[1].index_select(0, tile.block_table).flatten(0, 1)[: tile.num_keys]
@@ -148,9 +174,11 @@ class TorchStep:
         num_queries = tile.last - tile.first
         queries = query[tile.first : tile.last].reshape(num_queries, num_kv_heads, -1, head_dim)
         mask: Tensor | None = None  # square and causal
-        if num_queries != tile.num_keys:  # the queries are the last positions of the keys
+        if num_queries != tile.num_keys or tile.window is not None:  # the queries are the last positions of the keys
             positions = torch.arange(tile.num_keys, device=query.device)
             mask = positions <= positions[-num_queries:, None]  # [queries, keys]
+            if tile.window is not None:
+                mask &= positions > positions[-num_queries:, None] - tile.window
         shape = (num_kv_heads, queries.shape[2], tile.num_keys, head_dim)
         output = functional.scaled_dot_product_attention(
             queries.permute(1, 2, 0, 3),  # KV heads stand in for the batch: [num_kv_heads, group, queries, head_dim]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from real.device import Placement
 from real.models.interface import CausalLM
@@ -15,13 +16,16 @@ MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {"Qwen3ForCausal
 
 
 def build_model(spec: ModelSpec, placement: Placement) -> CausalLM:
-    """A model with uninitialised weights. Raises ModelError for what is not supported."""
-    check_supported(spec)
+    """A model with uninitialised weights, of a spec that passed `check_supported`."""
     return MODELS[spec.architecture](spec, placement)
 
 
-def check_supported(spec: ModelSpec) -> None:
-    """Raises ModelError for an architecture, or an option in the model's config.json, that no model here reads."""
+def check_supported(spec: ModelSpec, sliding_window: int | None = None) -> None:
+    """Raises ModelError for an architecture, or an option in the model's config.json, that no model here reads.
+
+    sliding_window: what attention is told to look back at. A config that asks for a window must ask for this one, in
+    every layer: the KV blocks of all layers are released together.
+    """
     if spec.architecture not in MODELS:
         where = f" (in {spec.path})" if spec.path else ""
         raise ModelError(
@@ -31,17 +35,18 @@ def check_supported(spec: ModelSpec) -> None:
     if spec.head_dim % 2:
         raise ModelError(f"model.head_dim is {spec.head_dim}; rotary positions need an even one")
     if spec.path is not None:
-        _refuse_unknown_options(Path(spec.path))
+        file, raw = read_hf_config(Path(spec.path))
+        _refuse_unknown_options(file, raw)
+        _refuse_other_window(file, _window(raw), sliding_window)
 
 
-def _refuse_unknown_options(path: Path) -> None:
+def _refuse_unknown_options(file: Path, raw: dict[str, Any]) -> None:
     """Config options that would change the result and that no model here reads: better an error than wrong logits."""
-    file, raw = read_hf_config(path)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     refused = {
         f"rope type {rope_type!r}": rope_type != "default",
-        "sliding-window attention": bool(raw.get("use_sliding_window")),
+        "sliding-window attention in some layers only": _window(raw) is not None and not _slides_everywhere(raw),
         "biases in attention": bool(raw.get("attention_bias")),
         f"activation {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "quantised weights": bool(raw.get("quantization_config")),
@@ -49,3 +54,22 @@ def _refuse_unknown_options(path: Path) -> None:
     found = [option for option, is_refused in refused.items() if is_refused]
     if found:
         raise ModelError(f"{file} asks for {', '.join(found)}, which the real engine does not support")
+
+
+def _window(raw: dict[str, Any]) -> Any:
+    """The window that a config asks for, by Hugging Face's defaults; None: it asks for none."""
+    return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+
+
+def _slides_everywhere(raw: dict[str, Any]) -> bool:
+    """Whether a config that asks for a window asks for it in every layer."""
+    kinds = raw.get("layer_types")
+    return all(kind == "sliding_attention" for kind in kinds) if kinds else raw.get("max_window_layers") == 0
+
+
+def _refuse_other_window(file: Path, window: Any, sliding_window: int | None) -> None:
+    if window is not None and window != sliding_window:
+        raise ModelError(
+            f"{file} asks for sliding-window attention over {window} tokens, and cache.sliding_window is "
+            f"{'null' if sliding_window is None else sliding_window}; set it to {window}"
+        )

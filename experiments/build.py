@@ -21,8 +21,10 @@ from testbed.blocks.eviction import EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.errors import ConfigError, TraceError
+from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits, SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
+from testbed.policies.preemption import Swap
 from testbed.request import SamplingParams
 from testbed.scheduler import Scheduler
 from testbed.specs import ModelSpec, activation_bytes, num_kv_blocks
@@ -160,10 +162,12 @@ def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) 
         lookahead_slots=scheduler.lookahead_slots,
         sliding_window=cache.sliding_window,
     )
+    composition = make_policy("scheduler.composition", scheduler.composition)
     queue = make_policy("scheduler.queue_order", scheduler.queue_order)
     admission = make_policy("scheduler.admission", scheduler.admission)
     preemption = make_policy("scheduler.preemption", scheduler.preemption)
-    victims = make_policy("scheduler.victim", _victim(scheduler))
+    victims = make_policy("scheduler.victim", _victim(scheduler, queue))
+    _check_made(config, pools, composition, preemption)
     oracle = make_policy("scheduler.oracle", scheduler.oracle)
     context = PolicyContext(blocks, limits(config), oracle, build_estimator(config), config.seed)
     for policy in (oracle, eviction, queue, admission, preemption, victims):
@@ -173,7 +177,7 @@ def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) 
     return Scheduler(
         limits=context.limits,
         blocks=blocks,
-        composition=make_policy("scheduler.composition", scheduler.composition),
+        composition=composition,
         queue=queue,
         victims=victims,
         admission=admission,
@@ -189,11 +193,33 @@ def _eviction(config: RunConfig) -> EvictionPolicy:
     return cast(EvictionPolicy, make_policy("cache.eviction", config.cache.eviction))
 
 
-def _victim(scheduler: SchedulerConfig) -> Any:
+def _victim(scheduler: SchedulerConfig, queue: Any) -> Any:
     """`auto`: the lowest priority where the queue goes by priority, otherwise the most recently admitted (vLLM V1)."""
     if scheduler.victim != "auto":
         return scheduler.victim
-    return "lowest_priority" if scheduler.queue_order == "priority" else "most_recently_admitted"
+    return "lowest_priority" if getattr(queue, "goes_by_priority", False) else "most_recently_admitted"
+
+
+def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: Any) -> None:
+    """Refuses policies that contradict the settings, however they were named. Raises ConfigError."""
+    if isinstance(preemption, Swap) and pools.num_cpu_blocks == 0:
+        raise ConfigError(
+            "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
+            "cache.swap_space_gib, or choose scheduler.preemption=recompute"
+        )
+    bounds = limits(config)
+    threshold, budget = bounds.long_prefill_token_threshold, bounds.max_num_batched_tokens
+    if threshold > budget and isinstance(composition, Unified):
+        raise ConfigError(
+            f"scheduler.long_prefill_token_threshold ({threshold}) is larger than max_num_batched_tokens ({budget}); a "
+            "chunk cannot exceed the budget: lower it, or set 0 (off)"
+        )
+    num_seqs = sampling_params(config).num_seqs
+    if num_seqs > bounds.max_num_seqs:
+        raise ConfigError(
+            f"sampling asks for {num_seqs} sequences of each request, and scheduler.max_num_seqs is "
+            f"{bounds.max_num_seqs}: none could ever run; raise it, or lower sampling.n, best_of or beam_width"
+        )
 
 
 def check_policies(config: RunConfig, pools: Pools) -> None:
@@ -206,17 +232,7 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
             f"a watermark of {share} leaves {watermark} of {pools.num_gpu_blocks} KV blocks free: no prompt could ever "
             "be admitted; lower cache.watermark or raise cache.num_gpu_blocks"
         )
-    if scheduler.preemption == "swap" and pools.num_cpu_blocks == 0:
-        raise ConfigError(
-            "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
-            "cache.swap_space_gib, or choose scheduler.preemption=recompute"
-        )
-    threshold, budget = scheduler.long_prefill_token_threshold, limits(config).max_num_batched_tokens
-    if threshold > budget and scheduler.composition == "unified":
-        raise ConfigError(
-            f"scheduler.long_prefill_token_threshold ({threshold}) is larger than max_num_batched_tokens ({budget}); a "
-            "chunk cannot exceed the budget: lower it, or set 0 (off)"
-        )
+    budget = limits(config).max_num_batched_tokens
     if scheduler.kv_rules.chunks_fill_blocks and cache.prefix_caching and budget < cache.block_size:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens is {budget}, and with scheduler.kv_rules.chunks_fill_blocks a step must "

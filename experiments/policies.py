@@ -100,7 +100,8 @@ def make_policy(key: str, choice: Any) -> Any:
             raise ConfigError(f"{key}: {choice['_target_']} lacks {', '.join(missing)}; see docs/extending.md")
         return policy
     if not isinstance(choice, str) or choice not in named:
-        raise ConfigError(unknown(f"{key} is {choice!r}", str(choice), list(named)) + ", or {_target_: your.Class}")
+        names = [*(["auto"] if key == "scheduler.victim" else []), *named]
+        raise ConfigError(unknown(f"{key} is {choice!r}", str(choice), names) + ", or {_target_: your.Class}")
     return named[choice]()
 
 

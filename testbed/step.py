@@ -171,13 +171,15 @@ class Step:
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
-        self._withdraw(seq)
+        was_scheduled = self._withdraw(seq)
         self._stop_running(seq)
         wish = self._core.preemption.mode(seq, self.blocks.num_held_blocks(seq))
         can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
+        # what was merged in this step is computed after the swap out, by others
+        can_swap = not (was_scheduled and self.blocks.merges_content)
         if wants_swap or not can_recompute:
-            if self.blocks.can_swap_out(seq) is Verdict.OK:
+            if can_swap and self.blocks.can_swap_out(seq) is Verdict.OK:
                 return self._preempt_by_swap(seq)
             if not can_recompute:
                 num_blocks = self.blocks.num_held_blocks(seq)
@@ -224,19 +226,23 @@ class Step:
         self.preempted.append(Preemption(seq.seq_id, seq.request.request_id, mode, seq.num_computed_tokens))
         seq.num_preemptions += 1
 
-    def _withdraw(self, seq: Sequence) -> None:
-        """A victim that was scheduled already gives its share of the step back."""
+    def _withdraw(self, seq: Sequence) -> bool:
+        """A victim that was scheduled already gives its share of the step back; False: it was not."""
+        was_scheduled = False
         for one in seq.together:
             if one.is_in_step and one in self.decoded:
                 self.token_budget += 1
                 self.blocks.withdraw(one, one.num_computed_tokens)
+                was_scheduled = True
                 self.decoded = [other for other in self.decoded if other is not one]
             for index, (other, start, num_tokens) in enumerate(self.rows):
                 if other is one:
                     self.token_budget += num_tokens
                     self.blocks.withdraw(one, start)
                     del self.rows[index]
+                    was_scheduled = True
                     break
+        return was_scheduled
 
     def _stop_running(self, seq: Sequence) -> None:
         core = self._core

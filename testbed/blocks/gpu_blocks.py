@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU, EvictionPolicy
+from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.pool import BlockPool
 from testbed.blocks.prefix_cache import PrefixCache
 from testbed.blocks.swap_space import RELEASED
@@ -59,11 +59,11 @@ class GPUBlocks:
             self.pool.put_back(block)
 
     def release_all(self, table: list[int]) -> None:
-        """A whole table, deepest block first; where content is merged, in table order, as the order of equals goes by
-        block ids."""
+        """A whole table, deepest block first; in table order where the order of equals goes by block ids."""
         evictable = self.evictable
-        if not isinstance(evictable, LRU) or self.is_merged or table[:1] == [RELEASED]:
-            for index in range(len(table)) if self.is_merged else range(len(table) - 1, -1, -1):
+        if not isinstance(evictable, LRU) or table[:1] == [RELEASED]:
+            is_by_id = isinstance(evictable, LRUByLastStep)
+            for index in range(len(table)) if is_by_id else range(len(table) - 1, -1, -1):
                 if table[index] != RELEASED:
                     self.release(table[index], index)
             return

@@ -76,6 +76,7 @@ class BlockManager:
         self.publish = self._prefixes.publish
         self.publish_each = self._prefixes.publish_each
         self.withdraw = self._prefixes.withdraw
+        self.salt_of = self._prefixes.salt_of
 
     # --- state ---
 
@@ -106,6 +107,10 @@ class BlockManager:
     @property
     def num_hit_tokens(self) -> int:
         return self._prefixes.num_hit_tokens
+
+    @property
+    def merges_content(self) -> bool:
+        return self._prefixes.is_merged
 
     def table(self, seq_id: int) -> list[int]:
         """Logical block i of the sequence is physical block `table[i]`."""

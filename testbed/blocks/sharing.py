@@ -199,17 +199,20 @@ class PrefixSharing:
 
     def withdraw(self, seq: Sequence, num_tokens: int) -> None:
         """Takes `scheduled` back: only the first `num_tokens` tokens are computed, the rest may not be hit."""
-        if self._keys is None or self.is_merged:
+        if self._keys is None:
             return
         chain, table = self._chains[seq.seq_id], self._tables[seq.seq_id]
         num_full = num_tokens // self._block_size
         for index in range(chain.num_published - 1, num_full - 1, -1):
-            assert self._gpu.pool.ref_counts[table[index]] == 1, (
-                f"{seq} is withdrawn, but this step relies on its tokens"
-            )
-            self._cache.forget(table[index])
+            block = table[index]
+            if self.is_merged and self._gpu.pool.ref_counts[block] > 1:
+                return  # others of this batch compute it too
+            assert self._gpu.pool.ref_counts[block] == 1, f"{seq} is withdrawn, but this step relies on its tokens"
+            if self._cache.entry_of[block] is not None:  # None: another block with its content took its place
+                self._cache.forget(block)
             chain.num_published = index
             chain.entry = self._cache.entry_of[table[index - 1]] if index else None
+            chain.is_broken = chain.is_broken or (index > 0 and chain.entry is None)
 
     def planned(self) -> None:
         """The step is decided: what it allocated for its content counts as computed for the next one."""
@@ -288,11 +291,13 @@ class PrefixSharing:
             chain = self._chains[seq.seq_id] = _Chain()
         if len(chain.keys) < num_blocks:
             assert self._keys is not None
-            salt = seq.request.cache_salt
-            if self._isolate_tenants:
-                salt = f"{len(salt)}:{salt}{seq.request.tenant or ''}"
-            self._keys.extend(chain.keys, chain.contents, seq.tokens, num_blocks, salt)
+            self._keys.extend(chain.keys, chain.contents, seq.tokens, num_blocks, self.salt_of(seq))
         return chain
+
+    def salt_of(self, seq: Sequence) -> str:
+        """Sequences share prefixes only with those of the same salt."""
+        salt = seq.request.cache_salt
+        return f"{len(salt)}:{salt}{seq.request.tenant or ''}" if self._isolate_tenants else salt
 
     def full_contents(self, seq: Sequence) -> list[Content]:
         """Keys and contents of the full blocks that hold computed tokens; without caching of no meaning."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from testbed.errors import ConfigError
 from testbed.policies.config import Limits
 from testbed.policies.context import LengthOracle, PolicyContext
-from testbed.policies.oracle import NoOracle
+from testbed.policies.oracle import has_no_opinion
 from testbed.sequence import Sequence
 
 
@@ -194,11 +194,6 @@ class All:
 
 
 # --- foresight ---
-
-
-def has_no_opinion(oracle: LengthOracle) -> bool:
-    """Whether the oracle says None of everything; a class of yours says so by an attribute `is_none`."""
-    return isinstance(oracle, NoOracle) or bool(getattr(oracle, "is_none", False))
 
 
 def final_num_tokens(seq: Sequence, limits: Limits, oracle: LengthOracle | None) -> int:

@@ -14,7 +14,7 @@ class SchedulerConfig:
     """The `scheduler` group. Policies are a name, or {_target_: a class of yours}."""
 
     name: str = "custom"
-    composition: Any = "unified"  # unified, prefill_first, decode_first
+    composition: Any = "unified"  # unified, prefill_first, decode_first, prefill_decode_split, iteration_level, static
     max_num_seqs: int = 256  # running sequences
     max_num_batched_tokens: int | None = 2048  # tokens a step; null: as many as max_model_len, at least 2048
     max_model_len: int | None = None  # null: the model's
@@ -41,6 +41,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"scheduler.{name} is {value}; it must be at least 1")
+        if self.lookahead_slots < 0:
+            raise ConfigError(f"scheduler.lookahead_slots is {self.lookahead_slots}; it must be 0 or above")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"scheduler.long_prefill_token_threshold is {self.long_prefill_token_threshold}; "

@@ -11,7 +11,7 @@ from statistics import NormalDist
 from xxhash import xxh64_intdigest
 
 from testbed.errors import ConfigError
-from testbed.policies.context import PolicyContext
+from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.sequence import Sequence
 
 _STANDARD_NORMAL = NormalDist()
@@ -109,3 +109,8 @@ class Binned:
 def _rises(edges: Seq[int]) -> bool:
     """Whether these are whole numbers, at least one, each above the one before, which starts at 0."""
     return bool(edges) and all(isinstance(edge, int) for edge in edges) and all(a < b for a, b in pairwise([0, *edges]))
+
+
+def has_no_opinion(oracle: LengthOracle) -> bool:
+    """Whether the oracle says None of everything; a class of yours says so by an attribute `is_none`."""
+    return isinstance(oracle, NoOracle) or bool(getattr(oracle, "is_none", False))

@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from testbed.errors import ConfigError
-from testbed.policies.admission import final_num_tokens, has_no_opinion
+from testbed.policies.admission import final_num_tokens
 from testbed.policies.context import PolicyContext
+from testbed.policies.oracle import has_no_opinion
 from testbed.policies.queue_order import WaitingQueue
 from testbed.sequence import Sequence
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import random
 import sys
 import types
@@ -24,15 +25,20 @@ from tests.real.engine_helpers import tiny_backend
 CPU = torch.device("cpu")
 
 
-def make_spec(num_kv_heads=2, group=2, head_dim=8, block_size=4, dtype=torch.float32, device=CPU) -> AttentionSpec:
-    return AttentionSpec(num_kv_heads * group, num_kv_heads, head_dim, 0.3, block_size, device, dtype)
+NO_BLOCK = 10**6  # torch raises if it is read
+
+
+def make_spec(
+    num_kv_heads=2, group=2, head_dim=8, block_size=4, dtype=torch.float32, device=CPU, window=None
+) -> AttentionSpec:
+    return AttentionSpec(num_kv_heads * group, num_kv_heads, head_dim, 0.3, block_size, device, dtype, window)
 
 
 class Batch:
     """Random sequences in random blocks: KV memory that holds their cached positions, and this step's projections."""
 
-    def __init__(self, spec: AttentionSpec, rows: list[tuple[int, int]], seed: int) -> None:
-        """Rows are (cached positions, new tokens)."""
+    def __init__(self, spec: AttentionSpec, rows: list[tuple[int, int]], seed: int, released: int = NO_BLOCK) -> None:
+        """Rows are (cached positions, new tokens). released: stands for blocks outside a row's window."""
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         size = spec.block_size
@@ -54,6 +60,10 @@ class Batch:
             for p in range(cached, cached + new)
         ]
         padded = [table + [0] * (max(blocks_of) - len(table)) for table in tables]
+        if spec.sliding_window is not None:
+            for table, (cached, _) in zip(padded, rows, strict=True):
+                num_released = max(0, cached + 1 - spec.sliding_window) // size
+                table[:num_released] = [released] * num_released
         query_lens = tuple(new for _, new in rows)
         context_lens = tuple(cached + new for cached, new in rows)
         self.tables = tables
@@ -78,7 +88,8 @@ class Batch:
         for row, (first, last) in enumerate(pairwise(starts)):
             cached = self.rows[row][0]
             for token in range(first, last):
-                positions = range(cached + token - first + 1)
+                last_position = cached + token - first
+                positions = range(max(0, last_position + 1 - (spec.sliding_window or 10**9)), last_position + 1)
                 slots = [self.tables[row][p // size] * size + p % size for p in positions]
                 keys, values = (
                     cache[i, slots].repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for i in (0, 1)
@@ -97,17 +108,20 @@ class Batch:
     rows=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=6),
     mask_limit=st.sampled_from([1, 40, 2**24]),
     gather_limit=st.sampled_from([1, 50, 2**16]),
+    query_limit=st.sampled_from([1, 3, 256]),
+    window=st.one_of(st.none(), st.integers(1, 70), st.just(2**40)),
     seed=st.integers(0, 2**31),
 )
 def test_torch_attention_equals_a_float64_reference(
-    num_kv_heads, group, head_dim, block_size, rows, mask_limit, gather_limit, seed
+    num_kv_heads, group, head_dim, block_size, rows, mask_limit, gather_limit, query_limit, window, seed
 ):
-    spec = make_spec(num_kv_heads, group, head_dim, block_size)
+    spec = make_spec(num_kv_heads, group, head_dim, block_size, window=window)
     batch = Batch(spec, rows, seed)
     expected = batch.expected()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_provider, "MAX_MASK_ELEMENTS", mask_limit)
         patch.setattr(torch_provider, "MAX_GATHERED_TOKENS", gather_limit)
+        patch.setattr(torch_provider, "MAX_MASKED_QUERIES", query_limit)
         output = TorchAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=0)
 
@@ -126,8 +140,36 @@ def test_decodes_of_like_length_are_computed_in_one_call(monkeypatch):
     assert [shape[0] for shape in calls] == [10]
 
 
-def fake_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, block_table):
-    """What flash-attn's varlen call computes with paged keys, by its documentation, in plain torch."""
+def test_decodes_far_beyond_the_window_gather_its_blocks_only(monkeypatch):
+    spec = make_spec(window=10)  # 3 or 4 blocks of 4
+    sizes = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch_provider.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: sizes.append(tuple(args[1].shape[i] for i in (0, 2))) or real(*args, **kwargs),
+    )
+    batch = Batch(spec, [(length, 1) for length in (100, 13, 333, 51)], seed=2)
+    TorchAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+    assert sizes == [(4, 16)]
+
+
+def fake_varlen(
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    block_table,
+    window_size=(-1, -1),
+):
+    """What flash-attn's varlen call computes with paged keys, by its documentation, in plain torch: the query at i
+    attends to [i + keys - queries - window_size[0], i + keys - queries + window_size[1]]; -1 is no bound."""
     assert causal
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
     query_lens, context_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
@@ -140,17 +182,23 @@ def fake_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen
         values = v[block_table[row].long()].flatten(0, 1)[:context].repeat_interleave(group, 1)
         scores = torch.einsum("qhd,phd->hqp", q[first : first + num_queries], keys) * softmax_scale
         hidden = torch.ones(num_queries, context, dtype=torch.bool).triu(context - num_queries + 1)
+        if window_size != (-1, -1):
+            assert window_size[1] == 0
+            hidden |= torch.ones(num_queries, context, dtype=torch.bool).tril(
+                context - num_queries - window_size[0] - 1
+            )
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         output[first : first + num_queries] = torch.einsum("hqp,phd->qhd", weights, values)
     return output
 
 
-def test_flash_attention_is_called_as_its_documentation_asks(monkeypatch):
+@pytest.mark.parametrize("window", [None, 1, 6, 8, 13, 500, 2**40])
+def test_flash_attention_is_called_as_its_documentation_asks(monkeypatch, window):
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = fake_varlen
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    spec = make_spec(block_size=8)
-    batch = Batch(spec, [(0, 11), (13, 1), (5, 7), (30, 1)], seed=3)
+    spec = make_spec(block_size=8, window=window)
+    batch = Batch(spec, [(0, 11), (13, 1), (5, 7), (30, 1)], seed=3, released=0)
     expected = batch.expected()
     output = FlashAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=0)
@@ -167,6 +215,22 @@ def test_flash_attention_is_called_as_its_documentation_asks(monkeypatch):
 )
 def test_flash_attention_says_why_it_cannot_run(spec, reason):
     assert reason in why_not(spec)
+
+
+@pytest.mark.parametrize(("window", "is_old", "is_able"), [(6, True, False), (None, True, True), (6, False, True)])
+def test_a_flash_attention_without_windows_is_not_chosen_where_there_is_one(monkeypatch, window, is_old, is_able):
+    def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k): ...
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = old_varlen if is_old else fake_varlen
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    spec = make_spec(device=torch.device("cuda"), dtype=torch.float16, block_size=256, window=window)
+    choice = choose_attention("auto", spec)
+    assert choice.provider.name == ("flash_attn" if is_able else "torch")
+    if not is_able:
+        assert "no window_size" in choice.reasons["flash_attn"]
+        assert "cache.sliding_window is 6" in choice.reasons["flash_attn"]
 
 
 def test_auto_takes_the_first_provider_that_can_run_and_says_why_not_the_others():

@@ -159,7 +159,8 @@ def test_unsupported_architecture(tmp_path):
     ("option", "what"),
     [
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"use_sliding_window": True}, "sliding-window"),
+        ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "sliding-window attention in some"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "in some layers only"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),

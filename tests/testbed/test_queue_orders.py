@@ -49,6 +49,9 @@ class FakeBlocks:
         self.num_lookups += 1
         return self.hits.get(seq.request.request_id, Hit(0, []))
 
+    def salt_of(self, seq: Sequence) -> str:
+        return seq.request.cache_salt
+
 
 def bound(queue: Any, *, oracle: Any = None, blocks: Any = None, seed: int = 0) -> Any:
     context = PolicyContext(blocks or FakeBlocks(), Limits(8, 64, MAX_MODEL_LEN, 0, 1), oracle or Perfect(), None, seed)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from testbed.errors import ConfigError
 from testbed.policies.context import LengthOracle, PolicyContext
-from testbed.policies.oracle import NoOracle
+from testbed.policies.oracle import has_no_opinion
 from testbed.policies.orders.checks import one_of
 from testbed.policies.orders.heap import Rank
 from testbed.policies.orders.keyed import KeyedQueue
@@ -28,10 +28,10 @@ class JobSize:
 
     def bind(self, context: PolicyContext) -> None:
         """Raises ConfigError if the measure needs an oracle and there is none."""
-        if self._by != "prompt" and isinstance(context.oracle, NoOracle):
+        if self._by != "prompt" and has_no_opinion(context.oracle):
             raise ConfigError(
-                f"scheduler.queue_order.by is {self._by!r}, but scheduler.oracle is 'none'; "
-                "choose perfect, noisy or binned, or by: prompt"
+                f"scheduler.queue_order goes by {self._by} tokens, which no one knows with scheduler.oracle=none; "
+                "choose perfect, noisy or binned, or an order that goes by the prompt (sjf)"
             )
         self._oracle = context.oracle
         self._max_model_len = context.limits.max_model_len

@@ -26,6 +26,7 @@ class KeyedQueue:
     """
 
     is_time_dependent = False
+    goes_by_priority = False  # victim=auto then takes the lowest priority
 
     def __init__(
         self,
@@ -113,7 +114,9 @@ def priority(ageing_per_s: float = 0.0, preemptive: bool = False) -> KeyedQueue:
         request = seq.request
         return request.priority * per_level + request.arrival_ns * per_ns, request.arrival_ns, seq.seq_id
 
-    return KeyedQueue(key, preemptive=preemptive)
+    queue = KeyedQueue(key, preemptive=preemptive)
+    queue.goes_by_priority = True
+    return queue
 
 
 def earliest_deadline(preemptive: bool = False) -> KeyedQueue:

@@ -1,0 +1,290 @@
+"""Sliding windows: the engine's logits equal Hugging Face's, also where blocks behind the window went to others."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from real.config import RealConfig
+from real.driver import run
+from real.loader import SINGLE_FILE
+from testbed.blocks.config import KVRules
+from testbed.blocks.swap_space import RELEASED
+from testbed.errors import ConfigError, ModelError
+from testbed.policies.preemption import Recompute, Swap
+from testbed.request import Request, SamplingParams
+from testbed.serve import serve
+from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
+from tests.real.test_engine_under_core import Requests, TickingClock
+from tests.testbed.core_kit import make_limits, make_scheduler
+
+RNG = random.Random(17)
+PROMPT = [RNG.randrange(512) for _ in range(23)]
+OTHER = [RNG.randrange(512) for _ in range(14)]
+TABLE = [9, 3, 17, 5, 30, 2, 21, 40, 11, 13, 6, 7]  # anything but contiguous
+OTHER_TABLE = [12, 50, 4, 33, 8]
+WINDOWS = [1, 2, 4, 6, 8, 11, 22, 23, 100]  # blocks are of 4 tokens, the prompt of 23
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("qwen3"), tiny_spec())
+
+
+@pytest.fixture(scope="module")
+def references(spec):
+    """By window, a function from a whole sequence to its logits at each position, by Hugging Face's eager attention."""
+    models: dict[int, Qwen3ForCausalLM] = {}
+
+    def logits(window: int, tokens: list[int]) -> torch.Tensor:
+        if window not in models:
+            config = Qwen3Config.from_pretrained(
+                spec.path,
+                use_sliding_window=True,
+                sliding_window=window,
+                layer_types=["sliding_attention"] * spec.num_hidden_layers,
+                attn_implementation="eager",
+            )
+            models[window] = Qwen3ForCausalLM.from_pretrained(spec.path, config=config, dtype=torch.float32).eval()
+            assert models[window].model.layers[0].self_attn.sliding_window == window
+        with torch.inference_mode():
+            return models[window](torch.tensor([tokens])).logits[0]
+
+    return logits
+
+
+@pytest.fixture
+def expect(references, window):
+    return lambda tokens: references(window, tokens)[-1]
+
+
+@pytest.fixture
+def backend(spec, window):
+    return tiny_backend(spec, sliding_window=window)
+
+
+def released(table: list[int], start: int, window: int, block_size: int = 4) -> list[int]:
+    """The table as the core leaves it before position `start` is computed."""
+    num_released = max(0, start + 1 - window) // block_size
+    return [RELEASED] * num_released + table[num_released:]
+
+
+def assert_close(actual: torch.Tensor, *expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, torch.stack(expected), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_whole_prefills(backend, expect, window):
+    logits = step_logits(backend, row(0, PROMPT, TABLE), row(1, OTHER, OTHER_TABLE))
+    assert_close(logits, expect(PROMPT), expect(OTHER))
+
+
+def test_the_references_look_at_so_many_tokens(references):
+    """Beyond (window - 1) tokens for each of the two layers, nothing before matters."""
+    for window in (1, 2, 6):
+        reach = 2 * (window - 1) + 1
+        far, near = list(PROMPT), list(PROMPT)
+        far[-reach - 1] += 1
+        near[-reach] += 1
+        expected = references(window, PROMPT)[-1]
+        assert torch.equal(references(window, far)[-1], expected)
+        assert not torch.equal(references(window, near)[-1], expected)
+
+
+@pytest.mark.parametrize("ends", [[8, 16, 23], [1, 2, 9, 22, 23], [22, 23], [5, 6, 7, 23]])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_chunked_prefill_whose_blocks_behind_the_window_are_overwritten(backend, expect, window, ends):
+    start = 0
+    for end in ends:
+        table = released(TABLE, start, window)
+        junk = [block for block, now in zip(TABLE, table, strict=True) if now == RELEASED]
+        if junk:
+            step_logits(backend, row(7, OTHER[: 4 * len(junk)], junk))
+        logits = step_logits(backend, row(0, PROMPT, table, start=start, end=end, samples=end == 23))
+        start = end
+    assert_close(logits, expect(PROMPT))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_decodes_far_beyond_the_window_beside_others(backend, expect, window):
+    first, second = list(PROMPT), list(OTHER)
+    step_logits(backend, row(0, first, TABLE), row(1, second, OTHER_TABLE))
+    for step in range(22):  # 23 -> 45 tokens
+        first.append(100 + step)
+        start = len(first) - 1
+        table = released(TABLE, start, window)
+        if table[0] == RELEASED:
+            step_logits(backend, row(7, [step] * 4, TABLE[:1]))
+        rows = [row(0, first, table, start=start)]
+        expected = [expect(first)]
+        if step < 6:
+            second.append(200 + step)
+            start = len(second) - 1
+            rows.append(row(1, second, released(OTHER_TABLE, start, window), start=start))
+            expected.append(expect(second))
+        else:
+            rows.append(row(2, OTHER, OTHER_TABLE))  # a prefill in the same batch
+            expected.append(expect(OTHER))
+        assert_close(step_logits(backend, *rows), *expected)
+
+
+@pytest.mark.parametrize("window", [3, 6])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_block_sizes(spec, expect, window, block_size):
+    backend = tiny_backend(spec, block_size=block_size, sliding_window=window)
+    table = random.Random(block_size).sample(range(64), -(-24 // block_size))
+    known = [*PROMPT, 9]
+    for start, end in ((0, 11), (11, 23), (23, 24)):
+        logits = step_logits(
+            backend, row(0, known, released(table, start, window, block_size), start=start, end=end, samples=end == 24)
+        )
+    assert_close(logits, expect(known))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_row_that_lacks_a_block_of_its_window_is_not_computed(spec, window):
+    backend = tiny_backend(spec, sliding_window=window)
+    table = [RELEASED] * 5 + TABLE[5:]
+    with pytest.raises(AssertionError, match="names the blocks of its window"):
+        step_logits(backend, row(0, PROMPT, table, start=22))  # looks at 17 to 22: blocks 4 and 5
+
+
+def test_a_window_is_at_least_one_token(spec):
+    with pytest.raises(ConfigError, match="sliding_window is 0"):
+        tiny_backend(spec, sliding_window=0)
+
+
+def configured(spec, folder: Path, **options):
+    """The model with these options in its config.json."""
+    folder.mkdir()
+    config = json.loads((Path(spec.path) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | options))
+    (folder / SINGLE_FILE).symlink_to(Path(spec.path) / SINGLE_FILE)
+    return tiny_spec(path=str(folder))
+
+
+@pytest.mark.parametrize("where", [{"max_window_layers": 0}, {"layer_types": ["sliding_attention"] * 2}])
+def test_a_model_with_a_window_of_its_own_wants_the_same_of_the_core(spec, references, tmp_path, where):
+    windowed = configured(spec, tmp_path / "windowed", use_sliding_window=True, sliding_window=6, **where)
+    logits = step_logits(tiny_backend(windowed, sliding_window=6), row(0, PROMPT, TABLE))
+    assert_close(logits, references(6, PROMPT)[-1])
+    for window, stated in ((None, "null"), (7, "7")):
+        with pytest.raises(ModelError, match=f"over 6 tokens, and cache.sliding_window is {stated}; set it to 6"):
+            tiny_backend(windowed, sliding_window=window)
+
+
+def test_a_window_that_a_config_states_and_does_not_use_asks_for_nothing(spec, references, tmp_path):
+    unused = configured(spec, tmp_path / "unused", use_sliding_window=False, sliding_window=6, max_window_layers=0)
+    assert_close(step_logits(tiny_backend(unused), row(0, PROMPT, TABLE)), references(100, PROMPT)[-1])
+
+
+# --- under the core ---
+
+SHARED = [RNG.randrange(512) for _ in range(17)]
+PROMPTS = [SHARED + [RNG.randrange(512) for _ in range(n)] for n in (3, 12, 1, 20, 7, 9)] + [SHARED[:16], [5]]
+NUM_TOKENS = 18
+
+
+def requests_of(kinds: list[dict[str, object]]) -> list[Request]:
+    return [
+        Request(
+            f"r{i}",
+            prompt,
+            arrival_ns=1_000_000 * i,
+            sampling=SamplingParams(max_tokens=NUM_TOKENS, seed=i, **kinds[i % len(kinds)]),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+class Watch:
+    """Stands before a backend's runner: keeps the logits by sequence and position, and counts blocks that had been
+    released by a sequence that still ran and held another's tokens."""
+
+    def __init__(self, backend) -> None:
+        self._runner = backend.runner
+        self.logits_of: list[tuple[int, int, torch.Tensor]] = []  # seq_id, position, logits
+        self.num_overwritten = 0
+        self._rows: tuple = ()
+        self._tables: dict[int, list[int]] = {}
+        self._given_back: dict[int, int] = {}  # by block, the running sequence that released it
+        backend.runner = self
+
+    def prepare(self, rows):
+        self._rows = rows
+        for one in rows:
+            before = self._tables.get(one.seq_id, [])
+            for old, new in zip(before, one.block_table, strict=False):
+                if new == RELEASED != old:
+                    self._given_back[old] = one.seq_id
+            self._tables[one.seq_id] = list(one.block_table)
+        for one in rows:
+            for block in one.block_table:
+                if self._given_back.get(block, one.seq_id) != one.seq_id:
+                    del self._given_back[block]
+                    self.num_overwritten += 1
+        return self._runner.prepare(rows)
+
+    def logits(self, inputs, kv_caches):
+        logits = self._runner.logits(inputs, kv_caches)
+        sampled = [one for one in self._rows if one.samples]
+        for one, own in zip(sampled, logits, strict=True):
+            self.logits_of.append((one.seq_id, one.start + one.num_tokens - 1, own.clone()))
+        return logits
+
+
+class Named(Requests):
+    """Also keeps which request a sequence is, and what preemption did."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        super().__init__(requests)
+        self.names: dict[int, str] = {}
+        self.num_swapped_in = 0
+
+    def committed(self, step) -> None:
+        super().committed(step)
+        self.names |= {admission.seq_id: admission.request_id for admission in step.plan.admitted}
+        self.num_swapped_in += len(step.plan.swap_in)
+
+
+COMPOSITIONS = ["prefill_first", "decode_first", "unified"]
+ALLOCATE = [("prefill_first", "whole"), ("decode_first", "whole"), ("unified", "whole"), ("unified", "chunk")]
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("preemption", [Recompute, Swap])
+@pytest.mark.parametrize(("composition", "allocate"), ALLOCATE)
+@pytest.mark.parametrize("window", [1, 6, 13])
+def test_every_logit_is_right_under_the_core(spec, references, window, composition, allocate, preemption, caching):
+    num_blocks = 16
+    backend = tiny_backend(spec, num_gpu_blocks=num_blocks, num_cpu_blocks=40, sliding_window=window)
+    watch = Watch(backend)
+    scheduler = make_scheduler(
+        composition,
+        num_blocks=num_blocks,
+        num_cpu_blocks=40,
+        caching=caching,
+        sliding_window=window,
+        preemption=preemption(),
+        rules=KVRules(allocate=allocate),
+        limits=make_limits(budget=48 if composition == "prefill_first" else 16, model_len=256),
+    )
+    requests = requests_of([{}, {"temperature": 1.0}])
+    inbox = Named(requests)
+    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    scheduler.check_invariants()
+    assert {name: len(output) for name, output in inbox.outputs.items()} == {r.request_id: NUM_TOKENS for r in requests}
+    prompts = {request.request_id: list(request.prompt_token_ids) for request in requests}
+    expected = {name: references(window, prompts[name] + output) for name, output in inbox.outputs.items()}
+    worst = max(float((own - expected[inbox.names[s]][p]).abs().max()) for s, p, own in watch.logits_of)
+    assert worst < TOLERANCE
+    print(
+        f"STAT {window} {composition} {allocate} {preemption.__name__} {caching}: {len(watch.logits_of)} logits, "
+        f"worst {worst:.1e}, overwritten {watch.num_overwritten}, preempted {inbox.num_preemptions}, "
+        f"in {inbox.num_swapped_in}, hits {inbox.num_cached_tokens}"
+    )

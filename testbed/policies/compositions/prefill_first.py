@@ -9,8 +9,9 @@ from testbed.step import Step
 
 
 class PrefillFirst:
-    """When nothing is swapped out, admits waiting prompts, whole, in one prompt-only batch; decodes only if none could
-    be admitted, and swaps in only if this step preempted nothing.
+    """Admits waiting prompts, whole, in one prompt-only batch; decodes only if none could be admitted.
+
+    Nothing is admitted while something is swapped out, and swapped in only if this step preempted nothing.
 
     Source: Kwon et al., SOSP 2023; vLLM 0.2.7 and 0.8.5. The token budget counts what `KVRules.budget` says.
 

@@ -9,8 +9,9 @@ from testbed.step import Step
 
 
 class Unified:
-    """Deals the token budget out in queue order: running sequences first, then swapped-out ones, then waiting ones; any
-    prompt may be split. Nothing is admitted in a step that preempted.
+    """Deals the token budget out in queue order: running, then swapped-out, then waiting sequences; splits any prompt.
+
+    Nothing is admitted in a step that preempted.
 
     Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold holds also while at most one
     request is in the system (0.8.5), or not (0.33).

@@ -184,9 +184,7 @@ def fake_varlen(
         hidden = torch.ones(num_queries, context, dtype=torch.bool).triu(context - num_queries + 1)
         if window_size != (-1, -1):
             assert window_size[1] == 0
-            hidden |= torch.ones(num_queries, context, dtype=torch.bool).tril(
-                context - num_queries - window_size[0] - 1
-            )
+            hidden |= torch.ones_like(hidden).tril(context - num_queries - window_size[0] - 1)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         output[first : first + num_queries] = torch.einsum("hqp,phd->qhd", weights, values)
     return output

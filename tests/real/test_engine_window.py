@@ -156,6 +156,12 @@ def test_a_row_that_lacks_a_block_of_its_window_is_not_computed(spec, window):
         step_logits(backend, row(0, PROMPT, table, start=22))  # looks at 17 to 22: blocks 4 and 5
 
 
+def test_providers_see_no_entry_that_is_no_block(spec):
+    runner = tiny_backend(spec, sliding_window=6).runner
+    inputs = runner.prepare([row(0, PROMPT, released(TABLE, 22, 6), start=22), row(1, OTHER, OTHER_TABLE)])
+    assert inputs.attention.block_tables.tolist() == [[0, 0, 0, 0, *TABLE[4:6]], [*OTHER_TABLE[:4], 0, 0]]
+
+
 def test_a_window_is_at_least_one_token(spec):
     with pytest.raises(ConfigError, match="sliding_window is 0"):
         tiny_backend(spec, sliding_window=0)

@@ -12,14 +12,15 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool) -> BatchPlan:
     decoded, decodes = step.decoded, core.decodes
     num_decodes = num_samples = len(decoded)
     context = decodes.context_tokens if decoded is decodes.members else sum([seq.num_tokens for seq in decoded])
+    window = core.blocks.sliding_window  # decodes are rows of their own then
     prefills: list[PrefillChunk] = []
     has_beams = False
     for seq, start, num_tokens in step.rows:
         if num_tokens == 1 and start >= seq.num_prompt_tokens:
             num_decodes += 1
-            context += start + 1
+            context += start + 1 if window is None else min(start + 1, window)
         else:
-            prefills.append(PrefillChunk(start, num_tokens))
+            prefills.append(PrefillChunk(start if window is None else min(start, window - 1), num_tokens))
         num_samples += start + num_tokens == seq.num_tokens
         has_beams = has_beams or (seq.group is not None and seq.group.is_beam)
     copies = core.blocks.copies

@@ -55,11 +55,12 @@ def request_metrics(requests: Any) -> pd.DataFrame:
     """One row a request: every latency of this module's definitions in seconds, NaN where it has none.
 
     Columns: request_id, finish_reason ("unfinished" for null), ttft_s, tpot_s, tpot_incl_first_s, itl_max_s, e2e_s,
-    queueing_s, normalised_latency_s (s per output token). E2E is of completed requests only (stop, length).
+    queueing_s, normalised_latency_s (s per output token). The tokens of a group
+    that come in one step count as one. E2E is of completed requests only (stop, length).
     """
     frame = as_frame(requests)
     arrival, first = numbers(frame, "arrival_ns"), numbers(frame, "first_token_ns")
-    n = numbers(frame, "num_output_tokens")
+    n = numbers(frame, "num_token_steps")  # the sequences of a group emit together
     last, itl_max = _last_token_ns(frame)
     reason = texts(frame, "finish_reason", "unfinished")
     e2e = np.where(np.isin(reason, COMPLETED), numbers(frame, "finish_ns") - arrival, np.nan) / 1e9
@@ -91,7 +92,7 @@ def itl_pooled(requests: Any) -> FloatArray:
 
 def _last_token_ns(frame: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
     """Last token's instant and the largest gap, ns, NaN for none; without token times the first follows from TPOT."""
-    first, n = numbers(frame, "first_token_ns"), numbers(frame, "num_output_tokens")
+    first, n = numbers(frame, "first_token_ns"), numbers(frame, "num_token_steps")
     missing = np.full(len(frame), np.nan)
     lists = token_lists(frame)
     if lists is None:

@@ -101,7 +101,9 @@ def _run_point(node: DictConfig) -> dict[str, Any] | None:
             return None
         print(f"set aside    {set_aside(folder)}")
         folder.mkdir(parents=True)
-    command = shlex.join(["testbed", "run", *info.overrides.hydra, *info.overrides.task])
+    # a point of a sweep is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
+    of_hydra = [] if info.mode is RunMode.MULTIRUN else info.overrides.hydra
+    command = shlex.join(["testbed", "run", *of_hydra, *info.overrides.task])
     return _finish(execute(config, folder, command=command))
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from experiments.config import COST_CONFIGS, RunConfig, read_config
 from experiments.estimator import CostEstimator
+from experiments.foreign import policy_failure
 from experiments.policies import instantiate, make_policy
 from experiments.settings import MooncakeTraceConfig, RecordedConfig, ShareGPTTraceConfig, TraceConfig, unknown
 from experiments.structured import freeze
@@ -17,10 +18,11 @@ from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
-from testbed.blocks.eviction import EvictionPolicy, LRUByLastStep
+from testbed.blocks.config import KVRules
+from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.errors import ConfigError, TraceError
+from testbed.errors import ConfigError, TestbedError, TraceError
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits, SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
@@ -99,7 +101,7 @@ def vocab_size(config: RunConfig) -> int:
 def sampling_params(config: RunConfig) -> SamplingParams:
     settings = config.sampling
     return SamplingParams(
-        settings.temperature, settings.max_tokens, ignore_eos=settings.ignore_eos,
+        settings.temperature, settings.max_tokens, tuple(settings.stop_token_ids), settings.ignore_eos, settings.seed,
         n=settings.n, best_of=settings.best_of, beam_width=settings.beam_width,
     )  # fmt: skip
 
@@ -170,10 +172,15 @@ def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) 
     _check_made(config, pools, composition, preemption)
     oracle = make_policy("scheduler.oracle", scheduler.oracle)
     context = PolicyContext(blocks, limits(config), oracle, build_estimator(config), config.seed)
-    for policy in (oracle, eviction, queue, admission, preemption, victims):
-        bind(policy, context)
-    if hasattr(victims, "bind_queue"):
-        victims.bind_queue(queue)
+    try:
+        for policy in (oracle, eviction, queue, admission, preemption, victims):
+            bind(policy, context)
+        if hasattr(victims, "bind_queue"):
+            victims.bind_queue(queue)
+    except TestbedError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
+        raise policy_failure(error, config) or error from None
     return Scheduler(
         limits=context.limits,
         blocks=blocks,
@@ -188,9 +195,9 @@ def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) 
 
 
 def _eviction(config: RunConfig) -> EvictionPolicy:
-    if config.cache.eviction == "lru" and config.scheduler.kv_rules.lru_by == "last_step":
-        return LRUByLastStep()
-    return cast(EvictionPolicy, make_policy("cache.eviction", config.cache.eviction))
+    policy = cast(EvictionPolicy, make_policy("cache.eviction", config.cache.eviction))
+    by_last_step = config.scheduler.kv_rules.lru_by == "last_step"
+    return LRUByLastStep() if by_last_step and type(policy) is LRU else policy
 
 
 def _victim(scheduler: SchedulerConfig, queue: Any) -> Any:
@@ -215,10 +222,11 @@ def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: A
             "chunk cannot exceed the budget: lower it, or set 0 (off)"
         )
     num_seqs = sampling_params(config).num_seqs
-    if num_seqs > bounds.max_num_seqs:
+    least = min(("max_num_seqs", "max_num_batched_tokens"), key=lambda name: getattr(bounds, name))
+    if num_seqs > getattr(bounds, least):
         raise ConfigError(
-            f"sampling asks for {num_seqs} sequences of each request, and scheduler.max_num_seqs is "
-            f"{bounds.max_num_seqs}: none could ever run; raise it, or lower sampling.n, best_of or beam_width"
+            f"sampling asks for {num_seqs} sequences of each request, and scheduler.{least} is "
+            f"{getattr(bounds, least)}: none could ever run; raise it, or lower sampling.n, best_of or beam_width"
         )
 
 
@@ -257,7 +265,14 @@ def unused_settings(config: RunConfig) -> list[str]:
     """Settings that were changed and that the composition does not read: two arms that differ in one are the same."""
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     defaults = {item.name: item.default for item in fields(SchedulerConfig)}
-    return [
+    rules, standard = config.scheduler.kv_rules, KVRules()
+    unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
+    notes = [
+        f"scheduler.kv_rules.{name} has no effect with composition {type(composition).__name__}"
+        for name in unread
+        if getattr(rules, name) != getattr(standard, name)
+    ]
+    return notes + [
         f"scheduler.{name} has no effect with composition {type(composition).__name__}"
         for name in getattr(composition, "unused_limits", ())
         if getattr(config.scheduler, name) != defaults[name]

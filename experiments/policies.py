@@ -1,4 +1,4 @@
-"""The policies that can be named in a configuration, and how a scheduler is made of them.
+"""The policies that can be named in a configuration, and how one is made.
 
 A user's own class is named by {_target_: module.Class} instead; nothing here needs an edit for it.
 """

@@ -22,6 +22,7 @@ from experiments import build
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
+from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible
 from experiments.settings import TraceConfig
 from real.config import RealConfig
@@ -191,8 +192,12 @@ def _run(
     try:
         with fewer_collections(), interruptible(serve(prepared.inbox, scheduler, recorders)) as loop:
             prepared.drive(loop)
-    except (KeyboardInterrupt, TestbedError, MemoryError, OSError) as error:
+    except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         failure = error
+    except (Exception, SystemExit) as error:
+        failure = policy_failure(error, config) or (error if isinstance(error, OSError) else None)
+        if failure is None:
+            raise
     finally:
         late = _close_all(bar, recorder, *([tape] if tape is not None else []))
     failure = failure or late

@@ -57,8 +57,10 @@ class SamplingConfig:
     temperature: float = 0.0  # 0 is greedy
     max_tokens: int | None = None
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # end a sequence
+    seed: int | None = None  # of every request's draws; null: derived from the run's
     n: int = 1  # sequences for each request
-    best_of: int | None = None  # sequences drawn, of which the n most probable count
+    best_of: int | None = None  # as many instead; which n of them are best is not decided here
     beam_width: int = 0  # beam search over so many beams; 0: none
 
 

@@ -21,7 +21,7 @@ class Core:
         "decodes",
         "limits",
         "num_admissions",
-        "num_groups",
+        "num_groups", "num_long_waiting",
         "num_steps",
         "preemption",
         "prefilling",
@@ -53,5 +53,29 @@ class Core:
         self.prefilling: dict[int, Sequence] = {}  # running sequences whose prefill is unfinished, by seq_id
         self.decodes = DecodeBatch(blocks.block_size, self.running)
         self.num_groups = 0  # running units that are, or will be, several sequences
+        self.num_long_waiting = 0  # waiting sequences with a long prefill before them
         self.num_admissions = 0
         self.num_steps = 0
+
+    # --- the waiting ---
+
+    def push(self, seq: Sequence) -> None:
+        """A new sequence waits."""
+        self.num_long_waiting += self.is_long(seq)
+        self.queue.push(seq)
+
+    def push_back(self, seq: Sequence) -> None:
+        """A sequence that was running, or was passed over, waits again."""
+        self.num_long_waiting += self.is_long(seq)
+        self.queue.push_preempted(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """The sequence waits no more."""
+        self.num_long_waiting -= self.is_long(seq)
+        self.queue.remove(seq)
+
+    def is_long(self, seq: Sequence) -> bool:
+        """Whether more tokens are to be prefilled than the limit for long ones says (0: 4 % of max_model_len)."""
+        limits = self.limits
+        threshold = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
+        return seq.num_tokens - seq.num_computed_tokens > threshold

@@ -26,8 +26,8 @@ class DecodeBatch:
     """Sequences in step with the decodes. running: those of the scheduler, in order, by unit id."""
 
     __slots__ = (
-        "_block_size", "_crossing", "_disordered", "_drawn", "_drawn_of", "_ending", "_is_stale", "_members",
-        "_running", "context_tokens", "num_drawn", "stop_tokens", "tick",
+        "_block_size", "_crossing", "_disordered", "_drawn", "_drawn_of", "_ending", "_is_lent", "_is_stale",
+        "_members", "_running", "context_tokens", "num_drawn", "stop_tokens", "tick",
     )  # fmt: skip
 
     def __init__(self, block_size: int, running: dict[int, Sequence]) -> None:
@@ -39,6 +39,7 @@ class DecodeBatch:
         self._running = running
         self._members: list[Sequence] = []
         self._is_stale = False
+        self._is_lent = False
         self._drawn = Drawn([], (), [])
         self._drawn_of = self._members
         self._crossing: list[dict[int, Sequence]] = [{} for _ in range(block_size)]
@@ -51,6 +52,7 @@ class DecodeBatch:
         if self._is_stale:
             self._members = [seq for seq in self._running.values() if seq.is_in_step]
             self._is_stale = False
+        self._is_lent = True
         return self._members
 
     def reordered(self) -> None:
@@ -64,7 +66,9 @@ class DecodeBatch:
         if self._members and self._members[-1].admission > seq.admission:
             self._is_stale = True
         elif not self._is_stale:
-            self._members = [*self._members, seq]
+            if self._is_lent:  # to a step, which must not see it change
+                self._members, self._is_lent = self._members[:], False
+            self._members.append(seq)
         self.context_tokens += seq.num_tokens
         self._put(seq)
         self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq

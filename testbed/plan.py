@@ -16,7 +16,7 @@ from testbed.request import Request, SamplingParams
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # EOS, a stop token, a stop string
+    STOP = "stop"  # EOS, a stop token, or the backend says so (a stop string)
     LENGTH = "length"  # max_tokens, max_model_len, or the end of a forced output
     ABORT = "abort"
     IGNORED = "ignored"  # can never fit

@@ -53,19 +53,26 @@ def _num_scheduled(step: Step) -> tuple[tuple[str, int], ...]:
 
 def _rows(step: Step) -> tuple[ScheduledSequence, ...]:
     assert not step.is_over, "a plan's rows are valid until it is committed"
-    rows = [(seq, seq.num_computed_tokens, 1) for seq in step.decoded] + step.rows
-    return tuple(
-        ScheduledSequence(
+    table, make = step.blocks.table, ScheduledSequence
+    decodes: list[ScheduledSequence] = []
+    for seq in step.decoded:
+        end, seq_id = seq.num_tokens, seq.seq_id
+        token = seq.tokens[end - 1 : end]
+        decodes.append(
+            make(seq_id, end - 1, 1, token, True, seq.is_forced, table(seq_id), seq.request.sampling, 1, seq_id)
+        )
+    return *decodes, *(
+        make(
             seq.seq_id,
             start,
             num_tokens,
             seq.tokens[start : start + num_tokens],
             start + num_tokens == seq.num_tokens,
             seq.is_forced,
-            step.blocks.table(seq.seq_id),
+            table(seq.seq_id),
             seq.request.sampling,
             seq.num_samples,
             seq.seq_id if seq.group is None else seq.group.group_id,
         )
-        for seq, start, num_tokens in rows
+        for seq, start, num_tokens in step.rows
     )

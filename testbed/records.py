@@ -32,6 +32,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "priority": "int32",
     "num_prompt_tokens": "int32",
     "num_output_tokens": "int32",  # emitted so far, by all of its sequences
+    "num_token_steps": "int32",  # steps that emitted them: fewer where sequences of a group emit together
     "num_cached_tokens": "int32",  # prefix tokens found in the cache at the first admission
     "num_preemptions": "int32",
     "num_recomputed_tokens": "int64",  # computed again after a preemption; what the cache gave back does not count
@@ -42,7 +43,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "first_scheduled_ns": "int64",
     "first_token_ns": "int64",
     "finish_ns": "int64",
-    "token_ns": "list<int64>",  # every token's instant; null with record.token_times=false
+    "token_ns": "list<int64>",  # the instant of every step that emitted; null with record.token_times=false
     "ttft_s": "double",  # first token - intended arrival
     "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted; null for n < 2
     "e2e_s": "double",  # finish - intended arrival; null unless it ended by stop or length
@@ -144,7 +145,7 @@ class RunRecorder:
         for admission in plan.admitted:
             live[admission.request_id].admitted(admission, step.plan_ns)
         for request_id in step.emitted:
-            live[request_id].token_ns.append(end_ns)
+            live[request_id].emitted(end_ns)
         shape = plan.shape
         num_cached = sum(admission.num_cached_tokens for admission in plan.admitted)
         num_recomputed = sum(1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE)
@@ -219,8 +220,15 @@ class _OpenRequest:
     """What is known of a request that has not ended."""
 
     __slots__ = (
-        "first_scheduled_ns", "num_cached_tokens", "num_preemptions", "num_recomputed_tokens", "queued_ns", "request",
-        "restarts", "token_ns",
+        "first_scheduled_ns",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_recomputed_tokens",
+        "num_tokens",
+        "queued_ns",
+        "request",
+        "restarts",
+        "token_ns",
     )  # fmt: skip
 
     def __init__(self, request: Request, queued_ns: int) -> None:
@@ -232,7 +240,14 @@ class _OpenRequest:
         self.num_recomputed_tokens = 0
         # by seq_id: tokens that were computed once, at the last preemption; those that the cache gave back since
         self.restarts: dict[int, tuple[int, int]] = {}
+        self.num_tokens = 0
         self.token_ns = array("q")
+
+    def emitted(self, now_ns: int) -> None:
+        """One token of one of its sequences."""
+        self.num_tokens += 1
+        if not self.token_ns or self.token_ns[-1] != now_ns:
+            self.token_ns.append(now_ns)
 
     def admitted(self, admission: Admission, plan_ns: int) -> None:
         if self.first_scheduled_ns is None:
@@ -253,16 +268,15 @@ class _OpenRequest:
 
     def row(self, reason: str | None, message: str | None, finish_ns: int | None, token_times: bool) -> tuple[Any, ...]:
         request, times = self.request, self.token_ns
-        num_output = len(times)
-        num_instants = num_output if request.sampling.num_seqs == 1 else len(dict.fromkeys(times))
+        num_steps = len(times)
         arrival_ns = request.arrival_ns
         return (
             request.request_id, request.session_id, request.turn, request.tenant, request.priority,
-            len(request.prompt_token_ids), num_output, self.num_cached_tokens, self.num_preemptions,
+            len(request.prompt_token_ids), self.num_tokens, num_steps, self.num_cached_tokens, self.num_preemptions,
             self.num_recomputed_tokens, reason, message or None, arrival_ns, self.queued_ns, self.first_scheduled_ns,
             times[0] if times else None, finish_ns, times if token_times else None,
             (times[0] - arrival_ns) / 1e9 if times else None,
-            (times[-1] - times[0]) / (num_instants - 1) / 1e9 if num_instants > 1 else None,
+            (times[-1] - times[0]) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
             (finish_ns - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip
 

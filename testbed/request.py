@@ -13,9 +13,8 @@ class SamplingParams:
     """How tokens are drawn and when a sequence stops.
 
     temperature: 0 is greedy. max_tokens: None means up to the model's length. seed: None derives one from the run's.
-    n: sequences wanted. best_of: sequences drawn, of which the n most probable are returned (None: n). beam_width: 0 is
-    no beam search; otherwise the beams kept at each step, of which the n best are returned. length_penalty: exponent of
-    a beam's length, by which its summed log-probability is divided.
+    n: sequences that grow from the prompt. best_of: as many instead, if given. beam_width: 0 is no beam search;
+    otherwise the beams kept at each step. All that were grown are returned: which n are best is not decided here.
     """
 
     temperature: float = 0.0
@@ -26,7 +25,6 @@ class SamplingParams:
     n: int = 1
     best_of: int | None = None
     beam_width: int = 0
-    length_penalty: float = 1.0
 
     @property
     def num_seqs(self) -> int:

@@ -125,7 +125,7 @@ class Scheduler:
         if reason:
             self._rejected.append((seq, reason))
         else:
-            self._core.queue.push(seq)
+            self._core.push(seq)
 
     def _exceeds_limits(self, seq: Sequence) -> str:
         """Why a group is too large to be ever in a batch, which would block the queue; empty: it is not."""
@@ -158,14 +158,17 @@ class Scheduler:
             elif any(seq is rejected for rejected, _ in self._rejected):
                 self._rejected = [item for item in self._rejected if item[0] is not seq]
             else:
-                self._core.queue.remove(seq)
+                self._core.remove(seq)
             finished = self._end(seq, FinishReason.ABORT, "aborted", 0)
         return finished
 
     # --- steps ---
 
     def plan(self, now_ns: int, max_steps: int = 1) -> BatchPlan:
-        """Decides the next step. An empty plan means that nothing can be done before something else happens."""
+        """Decides the next step. An empty plan means that nothing can be done before something else happens.
+
+        max_steps: how many steps the plan may span; as yet every plan spans one.
+        """
         assert self._step is None, "one plan in flight"
         assert max_steps >= 1
         step = Step(now_ns, self._core)

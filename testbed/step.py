@@ -6,8 +6,6 @@ that a composition sees. A sequence stands for its group: what is done to it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from testbed.blocks.manager import PrefixHit, Verdict
 from testbed.core import Core
 from testbed.plan import Admission, BlockedBy, Ignored, Preemption, PreemptionMode
@@ -21,8 +19,8 @@ Row = tuple[Sequence, int, int]
 class Step:
     """A step being decided at `now_ns`."""
 
-    __slots__ = ("_core", "_held", "admitted", "blocked_by", "blocks", "decoded", "ended", "ignored", "is_over",
-                 "limits", "made_room", "now_ns", "preempted", "rows", "swap_in", "swap_out", "swapped_in",
+    __slots__ = ("_core", "_deferred", "_held", "admitted", "blocked_by", "blocks", "decoded", "ended", "ignored",
+                 "is_over", "limits", "made_room", "now_ns", "preempted", "rows", "swap_in", "swap_out", "swapped_in",
                  "token_budget")  # fmt: skip
 
     def __init__(self, now_ns: int, core: Core) -> None:
@@ -43,7 +41,8 @@ class Step:
         self.is_over = False  # committed
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
         self._core = core
-        self._held: list[Sequence] = []  # back in the queue when the step is decided, the last one first
+        self._held: list[Sequence] = []  # victims that are back in the queue when the step is decided
+        self._deferred: list[Sequence] = []  # passed over, and then back in the queue too
 
     # --- what there is ---
 
@@ -81,9 +80,19 @@ class Step:
         """The swapped-out sequences in order, one for each group."""
         return list(self._core.swapped.values())
 
-    def waiting(self) -> Iterator[Sequence]:
-        """The waiting sequences in the queue's order."""
-        return iter(self._core.queue)
+    @property
+    def num_deferred(self) -> int:
+        """Waiting sequences that this step has passed over."""
+        return len(self._deferred)
+
+    @property
+    def num_long_waiting(self) -> int:
+        """Waiting sequences whose prefill is long, those passed over left out."""
+        return self._core.num_long_waiting
+
+    def is_long(self, seq: Sequence) -> bool:
+        """Whether the sequence's prefill is longer than `long_prefill_token_threshold` (0: 4 % of max_model_len)."""
+        return self._core.is_long(seq)
 
     def head(self) -> Sequence | None:
         """The waiting sequence to look at next."""
@@ -173,7 +182,7 @@ class Step:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
         was_scheduled = self._withdraw(seq)
         self._stop_running(seq)
-        wish = self._core.preemption.mode(seq, self.blocks.num_held_blocks(seq))
+        wish = PreemptionMode(self._core.preemption.mode(seq, self.blocks.num_held_blocks(seq)))
         can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
         # what was merged in this step is computed after the swap out, by others
@@ -182,12 +191,11 @@ class Step:
             if can_swap and self.blocks.can_swap_out(seq) is Verdict.OK:
                 return self._preempt_by_swap(seq)
             if not can_recompute:
-                num_blocks = self.blocks.num_held_blocks(seq)
                 return self._end_running(
                     seq,
-                    f"{len(seq.together)} beams were preempted, which cannot be recomputed, and the CPU pool has "
-                    f"{self.blocks.num_free_cpu_blocks} of the {num_blocks} blocks to swap them out; raise "
-                    "cache.num_cpu_blocks",
+                    f"{len(seq.together)} beams were preempted, which cannot be recomputed, and the CPU pool of "
+                    f"{self.blocks.num_cpu_blocks} blocks had no room to swap them out "
+                    f"({self.blocks.num_free_cpu_blocks} free); raise cache.num_cpu_blocks",
                 )
         return self._preempt_by_recompute(seq)
 
@@ -200,7 +208,7 @@ class Step:
             one.enter(SequenceState.WAITING)
             one.siblings, one.unit_id = None, one.seq_id
             if self.blocks.rules.victims_return == "this_step":
-                self._core.queue.push_preempted(one)
+                self._core.push_back(one)
             else:
                 self._held.append(one)
 
@@ -331,7 +339,7 @@ class Step:
             self.ignore(seq, self.blocks.never_fits_reason(seq))
         elif verdict is Verdict.LATER:
             self.blocked(BlockedBy.KV_BLOCKS)
-        elif not self._core.admission.allows(seq, running.values()):
+        elif not _is_true(self._core.admission.allows(seq, running.values())):
             self.blocked(BlockedBy.ADMISSION)
             return Verdict.LATER
         return verdict
@@ -339,7 +347,7 @@ class Step:
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
         """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
         core = self._core
-        core.queue.remove(seq)
+        core.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
         seq.enter(SequenceState.RUNNING)
         seq.is_prefilling = True
@@ -358,7 +366,7 @@ class Step:
             if one.is_prefilling:
                 core.prefilling[one.seq_id] = one
 
-    def make_room(self, seq: Sequence) -> bool:
+    def make_room(self) -> bool:
         """Preempts the running sequence that the queue's order says must yield to its head; False: none must."""
         if (
             self._core.yields is None or self.admitted or self.swap_in
@@ -374,12 +382,12 @@ class Step:
 
     def defer(self, seq: Sequence) -> None:
         """Passes a waiting sequence over in this step; it keeps its place in the queue."""
-        self._core.queue.remove(seq)
-        self._held.insert(0, seq)
+        self._core.remove(seq)
+        self._deferred.append(seq)
 
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""
-        self._core.queue.remove(seq)
+        self._core.remove(seq)
         self._end(seq, reason)
 
     def end_rejected(self, seq: Sequence, reason: str) -> None:
@@ -396,6 +404,13 @@ class Step:
 
     def close(self) -> None:
         """The step is decided: held sequences are in the queue again."""
-        for seq in self._held:
-            self._core.queue.push_preempted(seq)
+        for seq in (*reversed(self._deferred), *self._held):
+            self._core.push_back(seq)
         self.blocks.planned()
+
+
+def _is_true(answer: object) -> bool:
+    """A user's class may forget to answer."""
+    if not isinstance(answer, bool):
+        raise TypeError(f"allows() returned {answer!r}, not True or False")
+    return answer

@@ -30,8 +30,9 @@ def case_config(preset: str, config: dict[str, Any]) -> RunConfig:
     given = {key: value for key, value in config.items() if value is not None}
     scheduler = {ours: given[theirs] for theirs, ours in SCHEDULER_KEYS.items() if theirs in given}
     cache = {"num_cpu_blocks": 0} | {key: given[key] for key in CACHE_KEYS if key in given}
-    if scheduler.get("long_prefill_token_threshold", 0) > given.get("max_num_batched_tokens", 0) and "v1" in preset:
-        scheduler["long_prefill_token_threshold"] = given["max_num_batched_tokens"]  # there it never binds
+    budget, threshold = given.get("max_num_batched_tokens"), scheduler.get("long_prefill_token_threshold", 0)
+    if budget is not None and threshold > budget and preset in ("vllm_v1", "vllm_v1_0_8"):
+        scheduler["long_prefill_token_threshold"] = budget  # a larger one never binds there, and is refused here
     if preset == "vllm_v0_chunked":  # logged without the front end, which refuses prompts longer than the model
         scheduler["kv_rules"] = {"length_limit": "chunk"}
     settings: dict[str, Any] = {"scheduler": {"name": preset, **scheduler}, "cache": cache}

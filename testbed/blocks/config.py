@@ -119,6 +119,8 @@ class KVRules:
 
     def __post_init__(self) -> None:
         key = "scheduler.kv_rules"
+        if not 0 <= self.watermark_extra_blocks <= MAX_NUM_BLOCKS:
+            raise ConfigError(f"{key}.watermark_extra_blocks is {self.watermark_extra_blocks}; it must be 0 or above")
         if self.duplicates != "merged" and (self.hits_frozen or self.hits_visible == "plan"):
             raise ConfigError(f"{key}.hits_frozen and {key}.hits_visible=plan need {key}.duplicates=merged")
         if self.duplicates == "merged" and (self.allocate != "whole" or self.hits_visible != "plan"):

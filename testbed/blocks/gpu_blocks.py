@@ -19,6 +19,7 @@ class GPUBlocks:
         self.cache = PrefixCache(num_blocks, eviction)
         self.evictable = eviction
         self.is_merged = rules.duplicates == "merged"
+        self.is_lru = type(eviction) is LRU  # not a class of a user's that is derived from it
         self.is_one_queue = rules.free_order == "one_queue"
         # the step that last scheduled an owner of the block, as known when an owner released it
         self.last_steps = array("q", [-1]) * num_blocks if rules.lru_by == "last_step" else None
@@ -61,7 +62,7 @@ class GPUBlocks:
     def release_all(self, table: list[int]) -> None:
         """A whole table, deepest block first; in table order where the order of equals goes by block ids."""
         evictable = self.evictable
-        if not isinstance(evictable, LRU) or table[:1] == [RELEASED]:
+        if not self.is_lru or table[:1] == [RELEASED]:
             is_by_id = isinstance(evictable, LRUByLastStep)
             for index in range(len(table)) if is_by_id else range(len(table) - 1, -1, -1):
                 if table[index] != RELEASED:
@@ -78,6 +79,7 @@ class GPUBlocks:
                 cached.append(block)
             else:
                 self.pool.put_back(block)
+        assert isinstance(evictable, LRU)
         evictable.add_all(cached)
 
     def check_invariants(self, tables: list[list[int]]) -> None:

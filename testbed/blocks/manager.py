@@ -55,7 +55,7 @@ class BlockManager:
         sliding_window: int | None = None,
     ) -> None:
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
-        _check_goes_together(rules, block_size, lookahead_slots, sliding_window)
+        _check_goes_together(rules, lookahead_slots, sliding_window)
         self.block_size = block_size
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
@@ -388,7 +388,7 @@ class BlockManager:
 
     def _num_held_at_most(self, num_tokens: int) -> int:
         """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""
-        num_blocks = self.num_blocks_for(num_tokens)
+        num_blocks = self.num_blocks_for(num_tokens + self.lookahead_slots)
         if self.sliding_window is not None and self.rules.allocate == "chunk":
             num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
         return num_blocks
@@ -399,7 +399,7 @@ class BlockManager:
         assert not self._tables.keys() & self._swap.tables.keys(), "a sequence is on both sides"
 
 
-def _check_goes_together(rules: KVRules, block_size: int, lookahead_slots: int, sliding_window: int | None) -> None:
+def _check_goes_together(rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
     """Raises ConfigError for options that the rules of a mirrored system do not know."""
     if lookahead_slots and (rules.growth_test != "exact" or rules.swap_test != "all_blocks"):
         raise ConfigError(

@@ -78,7 +78,7 @@ class PrefixSharing:
         self._rules = rules
         self._isolate_tenants = isolate_tenants
         self._is_newest_found = rules.duplicates == "replaced"
-        self._counts_hits = not isinstance(gpu.evictable, LRU | LRUByLastStep)
+        self._counts_hits = type(gpu.evictable) not in (LRU, LRUByLastStep)
         self._chains: dict[int, _Chain] = {}
         self._fresh: list[CacheEntry] = []  # allocated for their content by the step being planned
 

@@ -27,10 +27,6 @@ class SwapSpace:
         """Blocks that a swap out can have."""
         return self._pool.num_free
 
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
     def num_held(self, contents: list[Content]) -> int:
         """How many of these full blocks, the first of a sequence, are here already."""
         return len(self._cache.match([key for key, _ in contents], [c for _, c in contents], len(contents))) if (

@@ -34,7 +34,8 @@ class WaitingQueue(Protocol):
     #   served(seq, num_tokens, num_emitted, now_ns)  after each step, for each sequence that was in it
     #   left(seq, now_ns)                  the sequence finished or was aborted, wherever it was
     #   yields(running, now_ns) -> Sequence | None    which running sequence should make room for the head now
-    #   is_time_dependent: bool            whether the order changes by the mere passing of time (ageing, deadlines)
+    #   is_time_dependent: bool            whether the order changes by the mere passing of time; for plans of several
+    #                                      steps, which there are not yet: nothing reads it so far
 
 
 class FCFS:

@@ -10,7 +10,8 @@ from testbed.step import Step
 class Composition(Protocol):
     """A user's own class with this method plugs in by `_target_`.
 
-    A class may list the limits that it does not read in `unused_limits`: a run that changes one says so.
+    A class may list the limits that it does not read in `unused_limits`, and in `own_rules` those of the KV rules
+    `budget` and `chunks_fill_blocks` that it reads: a run that changes one without effect says so.
     """
 
     def compose(self, step: Step) -> None:

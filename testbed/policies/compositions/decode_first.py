@@ -7,24 +7,28 @@ from testbed.plan import BlockedBy
 from testbed.sequence import Sequence
 from testbed.step import Step
 
+MAX_PASSED_OVER = 128  # long prompts that a step passes over in search of a shorter one
+
 
 class DecodeFirst:
     """Decodes, then unfinished prefills, then swapped-out sequences, then new prefills in chunks of what is left.
 
     Source: Agrawal et al., Sarathi-Serve, OSDI 2024; vLLM 0.8.5's chunked scheduler. Up to `max_num_partial_prefills`
     prompts share the budget evenly; while that is more than one, at most `max_long_partial_prefills` of them are longer
-    than `long_prefill_token_threshold` (0: 4 % of max_model_len), and shorter ones overtake the others.
+    than `long_prefill_token_threshold` (0: 4 % of max_model_len), and shorter ones overtake up to 128 others.
 
     admits_after_preemption: whether a step that preempted still admits (0.8.5), or leaves the room to those that run.
     in_running_order: a prefill that was begun together with others that have ended goes before them, once (0.8.5).
     """
+
+    own_rules = ("chunks_fill_blocks",)  # KV rules that no other part reads
 
     def __init__(self, *, admits_after_preemption: bool = False, in_running_order: bool = False) -> None:
         self._admits_after_preemption = admits_after_preemption
         self._in_running_order = in_running_order
 
     def compose(self, step: Step) -> None:
-        num_long = sum(1 for seq in step.prefilling.values() if self._is_long(step, seq))
+        num_long = sum(1 for seq in step.prefilling.values() if step.is_long(seq))
         share = self._share(step, num_long)
         prefilling = list(step.prefilling.values())
         decodes = [seq for seq in step.running() if not seq.is_prefilling] if prefilling or step.num_swapped else []
@@ -102,9 +106,11 @@ class DecodeFirst:
         if step.token_budget == 0 and step.num_waiting:
             return step.blocked(BlockedBy.TOKEN_BUDGET)
         while (seq := step.head()) is not None:
-            is_long = self._is_long(step, seq)
+            is_long = step.is_long(seq)
             if is_long and limits.max_num_partial_prefills > 1 and num_long >= limits.max_long_partial_prefills:
                 step.blocked(BlockedBy.PARTIAL_PREFILLS)
+                if step.num_deferred == MAX_PASSED_OVER:
+                    return None
                 step.defer(seq)
                 continue
             hit = step.blocks.lookup(seq)
@@ -113,13 +119,13 @@ class DecodeFirst:
             if verdict is Verdict.NEVER:
                 continue
             if verdict is Verdict.LATER:
-                if step.make_room(seq):
+                if step.make_room():
                     continue
                 return None
             if num_tokens == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             if step.num_running + seq.num_seqs > limits.max_num_seqs:
-                if step.make_room(seq):
+                if step.make_room():
                     continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             num_long += is_long
@@ -133,15 +139,8 @@ class DecodeFirst:
         limits = step.limits
         if limits.max_num_partial_prefills == 1:
             return limits.max_num_batched_tokens
-        num_prefills = len(step.prefilling)
-        for seq in step.waiting():
-            if num_prefills >= limits.max_num_partial_prefills:
-                break
-            if self._is_long(step, seq):
-                if num_long >= limits.max_long_partial_prefills:
-                    continue
-                num_long += 1
-            num_prefills += 1
+        num_short = len(step.prefilling) + step.num_waiting - step.num_long_waiting
+        num_prefills = num_short + min(step.num_long_waiting, max(0, limits.max_long_partial_prefills - num_long))
         share = limits.max_num_batched_tokens // max(1, min(num_prefills, limits.max_num_partial_prefills))
         return max(step.blocks.block_size if self._fills_blocks(step) else 1, share)
 
@@ -158,8 +157,3 @@ class DecodeFirst:
 
     def _fills_blocks(self, step: Step) -> bool:
         return step.blocks.rules.chunks_fill_blocks and step.blocks.caches_prefixes
-
-    def _is_long(self, step: Step, seq: Sequence) -> bool:
-        limits = step.limits
-        threshold = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
-        return seq.num_tokens - seq.num_computed_tokens > threshold

@@ -44,7 +44,7 @@ class IterationLevel:
             if step.num_swapped and not step.made_room:
                 return step.blocked(BlockedBy.SWAPPED_FIRST)
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
-                if step.make_room(seq):
+                if step.make_room():
                     continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
@@ -54,7 +54,7 @@ class IterationLevel:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             verdict = step.can_admit(seq, seq.num_tokens, hit)
             if verdict is Verdict.LATER:
-                if step.make_room(seq):
+                if step.make_room():
                     continue
                 return None
             if verdict is Verdict.OK:

@@ -24,6 +24,8 @@ class PrefillFirst:
         "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"
     )  # prompts are not split # fmt: skip
 
+    own_rules = ("budget",)  # KV rules that no other part reads
+
     def __init__(
         self,
         *,
@@ -68,11 +70,11 @@ class PrefillFirst:
             if verdict is Verdict.NEVER:
                 continue
             if verdict is Verdict.LATER:
-                if not step.rows and step.make_room(seq):
+                if step.make_room():
                     continue
                 return None
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
-                if not step.rows and step.make_room(seq):
+                if step.make_room():
                     continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             if not self._fits(step, num_tokens, longest) and (step.rows or not is_oversize):

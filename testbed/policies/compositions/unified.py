@@ -49,7 +49,7 @@ class Unified:
             step.schedule(seq, num_tokens)
 
     def _swap_in(self, step: Step) -> None:
-        """Groups of several sequences are swapped, never recomputed; vLLM V1 has none."""
+        """vLLM V1 swaps nothing; here a group of several sequences is swapped, and whatever `preemption` says."""
         for seq in step.swapped():
             num_tokens = step.next_chunk(seq)
             if step.preempted or not num_tokens:
@@ -72,14 +72,14 @@ class Unified:
             if step.token_budget == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
-                if step.make_room(seq):
+                if step.make_room():
                     continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
             num_tokens = min(_capped(seq.num_tokens - hit.num_tokens, threshold), step.token_budget)
             verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)
             if verdict is Verdict.LATER:
-                if step.make_room(seq):
+                if step.make_room():
                     continue
                 return None
             if verdict is Verdict.OK:

@@ -1,0 +1,54 @@
+"""Failures of code that is not ours: what a user's own class raised, or made ours raise, in one line."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+from experiments.config import RunConfig
+from experiments.policies import GROUPS
+from testbed.errors import TestbedError
+
+ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
+ROOT = Path(__file__).parents[1]
+
+
+class PolicyError(TestbedError):
+    """A user's own class failed, or gave what it may not give."""
+
+
+def own_classes(config: RunConfig) -> list[str]:
+    """`key={_target_: module.Class}` of every class in the configuration that this repository does not have."""
+    places = {key: config.raw[key.split(".")[0]].get(key.split(".")[1]) for key in GROUPS}
+    places |= {group: config.raw[group] for group in ("cost", "trace")}
+    targets = {
+        key: value["_target_"] for key, value in places.items() if isinstance(value, dict) and "_target_" in value
+    }
+    return [f"{key}={target}" for key, target in targets.items() if str(target).split(".")[0] not in ROOMS]
+
+
+def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:
+    """What to say of an exception that a run ended with; None if no class but ours was at work."""
+    own = own_classes(config)
+    if not own:
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(ROOT / room) for room in ROOMS)]
+    theirs = [
+        frame for frame in theirs if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
+    ]
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if theirs:
+        return PolicyError(f"{theirs[-1].filename}:{theirs[-1].lineno}: {what} (in {', '.join(own)}); mend it there")
+    last = frames[-1] if frames else None
+    place = f"{Path(last.filename).name}:{last.lineno}" if last is not None else "?"
+    return PolicyError(
+        f"{what} at {place}, most likely because {' or '.join(own)} returned what it may not, or changed what it was "
+        "shown; see docs/extending.md"
+    )
+
+
+def _is_foreign(file: Path) -> bool:
+    is_ours = any(file.is_relative_to(ROOT / room) for room in ROOMS)
+    return not is_ours and not file.is_relative_to(sys.prefix) and not file.is_relative_to(sys.base_prefix)

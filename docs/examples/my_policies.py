@@ -207,14 +207,14 @@ class FewPrefills:
             if step.token_budget == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
-                if step.make_room(seq):  # only where the queue order is preemptive
+                if step.make_room():  # only where the queue order is preemptive
                     continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
             num_tokens = min(seq.num_tokens - hit.num_tokens, step.token_budget)
             verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)  # NEVER has ended it, and says why
             if verdict is Verdict.LATER:
-                if step.make_room(seq):
+                if step.make_room():
                     continue
                 return None
             if verdict is Verdict.OK:

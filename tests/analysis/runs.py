@@ -53,12 +53,19 @@ def table(rows: list[dict[str, Any]], schema: dict[str, str]) -> pa.Table:
 
 def request_row(**values: Any) -> dict[str, Any]:
     """One request row; instants in ns. `token_ns` fills first_token_ns and num_output_tokens unless they are given."""
-    row = {"tenant": "a", "priority": 0, "num_prompt_tokens": 10, "num_output_tokens": 0, "num_cached_tokens": 0}
+    row = {
+        "tenant": "a",
+        "priority": 0,
+        "num_prompt_tokens": 10,
+        "num_output_tokens": 0,
+        "num_token_steps": 0,
+        "num_cached_tokens": 0,
+    }
     row |= {"num_preemptions": 0, "num_recomputed_tokens": 0, "arrival_ns": 0, "queued_ns": 0} | values
     tokens = row.get("token_ns")
     if tokens:
         row = {"first_token_ns": tokens[0], "first_scheduled_ns": row["arrival_ns"]} | row
-        row["num_output_tokens"] = len(tokens)
+        row["num_output_tokens"] = row["num_token_steps"] = len(tokens)
     return row
 
 
@@ -180,6 +187,7 @@ def row_of(job: Job) -> dict[str, Any]:
         "priority": 0,
         "num_prompt_tokens": job.prompt,
         "num_output_tokens": n,
+        "num_token_steps": n,
         "num_cached_tokens": job.cached,
         "num_preemptions": job.preemptions,
         "num_recomputed_tokens": job.recomputed,

@@ -60,7 +60,7 @@ def test_pooled_gaps_never_cross_requests():
 
 
 def test_without_token_times_tpot_comes_from_its_column():
-    row = {"first_token_ns": 3 * S, "num_output_tokens": 3, "tpot_s": 2.0, "token_ns": None}
+    row = {"first_token_ns": 3 * S, "num_output_tokens": 3, "num_token_steps": 3, "tpot_s": 2.0, "token_ns": None}
     bare = requests(FINISHED | row)
     metrics = request_metrics(bare).iloc[0]
     assert metrics.tpot_s == 2

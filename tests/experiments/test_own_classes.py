@@ -14,8 +14,9 @@ import pytest
 
 from experiments.messages import options
 from experiments.policies import GROUPS
+from experiments.run import execute
 from testbed.blocks.config import KVRules
-from tests.experiments.kit import SHORT, TINY, decisions_of, manifest_of, say, table_of, write_rows
+from tests.experiments.kit import SHORT, TINY, config_of, decisions_of, manifest_of, say, table_of, write_rows
 
 MINE = '''
 from collections import OrderedDict
@@ -294,3 +295,105 @@ def test_the_list_of_policies_is_complete() -> None:
         named |= {rule.name, *get_args(get_type_hints(KVRules)[rule.name])}
     assert [name for name in sorted(named) if f"`{name}`" not in text] == []
     assert [key for key in GROUPS if f"`{key}`" not in text] == []
+
+
+# --- classes that misbehave ---
+
+MISBEHAVING = """
+from testbed.blocks.eviction import LRU
+from testbed.policies.queue_order import FCFS
+
+
+class HeadRaises(FCFS):
+    def head(self, now_ns):
+        raise ValueError("no head today")
+
+
+class HeadIsText(FCFS):
+    def head(self, now_ns):
+        return "a"
+
+
+class BindRaises(FCFS):
+    def bind(self, context):
+        raise KeyError("nothing")
+
+
+class Exits(FCFS):
+    def head(self, now_ns):
+        raise SystemExit(0)
+
+
+class ForgetsToAnswer:
+    def allows(self, seq, running):
+        pass
+
+
+class SaysSwap:
+    def mode(self, seq, num_blocks):
+        return "swap"
+
+
+class NoMode:
+    def mode(self, seq, num_blocks):
+        return None
+
+
+class Counting(LRU):
+    calls = {"add": 0, "hit": 0}
+
+    def add(self, block, depth, last_step):
+        self.calls["add"] += 1
+        super().add(block, depth, last_step)
+
+    def hit(self, block):
+        self.calls["hit"] += 1
+"""
+
+
+@pytest.fixture
+def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "misbehaving.py").write_text(MISBEHAVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "misbehaving"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("queue_order", "HeadRaises", ("misbehaving.py:8", "ValueError: no head today", "partial results kept")),
+        ("queue_order", "HeadIsText", ("queue_order=misbehaving.HeadIsText", "docs/extending.md")),
+        ("queue_order", "BindRaises", ("misbehaving.py:18", "KeyError")),
+        ("queue_order", "Exits", ("misbehaving.py:23", "SystemExit")),
+        ("admission", "ForgetsToAnswer", ("allows() returned None", "misbehaving.ForgetsToAnswer")),
+        ("preemption", "NoMode", ("not a valid PreemptionMode", "misbehaving.NoMode")),
+    ],
+)
+def test_a_class_that_fails_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, key: str, name: str, words: tuple[str, ...]
+) -> None:
+    said = say(
+        capsys, "run", *SHORT, *TINY, f"scheduler.{key}={{_target_: {misbehaving}.{name}}}", "cache.num_gpu_blocks=20",
+        "cache.block_size=4", "trace.arrival=all_at_once", "trace.num_requests=20", f"hydra.run.dir={tmp_path}/run",
+    )  # fmt: skip
+    assert said.status == 1
+    for word in words:
+        assert word in said.error()
+
+
+def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Path, misbehaving: str) -> None:
+    options = (
+        "scheduler.preemption={_target_: misbehaving.SaysSwap}",
+        "cache.eviction={_target_: misbehaving.Counting}",
+    )
+    config = config_of(
+        (*SHORT, *TINY, *options), trace__arrival="all_at_once", trace__num_system_prompts=1,
+        trace__system_prompt_tokens=8, trace__num_requests=20, cache__block_size=4, cache__num_gpu_blocks=20,
+        cache__num_cpu_blocks=90,
+    )  # fmt: skip
+    result = execute(config, tmp_path / "run")
+    assert result.exit_status == 0, result.message
+    assert sum(table_of(tmp_path / "run", "steps").to_pydict()["num_swapped_out"]) > 0
+    import misbehaving as module  # type: ignore[import-not-found]  # written by the fixture
+
+    assert min(module.Counting.calls.values()) > 0

@@ -12,6 +12,7 @@ import yaml
 import experiments.conf
 from experiments.build import Pools, build_scheduler
 from experiments.config import RunConfig
+from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, StepResult
 from testbed.request import Request, SamplingParams
 from testbed.scheduler import Scheduler
@@ -131,3 +132,9 @@ def test_a_preset_decides_the_same_twice(name: str) -> None:
         serve(scheduler, 7, has_groups=True)
         digests.append(scheduler.digest)
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(("preset", "expected"), [("vllm_v0", LRUByLastStep), ("vllm_v1", LRU)])
+def test_lru_is_that_of_the_system(preset: str, expected: type) -> None:
+    scheduler = build_scheduler(config_of((*TINY, f"scheduler={preset}")), Pools(50, 0), record_decisions=False)
+    assert type(scheduler.blocks._gpu.evictable) is expected

@@ -436,7 +436,7 @@ def test_beams_without_room_on_the_cpu_end_as_ignored(preemption: Auto | Recompu
     ((request_id, reason, message),) = run_beams(scheduler)
     assert (request_id, reason) == ("g", FinishReason.IGNORED)
     assert "2 beams were preempted, which cannot be recomputed" in message
-    assert "2 of the 3 blocks" in message
+    assert "CPU pool of 2 blocks" in message
     assert "raise cache.num_cpu_blocks" in message
     assert [item.request.request_id for item in drain(scheduler)] == ["a"]
     assert_nothing_held(scheduler)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import product
+from typing import Any
 
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU
+from testbed.blocks.eviction import LFU, LRU, CostAware
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.policies.context import PolicyContext
+from testbed.policies.oracle import NoOracle
 from testbed.sequence import Sequence
 from tests.testbed.core_kit import (
     WeakKeys,
@@ -331,3 +335,25 @@ def test_without_caching_nothing_is_kept() -> None:
         plan, _ = step(scheduler)
         assert cached(plan) == {name: 0}
     assert scheduler.blocks.num_hit_tokens == 0
+
+
+# --- evictions see hits ---
+
+
+@pytest.mark.parametrize("eviction", [LFU, CostAware])
+def test_what_was_hit_outlives_what_was_not(eviction: Callable[[], Any]) -> None:
+    """4 blocks of 4: "hot" (1 full block) is hit by a second request, "cold" (1 full block) comes later and is not.
+    LRU would give up hot's block first; "big" needs 3 blocks and takes the 2 free ones and cold's."""
+    policy = eviction()
+    blocks = make_blocks(num_blocks=4, eviction=policy)
+    scheduler = make_scheduler("prefill_first", blocks=blocks)
+    if hasattr(policy, "bind"):
+        policy.bind(PolicyContext(blocks, scheduler.limits, NoOracle(), None, 0))
+    hot, cold = list(range(5)), list(range(50, 55))
+    for name, prompt in (("hot", hot), ("again", hot), ("cold", cold)):
+        add(scheduler, make_request(name, prompt))
+        drain(scheduler)
+    add(scheduler, make_request("big", 12))
+    drain(scheduler)
+    assert blocks.lookup(Sequence(90, make_request("x", hot), 100)).num_tokens == 4
+    assert blocks.lookup(Sequence(91, make_request("y", cold), 100)).num_tokens == 0

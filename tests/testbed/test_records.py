@@ -84,7 +84,8 @@ def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
     # steps end at 10, 20, 30, 40: a computes 4 and 2 prompt tokens, then decodes twice; b starts in the second step
     assert a == {
         "request_id": "a", "session_id": "s", "turn": 2, "tenant": "t", "priority": 4,
-        "num_prompt_tokens": 6, "num_output_tokens": 3, "num_cached_tokens": 0, "num_preemptions": 0,
+        "num_prompt_tokens": 6, "num_output_tokens": 3, "num_token_steps": 3,
+        "num_cached_tokens": 0, "num_preemptions": 0,
         "num_recomputed_tokens": 0, "finish_reason": "length", "finish_message": None,
         "arrival_ns": 0, "queued_ns": 0, "first_scheduled_ns": 0, "first_token_ns": 20, "finish_ns": 40,
         "token_ns": [20, 30, 40], "ttft_s": 20e-9, "tpot_s": 10e-9, "e2e_s": 40e-9,

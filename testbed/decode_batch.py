@@ -20,6 +20,9 @@ class Drawn(NamedTuple):
     seqs: list[Sequence]
     seq_ids: tuple[int, ...]
     appends: list[Callable[[int], None]]  # to their tokens
+    no_stops: tuple[None, ...]  # what outcomes have in these columns when nothing happens
+    no_forks: tuple[tuple[int, ...], ...]
+    no_drops: tuple[bool, ...]
 
 
 class DecodeBatch:
@@ -40,7 +43,7 @@ class DecodeBatch:
         self._members: list[Sequence] = []
         self._is_stale = False
         self._is_lent = False
-        self._drawn = Drawn([], (), [])
+        self._drawn = Drawn([], (), [], (), (), ())
         self._drawn_of = self._members
         self._crossing: list[dict[int, Sequence]] = [{} for _ in range(block_size)]
         self._disordered = [False] * block_size  # whether a bucket is no longer in running order
@@ -89,7 +92,10 @@ class DecodeBatch:
         """Those of the decoded sequences whose token is drawn; kept for as long as the same list is asked about."""
         if decoded is not self._drawn_of:
             seqs = [seq for seq in decoded if not seq.is_forced]
-            self._drawn = Drawn(seqs, tuple([seq.seq_id for seq in seqs]), [seq.tokens.append for seq in seqs])
+            num = len(seqs)
+            appends = [seq.tokens.append for seq in seqs]
+            seq_ids = tuple([seq.seq_id for seq in seqs])
+            self._drawn = Drawn(seqs, seq_ids, appends, (None,) * num, ((),) * num, (False,) * num)
             self._drawn_of = decoded
         return self._drawn
 

@@ -249,12 +249,12 @@ class Scheduler:
         drawn = self._core.decodes.drawn(decoded)
         seq_ids, tokens, stops, forks, dropped = zip(*outcomes, strict=True)
         assert drawn.seq_ids == seq_ids, "outcomes come in the order scheduled"
-        assert not any(forks), "only the members of a group part"
-        assert not any(dropped), "only beams are dropped"
+        assert forks == drawn.no_forks, "only the members of a group part"
+        assert dropped == drawn.no_drops, "only beams are dropped"
         for append, (token,) in zip(drawn.appends, tokens, strict=True):
             append(token)
         stopped: dict[int, FinishReason] = {}
-        if any(stops):
+        if stops != drawn.no_stops:
             stopped = {seq_id: stop for seq_id, stop in zip(seq_ids, stops, strict=True) if stop is not None}
         stop_tokens = self._core.decodes.stop_tokens
         if stop_tokens and not stop_tokens.isdisjoint(chain.from_iterable(tokens)):

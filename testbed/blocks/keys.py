@@ -45,5 +45,6 @@ class TokenKeys:
             contents.append(content if contents else salt.encode() + content)
 
     def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
-        content = tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
+        start = index * self.block_size
+        content = tokens[start : start + self.block_size].tobytes()
         return xxh64_intdigest(_PREVIOUS.pack(previous_key) + content), content

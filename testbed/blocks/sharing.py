@@ -181,8 +181,10 @@ class PrefixSharing:
             return
         chains, tables, cache, next_key = self._chains, self._tables, self._cache, self._keys.next
         entries, entry_of = cache.entries, cache.entry_of
+        num_new = 0
         for seq in seqs:
-            table, chain = tables[seq.seq_id], chains[seq.seq_id]
+            seq_id = seq.seq_id
+            table, chain = tables[seq_id], chains[seq_id]
             index = len(table) - 1  # without lookahead the block that is filled is the last one
             parent = chain.entry
             if chain.num_published == index and parent is not None and not chain.is_broken:
@@ -192,10 +194,11 @@ class PrefixSharing:
                     block = table[index]
                     entries[key] = entry_of[block] = chain.entry = CacheEntry(key, content, parent, [block])
                     parent.num_children += 1
-                    cache.num_cached_blocks += 1
                     chain.num_published = index + 1
+                    num_new += 1
                     continue
             self.publish(seq, seq.num_computed_tokens + num_more)
+        cache.num_cached_blocks += num_new
 
     def withdraw(self, seq: Sequence, num_tokens: int) -> None:
         """Takes `scheduled` back: only the first `num_tokens` tokens are computed, the rest may not be hit."""

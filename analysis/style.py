@@ -132,7 +132,8 @@ def log_if_wide(axis: Axis, values: FloatArray, ratio: float = 12.0) -> bool:
 
 def set_log(axis: Axis, low: float, high: float) -> None:
     """A log scale whose ticks read 1, 10, 100, with 3, or 2 and 5, or more over shorter spans: few enough to read."""
-    axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")  # type: ignore[attr-defined]
+    set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
+    set_scale("log")
     decades = math.log10(high / low) if high > low > 0 else 1.0
     spans = ((0.5, (1.0, 2.0, 3.0, 5.0, 7.0)), (1.2, (1.0, 2.0, 5.0)), (2.0, (1.0, 3.0)))
     axis.set_major_locator(LogLocator(subs=next((subs for span, subs in spans if decades <= span), (1.0,))))

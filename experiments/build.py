@@ -13,6 +13,7 @@ from experiments.foreign import policy_failure
 from experiments.policies import instantiate, make_policy
 from experiments.settings import MooncakeTraceConfig, RecordedConfig, ShareGPTTraceConfig, TraceConfig, unknown
 from experiments.structured import freeze
+from real.config import RealConfig
 from sim.backend import SimBackend, refuse_unforced
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
@@ -258,7 +259,16 @@ def build_estimator(config: RunConfig) -> CostEstimator:
     recorded = recorded_run(config)
     if recorded is not None:
         return build_estimator(RunConfig.from_container(read_config(Path(recorded))))
-    return CostEstimator(str(config.raw["cost"].get("name") or config.raw["cost"].get("_target_")), build_cost(config))
+    return CostEstimator(estimator_name(config), build_cost(config))
+
+
+def estimator_name(config: RunConfig) -> str:
+    """What the manifest says of the prices that policies are given, in both modes: cost model and device."""
+    recorded = recorded_run(config)
+    if recorded is not None:
+        return estimator_name(RunConfig.from_container(read_config(Path(recorded))))
+    cost = config.raw["cost"]
+    return f"{cost.get('name') or cost.get('_target_')} on {config.device.name}"
 
 
 def unused_settings(config: RunConfig) -> list[str]:
@@ -351,9 +361,10 @@ def build_real_backend(config: RunConfig) -> Any:
             f"backend=real needs the package {error.name!r}: pip install 'llm-serving-testbed[real]' (or `make demo`)"
         ) from None
     bounds = limits(config)
+    assert isinstance(config.backend, RealConfig)
     return RealBackend(
         config.model,
-        config.backend,  # type: ignore[arg-type]  # backend=real has a RealConfig
+        config.backend,
         block_size=config.cache.block_size,
         max_num_batched_tokens=bounds.max_num_batched_tokens,
         max_num_seqs=bounds.max_num_seqs,

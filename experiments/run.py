@@ -316,6 +316,7 @@ def _manifest(config: RunConfig, trace: Trace, prepared: _Prepared, command: str
         "model": config.model.name,
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler": config.scheduler.name,
+        "estimator": build.estimator_name(config),
         "num_gpu_blocks": prepared.pools.num_gpu_blocks,
         "num_cpu_blocks": prepared.pools.num_cpu_blocks,
         "block_size": config.cache.block_size,

@@ -98,6 +98,7 @@ MANIFEST_KEYS = (
     "device",  # name
     "attention",  # provider, real runs only
     "cost",  # cost model, simulated runs only
+    "estimator",  # what prices recompute and swap for policies that ask, in both modes
     "num_gpu_blocks",
     "num_cpu_blocks",
     "block_size",

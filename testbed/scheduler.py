@@ -138,7 +138,7 @@ class Scheduler:
     def _never_runs(self, seq: Sequence) -> str:
         """Why no step could ever admit the sequence; empty: one may."""
         if seq.num_prompt_tokens > self.limits.max_model_len:
-            return f"prompt of {seq.num_prompt_tokens} tokens exceeds max_model_len ({self.limits.max_model_len})"
+            return self.limits.too_long_reason(seq.num_prompt_tokens)
         return self.blocks.never_fits_reason(seq) if self.blocks.never_fits(seq) else ""
 
     def abort(self, request_id: str) -> Finished | None:

@@ -286,6 +286,14 @@ class Step:
             one.enter(SequenceState.RUNNING)
         self._start_running(seq)
 
+    def take_back(self, seq: Sequence, num_tokens: int) -> Verdict:
+        """Brings a swapped-out sequence in and computes its next `num_tokens` tokens, if its blocks find room."""
+        verdict = self.can_swap_in(seq)
+        if verdict is Verdict.OK:
+            self.bring_in(seq)
+            self.resume(seq, num_tokens)
+        return verdict
+
     def resume(self, seq: Sequence, num_tokens: int) -> None:
         """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was
         part of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
@@ -312,6 +320,8 @@ class Step:
         """Gives the running sequences another order; `seqs` are all of them."""
         core = self._core
         assert len(seqs) == len(core.running)
+        if seqs == list(core.running.values()):
+            return
         core.running.clear()
         for seq in seqs:
             core.running[seq.unit_id] = seq
@@ -330,9 +340,7 @@ class Step:
         running = self._core.running
         length = seq.num_prompt_tokens if self.blocks.rules.length_limit == "prompt" else num_tokens
         if length > self.limits.max_model_len:
-            self.ignore(
-                seq, f"prompt of {seq.num_prompt_tokens} tokens exceeds max_model_len ({self.limits.max_model_len})"
-            )
+            self.ignore(seq, self.limits.too_long_reason(seq.num_prompt_tokens))
             return Verdict.NEVER
         verdict = self.blocks.can_admit(seq, num_tokens, hit, is_idle=not running)
         if verdict is Verdict.NEVER:
@@ -378,6 +386,14 @@ class Step:
         self.made_room = not self.preempted or self.made_room
         self.preempt(victim)
         self.blocked_by = None
+        return True
+
+    def is_closed(self) -> bool:
+        """Whether nothing waiting may enter: blocks were short, or something is swapped out. Not while room is made for
+        the head of the queue."""
+        if self.made_room or not (self.preempted or self.num_swapped):
+            return False
+        self.blocked(BlockedBy.PREEMPTION if self.preempted else BlockedBy.SWAPPED_FIRST)
         return True
 
     def defer(self, seq: Sequence) -> None:

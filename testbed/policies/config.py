@@ -80,3 +80,6 @@ class Limits:
             config.max_num_partial_prefills,
             config.max_long_partial_prefills,
         )
+
+    def too_long_reason(self, num_prompt_tokens: int) -> str:
+        return f"prompt of {num_prompt_tokens} tokens exceeds max_model_len ({self.max_model_len})"

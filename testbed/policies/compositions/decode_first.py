@@ -79,10 +79,7 @@ class DecodeFirst:
         running = {seq.unit_id: seq for seq in step.running()}
         if self._in_running_order:
             scheduled = dict.fromkeys(row[0].unit_id for row in step.rows)
-            decodes = [seq for seq in running.values() if not seq.is_prefilling and seq.unit_id in scheduled]
-            brought = dict.fromkeys(seq.unit_id for seq in wanted if seq.request.request_id in step.swapped_in)
-            idle = [seq for seq in running.values() if seq.unit_id not in scheduled]
-            wanted = [*idle, *(seq for seq in wanted if seq.unit_id in brought), *decodes, *wanted]
+            wanted = [*(seq for seq in running.values() if seq.unit_id not in scheduled), *wanted]
         order = [seq for seq in wanted if running.pop(seq.unit_id, None) is not None]
         step.reorder([*order, *running.values()])
 

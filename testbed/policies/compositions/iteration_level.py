@@ -30,19 +30,13 @@ class IterationLevel:
             is_alone = step.token_budget == step.limits.max_num_batched_tokens
             if num_tokens * len(seq.together) > step.token_budget and not is_alone:
                 return
-            verdict = step.can_swap_in(seq)
-            if verdict is Verdict.LATER:
+            if step.take_back(seq, num_tokens) is Verdict.LATER:
                 return
-            if verdict is Verdict.OK:
-                step.bring_in(seq)
-                step.resume(seq, num_tokens)
 
     def _admit(self, step: Step) -> None:
         while (seq := step.head()) is not None:
-            if step.preempted and not step.made_room:
-                return step.blocked(BlockedBy.PREEMPTION)
-            if step.num_swapped and not step.made_room:
-                return step.blocked(BlockedBy.SWAPPED_FIRST)
+            if step.is_closed():
+                return None
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 if step.make_room():
                     continue

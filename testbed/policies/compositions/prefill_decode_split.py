@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from testbed.blocks.manager import Verdict
 from testbed.plan import BlockedBy
-from testbed.sequence import SequenceState
 from testbed.step import Step
 
 
@@ -65,12 +64,8 @@ class PrefillDecodeSplit:
             num_tokens = step.next_chunk(seq)
             if not num_tokens:
                 return
-            verdict = step.can_swap_in(seq)
-            if verdict is Verdict.LATER:
+            if step.take_back(seq, num_tokens) is Verdict.LATER:
                 return
-            if verdict is Verdict.OK:
-                step.bring_in(seq)
-                step.resume(seq, num_tokens)
 
     def _decode(self, step: Step) -> None:
         if step.num_running <= min(step.limits.max_num_seqs, step.token_budget):
@@ -79,7 +74,7 @@ class PrefillDecodeSplit:
         for seq in step.running():
             if num_seqs + len(seq.together) > step.limits.max_num_seqs:
                 return None
-            if seq.state is SequenceState.RUNNING and step.reserve(seq, 1):
+            if step.reserve(seq, 1):
                 num_seqs += len(seq.together)
                 step.schedule(seq, 1)
         return None

@@ -45,7 +45,7 @@ class PrefillFirst:
         if step.rows or (self._ignored_end_the_step and step.ignored):
             return
         if self._sorts_by_arrival:
-            self._sort(step)
+            step.reorder(sorted(step.running(), key=_arrival))
         step.token_budget = max(step.token_budget, step.num_running)  # it limits prompts only
         step.decode()
         if not step.preempted:
@@ -95,12 +95,6 @@ class PrefillFirst:
                 num_tokens + sum(start + count for _, start, count in step.rows) <= step.limits.max_num_batched_tokens
             )
         return num_tokens <= step.token_budget
-
-    def _sort(self, step: Step) -> None:
-        running = step.running()
-        by_arrival = sorted(running, key=_arrival)
-        if by_arrival != running:
-            step.reorder(by_arrival)
 
     def _swap_in(self, step: Step) -> None:
         swapped = step.swapped()

@@ -29,12 +29,8 @@ class Static:
 
     def _swap_in(self, step: Step) -> None:
         for seq in step.swapped():
-            verdict = step.can_swap_in(seq)
-            if verdict is Verdict.LATER:
+            if step.take_back(seq, seq.num_tokens - seq.num_computed_tokens) is Verdict.LATER:
                 return
-            if verdict is Verdict.OK:
-                step.bring_in(seq)
-                step.resume(seq, seq.num_tokens - seq.num_computed_tokens)
 
     def _admit(self, step: Step) -> None:
         while (seq := step.head()) is not None:

@@ -33,7 +33,8 @@ class Unified:
         else:
             for seq in step.running():
                 self._catch_up(step, seq, threshold)
-        self._swap_in(step)
+        if not step.preempted:
+            self._swap_in(step)
         self._admit(step, threshold)
 
     def _decodes_come_first(self, step: Step) -> bool:
@@ -52,23 +53,17 @@ class Unified:
         """vLLM V1 swaps nothing; here a group of several sequences is swapped, and whatever `preemption` says."""
         for seq in step.swapped():
             num_tokens = step.next_chunk(seq)
-            if step.preempted or not num_tokens:
+            if not num_tokens:
                 return
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
-            verdict = step.can_swap_in(seq)
-            if verdict is Verdict.LATER:
+            if step.take_back(seq, num_tokens) is Verdict.LATER:
                 return
-            if verdict is Verdict.OK:
-                step.bring_in(seq)
-                step.resume(seq, num_tokens)
 
     def _admit(self, step: Step, threshold: int) -> None:
         while (seq := step.head()) is not None:
-            if step.preempted and not step.made_room:
-                return step.blocked(BlockedBy.PREEMPTION)
-            if step.num_swapped and not step.made_room:
-                return step.blocked(BlockedBy.SWAPPED_FIRST)
+            if step.is_closed():
+                return None
             if step.token_budget == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:

@@ -6,15 +6,60 @@ is rounded to an integer of ns. So a price is the same on every machine, and ste
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from testbed.plan import BatchShape, Spans
 
 
 class CostModel(Protocol):
-    """Prices steps. The parts of the answer follow one another: the step lasts their sum, which is at least 1 ns."""
+    """Prices steps. The parts of the answer follow one another: the step lasts their sum, which is at least 1 ns.
+
+    `price` is all that a user's own model needs; ours are also a `DecodePricer` and an `Itemised`.
+    """
 
     def price(self, shape: BatchShape) -> Spans: ...
+
+
+@runtime_checkable
+class DecodePricer(Protocol):
+    """A cost model that prices a run of decode steps at once: only forward_ns differs between them."""
+
+    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
+        """The spans of the first of `num_steps` steps, and the forward_ns of each, the first included.
+
+        shape: of the first step: decodes only, nothing swapped or copied. Step i is `later_decode(shape, i)`, and its
+        price is exactly `price` of that.
+        """
+        ...
+
+
+@runtime_checkable
+class Itemised(Protocol):
+    """A cost model that says where the time of a step goes."""
+
+    def breakdown(self, shape: BatchShape) -> dict[str, int]:
+        """The ns of each operator; their sum is exactly that of the spans of `price(shape)`."""
+        ...
+
+
+def price_decodes(model: CostModel, shape: BatchShape, num_steps: int) -> list[Spans]:
+    """The spans of each step of a run of decodes, exactly those that `model.price` gives one by one.
+
+    A model that is no DecodePricer is asked for each step. shape: of the first step: decodes only, nothing moved.
+    """
+    is_run = num_steps >= 1 and shape.num_decodes and not shape.prefills and not any(shape[4:])
+    assert is_run, f"not a run of decodes: {num_steps} x {shape}"
+    at_once = getattr(model, "price_decodes", None)  # isinstance of a protocol takes microseconds
+    if at_once is None:
+        return [model.price(later_decode(shape, index)) for index in range(num_steps)]
+    (schedule_ns, prepare_ns, swap_ns, _, sample_ns), forward_ns = at_once(shape, num_steps)
+    make = tuple.__new__  # what Spans(...) does, in half the time
+    return [make(Spans, (schedule_ns, prepare_ns, swap_ns, ns, sample_ns)) for ns in forward_ns]
+
+
+def later_decode(shape: BatchShape, index: int) -> BatchShape:
+    """The shape `index` steps later in a run of decodes: each row attends to one more position a step."""
+    return shape._replace(decode_context_tokens=shape.decode_context_tokens + index * shape.num_decodes)
 
 
 def total_ns(spans: Spans) -> int:

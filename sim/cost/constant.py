@@ -26,3 +26,9 @@ class ConstantCost:
 
     def price(self, shape: BatchShape) -> Spans:
         return self._spans
+
+    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
+        return self._spans, [self._spans.forward_ns] * num_steps
+
+    def breakdown(self, shape: BatchShape) -> dict[str, int]:
+        return {"step": self._spans.forward_ns}

@@ -91,6 +91,13 @@ class LinearCost:
         swap_ns = round((num_out + num_in) * self._swap_ns) if num_out or num_in else 0
         return Spans(0, 0, swap_ns, round(forward) or (0 if swap_ns else 1), 0)
 
+    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
+        num_decodes, context = shape.num_decodes, shape.decode_context_tokens
+        fixed, context_ns = self._base_ns + num_decodes * self._decode_ns, self._context_ns
+        contexts = range(context, context + num_steps * num_decodes, num_decodes)
+        forward_ns = [round(fixed + tokens * context_ns) or 1 for tokens in contexts]
+        return Spans(forward_ns=forward_ns[0]), forward_ns
+
 
 def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5) -> LinearFit:
     """Fits the coefficients by non-negative least squares on the relative error, and cross-validates the fit.

@@ -118,6 +118,28 @@ class RooflineCost:
         launch_ns = self.config.graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
         return Spans(0, self._host_ns, swap_ns, device_ns + copy_ns + launch_ns, head[1])
 
+    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
+        """As price, step by step, in the same order of floats; what does not change is taken out of the loop."""
+        first = self.price(shape)
+        num_decodes, context = shape.num_decodes, shape.decode_context_tokens
+        is_graph = self._is_graph(num_decodes, ())
+        rows = self._padded(num_decodes) if is_graph else num_decodes
+        rest_ns = self._dense[rows] + self._sampled[shape.num_samples][0]
+        kv_ns, pair_ns, qo_ns = self._kv_ns_per_token, self._attention_ns_per_pair, num_decodes * self._qo_ns_per_token
+        reads = range(context + num_decodes, context + num_decodes + num_steps * num_decodes, num_decodes)
+        if is_graph:
+            rest_ns += self.config.graph_launch_ns
+        if pair_ns <= kv_ns:  # then every decode is bound by memory
+            forward_ns = [rest_ns + round(tokens * kv_ns + qo_ns) for tokens in reads]
+        else:
+            forward_ns = [
+                rest_ns + round(max((tokens - num_decodes) * pair_ns, tokens * kv_ns + qo_ns)) for tokens in reads
+            ]
+        if not is_graph and forward_ns[0] < self._launch_ns:
+            launch_ns = self._launch_ns
+            forward_ns = [max(device_ns, launch_ns) for device_ns in forward_ns]
+        return first, forward_ns
+
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each operator, over all layers; their sum is that of price(shape).
 

@@ -25,7 +25,9 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
     for positions in sessions.values():
         _check_session(given, positions)
     num_late = _count_late(given)
-    order = sorted(range(len(given)), key=lambda position: given[position].arrival_ns)
+    order = list(range(len(given)))
+    if num_late or sessions:
+        order.sort(key=lambda position: given[position].arrival_ns)
     if sessions:
         _restore_turn_order(order, sessions, len(given))
     said = list(notes)

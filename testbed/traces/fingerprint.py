@@ -7,41 +7,82 @@ import struct
 import xxhash
 
 from testbed.traces.parts import join_parts
-from testbed.traces.schema import Part, Span, Trace, TraceRequest
+from testbed.traces.schema import Part, Span, TraceRequest, TraceSource
+
+_pack_text = struct.Struct("<cI").pack
+_pack_number = struct.Struct("<cq").pack
+_pack_span = struct.Struct("<cQQQ").pack
+_pack_plain = struct.Struct("<2scqcq4scQQQ3sQQQc").pack  # see _encode_plain
 
 
-def fingerprint(trace: Trace) -> str:
+class Fingerprint:
+    """Of rows that come one after the other: the same value as of the whole trace."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128(b"testbed trace 1")
+
+    def update(self, row: TraceRequest) -> None:
+        self._digest.update(_encode(row))
+
+    def hexdigest(self) -> str:
+        return str(self._digest.hexdigest())
+
+
+def fingerprint(trace: TraceSource) -> str:
     """32 hex digits of a 128-bit xxh3 over all that matters for a run, in row order.
 
     In: ids, arrivals, contents, priorities, tenants, sessions, think times, cancellations, deadlines, salts. Out: the
     trace's name and notes, where rows came from, and the arrival of a closed-loop turn, which is ignored. How a content
-    is cut into parts makes no difference. The same in every process and on every machine.
+    is cut into parts makes no difference. The same in every process and on every machine. Goes through the rows once.
     """
-    digest = xxhash.xxh3_128(b"testbed trace 1")
-    for row in trace.rows:
-        digest.update(_encode(row))
-    return str(digest.hexdigest())
+    digest = Fingerprint()
+    for row in trace:
+        digest.update(row)
+    return digest.hexdigest()
 
 
 def _encode(row: TraceRequest) -> bytes:
+    output = row.output
+    if (
+        len(row.prompt) == 1
+        and isinstance(row.prompt[0], Span)
+        and isinstance(output, Span)
+        and row.session_id is None
+        and row.tenant is None
+        and row.turn is None
+        and row.think_ns is None
+        and row.cancel_after_ns is None
+        and row.deadline_ns is None
+        and row.cache_salt is None
+        and row.prompt[0].length
+        and output.length
+    ):
+        return _encode_plain(row, row.prompt[0], output)
     numbers = (row.arrival_ns if row.think_ns is None else None, row.priority, row.turn, row.think_ns)
     fields = [_text(row.request_id), _text(row.tenant), _text(row.session_id)]
     fields += [_number(number) for number in (*numbers, row.cancel_after_ns)]
     if row.deadline_ns is not None or row.cache_salt is not None:  # absent: as before they were known
         fields += [_number(row.deadline_ns), _text(row.cache_salt)]
-    fields += [_content(row.prompt), b"-" if row.output is None else _content((row.output,))]
+    fields += [_content(row.prompt), b"-" if output is None else _content((output,))]
     return b"".join(fields)
+
+
+def _encode_plain(row: TraceRequest, prompt: Span, output: Span) -> bytes:
+    """What the general way gives for a request outside sessions with one content: most rows of long traces."""
+    raw = row.request_id.encode()
+    plain = _pack_plain(b"--", b"i", row.arrival_ns, b"i", row.priority, b"---(", b"k", *prompt, b")(k", *output, b")")
+    return _pack_text(b"s", len(raw)) + raw + plain
 
 
 def _text(text: str | None) -> bytes:
     if text is None:
         return b"-"
     raw = text.encode()
-    return struct.pack("<cI", b"s", len(raw)) + raw
+    return _pack_text(b"s", len(raw)) + raw
 
 
 def _number(number: int | None) -> bytes:
-    return b"-" if number is None else struct.pack("<cq", b"i", number)
+    return b"-" if number is None else _pack_number(b"i", number)
 
 
 def _content(parts: tuple[Part, ...]) -> bytes:
@@ -56,6 +97,6 @@ def _content(parts: tuple[Part, ...]) -> bytes:
             encoded.append(struct.pack(f"<cQ{len(ids)}i", b"t", len(ids), *ids))
             ids = []
         if part is not None:
-            encoded.append(struct.pack("<cQQQ", b"k", *part))
+            encoded.append(_pack_span(b"k", *part))
     encoded.append(b")")
     return b"".join(encoded)

@@ -2,47 +2,58 @@
 
 Open rows come at their arrival. A closed-loop turn (think_ns set) comes think_ns after the turn before it finished, in
 both modes. A row with cancel_after_ns brings an Abort that long after its arrival, unless it finished before. Events of
-one instant come in row order, a request before its own abort. Tokens are made when a request is delivered and are not
-kept here: memory follows the live requests, not the trace.
+one instant come in row order, a request before its own abort.
+
+Rows are read as time goes on: those that are due, up to READ_AHEAD more, and the closed-loop turns that wait for one of
+these. Tokens are made shortly before a request is delivered, those of several in one pass, and are not kept: memory
+follows the live sessions, not the trace.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
+from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import islice
 
+from testbed.errors import TraceError
 from testbed.interfaces import Abort, Arrive, Event
 from testbed.plan import Finished, FinishReason
 from testbed.request import GREEDY, Request, SamplingParams
-from testbed.traces.arrange import sessions_of
-from testbed.traces.schema import Trace, TraceRequest
-from testbed.traces.synthesis import materialize
+from testbed.traces.schema import TraceRequest, TraceSource
+from testbed.traces.synthesis import materialize_requests
 
+READ_AHEAD = 32  # rows
+_BATCH_TOKENS = 1 << 14  # made in one pass, at most; a longer request is made alone
 _ARRIVE, _ABORT = 0, 1  # in this order at one instant
 
 
 class TraceInbox:
-    """Implements testbed.interfaces.Inbox for one trace. `vocab_size` bounds the synthetic tokens."""
+    """Implements testbed.interfaces.Inbox for one trace, whole or streamed. `vocab_size` bounds the synthetic tokens.
 
-    def __init__(self, trace: Trace, vocab_size: int, sampling: SamplingParams = GREEDY) -> None:
-        self._rows = trace.rows
+    `next_ns`, `due` and `finished` raise what reading a streamed trace raises, at the row that is bad.
+    """
+
+    def __init__(self, trace: TraceSource, vocab_size: int, sampling: SamplingParams = GREEDY) -> None:
         self._vocab_size = vocab_size
         self._sampling = sampling
-        rows = trace.rows
-        self._open = sorted(
-            (i for i, row in enumerate(rows) if row.think_ns is None), key=lambda i: rows[i].arrival_ns
-        )  # stable: ties in row order
-        self._num_opened = 0
-        self._later: list[tuple[int, int, int]] = []  # heap of (instant, row, _ARRIVE of a closed-loop turn or _ABORT)
+        self._num_requests = trace.num_requests
+        self._closed_tail = trace.closed_tail
+        self._source: Iterator[TraceRequest] = iter(trace)
+        self._num_read = 0  # a row's number is its place in the trace
+        self._events: list[tuple[int, int, int, str]] = []  # heap of (instant, row, _ARRIVE or _ABORT, request_id)
+        self._rows: dict[int, TraceRequest] = {}  # read and not delivered
         self._follower: dict[int, int] = {}  # row -> the closed-loop turn that waits for it
-        for positions in sessions_of(rows).values():
-            for before, after in pairwise(positions):
-                if rows[after].think_ns is not None:
-                    self._follower[before] = after
+        self._last_turn: dict[str, int] = {}  # session -> its last row (of the instant that is read, if that will do)
+        self._read_ns = -1
+        self._given_up: dict[str, None] = {}  # sessions whose later turns are still to be read (closed tails only)
         self._live: dict[str, int] = {}  # request_id -> row, delivered and not finished
         self._num_delivered = 0
         self._num_finished = 0
-        self._unsent: list[int] = []
+        self._unsent: list[str] = []
+        self._ahead: deque[TraceRequest] = deque(islice(self._source, READ_AHEAD))  # read, not yet taken
+        self._made: dict[int, tuple[array[int], array[int] | None]] = {}  # row -> tokens of its prompt and its output
 
     @property
     def is_open(self) -> bool:
@@ -57,87 +68,142 @@ class TraceInbox:
     @property
     def unsent_ids(self) -> list[str]:
         """The request ids of those turns, in the order in which they were given up."""
-        return [self._rows[i].request_id for i in self._unsent]
+        return list(self._unsent)
 
     @property
     def num_delivered(self) -> int:
         return self._num_delivered
 
     @property
-    def num_remaining(self) -> int:
-        """Rows that may still come."""
-        return len(self._rows) - self._num_delivered - len(self._unsent)
+    def num_remaining(self) -> int | None:
+        """Rows that may still come; None where a streamed trace does not know how many it has."""
+        if not self._ahead:
+            return self._num_read - self._num_delivered - len(self._unsent)
+        return None if self._num_requests is None else self._num_requests - self._num_delivered - len(self._unsent)
 
     def due(self, now_ns: int) -> list[Event]:
         """Removes and returns the events at or before `now_ns`, in order of instant, then of row."""
+        ahead = self._ahead
+        while ahead and ahead[0].arrival_ns <= now_ns and not self._is_in_tail(ahead[0]):
+            self._take()
         events: list[Event] = []
-        rows, order, later = self._rows, self._open, self._later
-        while True:
-            opening: tuple[int, int, int] | None = None
-            if self._num_opened < len(order):
-                first = order[self._num_opened]
-                opening = (rows[first].arrival_ns, first, _ARRIVE)
-            if later and (opening is None or later[0] < opening):
-                if later[0][0] > now_ns:
-                    return events
-                instant, i, kind = heappop(later)
-                if kind == _ARRIVE:
-                    events.append(self._deliver(i, instant))
-                elif rows[i].request_id in self._live:
-                    events.append(Abort(rows[i].request_id))
-            elif opening is not None and opening[0] <= now_ns:
-                self._num_opened += 1
-                events.append(self._deliver(opening[1], opening[0]))
-            else:
-                return events
+        queue = self._events
+        while queue and queue[0][0] <= now_ns:
+            instant, i, kind, request_id = heappop(queue)
+            if kind == _ARRIVE:
+                events.append(self._deliver(i, instant))
+            elif request_id in self._live:
+                events.append(Abort(request_id))
+        return events
 
     def next_ns(self) -> int | None:
         """The instant of the next known event; None if there is none. Aborts of finished requests are forgotten."""
-        later = self._later
-        while later and later[0][2] == _ABORT and self._rows[later[0][1]].request_id not in self._live:
-            heappop(later)
-        opening = self._rows[self._open[self._num_opened]].arrival_ns if self._num_opened < len(self._open) else None
-        if not later:
-            return opening
-        return later[0][0] if opening is None else min(opening, later[0][0])
+        queue = self._events
+        while queue and queue[0][2] == _ABORT and queue[0][3] not in self._live:
+            heappop(queue)
+        ahead = self._ahead
+        while ahead and not queue and not self._live and self._is_in_tail(ahead[0]):
+            self._take()  # turns of sessions that were given up
+        if not ahead or self._is_in_tail(ahead[0]):
+            return queue[0][0] if queue else None
+        first_ns = ahead[0].arrival_ns
+        return min(first_ns, queue[0][0]) if queue else first_ns
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
         """Schedules the closed-loop turns after `requests`, or gives them up after an ignored or aborted turn."""
         for finished in requests:
-            i = self._live.pop(finished.request.request_id)  # a KeyError is a bug: it was never sent, or ended twice
+            request_id = finished.request.request_id
+            i = self._live.pop(request_id)  # a KeyError is a bug: it was never sent, or ended twice
             self._num_finished += 1
+            is_given_up = finished.reason in (FinishReason.IGNORED, FinishReason.ABORT)
+            session = finished.request.session_id
+            if self._closed_tail and session is not None:
+                if is_given_up:
+                    self._given_up[session] = None
+                while i not in self._follower and self._ahead and not is_given_up:
+                    self._take()
             follower = self._follower.pop(i, None)
             if follower is None:
                 continue
-            if finished.reason in (FinishReason.IGNORED, FinishReason.ABORT):
+            if is_given_up:
                 self._give_up(follower)
             else:
-                think_ns = self._rows[follower].think_ns
-                assert think_ns is not None
-                heappush(self._later, (now_ns + think_ns, follower, _ARRIVE))
+                row = self._rows[follower]
+                assert row.think_ns is not None
+                heappush(self._events, (now_ns + row.think_ns, follower, _ARRIVE, row.request_id))
 
     def check_invariants(self) -> None:
-        """Every row is delivered, unsent or still to come; every delivered one is live or finished."""
+        """Every row that was read is delivered, unsent or still to come; every delivered one is live or finished."""
         assert len(self._live) + self._num_finished == self._num_delivered
-        num_scheduled = sum(1 for _, _, kind in self._later if kind == _ARRIVE)
-        num_waiting = len(self._follower)
-        num_opening = len(self._open) - self._num_opened
-        assert num_opening + num_scheduled + num_waiting == self.num_remaining
+        num_scheduled = sum(1 for event in self._events if event[2] == _ARRIVE)
+        assert num_scheduled + len(self._follower) == len(self._rows)
+        assert len(self._rows) + self._num_delivered + len(self._unsent) == self._num_read
+
+    def _is_in_tail(self, row: TraceRequest) -> bool:
+        """Whether this row and all after it wait for requests that are not over: they can wait unread."""
+        return self._closed_tail and row.think_ns is not None
+
+    def _take(self) -> None:
+        """Takes over the first row that was read ahead, and reads more when there is none left."""
+        row = self._ahead.popleft()
+        i = self._num_read
+        self._num_read += 1
+        before = None if row.session_id is None else self._last_of(row, row.session_id, i)
+        if row.think_ns is None:
+            self._rows[i] = row
+            heappush(self._events, (row.arrival_ns, i, _ARRIVE, row.request_id))
+        elif row.session_id in self._given_up:
+            self._unsent.append(row.request_id)
+        elif before is None:
+            raise TraceError(
+                f"{row.place or row.request_id}: closed-loop turn {row.turn} of session {row.session_id!r} does not follow "
+                "the turn before it; expected it after that turn, at the same arrival"
+            )
+        else:
+            self._rows[i] = row
+            self._follower[before] = i
+        if not self._ahead:
+            self._ahead.extend(islice(self._source, READ_AHEAD))
+
+    def _last_of(self, row: TraceRequest, session: str, i: int) -> int | None:
+        """The row of the turn before, if a closed-loop turn can still come after it."""
+        if row.arrival_ns != self._read_ns:
+            self._read_ns = row.arrival_ns
+            if not self._closed_tail:
+                self._last_turn.clear()  # closed-loop turns stand at the arrival of the turn before them
+        before = self._last_turn.get(session)
+        self._last_turn[session] = i
+        return before
 
     def _give_up(self, first: int) -> None:
         """Drops a closed-loop turn and those that wait for it, up to a turn with an arrival of its own."""
         row: int | None = first
         while row is not None:
-            self._unsent.append(row)
+            self._unsent.append(self._rows.pop(row).request_id)
             row = self._follower.pop(row, None)
 
     def _deliver(self, i: int, arrival_ns: int) -> Arrive:
-        row = self._rows[i]
+        row = self._rows.pop(i)
         if row.cancel_after_ns is not None:
-            heappush(self._later, (arrival_ns + row.cancel_after_ns, i, _ABORT))
+            heappush(self._events, (arrival_ns + row.cancel_after_ns, i, _ABORT, row.request_id))
         self._live[row.request_id] = i
         self._num_delivered += 1
-        return Arrive(to_request(row, self._vocab_size, arrival_ns, self._sampling))
+        tokens = self._made.pop(i, None) or self._make(row)
+        return Arrive(_request(row, arrival_ns, self._sampling, *tokens))
+
+    def _make(self, row: TraceRequest) -> tuple[array[int], array[int] | None]:
+        """The tokens of a row, and with them those of rows that come next, as far as they are few."""
+        wanted, numbers = [(row.prompt, row.output)], [-1]
+        room = _BATCH_TOKENS - row.num_prompt_tokens
+        for number, after in enumerate(self._ahead, self._num_read):
+            room -= after.num_prompt_tokens
+            if room < 0 or after.think_ns is not None or number in self._made:
+                break
+            wanted.append((after.prompt, after.output))
+            numbers.append(number)
+        made = materialize_requests(wanted, self._vocab_size)
+        self._made.update(zip(numbers[1:], made[1:], strict=True))
+        return made[0]
 
 
 def to_request(
@@ -145,11 +211,18 @@ def to_request(
 ) -> Request:
     """The request of a row, its tokens made. arrival_ns: the due instant of a closed-loop turn; None: the row's own."""
     arrival_ns = row.arrival_ns if arrival_ns is None else arrival_ns
+    ((prompt, output),) = materialize_requests([(row.prompt, row.output)], vocab_size)
+    return _request(row, arrival_ns, sampling, prompt, output)
+
+
+def _request(
+    row: TraceRequest, arrival_ns: int, sampling: SamplingParams, prompt: array[int], output: array[int] | None
+) -> Request:
     return Request(
         request_id=row.request_id,
-        prompt_token_ids=materialize(row.prompt, vocab_size),
+        prompt_token_ids=prompt,
         arrival_ns=arrival_ns,
-        forced_output=None if row.output is None else materialize((row.output,), vocab_size),
+        forced_output=output,
         sampling=sampling,
         priority=row.priority,
         tenant=row.tenant,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MAX_NS = 2**62  # of an arrival or a wait, so that sums of a few stay within int64
 
@@ -82,8 +82,44 @@ class Trace:
     rows: tuple[TraceRequest, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def num_requests(self) -> int:
+        return len(self.rows)
+
+    @property
+    def closed_tail(self) -> bool:
+        return False
+
     def __len__(self) -> int:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self.rows)
+
+
+class TraceSource(Protocol):
+    """Rows in order of arrival that can be gone through again: a whole Trace, or a StreamedTrace that holds no rows.
+
+    A closed-loop turn stands at the arrival of the turn before it, after it. Request ids are unique.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_requests(self) -> int | None:
+        """None: not known before the rows have been gone through."""
+        ...
+
+    @property
+    def closed_tail(self) -> bool:
+        """Whether after the first closed-loop turn all rows are closed-loop turns, of all sessions by turns.
+
+        Then they need not be read before the turn before them has finished: a few users who come again and again.
+        """
+        ...
+
+    def __iter__(self) -> Iterator[TraceRequest]: ...

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from testbed.traces.schema import Part, Span, TokenIds
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
 _CHUNK_TOKENS = 1 << 18  # bounds the generator's temporaries to a few MB, and keeps them in the processor's cache
 MAX_VOCAB_SIZE = 2**31 - 1
 
@@ -29,12 +32,27 @@ def content_key(*parts: str | int) -> int:
 
     ("ab", "c") and ("a", "bc") differ, and so do "1" and 1. The key is the same on every machine and in every process.
     """
-    encoded = bytearray()
-    for part in parts:
-        raw = part.encode() if isinstance(part, str) else str(int(part)).encode()
-        encoded += struct.pack("<cI", b"s" if isinstance(part, str) else b"i", len(raw))
-        encoded += raw
-    return int(xxhash.xxh64_intdigest(bytes(encoded)))
+    return int(xxhash.xxh64_intdigest(b"".join(map(_encoded, parts))))
+
+
+def _encoded(part: str | int) -> bytes:
+    raw = part.encode() if isinstance(part, str) else b"%d" % part
+    return struct.pack("<cI", b"s" if isinstance(part, str) else b"i", len(raw)) + raw
+
+
+_NUMBER_HEADS = tuple(struct.pack("<cI", b"i", num_digits) for num_digits in range(24))  # of 64-bit numbers
+
+
+def numbered_keys(*parts: str | int) -> Callable[[int], int]:
+    """i -> content_key(*parts, i), for the many contents of one kind: the encoding of `parts` is made once."""
+    head = b"".join(map(_encoded, parts))
+    digest = xxhash.xxh64_intdigest
+
+    def key_of(number: int) -> int:
+        raw = b"%d" % number
+        return digest(head + _NUMBER_HEADS[len(raw)] + raw)
+
+    return key_of
 
 
 def synthesize(span: Span, vocab_size: int) -> array[int]:
@@ -70,6 +88,39 @@ def materialize(parts: Iterable[Part], vocab_size: int) -> array[int]:
     return tokens
 
 
+Content = tuple[tuple[Part, ...], Part | None]  # of a request: its prompt and its output
+
+
+def materialize_requests(contents: Sequence[Content], vocab_size: int) -> list[tuple[array[int], array[int] | None]]:
+    """(prompt, output) tokens of each request, made in one pass: what costs is the pass, not the token."""
+    parts: list[Part] = []
+    sizes: list[tuple[int, int | None]] = []
+    for prompt, output in contents:
+        num_prompt = sum([part.num_tokens for part in prompt])
+        if (
+            len(prompt) == 1
+            and isinstance((first := prompt[0]), Span)
+            and isinstance(output, Span)
+            and first.key == output.key
+            and first.start + first.length == output.start
+        ):
+            parts.append(Span(first.key, first.start, first.length + output.length))
+        else:
+            parts.extend(prompt)
+            if output is not None:
+                parts.append(output)
+        sizes.append((num_prompt, None if output is None else output.num_tokens))
+    tokens = materialize(parts, vocab_size)
+    made: list[tuple[array[int], array[int] | None]] = []
+    start = 0
+    for num_prompt, num_output in sizes:
+        middle = start + num_prompt
+        end = middle if num_output is None else middle + num_output
+        made.append((tokens[start:middle], None if num_output is None else tokens[middle:end]))
+        start = end
+    return made
+
+
 def _pieces(span: Span) -> Iterable[Span]:
     """The span in pieces of at most _CHUNK_TOKENS."""
     if span.length <= _CHUNK_TOKENS:
@@ -84,10 +135,8 @@ def _append(tokens: array[int], spans: list[Span], vocab_size: int) -> None:
     if total == 0:
         return
     # state of position j: key + (j + 1) * golden, mod 2**64
-    state = np.arange(1, total + 1, dtype=np.uint64)  # [num_tokens]
-    state *= np.uint64(_GOLDEN)
     if len(spans) == 1:
-        state += np.uint64((spans[0].key + spans[0].start * _GOLDEN) & _MASK)
+        state = _counters(total) + np.uint64((spans[0].key + spans[0].start * _GOLDEN) & _MASK)  # [num_tokens]
     else:
         origins: list[int] = []
         done = 0
@@ -95,16 +144,28 @@ def _append(tokens: array[int], spans: list[Span], vocab_size: int) -> None:
             origins.append((key + (start - done) * _GOLDEN) & _MASK)
             done += length
         lengths = [span.length for span in spans]
-        state += np.repeat(np.array(origins, dtype=np.uint64), lengths)
-    scratch = state >> np.uint64(30)
-    state ^= scratch
-    state *= np.uint64(0xBF58476D1CE4E5B9)
-    np.right_shift(state, np.uint64(27), out=scratch)
-    state ^= scratch
-    state *= np.uint64(0x94D049BB133111EB)
-    np.right_shift(state, np.uint64(31), out=scratch)
-    state ^= scratch
-    state >>= np.uint64(32)
-    state *= np.uint64(vocab_size)
-    state >>= np.uint64(32)
+        state = _counters(total) + np.repeat(np.array(origins, dtype=np.uint64), lengths)
+    scratch = state >> _S30
+    np.bitwise_xor(state, scratch, state)
+    np.multiply(state, _M1, state)
+    np.right_shift(state, _S27, scratch)
+    np.bitwise_xor(state, scratch, state)
+    np.multiply(state, _M2, state)
+    np.right_shift(state, _S31, scratch)
+    np.bitwise_xor(state, scratch, state)
+    np.right_shift(state, _S32, state)
+    np.multiply(state, np.uint64(vocab_size), state)
+    np.right_shift(state, _S32, state)
     tokens.frombytes(state.astype(np.intc).data.cast("B"))
+
+
+_table: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+
+
+def _counters(num: int) -> NDArray[np.uint64]:
+    """(j + 1) * golden for j < num, a view of a table that grows up to _CHUNK_TOKENS (2 MB)."""
+    global _table
+    if num > len(_table):
+        size = min(2 * _CHUNK_TOKENS, max(1 << 14, 1 << num.bit_length()))
+        _table = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return _table[:num]

@@ -42,6 +42,10 @@ def whole_number(value: object, place: str, field: str, minimum: int, maximum: i
 
 def token_count(value: object, place: str, field: str) -> int:
     """A number of tokens: 1 to MAX_NUM_TOKENS."""
+    if type(value) is str and 0 < len(value) < 9 and value.isdigit() and value.isascii():  # nearly always
+        number = int(value)
+        if number:
+            return number
     return whole_number(
         value, place, field, 1, MAX_NUM_TOKENS, f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"
     )

@@ -1,0 +1,136 @@
+"""Traces that are never held whole: rows are made, or read, each time that they are gone through.
+
+A source of rows states that it is in order; what cannot (a file out of order, a merge of what is not sorted) is read
+whole and sorted by `arrange` instead. Both have the same rows, and the same fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from testbed.errors import TraceError
+from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import Fingerprint
+from testbed.traces.schema import Trace, TraceRequest, TraceSource
+
+
+class OutOfOrderError(TraceError):
+    """A row arrives before the row that it follows: the trace must be read whole, and sorted."""
+
+
+class StreamedTrace:
+    """A TraceSource that calls `make` for its rows each time that it is iterated.
+
+    make: gives the same rows each time, in order of arrival, with unique ids (nobody can check that without holding
+    all ids); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
+    Iterating raises OutOfOrderError at a row that is earlier than the one before it, and TraceError on no rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Iterator[TraceRequest]],
+        notes: tuple[str, ...] = (),
+        num_requests: int | None = None,
+        *,
+        closed_tail: bool = False,
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._notes = notes
+        self._num_requests = num_requests
+        self._closed_tail = closed_tail
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+    @property
+    def num_requests(self) -> int | None:
+        return self._num_requests
+
+    @property
+    def closed_tail(self) -> bool:
+        return self._closed_tail
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        latest_ns = -1
+        for row in self._make():
+            if row.arrival_ns < latest_ns:
+                raise OutOfOrderError(
+                    f"{row.place or row.request_id}: the row arrives at {row.arrival_ns / 1e9} s, before the one "
+                    f"before it at {latest_ns / 1e9} s; set trace.stream=false: it is then read whole and sorted"
+                )
+            latest_ns = row.arrival_ns
+            yield row
+        if latest_ns < 0:
+            raise TraceError(f"trace {self._name!r} has no requests; expected at least one{self._after()}")
+
+    def derived(
+        self,
+        make: Callable[[], Iterator[TraceRequest]],
+        note: str | None,
+        num_requests: int | None = None,
+        *,
+        closed_tail: bool | None = None,
+    ) -> StreamedTrace:
+        """Another stream made from this one; `note` says how."""
+        notes = self._notes if note is None else (*self._notes, note)
+        tail = self._closed_tail if closed_tail is None else closed_tail
+        return StreamedTrace(self._name, make, notes, num_requests, closed_tail=tail)
+
+    def _after(self) -> str:
+        return f" (after: {self._notes[-1]})" if self._notes else ""
+
+
+class CountedTrace:
+    """A source that is gone through once, by whom it is handed to; what was seen is known afterwards."""
+
+    def __init__(self, source: TraceSource, check: Callable[[TraceRequest], None] | None = None) -> None:
+        """check: called with every row before it is handed on; what it raises goes to who asked for the row."""
+        self._source = source
+        self._check = check
+        self._fingerprint = Fingerprint()
+        self._is_done = False
+        self.num_read = 0
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._source.notes
+
+    @property
+    def num_requests(self) -> int | None:
+        return self.num_read if self._is_done else self._source.num_requests
+
+    @property
+    def closed_tail(self) -> bool:
+        return self._source.closed_tail
+
+    @property
+    def fingerprint(self) -> str | None:
+        """That of the whole trace; None as long as not all rows were read."""
+        return self._fingerprint.hexdigest() if self._is_done else None
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        assert self.num_read == 0, "gone through once"
+        update, check = self._fingerprint.update, self._check
+        for row in self._source:
+            self.num_read += 1
+            update(row)
+            if check is not None:
+                check(row)
+            yield row
+        self._is_done = True
+
+
+def whole(source: TraceSource) -> Trace:
+    """The source as a Trace in memory, all rows checked."""
+    return source if isinstance(source, Trace) else arrange(source.name, source, source.notes)

@@ -146,7 +146,9 @@ class RunConfig:
         for group in GROUPS:
             _refuse_strays(group, raw[group])
         return cls(
-            backend=freeze(RealConfig, "backend", raw["backend"]) if name == "real" else SimConfig(),
+            backend=freeze(RealConfig, "backend", raw["backend"])
+            if name == "real"
+            else freeze(SimConfig, "backend", raw["backend"]),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
             cache=freeze(CacheConfig, "cache", raw["cache"]),
             trace=freeze(trace_class, "trace", raw["trace"]),

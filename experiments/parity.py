@@ -137,7 +137,7 @@ class _Checker:
         self._backend = backend
         self._is_whole = is_whole
 
-    def start(self, plan: BatchPlan) -> SimWork:
+    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork:
         if plan.step >= len(self._tape.steps):
             if not self._is_whole:
                 raise self._tape_ended()
@@ -148,9 +148,13 @@ class _Checker:
         replayed = _plan_part(plan)
         if any(recorded[key] != value for key, value in replayed.items()):
             raise _DivergedError(Divergence(plan.step, recorded, replayed, "another batch was decided"))
-        return self._backend.start(plan)
+        return self._backend.start(plan, limit_ns)
 
     def committed(self, step: StepView) -> None:
+        for one in step.each():
+            self._compare(one)
+
+    def _compare(self, step: StepView) -> None:
         recorded, decided = self._tape.steps[step.plan.step], decision(step)
         for reason, ours, theirs in (
             ("planned at another instant", step.plan_ns, recorded.plan_ns),

@@ -131,6 +131,7 @@ class _Prepared:
     inbox: Inbox
     description: dict[str, Any]  # of the manifest
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
+    max_steps: int = 1  # of a plan
 
 
 def _prepare_sim(config: RunConfig, trace: Trace) -> _Prepared:
@@ -142,12 +143,13 @@ def _prepare_sim(config: RunConfig, trace: Trace) -> _Prepared:
 
         inputs = recorded_inputs(Path(recorded), config, trace)
         description = {"cost": "recorded", "attention": None, "device": config.device.name}
-        return _Prepared(inputs.pools, inputs.drive, inputs.inbox, description, inputs.checker)
+        return _Prepared(inputs.pools, inputs.drive, inputs.inbox, description, inputs.checker, build.max_steps(config))
     priced = build.build_sim_backend(config, trace)
     description = {"cost": config.raw["cost"].get("name"), "attention": None, "device": config.device.name}
     return _Prepared(
-        build.simulated_pools(config), lambda loop: drive(loop, priced), _trace_inbox(config, trace), description
-    )
+        build.simulated_pools(config), lambda loop: drive(loop, priced), _trace_inbox(config, trace), description,
+        max_steps=build.max_steps(config),
+    )  # fmt: skip
 
 
 def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
@@ -190,7 +192,10 @@ def _run(
     began = time.monotonic()
     failure: BaseException | None = None
     try:
-        with fewer_collections(), interruptible(serve(prepared.inbox, scheduler, recorders)) as loop:
+        with (
+            fewer_collections(),
+            interruptible(serve(prepared.inbox, scheduler, recorders, prepared.max_steps)) as loop,
+        ):
             prepared.drive(loop)
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         failure = error

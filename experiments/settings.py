@@ -77,6 +77,7 @@ class SimConfig:
     """The `backend=sim` group. The simulator's prices are the `cost` group's."""
 
     name: str = "sim"
+    fast_forward: bool = True  # take equal steps as one plan, where the policies allow it; the results are the same
 
 
 @dataclass(frozen=True, slots=True)

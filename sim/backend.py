@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from xxhash import xxh64_intdigest
 
-from sim.cost.base import CostModel
+from sim.cost.base import CostModel, price_decodes
 from testbed.errors import RequestError
 from testbed.plan import BatchPlan, Outcome, ScheduledSequence, Spans
 
 
 class SimWork(NamedTuple):
-    """What a plan costs. duration_ns is at least 1, also for a plan that only preempts."""
+    """What a plan costs, step by step. A step lasts at least 1 ns, also one that only preempts."""
 
-    duration_ns: int
-    spans: Spans
+    durations_ns: tuple[int, ...]
+    spans: tuple[Spans, ...]
     outcomes: tuple[Outcome, ...] | None = None
 
 
@@ -40,10 +40,30 @@ class SimBackend:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
 
-    def start(self, plan: BatchPlan) -> SimWork:
-        spans = self.cost.price(plan.shape)
+    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork:
+        """limit_ns: of several steps, none is priced that begins so long after the first, or later."""
+        if plan.num_steps > 1:
+            spans = self._run(plan, limit_ns)
+            return SimWork(tuple([max(1, sum(one)) for one in spans]), spans)
+        spans = (self.cost.price(plan.shape),)
         outcomes = self._outcomes(plan) if plan.has_beams else None
-        return SimWork(max(1, sum(spans)), spans, outcomes)
+        return SimWork((max(1, sum(spans[0])),), spans, outcomes)
+
+    def _run(self, plan: BatchPlan, limit_ns: int | None) -> tuple[Spans, ...]:
+        """Prices of the steps of a run of decodes, in pieces: how many are wanted is known from what they last."""
+        spans: list[Spans] = []
+        left_ns, left = limit_ns, plan.num_steps
+        while left and (left_ns is None or left_ns > 0):
+            piece = left
+            if left_ns is not None:
+                first_ns = sum(spans[-1]) if spans else sum(self.cost.price(plan.shape))
+                piece = min(left, left_ns // max(1, first_ns) + 1)
+            priced = price_decodes(self.cost, plan.shape_of(len(spans)), piece)
+            spans += priced
+            left -= piece
+            if left_ns is not None:
+                left_ns -= sum(map(sum, priced))
+        return tuple(spans)
 
     def _outcomes(self, plan: BatchPlan) -> tuple[Outcome, ...] | None:
         """One for each beam row that samples, in the order of the rows."""

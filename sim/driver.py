@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Generator
+from itertools import accumulate
 from typing import Any, Protocol
 
 import simpy
@@ -17,7 +19,7 @@ from testbed.serve import Loop
 class PricedBackend(Protocol):
     """What this driver can drive: a plan in, a duration out."""
 
-    def start(self, plan: BatchPlan) -> SimWork: ...
+    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork: ...
 
 
 def run(loop: Loop, backend: PricedBackend) -> int:
@@ -34,10 +36,11 @@ def _engine(env: simpy.Environment, loop: Loop, backend: PricedBackend) -> Gener
         command = next(loop)
         while True:
             if isinstance(command, Execute):
-                work = backend.start(command.plan)
-                yield timeout(work.duration_ns)
                 now_ns = int(env.now)
-                command = loop.send(Resume(now_ns, StepResult((now_ns,), work.outcomes, work.spans)))
+                limit_ns = None if command.wake_ns is None else max(1, command.wake_ns - now_ns)
+                result = result_of(backend.start(command.plan, limit_ns), now_ns, command.wake_ns)
+                yield timeout(result.end_ns[-1] - now_ns)
+                command = loop.send(Resume(result.end_ns[-1], result))
             else:
                 if command.until_ns is None:
                     raise LivelockError("the loop waits to be woken, and nobody is there to do it")
@@ -47,3 +50,14 @@ def _engine(env: simpy.Environment, loop: Loop, backend: PricedBackend) -> Gener
         return
     finally:
         loop.close()
+
+
+def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
+    """What becomes of work that starts now: its steps up to the first that ends at or after `wake_ns`."""
+    durations_ns, spans = work.durations_ns, work.spans
+    if len(durations_ns) == 1:
+        return StepResult((start_ns + durations_ns[0],), work.outcomes, spans[0])
+    ends = list(accumulate(durations_ns, initial=start_ns))[1:]
+    if wake_ns is not None and ends[-1] > wake_ns:
+        ends = ends[: bisect_left(ends, wake_ns) + 1]
+    return StepResult(tuple(ends), work.outcomes, spans[0], spans[1 : len(ends)])

@@ -19,6 +19,7 @@ class Core:
         "admission",
         "blocks",
         "decodes",
+        "is_composition_steady", "is_steady",
         "limits",
         "num_admissions",
         "num_groups", "num_long_waiting",
@@ -40,6 +41,8 @@ class Core:
         victims: VictimChoice,
         admission: Admission,
         preemption: PreemptionChoice,
+        *,
+        is_composition_steady: bool = False,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
@@ -47,7 +50,14 @@ class Core:
         self.victims = victims
         self.admission = admission
         self.preemption = preemption
+        self.is_composition_steady = is_composition_steady  # decides by the state alone, and by the time not at all
         self.yields = getattr(queue, "yields", None)
+        # whether only arrivals and ends change who is first in the queue
+        self.is_steady = not (
+            getattr(queue, "is_time_dependent", True)
+            or hasattr(queue, "served")
+            or (self.yields is not None and getattr(queue, "is_preemptive", True))
+        )
         self.running: dict[int, Sequence] = {}  # by unit id, in running order
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running sequences whose prefill is unfinished, by seq_id

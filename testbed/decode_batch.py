@@ -9,9 +9,12 @@ who ends when (by the limit of its length). Groups of sequences are not here: th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from testbed.sequence import Sequence
+
+if TYPE_CHECKING:
+    from testbed.blocks.manager import BlockManager
 
 
 class Drawn(NamedTuple):
@@ -106,6 +109,40 @@ class DecodeBatch:
     def filling(self) -> list[Sequence]:
         """Members whose next computed token fills a block."""
         return self._bucket((-1 - self.tick) % self._block_size)
+
+    def grow(self, blocks: BlockManager) -> None:
+        """Slots for the next token of every member; there are enough blocks."""
+        crossing = self.crossing()
+        if crossing:
+            blocks.grow_each(crossing)
+        if blocks.publishes_at_allocation:
+            filling = self.filling()
+            if filling:
+                blocks.publish_each(filling, 1)
+
+    def num_steps_to_end(self) -> int:
+        """Decode steps until a member has reached the limit of its length."""
+        return min(self._ending) - self.tick
+
+    def num_steps_with_room(self, num_free: int, spare: int, max_steps: int) -> int:
+        """How many of the next steps find blocks for all members that cross a border, and `spare` beside them. The
+        blocks of the first are taken already; `num_free` are left."""
+        left = num_free
+        if left >= spare + len(self.members) * (max_steps // self._block_size + 1):
+            return max_steps
+        for index in range(1, max_steps):
+            num_crossing = len(self._crossing[-(self.tick + index) % self._block_size])
+            if left < num_crossing + spare:
+                return index
+            left -= num_crossing
+        return max_steps
+
+    def num_quiet_steps(self, max_steps: int) -> int:
+        """How many of the next steps neither take blocks nor fill one."""
+        for index in range(min(max_steps, self._block_size)):
+            if self._crossing[-(self.tick + index) % self._block_size]:
+                return max(0, index - 1)
+        return max_steps
 
     def _bucket(self, border: int) -> list[Sequence]:
         """Members of one border, in running order."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from testbed.plan import BatchPlan, Finished, StepResult
 from testbed.request import Request
+from testbed.sequence import Sequence
 
 
 class Arrive(NamedTuple):
@@ -50,7 +52,11 @@ class WaitUntil:
 
 @dataclass(frozen=True, slots=True)
 class Execute:
+    """Run the plan. One of several steps ends early, at the first boundary at or after `wake_ns` (the next known event;
+    None: there is none) and at or after any wake that the driver learns of meanwhile."""
+
     plan: BatchPlan
+    wake_ns: int | None = None
 
 
 class Resume(NamedTuple):
@@ -95,16 +101,56 @@ class Recorder(Protocol):
 
 
 class StepView(NamedTuple):
-    """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it."""
+    """What a recorder is shown of a committed plan: decisions from the plan, state after the plan, result after it.
+
+    A plan may have been several steps: then all of them had the same batch, and what differs is given for each.
+    """
 
     plan: BatchPlan
     plan_ns: int
-    result: StepResult
-    commit_ns: int
-    digest: int
-    emitted: list[str]  # ids of the requests that emitted a token in this step
+    result: StepResult  # has the end of each executed step
+    digests: list[int]  # after each step
+    emitters: list[Sequence]  # emitted a token in each step; the same list for as long as they are the same
     num_running: int
     num_waiting: int
     num_swapped: int
-    free_gpu_blocks: int  # after the plan, before its commit; cached and evictable ones count as free
+    free_blocks: list[int]  # GPU blocks after the plan of each step, before its commit; evictable ones count as free
     free_cpu_blocks: int
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.result.end_ns)
+
+    @property
+    def commit_ns(self) -> int:
+        return self.result.end_ns[-1]
+
+    @property
+    def digest(self) -> int:
+        return self.digests[-1]
+
+    @property
+    def free_gpu_blocks(self) -> int:
+        return self.free_blocks[-1]
+
+    @property
+    def emitted(self) -> list[str]:
+        """Ids of the requests that emitted a token in the last step."""
+        return [seq.request.request_id for seq in self.emitters]
+
+    def each(self) -> Iterator[StepView]:
+        """The steps one by one, as if they had been planned so."""
+        if self.num_steps == 1:
+            yield self
+            return
+        result, start_ns = self.result, self.plan_ns
+        for index, spans in enumerate((result.spans, *result.later_spans)):
+            end_ns = result.end_ns[index]
+            yield self._replace(
+                plan=self.plan._replace(step=self.plan.step + index, num_steps=1, shape=self.plan.shape_of(index)),
+                plan_ns=start_ns,
+                result=StepResult((end_ns,), result.outcomes, spans),
+                digests=[self.digests[index]],
+                free_blocks=[self.free_blocks[index]],
+            )
+            start_ns = end_ns

@@ -123,7 +123,7 @@ class RowSource(Protocol):
 
 
 class BatchPlan(NamedTuple):
-    """One step (or `num_steps` equal ones), decided.
+    """One step, decided; or `num_steps` of them, which compute one more token of the same decodes each.
 
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
@@ -149,6 +149,11 @@ class BatchPlan(NamedTuple):
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
         """The rows, in the order scheduled. Valid until the plan is committed."""
         return self.rows()
+
+    def shape_of(self, index: int) -> BatchShape:
+        """The shape of step `index` of the plan: every decode attends to one more position than in the step before."""
+        shape = self.shape
+        return shape._replace(decode_context_tokens=shape.decode_context_tokens + index * shape.num_decodes)
 
     @property
     def is_empty(self) -> bool:
@@ -190,12 +195,14 @@ class Spans(NamedTuple):
 class StepResult(NamedTuple):
     """The end of each executed step (absolute ns; fewer than planned if a wake cut the plan), and what came out.
 
-    outcomes: one for each sampled row that was not forced; None means that every row was.
+    outcomes: one for each sampled row that was not forced; None means that every row was. spans: of the first step;
+    later_spans: of those after it.
     """
 
     end_ns: tuple[int, ...]
     outcomes: tuple[Outcome, ...] | None = None
     spans: Spans = Spans()
+    later_spans: tuple[Spans, ...] = ()
 
 
 class Finished(NamedTuple):

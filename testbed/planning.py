@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from testbed.core import Core
+from testbed.fast_forward import num_steps_ahead
 from testbed.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.step import Step
 
 
-def make_plan(step: Step, core: Core, *, record_decisions: bool) -> BatchPlan:
+def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int = 1) -> BatchPlan:
     """The plan of a step. Its rows are made when a device asks for them; a simulator never does."""
     decoded, decodes = step.decoded, core.decodes
     num_decodes = num_samples = len(decoded)
@@ -28,7 +29,7 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool) -> BatchPlan:
         core.blocks.copies = []
     return BatchPlan(
         step=core.num_steps,
-        num_steps=1,
+        num_steps=num_steps_ahead(step, core, max_steps) if max_steps > 1 else 1,
         shape=BatchShape(
             num_decodes, context, tuple(prefills), num_samples, len(step.swap_out), len(step.swap_in), len(copies)
         ),

@@ -22,7 +22,9 @@ from typing import Any
 
 from testbed.interfaces import StepView
 from testbed.plan import Admission, BatchPlan, Finished, FinishReason, Preemption, PreemptionMode
+from testbed.record_tables import RowTable, StepTable
 from testbed.request import Request
+from testbed.sequence import Sequence
 
 REQUEST_COLUMNS: dict[str, str] = {
     "request_id": "string",
@@ -118,16 +120,22 @@ class RunRecorder:
     """
 
     FLUSH_ROWS = 8192
+    MAX_ENDS = 1 << 16  # ends of steps that are kept for sequences that emit together, until each has its own
 
     def __init__(self, folder: Path, *, token_times: bool = True, decisions: bool = False) -> None:
         self.num_finished = 0
         self.num_sent = 0
         self.ignored: list[tuple[str, str]] = []  # request id, reason
-        self._requests = _Table(folder / "requests.parquet", REQUEST_COLUMNS, self.FLUSH_ROWS)
-        self._steps = _Table(folder / "steps.parquet", STEP_COLUMNS, self.FLUSH_ROWS)
+        self._requests = RowTable(folder / "requests.parquet", REQUEST_COLUMNS, self.FLUSH_ROWS)
+        self._steps = StepTable(folder / "steps.parquet", STEP_COLUMNS, self.FLUSH_ROWS)
         self._decisions = (folder / "decisions.jsonl").open("w", encoding="utf-8") if decisions else None
         self._token_times = token_times
         self._open: dict[str, _OpenRequest] = {}
+        # When the sequences emitted that emit in each step: from the ends of those steps, and since when each is there.
+        self._ends = array("q")
+        self._emitters: list[Sequence] = []
+        self._since: dict[str, int] = {}  # request id -> its first end in `_ends`
+        self._in_groups: list[str] = []  # requests of those that are in groups, once for each member
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         self.num_sent += 1
@@ -137,7 +145,7 @@ class RunRecorder:
         """Nothing to write: `ended` follows."""
 
     def committed(self, step: StepView) -> None:
-        plan, result, end_ns = step.plan, step.result, step.commit_ns
+        plan = step.plan
         live = self._open
         preempted: dict[str, PreemptionMode] = {}  # requests; the members of a group go together
         for preemption in plan.preempted:
@@ -145,35 +153,49 @@ class RunRecorder:
             preempted[preemption.request_id] = preemption.mode
         for admission in plan.admitted:
             live[admission.request_id].admitted(admission, step.plan_ns)
-        for request_id in step.emitted:
-            live[request_id].emitted(end_ns)
-        shape = plan.shape
-        num_cached = sum(admission.num_cached_tokens for admission in plan.admitted)
-        num_recomputed = sum(1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE)
-        self._steps.append(
-            (
-                plan.step, step.plan_ns, end_ns,
-                shape.num_decodes, len(shape.prefills), shape.num_decodes, shape.num_prefill_tokens,
-                shape.decode_context_tokens, len(step.emitted),
-                step.num_running, step.num_waiting, step.num_swapped, step.free_gpu_blocks, step.free_cpu_blocks,
-                len(plan.admitted), num_cached, num_recomputed, len(preempted) - num_recomputed,
-                len(plan.swapped_in), len(plan.ignored),
-                plan.blocked_by.value if plan.blocked_by is not None else None,
-                *result.spans, step.digest,
-            )
-        )  # fmt: skip
+        if step.emitters is not self._emitters:
+            self._change_emitters(step.emitters)
+        if self._since:
+            self._ends.extend(step.result.end_ns)
+            if len(self._ends) > self.MAX_ENDS:
+                self._change_emitters([])
+        for request_id in self._in_groups:
+            live[request_id].member_emitted(step.commit_ns)
+        num_recomputed = sum([1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE])
+        self._steps.append(step, num_recomputed, len(preempted) - num_recomputed)
         if self._decisions is not None:
-            self._decisions.write(json.dumps(decision(step)) + "\n")
+            for one in step.each():
+                self._decisions.write(json.dumps(decision(one)) + "\n")
+
+    def _change_emitters(self, emitters: list[Sequence]) -> None:
+        """From here on, these emit in each step: what the others emitted becomes theirs."""
+        before, end = self._since, len(self._ends)
+        since: dict[str, int] = {}
+        in_groups: list[str] = []
+        for seq in emitters:
+            request_id = seq.request.request_id
+            if seq.group is not None:
+                in_groups.append(request_id)
+            else:
+                since[request_id] = before.pop(request_id, end)
+        for request_id, start in before.items():
+            self._open[request_id].token_ns.extend(self._ends[start:])
+        if not since:
+            self._ends = array("q")
+        self._emitters, self._since, self._in_groups = emitters, since, in_groups
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         for item in finished:
             if item.reason is FinishReason.IGNORED:
                 self.ignored.append((item.request.request_id, item.message))
             request = self._open.pop(item.request.request_id)
+            if item.request.request_id in self._since:
+                request.token_ns.extend(self._ends[self._since.pop(item.request.request_id) :])
             self._requests.append(request.row(item.reason.value, item.message, now_ns, self._token_times))
             self.num_finished += 1
 
     def close(self) -> None:
+        self._change_emitters([])
         for request in self._open.values():
             self._requests.append(request.row(None, None, None, self._token_times))
         self._open = {}
@@ -223,9 +245,9 @@ class _OpenRequest:
     __slots__ = (
         "first_scheduled_ns",
         "num_cached_tokens",
+        "num_group_tokens",
         "num_preemptions",
         "num_recomputed_tokens",
-        "num_tokens",
         "queued_ns",
         "request",
         "restarts",
@@ -241,12 +263,12 @@ class _OpenRequest:
         self.num_recomputed_tokens = 0
         # by seq_id: tokens that were computed once, at the last preemption; those that the cache gave back since
         self.restarts: dict[int, tuple[int, int]] = {}
-        self.num_tokens = 0
-        self.token_ns = array("q")
+        self.num_group_tokens = 0
+        self.token_ns = array("q")  # each step that emitted
 
-    def emitted(self, now_ns: int) -> None:
-        """One token of one of its sequences."""
-        self.num_tokens += 1
+    def member_emitted(self, now_ns: int) -> None:
+        """One token of one of its several sequences."""
+        self.num_group_tokens += 1
         if not self.token_ns or self.token_ns[-1] != now_ns:
             self.token_ns.append(now_ns)
 
@@ -273,42 +295,11 @@ class _OpenRequest:
         arrival_ns = request.arrival_ns
         return (
             request.request_id, request.session_id, request.turn, request.tenant, request.priority,
-            len(request.prompt_token_ids), self.num_tokens, num_steps, self.num_cached_tokens, self.num_preemptions,
-            self.num_recomputed_tokens, reason, message or None, arrival_ns, self.queued_ns, self.first_scheduled_ns,
+            len(request.prompt_token_ids), self.num_group_tokens or num_steps, num_steps, self.num_cached_tokens,
+            self.num_preemptions, self.num_recomputed_tokens, reason, message or None,
+            arrival_ns, self.queued_ns, self.first_scheduled_ns,
             times[0] if times else None, finish_ns, times if token_times else None,
             (times[0] - arrival_ns) / 1e9 if times else None,
             (times[-1] - times[0]) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
             (finish_ns - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip
-
-
-class _Table:
-    """Rows that become a Parquet file, group by group. The file exists, complete, once closed."""
-
-    def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
-        import pyarrow as pa  # not at the top: the core runs without it
-        import pyarrow.parquet as pq
-
-        types = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
-        self._schema = pa.schema([(name, types.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
-        self._make = pa.record_batch
-        self._array = pa.array
-        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
-        self._rows: list[tuple[Any, ...]] = []
-        self._flush_rows = flush_rows
-
-    def append(self, row: tuple[Any, ...]) -> None:
-        self._rows.append(row)
-        if len(self._rows) >= self._flush_rows:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            columns = zip(*self._rows, strict=True)
-            arrays = [self._array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
-            self._writer.write_batch(self._make(arrays, schema=self._schema))
-            self._rows = []
-
-    def close(self) -> None:
-        self._flush()
-        self._writer.close()

@@ -52,7 +52,10 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.blocks = blocks
-        self._core = Core(limits, blocks, queue, victims, admission or Watermark(), preemption or Auto())
+        self._core = Core(
+            limits, blocks, queue, victims, admission or Watermark(), preemption or Auto(),
+            is_composition_steady=not getattr(composition, "is_time_dependent", True),
+        )  # fmt: skip
         self._composition = composition
         self._eos_token_id = eos_token_id
         self._record_decisions = record_decisions
@@ -65,8 +68,11 @@ class Scheduler:
         self._digest = Digest()
         self._pending_events: list[int] = []
         self._step: Step | None = None  # the plan in flight
+        self._num_planned = 0  # its steps
         self._composition_hash = 0
-        self._emitted: list[Sequence] = []
+        self.emitters: list[Sequence] = []  # emitted a token in each step of the last commit, in the order scheduled
+        self.digests: list[int] = []  # after each step of the last commit
+        self.free_blocks: list[int] = []  # GPU blocks after the plan of each
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
         self.free_cpu_blocks = blocks.num_free_cpu_blocks
 
@@ -102,8 +108,8 @@ class Scheduler:
 
     @property
     def emitted(self) -> list[str]:
-        """Ids of the requests that emitted tokens in the last commit, in the order scheduled, once for each token."""
-        return [seq.request.request_id for seq in self._emitted]
+        """Ids of the requests that emitted tokens in the last step, in the order scheduled, once for each token."""
+        return [seq.request.request_id for seq in self.emitters]
 
     def unfinished(self) -> list[Sequence]:
         """Live sequences in order of arrival."""
@@ -167,7 +173,7 @@ class Scheduler:
     def plan(self, now_ns: int, max_steps: int = 1) -> BatchPlan:
         """Decides the next step. An empty plan means that nothing can be done before something else happens.
 
-        max_steps: how many steps the plan may span; as yet every plan spans one.
+        max_steps: how many steps the plan may span, if all of them would be decided alike.
         """
         assert self._step is None, "one plan in flight"
         assert max_steps >= 1
@@ -181,9 +187,10 @@ class Scheduler:
         self._composition.compose(step)
         self._unblock(step)
         step.close()
-        plan = make_plan(step, self._core, record_decisions=self._record_decisions)
+        plan = make_plan(step, self._core, record_decisions=self._record_decisions, max_steps=max_steps)
         if not plan.is_empty:
             self._step = step
+            self._num_planned = plan.num_steps
             self._composition_hash = self._digest.composition(step)
             self.free_gpu_blocks = self.blocks.num_free_blocks
             self.free_cpu_blocks = self.blocks.num_free_cpu_blocks
@@ -193,9 +200,13 @@ class Scheduler:
         """Takes the outcome of the plan in flight; returns the requests that ended with it, in order scheduled."""
         step = self._step
         assert step is not None, "nothing is in flight"
-        assert len(result.end_ns) == 1, "a plan of one step has one end"
+        num_steps = len(result.end_ns)
+        assert 1 <= num_steps <= self._num_planned, "an end for each step, up to the planned number"
         self._step = None
         step.is_over = True
+        self.digests, self.free_blocks = [], []
+        if num_steps > 1:
+            self._run_ahead(step, result.end_ns[:-1])
         self._core.num_steps += 1
         events = self._pending_events + plan_events(step)
         ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
@@ -214,9 +225,30 @@ class Scheduler:
             item = self._end(seq, reason, "", now_ns)
             if item is not None:
                 finished.append(item)
+        self._add_digest(events)
+        return finished
+
+    def _add_digest(self, events: list[int]) -> None:
         self._digest.add(self._composition_hash, self.free_gpu_blocks, self.free_cpu_blocks, events)
         self._pending_events = []
-        return finished
+        self.digests.append(self._digest.value)
+        self.free_blocks.append(self.free_gpu_blocks)
+
+    def _run_ahead(self, step: Step, end_ns: tuple[int, ...]) -> None:
+        """Commits these steps, each a decode of all, and plans the one after each: no more than that is to be done."""
+        core, blocks, decodes = self._core, self.blocks, self._core.decodes
+        decoded = step.decoded
+        for now_ns in end_ns:
+            core.num_steps += 1
+            decodes.advance(decoded)
+            if blocks.caches_prefixes and not blocks.publishes_at_allocation:
+                blocks.publish_each(decodes.crossing(), 0)
+            if self._served is not None:
+                for seq in decoded:
+                    self._served(seq, 1, 1, now_ns)
+            self._add_digest(self._pending_events)
+            decodes.grow(blocks)
+            self.free_gpu_blocks = blocks.num_free_blocks
 
     # --- inside: what a step computed ---
 
@@ -229,7 +261,7 @@ class Scheduler:
 
     def _advance_decodes(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...], num_drawn: int) -> list[Ending]:
         """One more token for each decode; those that end with it."""
-        self._emitted = decoded
+        self.emitters = decoded
         if not decoded:
             return []
         decodes, blocks = self._core.decodes, self.blocks
@@ -270,7 +302,7 @@ class Scheduler:
             return []
         drawn = iter(outcomes)
         ending: list[Ending] = []
-        emitted = self._emitted[:]
+        emitted: list[Sequence] = []
         in_step: list[Sequence] = []
         parted: list[tuple[Sequence, tuple[int, ...]]] = []
         for seq, start, num_tokens in step.rows:
@@ -309,7 +341,8 @@ class Scheduler:
             self._core.decodes.advance(in_step)
         for parent, tokens in parted:
             ending += self._part(parent, tokens, emitted, events)
-        self._emitted = emitted
+        if emitted:
+            self.emitters = [*self.emitters, *emitted]
         return ending
 
     def _row_emits(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
@@ -420,9 +453,9 @@ class Scheduler:
 
     def _service(self, step: Step) -> list[tuple[Sequence, int, int]]:
         """(sequence, tokens computed, tokens emitted) of everything in the step."""
-        emitted = {seq.seq_id for seq in self._emitted}
+        emitters = {seq.seq_id for seq in self.emitters}
         served = [(seq, 1, 1) for seq in step.decoded]
-        return served + [(seq, num_tokens, int(seq.seq_id in emitted)) for seq, _, num_tokens in step.rows]
+        return served + [(seq, num_tokens, int(seq.seq_id in emitters)) for seq, _, num_tokens in step.rows]
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""

@@ -15,23 +15,26 @@ from testbed.scheduler import Scheduler
 Loop = Generator[WaitUntil | Execute, Resume, None]
 
 
-def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
-    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move."""
+def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int = 1) -> Loop:
+    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move.
+
+    max_steps: how many steps a plan may span; more than one is fast forward, which its driver must know.
+    """
     now_ns = (yield WaitUntil(inbox.next_ns())).now_ns if inbox.next_ns() is not None else 0
     while True:
         _take_due(inbox, scheduler, recorder, now_ns)
         if scheduler.has_work:
-            plan = scheduler.plan(now_ns)
+            plan = scheduler.plan(now_ns, max_steps)
             if not plan.is_empty:
-                free_gpu, free_cpu = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
+                free_cpu = scheduler.free_cpu_blocks
                 counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
-                resume = yield Execute(plan)
+                resume = yield Execute(plan, inbox.next_ns() if plan.num_steps > 1 else None)
                 assert resume.result is not None, "an executed plan has a result"
                 finished = scheduler.commit(resume.result, resume.now_ns)
                 recorder.committed(
                     StepView(
-                        plan, now_ns, resume.result, resume.now_ns, scheduler.digest, scheduler.emitted,
-                        *counts, free_gpu, free_cpu,
+                        plan, now_ns, resume.result, scheduler.digests, scheduler.emitters,
+                        *counts, scheduler.free_blocks, free_cpu,
                     )
                 )  # fmt: skip
                 now_ns = resume.now_ns

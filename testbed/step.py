@@ -19,9 +19,9 @@ Row = tuple[Sequence, int, int]
 class Step:
     """A step being decided at `now_ns`."""
 
-    __slots__ = ("_core", "_deferred", "_held", "admitted", "blocked_by", "blocks", "decoded", "ended", "ignored",
-                 "is_over", "limits", "made_room", "now_ns", "preempted", "rows", "swap_in", "swap_out", "swapped_in",
-                 "token_budget")  # fmt: skip
+    __slots__ = ("_core", "_deferred", "_held", "admitted", "asked", "blocked_by", "blocks", "decoded", "ended",
+                 "ignored", "is_over", "limits", "made_room", "now_ns", "preempted", "refused", "rows", "swap_in",
+                 "swap_out", "swapped_in", "token_budget")  # fmt: skip
 
     def __init__(self, now_ns: int, core: Core) -> None:
         self.now_ns = now_ns
@@ -39,6 +39,8 @@ class Step:
         self.ended: list[tuple[Sequence, str]] = []  # ignored sequences, with the reason
         self.blocked_by: BlockedBy | None = None
         self.is_over = False  # committed
+        self.asked = False  # whether a waiting sequence was measured against the free blocks
+        self.refused: PrefixHit | None = None  # the hit of the one that found too few of them
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
         self._core = core
         self._held: list[Sequence] = []  # victims that are back in the queue when the step is decided
@@ -90,6 +92,11 @@ class Step:
         """Waiting sequences whose prefill is long, those passed over left out."""
         return self._core.num_long_waiting
 
+    @property
+    def is_eventless(self) -> bool:
+        """Whether the step only computes: nobody came, left, moved or was passed over."""
+        return not (self.admitted or self.preempted or self.swapped_in or self.ended or self._deferred or self._held)
+
     def is_long(self, seq: Sequence) -> bool:
         """Whether the sequence's prefill is longer than `long_prefill_token_threshold` (0: 4 % of max_model_len)."""
         return self._core.is_long(seq)
@@ -121,12 +128,9 @@ class Step:
         spare = 1 if blocks.rules.growth_test == "one_per_sequence" else 0
         if (crossing and blocks.num_free_blocks < len(crossing) + spare) or (spare and not blocks.num_free_blocks):
             return self._decode_one_by_one(min_budget)
-        if crossing:
-            blocks.grow_each(crossing)
+        decodes.grow(blocks)
         self.decoded = members
         self.token_budget -= len(members)
-        if blocks.publishes_at_allocation:
-            blocks.publish_each(decodes.filling(), 1)
         return None
 
     def _decode_one_by_one(self, min_budget: int) -> None:
@@ -338,6 +342,7 @@ class Step:
         LATER says what the head of the queue is blocked by; NEVER ends it as ignored, at once.
         """
         running = self._core.running
+        self.asked = True
         length = seq.num_prompt_tokens if self.blocks.rules.length_limit == "prompt" else num_tokens
         if length > self.limits.max_model_len:
             self.ignore(seq, self.limits.too_long_reason(seq.num_prompt_tokens))
@@ -346,6 +351,7 @@ class Step:
         if verdict is Verdict.NEVER:
             self.ignore(seq, self.blocks.never_fits_reason(seq))
         elif verdict is Verdict.LATER:
+            self.refused = hit
             self.blocked(BlockedBy.KV_BLOCKS)
         elif not _is_true(self._core.admission.allows(seq, running.values())):
             self.blocked(BlockedBy.ADMISSION)

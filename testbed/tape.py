@@ -66,6 +66,7 @@ class TapeWriter:
         self._write({"kind": "abort", "id": request_id, "step": step, "ns": now_ns})
 
     def committed(self, step: StepView) -> None:
+        assert step.num_steps == 1, "a real engine runs one step at a time"
         outcomes = step.result.outcomes
         self._write(
             {

@@ -34,12 +34,14 @@ class WaitingQueue(Protocol):
     #   served(seq, num_tokens, num_emitted, now_ns)  after each step, for each sequence that was in it
     #   left(seq, now_ns)                  the sequence finished or was aborted, wherever it was
     #   yields(running, now_ns) -> Sequence | None    which running sequence should make room for the head now
-    #   is_time_dependent: bool            whether the order changes by the mere passing of time; for plans of several
-    #                                      steps, which there are not yet: nothing reads it so far
+    #   is_time_dependent: bool            False: without arrivals and ends the order stays, so that steps may be fast
+    #                                      forwarded while sequences wait; a class that does not say it is stepped
 
 
 class FCFS:
     """First come, first served; a preempted sequence goes back to the front."""
+
+    is_time_dependent = False
 
     def __init__(self) -> None:
         self._queue: OrderedDict[int, Sequence] = OrderedDict()

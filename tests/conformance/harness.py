@@ -47,7 +47,7 @@ class Watch:
         self.backend = backend
         self.seen = Seen([], [], {}, {})
 
-    def start(self, plan: BatchPlan) -> Any:
+    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> Any:
         self.seen.rows.append(tuple(row._replace(tokens=list(row.tokens)) for row in plan.scheduled))
         for item in plan.admitted:
             self.seen.cached.setdefault(item.request_id, item.num_cached_tokens)

@@ -42,11 +42,8 @@ def run_steps(
         result = StepResult((now_ns + step_ns,), None, Spans(1, 2, 3, 4, 5))
         finished = scheduler.commit(result, now_ns + step_ns)
         recorder.committed(
-            StepView(
-                plan, now_ns, result, now_ns + step_ns, scheduler.digest, scheduler.emitted, *counts,
-                scheduler.free_gpu_blocks, 0,
-            )
-        )  # fmt: skip
+            StepView(plan, now_ns, result, scheduler.digests, scheduler.emitters, *counts, scheduler.free_blocks, 0)
+        )
         now_ns += step_ns
         recorder.ended(finished, now_ns)
 
@@ -175,7 +172,7 @@ def test_rows_are_flushed_in_groups_so_that_memory_does_not_grow(
     for number in range(10):
         run_steps(recorder, scheduler, [make_request(f"r{number}", 4, 1)])
         assert len(recorder._requests._rows) < 4
-        assert len(recorder._steps._rows) < 4
+        assert len(recorder._steps._ends) < 4
         assert not recorder._open
     recorder.close()
     file = pq.ParquetFile(tmp_path / "requests.parquet")

@@ -41,7 +41,7 @@ def plan_of(rows: list[ScheduledSequence], *, has_beams: bool = True) -> BatchPl
 
 def outcomes(engine: SimBackend, rows: list[ScheduledSequence]) -> tuple[Outcome, ...]:
     work = engine.start(plan_of(rows))
-    assert work.duration_ns == 3
+    assert work.durations_ns == (3,)
     assert work.outcomes is not None
     return work.outcomes
 

@@ -11,7 +11,9 @@ class Composition(Protocol):
     """A user's own class with this method plugs in by `_target_`.
 
     A class may list the limits that it does not read in `unused_limits`, and in `own_rules` those of the KV rules
-    `budget` and `chunks_fill_blocks` that it reads: a run that changes one without effect says so.
+    `budget` and `chunks_fill_blocks` that it reads: a run that changes one without effect says so. With
+    `is_time_dependent = False` it declares that it keeps no state of its own that a step of decodes would change, goes
+    by the clock in nothing, and asks about waiting sequences by `can_admit`: then such steps are fast forwarded.
     """
 
     def compose(self, step: Step) -> None:

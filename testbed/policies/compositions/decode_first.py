@@ -21,6 +21,8 @@ class DecodeFirst:
     in_running_order: a prefill that was begun together with others that have ended goes before them, once (0.8.5).
     """
 
+    is_time_dependent = False
+
     own_rules = ("chunks_fill_blocks",)  # KV rules that no other part reads
 
     def __init__(self, *, admits_after_preemption: bool = False, in_running_order: bool = False) -> None:

@@ -14,6 +14,8 @@ class IterationLevel:
     is the admission policy `no_evict`. A prompt longer than the token budget joins when it would be alone in the batch.
     """
 
+    is_time_dependent = False
+
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
 
     def compose(self, step: Step) -> None:

@@ -14,6 +14,8 @@ class PrefillDecodeSplit:
     for a place in the decode batch.
     """
 
+    is_time_dependent = False
+
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
     caps_batches_only = True
 

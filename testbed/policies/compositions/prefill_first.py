@@ -20,6 +20,8 @@ class PrefillFirst:
     sorts_by_arrival: running and swapped sequences are sorted by arrival before they decode (0.2.7).
     """
 
+    is_time_dependent = False
+
     unused_limits = (
         "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"
     )  # prompts are not split # fmt: skip

@@ -15,6 +15,8 @@ class Static:
     batch of its own.
     """
 
+    is_time_dependent = False
+
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
 
     def compose(self, step: Step) -> None:

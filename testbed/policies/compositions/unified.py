@@ -17,6 +17,8 @@ class Unified:
     request is in the system (0.8.5), or not (0.33).
     """
 
+    is_time_dependent = False
+
     unused_limits = ("max_num_partial_prefills", "max_long_partial_prefills")
 
     def __init__(self, *, threshold_when_alone: bool = False) -> None:

@@ -36,7 +36,7 @@ class KeyedQueue:
     ) -> None:
         self._key = key
         self._bind = bind
-        self._preemptive = preemptive
+        self.is_preemptive = preemptive
         self._heap: LazyHeap[int, Sequence] = LazyHeap()
 
     def bind(self, context: PolicyContext) -> None:
@@ -60,7 +60,7 @@ class KeyedQueue:
 
     def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
         """The running sequence that would be served last, if the head goes strictly before it."""
-        rank = self._heap.first_rank() if self._preemptive else None
+        rank = self._heap.first_rank() if self.is_preemptive else None
         if rank is None:
             return None
         last = max(running, key=self._key, default=None)

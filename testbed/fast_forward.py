@@ -1,0 +1,72 @@
+"""Fast forward: how many steps can be taken as one plan, because all of them would be decided as the first.
+
+That is a run of decodes: every running sequence computes one token in each step. Nothing changes such a decision but an
+arrival or an abort (the driver cuts the plan there), an end (the plan stops at the first), a shortage of blocks (it
+stops before), or a change of mind about what waits, which is what `_num_settled` is about. A policy whose mind may
+change by anything else is stepped: it is fast forwarded only if it declares `is_time_dependent = False`.
+"""
+
+from __future__ import annotations
+
+from testbed.core import Core
+from testbed.plan import BlockedBy
+from testbed.policies.admission import Watermark
+from testbed.step import Step
+
+FAST_FORWARD = 1 << 20  # steps that a plan may span at most: in effect, as many as are alike
+
+
+def num_steps_ahead(step: Step, core: Core, max_steps: int) -> int:
+    """How many steps, from the decided one on, are the same but for one token more of each sequence; at least 1."""
+    decodes = core.decodes
+    is_run = (
+        not step.rows
+        and step.decoded is decodes.members
+        and len(step.decoded) == len(core.running) > 0
+        and step.is_eventless
+        and not decodes.num_drawn
+        and core.is_composition_steady
+    )
+    if not is_run:
+        return 1
+    num_steps = min(max_steps, decodes.num_steps_to_end())
+    if len(core.queue) or core.swapped:
+        num_steps = min(num_steps, _num_settled(step, core, num_steps))
+    if num_steps <= 1:
+        return 1
+    spare = 1 if core.blocks.rules.growth_test == "one_per_sequence" else 0
+    return decodes.num_steps_with_room(core.blocks.num_free_blocks, spare, num_steps)
+
+
+def _num_settled(step: Step, core: Core, max_steps: int) -> int:
+    """For how many steps the answer to those that wait, or are swapped out, stays what it is."""
+    rules = core.blocks.rules
+    if core.swapped and rules.swap_test != "all_blocks":
+        return 1
+    if not len(core.queue):
+        return max_steps  # swapped out, and the free blocks become fewer
+    if not core.is_steady:
+        return 1
+    if not step.asked:
+        return max_steps  # a limit keeps them out that decodes do not move
+    if type(core.admission) is not Watermark:
+        return 1
+    if step.refused is not None and step.blocked_by is BlockedBy.KV_BLOCKS and _is_hit_settled(step, core):
+        return max_steps  # the free blocks become fewer, and it needs as many as now
+    return core.decodes.num_quiet_steps(max_steps)
+
+
+def _is_hit_settled(step: Step, core: Core) -> bool:
+    """Whether decodes neither lengthen nor shorten the cached prefix of the sequence that was refused.
+
+    It is shortened by eviction of blocks that nothing references; lengthened by a block that follows on it, which only
+    a sequence that is still within as many blocks can fill.
+    """
+    hit, blocks = step.refused, core.blocks
+    assert hit is not None
+    if not blocks.caches_prefixes:
+        return True
+    if hit.num_unreferenced or blocks.rules.hits_frozen:
+        return False
+    num_blocks = len(hit.blocks) + 1
+    return all(len(blocks.table(seq.seq_id)) > num_blocks for seq in step.decoded)

@@ -1,0 +1,118 @@
+"""Parquet files that grow by groups of rows: memory does not grow with a run. Knows columns, and steps of plans."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from testbed.plan import Spans
+
+if TYPE_CHECKING:
+    from testbed.interfaces import StepView
+
+
+class RowTable:
+    """Rows that become a Parquet file, group by group. The file exists, complete, once closed."""
+
+    def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
+        import pyarrow as pa  # not at the top: the core runs without it
+        import pyarrow.parquet as pq
+
+        types = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
+        self._schema = pa.schema([(name, types.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
+        self._make = pa.record_batch
+        self._array = pa.array
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._rows: list[tuple[Any, ...]] = []
+        self._flush_rows = flush_rows
+
+    def append(self, row: tuple[Any, ...]) -> None:
+        self._rows.append(row)
+        if len(self._rows) >= self._flush_rows:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._rows:
+            self.write(list(zip(*self._rows, strict=True)))
+            self._rows = []
+
+    def write(self, columns: list[Any]) -> None:
+        """One group of rows, by column."""
+        arrays = [self._array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        self._writer.write_batch(self._make(arrays, schema=self._schema))
+
+    def close(self) -> None:
+        self.flush()
+        self._writer.close()
+
+
+class StepTable:
+    """Steps, one row each, taken plan by plan: what a plan's steps have in common is kept once until it is written."""
+
+    def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
+        self._table = RowTable(path, columns, flush_rows)
+        self._flush_rows = flush_rows
+        self._reset()
+
+    def _reset(self) -> None:
+        self._plans: list[tuple[Any, ...]] = []
+        self._num_steps: list[int] = []
+        self._ends = array("q")
+        self._free = array("q")
+        self._digests = array("Q")
+        self._spans: list[Spans] = []
+
+    def append(self, step: StepView, num_recomputed: int, num_swapped_out: int) -> None:
+        plan, result = step.plan, step.result
+        shape = plan.shape
+        admitted = plan.admitted
+        self._plans.append(
+            (
+                plan.step, step.plan_ns, shape.num_decodes, len(shape.prefills), shape.num_prefill_tokens,
+                shape.decode_context_tokens, len(step.emitters), step.num_running, step.num_waiting, step.num_swapped,
+                step.free_cpu_blocks, len(admitted), sum([one.num_cached_tokens for one in admitted]), num_recomputed,
+                num_swapped_out, len(plan.swapped_in), len(plan.ignored),
+                plan.blocked_by.value if plan.blocked_by is not None else None,
+            )
+        )  # fmt: skip
+        self._num_steps.append(len(result.end_ns))
+        self._ends.extend(result.end_ns)
+        self._free.extend(step.free_blocks)
+        self._digests.extend(step.digests)
+        self._spans.append(result.spans)
+        self._spans += result.later_spans
+        if len(self._ends) >= self._flush_rows:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._plans:
+            return
+        import numpy as np
+
+        num_steps = np.array(self._num_steps)  # [num_plans]
+        first = np.cumsum(num_steps) - num_steps  # index of each plan's first step
+        nth = np.arange(len(self._ends)) - np.repeat(first, num_steps)  # of its plan
+        *columns, blocked_by = zip(*self._plans, strict=True)
+        (
+            step, plan_ns, num_decodes, num_prefills, num_prefill_tokens, context, num_emitted, running, waiting,
+            swapped, free_cpu, admitted, cached, recomputed, swapped_out, swapped_in, ignored,
+        ) = (np.repeat(np.array(column, dtype=np.int64), num_steps) for column in columns)  # fmt: skip
+        ends = np.array(self._ends)
+        starts = np.where(nth == 0, plan_ns, np.concatenate(([0], ends[:-1])))
+        spans = np.fromiter(chain.from_iterable(self._spans), np.int64, 5 * len(ends)).reshape(-1, 5)
+        blocked = [why for why, count in zip(blocked_by, self._num_steps, strict=True) for _ in range(count)]
+        self._table.write(
+            [
+                step + nth, starts, ends, num_decodes, num_prefills, num_decodes, num_prefill_tokens,
+                context + nth * num_decodes, num_emitted, running, waiting, swapped, np.array(self._free), free_cpu,
+                admitted, cached, recomputed, swapped_out, swapped_in, ignored, blocked, *spans.T,
+                np.array(self._digests),
+            ]
+        )  # fmt: skip
+        self._reset()
+
+    def close(self) -> None:
+        self._flush()
+        self._table.close()

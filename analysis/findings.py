@@ -9,11 +9,19 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.arms import Arm, Pair, factor_name, replicates
+from analysis.checks import failures
 from analysis.compare import Comparison
 from analysis.effects import Effect
+from analysis.load import Run
 
 METRIC_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 _STATISTIC = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99"}
+
+
+def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> list[str]:
+    """A sentence on each check that a run's records fail: what else is said rests on them. links: by path."""
+    said = {f"{links[str(run.path)]}: {sentence}": None for run in runs for sentence in failures(run.summary["checks"])}
+    return list(said)
 
 
 def metric_name(path: str) -> str:

@@ -48,6 +48,17 @@ def numbers(frame: pd.DataFrame, name: str) -> FloatArray:
     return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan), dtype=np.float64)
 
 
+def whole(frame: pd.DataFrame, name: str, missing: int | None = None) -> IntArray:
+    """One column of whole numbers as int64 `[num_rows]`, exactly; `missing` for null, which raises where it is None."""
+    column = frame[name]
+    if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
+        return column.to_numpy(dtype=np.int64)
+    nullable = pd.to_numeric(column).astype("Int64")
+    if missing is None and nullable.isna().any():
+        raise ValueError(f"column {name} has nulls")
+    return np.asarray(nullable.to_numpy(dtype=np.int64, na_value=missing or 0), dtype=np.int64)
+
+
 def texts(frame: pd.DataFrame, name: str, missing: str = "") -> NDArray[np.object_]:
     """One string column as an object array `[num_rows]`, `missing` for null."""
     column = frame[name].astype(object)

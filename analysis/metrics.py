@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis.checks import run_checks
 from analysis.frames import BoolArray, FloatArray, as_frame, json_safe, numbers, texts, token_lists
 from analysis.occupancy import run_end_ns, step_metrics
 from analysis.statistics import wilson
 from analysis.survival import distribution
 
-SUMMARY_VERSION = 2
+SUMMARY_VERSION = 3
 COMPLETED = ("stop", "length")
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
@@ -143,7 +144,7 @@ def summarise(
     """The headline numbers of one run, nested, JSON-safe; None means "not reached" or "not recorded".
 
     Frames are pandas or Arrow, as in `testbed.records`. `warmup_s` drops the requests that arrive in the first seconds
-    after the first arrival, and starts the time base there.
+    after the first arrival, and starts the time base there. "checks" (`analysis.checks`) are of the whole run.
     """
     frame, step_frame = as_frame(requests), as_frame(steps)
     end_ns = run_end_ns(frame, step_frame)
@@ -171,6 +172,7 @@ def summarise(
         **_cache_and_preemptions(kept, step_frame, whole_run=not warmup_s),
         "fairness": _fairness(kept, metrics),
         **step_metrics(frame, step_frame, manifest.get("num_gpu_blocks"), start_ns, end_ns),
+        "checks": run_checks(frame, step_frame, manifest),
     }
     safe: dict[str, Any] = json_safe(result)
     return safe

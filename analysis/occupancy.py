@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.frames import FloatArray, numbers, texts
+from analysis.frames import FloatArray, numbers
 
 TIME_PARTS = ("schedule", "prepare", "swap", "forward", "sample")
 
@@ -63,7 +63,7 @@ def step_metrics(
     """The part of a summary that comes from steps, over [start_ns, end_ns]."""
     names = ("mean_running", "mean_waiting", "mean_swapped")
     result: dict[str, Any] = {"num_steps": len(steps), "kv": {"utilisation_mean": None, "utilisation_peak": None}}
-    result |= dict.fromkeys((*names, "busy_share", "littles_law_ratio", "time_s"))
+    result |= dict.fromkeys((*names, "busy_share", "time_s"))
     if not len(steps) or end_ns <= start_ns:
         return result
     start, until, _ = spans(requests, steps)
@@ -76,25 +76,8 @@ def step_metrics(
         result[name] = time_weighted_mean(count, start, until, start_ns, end_ns)
     busy = time_weighted_mean(np.ones(len(steps)), start, numbers(steps, "end_ns"), start_ns, end_ns)
     result["busy_share"] = busy
-    in_system = sum(result[name] for name in names)
-    result["littles_law_ratio"] = _littles_law(requests, in_system, start_ns, end_ns)
     result["time_s"] = time_parts(steps, start_ns, end_ns)
     return result
-
-
-def _littles_law(requests: pd.DataFrame, in_system: float, start_ns: float, end_ns: float) -> float | None:
-    """L / (rate x mean sojourn): 1 when step and request records agree (Little, 1961).
-
-    L is the time-weighted number in the system by the steps; the sojourns are the requests' own, from the step boundary
-    that first saw them to their finish, as far as they lie in the window.
-    """
-    enter = np.fmax(numbers(requests, "queued_ns"), numbers(requests, "arrival_ns"))
-    leave = numbers(requests, "finish_ns")
-    leave = np.where(np.isnan(leave), end_ns, leave)
-    never_in = np.isnan(numbers(requests, "queued_ns")) | (texts(requests, "finish_reason") == "ignored")
-    sojourn = np.clip(np.minimum(leave, end_ns) - np.maximum(enter, start_ns), 0.0, None)
-    by_requests = float(sojourn[~never_in].sum()) / (end_ns - start_ns)
-    return in_system / by_requests if by_requests > 0 else None
 
 
 def time_parts(steps: pd.DataFrame, start_ns: float, end_ns: float) -> dict[str, float]:

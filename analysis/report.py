@@ -325,7 +325,7 @@ def _context(report: ReportInput, sections: _Sections, baseline: Arm, slo: SLO |
     return {
         "title": report.title,
         "question": report.question or _default_question(report.arms, baseline),
-        "findings": sections.findings,
+        "findings": [*findings.failed_checks(links, everything), *sections.findings],
         "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,

@@ -10,6 +10,7 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.arms import Arm, factor_name, replicates
+from analysis.checks import outline
 from analysis.compare import Comparison, Metric, mean_over_replicates
 from analysis.effects import Effect, by_factor
 from analysis.fidelity import RATES
@@ -128,6 +129,7 @@ def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Tabl
         ("code version", values("code_version")),
         ("packages", values("versions")),
         ("time base of rates", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
+        ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text != fmt.NOTHING)
     return Table(caption, ("", ""), rows)

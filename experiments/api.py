@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from analysis.checks import failures
 from analysis.load import Run, load_run
 from experiments.compose import compose_config, to_overrides
 from experiments.run import execute
@@ -25,7 +27,7 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
     trace: a Trace; a file of our own schema (.jsonl, .csv, .parquet); rows of that schema as dicts; or the `trace`
     group's keys as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's groups, by option
     name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}. folder: where the run goes; a new
-    temporary folder by default. Raises TestbedError in one line.
+    temporary folder by default. Raises TestbedError in one line; a check that the records fail is a RuntimeWarning.
     """
     return _run(trace, folder, {"backend": "sim", **settings})
 
@@ -47,6 +49,8 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     result = execute(config, target, command="from Python", trace=rows)
     if result.status != "complete":
         raise TestbedError(result.message)
+    for sentence in failures(result.summary["checks"]):
+        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
     return load_run(result.folder)
 
 

@@ -52,7 +52,7 @@ class RunResult:
     exit_status: int
     message: str
     summary: dict[str, Any]
-    notes: tuple[str, ...] = ()  # what was done to the trace, settings without effect, turns that were never sent
+    notes: tuple[str, ...] = ()  # checks that failed, what was done to the trace, settings without effect, turns unsent
 
 
 class Recorders:
@@ -263,8 +263,14 @@ def _close(
             "trace.max_prompt_tokens, raise the limit, or accept it with allow_ignored=true"
         )
         exit_status = 0 if config.allow_ignored else 1
-    logging.getLogger("testbed").info("%s %s", status, message)
-    return RunResult(folder, status, exit_status, message, summary, _notes(config, manifest))
+    from analysis.checks import failures  # not at the top: pandas is slow to import
+
+    log = logging.getLogger("testbed")
+    failed = failures(summary["checks"])
+    for sentence in failed:
+        log.warning("%s", sentence)
+    log.info("%s %s", status, message)
+    return RunResult(folder, status, exit_status, message, summary, (*failed, *_notes(config, manifest)))
 
 
 def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:

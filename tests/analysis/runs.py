@@ -32,7 +32,7 @@ class Job:
     prompt: int
     output: int
     cached: int
-    computed: int = 0
+    computed: int = 0  # tokens that were, when it was preempted last
     tokens: list[int] = field(default_factory=list)
     queued: int | None = None
     first: int | None = None
@@ -143,6 +143,7 @@ def engine(jobs: list[Job], chunked: bool, watermark: float, num_blocks: int, ji
                 break
             free, prefill_tokens = free - job.blocks, prefill_tokens + new
             job.first = now if job.first is None else job.first
+            job.recomputed += max(0, job.computed - job.cached)
             admitted.append(job)
             running.append(job)
         decodes = [job for job in running if job not in admitted] if chunked or not admitted else []
@@ -151,7 +152,13 @@ def engine(jobs: list[Job], chunked: bool, watermark: float, num_blocks: int, ji
             victim = running.pop()
             decodes = [job for job in decodes if job is not victim]
             free, preempted = free + victim.blocks, preempted + 1
-            victim.preemptions, victim.recomputed = victim.preemptions + 1, victim.recomputed + victim.prompt
+            victim.preemptions += 1
+            if victim in admitted:  # nothing of it was computed
+                admitted.remove(victim)
+                prefill_tokens -= victim.prompt + len(victim.tokens) - victim.cached
+                victim.recomputed -= max(0, victim.computed - victim.cached)
+            else:
+                victim.computed = victim.prompt + len(victim.tokens) - 1
             waiting.insert(0, victim)
         context = sum(job.prompt + len(job.tokens) for job in decodes)
         forward = int((4e6 + 6e4 * prefill_tokens + 2e5 * len(decodes) + 300 * context) * jitter())

@@ -1,0 +1,88 @@
+"""Every run's summary holds the checks of its records, on either backend; one that fails is told loudly."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from analysis.checks import CHECKS
+from analysis.load import load_run
+from analysis.report import report_from_folders
+from experiments import simulate
+from experiments.run import execute
+from testbed.policies.compositions.unified import Unified
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, table_of, trace_of
+
+needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+TIGHT = {
+    "trace__num_requests": 14,
+    "trace__output": {"kind": "uniform", "min_tokens": 8, "max_tokens": 30},
+    "trace__prompt": {"kind": "uniform", "min_tokens": 2, "max_tokens": 30},
+    "trace__num_system_prompts": 2,
+    "trace__system_prompt_tokens": 14,
+    "trace__rate": 4000.0,
+    "cache__num_gpu_blocks": 22,
+    "cache__watermark": 0.0,
+}
+
+
+class LateStarter(Unified):
+    """Serves nothing in the first millisecond, although requests wait."""
+
+    def compose(self, step: Any) -> None:
+        if step.now_ns >= 1_000_000:
+            super().compose(step)
+
+
+@pytest.mark.parametrize("backend", [(), pytest.param(REAL, marks=needs_engine)], ids=["sim", "real"])
+def test_a_run_under_pressure_passes_every_check_exactly(backend: tuple[str, ...], tmp_path: Path) -> None:
+    result = execute(config_of((*TINY, *SHORT, *backend), **TIGHT), tmp_path / "run")
+    assert result.summary["preemptions"]["total"] > 0
+    checks = json.loads((tmp_path / "run" / "summary.json").read_text())["checks"]
+    assert {name: check["holds"] for name, check in checks.items()} == dict.fromkeys(CHECKS, True), checks
+    littles_law = checks["littles_law"]
+    assert littles_law["ns_in_system_by_steps"] == littles_law["ns_in_system_by_requests"]
+    assert littles_law["mean_in_system"] == pytest.approx(
+        littles_law["arrival_rate_per_s"] * littles_law["mean_sojourn_s"], rel=1e-12
+    )
+    assert checks["work_conserved"]["is_exact"]
+    assert not result.notes
+
+
+def test_a_failed_check_is_printed_logged_and_warned_of_and_the_run_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = {"composition": {"_target_": f"{__name__}.LateStarter"}, "max_num_seqs": 8}
+    said = say(
+        capsys,
+        "run", *TINY, *SHORT, "trace.rate=4000", "cost=constant", "cost.step_s=1e-4",
+        f"scheduler.composition={{_target_: {__name__}.LateStarter}}", f"hydra.run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert said.status == 0
+    assert "note         CHECK FAILED: no idle engine while requests are in the system" in said.out
+    assert "CHECK FAILED" in (tmp_path / "run" / "run.log").read_text()
+    rows = [{"request_id": f"r{i}", "arrival_time": i / 2000, "prompt_tokens": 4, "output_tokens": 2} for i in range(4)]
+    with pytest.warns(RuntimeWarning, match="CHECK FAILED"):
+        simulate(trace_of(tmp_path, rows), scheduler=scheduler, cost={"name": "constant", "step_s": 1e-4})
+
+
+def test_a_report_says_first_which_records_are_wrong(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        assert execute(config_of(seed=seed), tmp_path / str(seed)).exit_status == 0
+    table = table_of(tmp_path / "1", "steps")
+    index = table.column_names.index("num_decode_tokens")
+    wrong = pa.array([n + 1 for n in table.column(index).to_pylist()], table.schema.field(index).type)
+    pq.write_table(table.set_column(index, table.schema.field(index), wrong), tmp_path / "1" / "steps.parquet")
+    (tmp_path / "1" / "summary.json").unlink()
+    assert load_run(tmp_path / "1").summary["checks"]["work_conserved"]["holds"] is False
+    text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
+    findings = text.partition("## Findings")[2].split("\n- ")
+    assert findings[1].startswith("1: CHECK FAILED: conservation of work: steps computed")
+    assert "CHECK FAILED" not in "".join(findings[2:])
+    assert "conservation of work: FAILS" in text.partition("## Setup")[2]

@@ -18,7 +18,7 @@ from sim.backend import SimBackend, refuse_unforced
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
-from sim.cost.roofline import RooflineConfig, RooflineCost
+from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import TokenKeys
@@ -30,7 +30,7 @@ from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Swap
 from testbed.request import SamplingParams
 from testbed.scheduler import Scheduler
-from testbed.specs import ModelSpec, activation_bytes, num_kv_blocks
+from testbed.specs import activation_bytes, check_ranks, num_kv_blocks
 from testbed.traces import transforms
 from testbed.traces.generators import SyntheticConfig, generate
 from testbed.traces.readers import READERS
@@ -122,8 +122,15 @@ def limits(config: RunConfig) -> Limits:
     return Limits.resolve(config.scheduler, config.model.max_position_embeddings)
 
 
-def block_bytes(config: RunConfig, model: ModelSpec | None = None) -> int:
-    return config.cache.block_size * (model or config.model).kv_bytes_per_token()
+def block_bytes(config: RunConfig) -> int:
+    """Bytes of one KV block on each rank."""
+    cache = config.cache
+    return cache.block_size * config.model.kv_bytes_per_token(cache.kv_dtype, config.tensor_parallel_size)
+
+
+def sliding_window(config: RunConfig) -> int | None:
+    """What attention looks back at: what the cache was told, else what the model was trained with."""
+    return config.model.sliding_window if config.cache.sliding_window is None else config.cache.sliding_window
 
 
 def num_cpu_blocks(config: RunConfig) -> int:
@@ -135,15 +142,16 @@ def num_cpu_blocks(config: RunConfig) -> int:
 def simulated_pools(config: RunConfig) -> Pools:
     """As many blocks as the device's memory holds, by the formula that the real engine uses."""
     num_gpu = config.cache.num_gpu_blocks
+    """cache.swap_space_gib is each rank's, as vLLM has it."""
     if num_gpu is None:
         bounds = limits(config)
-        size = config.tensor_parallel_size
+        check_ranks(config.model, config.tensor_parallel_size)
         num_gpu = num_kv_blocks(
             memory_bytes=config.device.memory_bytes,
             utilization=config.cache.gpu_memory_utilization,
-            weight_bytes=config.model.num_parameters * config.model.dtype_bytes // size,
+            weight_bytes=config.model.weight_bytes(config.tensor_parallel_size),
             activation_bytes=activation_bytes(config.model, bounds.max_num_batched_tokens, bounds.max_num_seqs),
-            block_bytes=max(1, block_bytes(config) // size),
+            block_bytes=block_bytes(config),
         )
     return Pools(num_gpu, num_cpu_blocks(config))
 
@@ -163,7 +171,7 @@ def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) 
         key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
         isolate_tenants=cache.isolate_tenants,
         lookahead_slots=scheduler.lookahead_slots,
-        sliding_window=cache.sliding_window,
+        sliding_window=sliding_window(config),
     )
     composition = make_policy("scheduler.composition", scheduler.composition)
     queue = make_policy("scheduler.queue_order", scheduler.queue_order)
@@ -311,7 +319,7 @@ def build_cost(config: RunConfig) -> CostModel:
             config.device,
             freeze(RooflineConfig, "cost", values),
             tensor_parallel_size=config.tensor_parallel_size,
-            block_bytes=block_bytes(config),
+            kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, sliding_window(config)),
         )
     raise ConfigError(unknown(f"cost is {name!r}", name, [*COST_CONFIGS, "recorded"]))
 
@@ -361,17 +369,23 @@ def build_real_backend(config: RunConfig) -> Any:
             f"backend=real needs the package {error.name!r}: pip install 'llm-serving-testbed[real]' (or `make demo`)"
         ) from None
     bounds = limits(config)
-    assert isinstance(config.backend, RealConfig)
     return RealBackend(
         config.model,
         config.backend,
         block_size=config.cache.block_size,
         max_num_batched_tokens=bounds.max_num_batched_tokens,
+    assert isinstance(config.backend, RealConfig)
+    dtype = config.backend.dtype or config.model.dtype
+    if config.cache.kv_dtype not in (None, dtype):
+        raise ConfigError(
+            f"cache.kv_dtype is {config.cache.kv_dtype!r}, but the real engine keeps K and V as {dtype}, the model's, "
+            "so far; leave it out, or simulate it with backend=sim"
+        )
         max_num_seqs=bounds.max_num_seqs,
         max_model_len=bounds.max_model_len,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
         num_gpu_blocks=config.cache.num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks(config),
-        sliding_window=config.cache.sliding_window,
+        sliding_window=sliding_window(config),
         seed=config.seed,
     )

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from testbed.errors import ConfigError, DeviceError, ModelError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
+DEVICE_KINDS = ("cuda", "cpu")
+_OPT = "OPTForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The shape of a decoder-only transformer. `path`: a local checkpoint or config.json to take the shape from.
 
-    The field names are those of a Hugging Face `config.json`.
+    The field names are those of a Hugging Face `config.json`. dtype: of the weights; with `fp8` only the projections of
+    the layers have it (as published FP8 checkpoints do), and embeddings, activations and KV cache stay at 2 bytes.
+    sliding_window: what the model was trained to look back at; null: everything. word_embed_proj_dim: width of the
+    embedding where it is not hidden_size (OPT-350m alone).
     """
 
     name: str
@@ -35,6 +42,8 @@ class ModelSpec:
     rope_theta: float = 1_000_000.0
     dtype: str = "bfloat16"
     eos_token_id: int | None = None
+    sliding_window: int | None = None
+    word_embed_proj_dim: int | None = None
     path: str | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +59,10 @@ class ModelSpec:
         ):
             if getattr(self, field) < 1:
                 raise ConfigError(f"model.{field} is {getattr(self, field)}; it must be at least 1")
+        for field in ("sliding_window", "word_embed_proj_dim"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigError(f"model.{field} is {value}; it must be at least 1, or null")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"model.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -60,7 +73,17 @@ class ModelSpec:
 
     @property
     def dtype_bytes(self) -> int:
+        """Of a weight of a layer's projections."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def activation_dtype_bytes(self) -> int:
+        """Of activations, of embeddings, and of K and V unless the cache says otherwise."""
+        return max(2, self.dtype_bytes)
+
+    @property
+    def embedding_size(self) -> int:
+        return self.word_embed_proj_dim or self.hidden_size
 
     @property
     def num_attention_parameters(self) -> int:
@@ -70,25 +93,69 @@ class ModelSpec:
         return self.hidden_size * (q_size + 2 * kv_size) + q_size * self.hidden_size
 
     @property
+    def num_mlp_matrices(self) -> int:
+        """Gate, up and down; OPT has no gate."""
+        return 2 if self.architecture == _OPT else 3
+
+    @property
     def num_mlp_parameters(self) -> int:
-        """Parameters of one layer's gate, up and down projections (OPT has no gate)."""
-        num_matrices = 2 if self.architecture == "OPTForCausalLM" else 3
-        return num_matrices * self.hidden_size * self.intermediate_size
+        """Parameters of one layer's gate, up and down projections."""
+        return self.num_mlp_matrices * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Token embedding and LM head (one matrix where they are tied); OPT's learned positions and projections."""
+        tokens = self.vocab_size * self.embedding_size * (1 if self.tie_word_embeddings else 2)
+        projections = 2 * self.embedding_size * self.hidden_size if self.embedding_size != self.hidden_size else 0
+        positions = (self.max_position_embeddings + 2) * self.hidden_size if self.architecture == _OPT else 0
+        return tokens + projections + positions
 
     @property
     def num_parameters(self) -> int:
-        """All weights that lie on the device; norms are left out (below 0.1 %)."""
+        """All weights; norms and biases are left out (below 0.1 %)."""
         layers = self.num_hidden_layers * (self.num_attention_parameters + self.num_mlp_parameters)
-        return layers + self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return layers + self.num_embedding_parameters
 
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token keeps over all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * self.dtype_bytes
+    def num_kv_heads_per_rank(self, tensor_parallel_size: int) -> int:
+        """Where there are more ranks than KV heads, each head lies on several ranks."""
+        return max(1, self.num_key_value_heads // tensor_parallel_size)
+
+    def weight_bytes(self, tensor_parallel_size: int = 1) -> int:
+        """Bytes of the weights on one rank, the largest where the vocabulary does not divide."""
+        size = tensor_parallel_size
+        q_size = self.num_attention_heads * self.head_dim // size
+        kv_size = self.num_kv_heads_per_rank(size) * self.head_dim
+        layer = self.hidden_size * (2 * q_size + 2 * kv_size) + -(-self.num_mlp_parameters // size)
+        embeddings = -(-self.num_embedding_parameters // size)
+        return self.num_hidden_layers * layer * self.dtype_bytes + embeddings * self.activation_dtype_bytes
+
+    def kv_bytes_per_token(self, kv_dtype: str | None = None, tensor_parallel_size: int = 1) -> int:
+        """Bytes of K and V that one token keeps over all layers, on one rank. kv_dtype: None is the model's."""
+        width = self.activation_dtype_bytes if kv_dtype is None else KV_DTYPE_BYTES[kv_dtype]
+        return 2 * self.num_hidden_layers * self.num_kv_heads_per_rank(tensor_parallel_size) * self.head_dim * width
+
+
+def check_ranks(model: ModelSpec, tensor_parallel_size: int) -> None:
+    """Raises ConfigError if the model's heads do not divide among the ranks, as engines want them to."""
+    size, num_kv_heads = tensor_parallel_size, model.num_key_value_heads
+    if size < 1 or model.num_attention_heads % size:
+        raise ConfigError(
+            f"device.tensor_parallel_size is {size}; it must divide the "
+            f"{model.num_attention_heads} attention heads of model {model.name}"
+        )
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ConfigError(
+            f"device.tensor_parallel_size is {size}; it must divide the {num_kv_heads} KV heads of model {model.name}, "
+            "or be a multiple of them"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units."""
+    """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units.
+
+    path: a YAML file of your own with these fields; what it leaves out keeps the value of the chosen device.
+    """
 
     name: str
     kind: str = "cuda"  # cuda, cpu
@@ -103,19 +170,50 @@ class DeviceSpec:
     memory_efficiency: float = 0.85  # share of memory_bytes_per_s that streaming kernels reach
     step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
     source: str = ""
+    path: str | None = None
 
     def __post_init__(self) -> None:
-        for field in (
-            "memory_bytes",
-            "memory_bytes_per_s",
-            "flops_per_s",
-            "interconnect_bytes_per_s",
-            "host_link_bytes_per_s",
-            "compute_efficiency",
-            "memory_efficiency",
-        ):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"device.{field} is {getattr(self, field)}; it must be above 0")
+        for field, expected in DEVICE_FIELDS.items():
+            value = getattr(self, field)
+            if not expected.holds(value):
+                raise ConfigError(f"device.{field} is {value!r}; it must be {expected.text}")
+
+
+class Expected(NamedTuple):
+    """What a value of a field must be."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
+_RATE = Expected("a finite number above 0", lambda value: _is_number(value) and value > 0)
+_SHARE = Expected("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1)
+_NS = Expected("a whole number of ns, at least 0", lambda value: _is_whole(value) and value >= 0)
+
+DEVICE_FIELDS: dict[str, Expected] = {
+    "name": _NAME,
+    "kind": Expected("one of " + ", ".join(DEVICE_KINDS), lambda value: value in DEVICE_KINDS),
+    "memory_bytes": Expected("a whole number of bytes above 0", lambda value: _is_whole(value) and value > 0),
+    "memory_bytes_per_s": _RATE,
+    "flops_per_s": _RATE,
+    "interconnect_bytes_per_s": _RATE,
+    "interconnect_latency_ns": _NS,
+    "host_link_bytes_per_s": _RATE,
+    "host_link_latency_ns": _NS,
+    "compute_efficiency": _SHARE,
+    "memory_efficiency": _SHARE,
+    "step_overhead_ns": _NS,
+    "source": Expected("a text", lambda value: isinstance(value, str)),
+}
 
 
 def num_kv_blocks(
@@ -139,17 +237,17 @@ def num_kv_blocks(
 def activation_bytes(model: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """The peak of a step's temporaries at the maximum load, estimated: hidden states, the MLP's inner row, logits."""
     per_token = 4 * model.hidden_size + 3 * model.intermediate_size
-    return model.dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
+    return model.activation_dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
 
 
 _WHOLE_NUMBERS = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "max_position_embeddings",
+    "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim",
 )  # fmt: skip
 
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_KNOWN_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "OPTForCausalLM")
+_KNOWN_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", _OPT)
 
 
 def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -225,6 +323,8 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         "rope_theta": _positive(file, "rope_theta", raw.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
         "dtype": dtype,
         "eos_token_id": eos,
+        "sliding_window": raw.get("sliding_window") if architectures[0] == "MistralForCausalLM" else None,
+        "word_embed_proj_dim": raw.get("word_embed_proj_dim"),
     }
 
 

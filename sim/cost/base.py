@@ -67,9 +67,18 @@ def total_ns(spans: Spans) -> int:
     return sum(spans)
 
 
-def attention_pairs_doubled(shape: BatchShape) -> int:
-    """Twice the number of (query, key) pairs of all prefill chunks: an integer, exact.
+def pairs_doubled(start: int, num_tokens: int, window: int | None = None) -> int:
+    """Twice the number of (query, key) pairs of a prefill chunk, exact: the sum of min(start + i + 1, window) over its
+    tokens i. Without a window that is num_tokens * (start + (num_tokens + 1) / 2).
 
-    A chunk of n tokens that starts at position s has n * (s + (n + 1) / 2) pairs.
+    start: at most window - 1, as planned shapes have it.
     """
-    return sum(num_tokens * (2 * start + num_tokens + 1) for start, num_tokens in shape.prefills)
+    if window is None or start + num_tokens <= window:
+        return num_tokens * (2 * start + num_tokens + 1)
+    growing = window - start  # tokens that still see everything before them
+    return growing * (2 * start + growing + 1) + 2 * (num_tokens - growing) * window
+
+
+def attention_pairs_doubled(shape: BatchShape, window: int | None = None) -> int:
+    """Twice the number of (query, key) pairs of all prefill chunks."""
+    return sum(pairs_doubled(start, num_tokens, window) for start, num_tokens in shape.prefills)

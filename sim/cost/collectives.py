@@ -1,8 +1,15 @@
 """What a collective operation between the ranks of tensor parallelism costs: volumes over links, and latencies.
 
-Ring: 2 (n - 1) / n of the data in 2 (n - 1) hops for an all-reduce, half of both for an all-gather. Tree: an all-reduce
-passes the data up and down, 2 ceil(log2 n) hops. The library picks the faster, and so does this
-(Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in MPICH", IJHPCA 2005).
+n ranks, B bytes in all, L one hop, D = ceil(log2 n); the busiest link carries, and the longest chain of hops is:
+
+    all-reduce   ring 2 (n - 1) / n B, 2 (n - 1) L      tree 2 B, 2 D L
+    all-gather   ring (n - 1) / n B, (n - 1) L          tree (recursive doubling) (n - 1) / n B, D L
+    gather       into the root's one link: ring (n - 1) / n B, (n - 1) L; tree (n - 1) / n B, D L
+    broadcast    ring (scatter, then all-gather) 2 (n - 1) / n B, (n - 1 + D) L; tree (binomial) D B, D L
+
+The library picks the faster, and so does this. (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
+operations in MPICH", IJHPCA 2005.) The tree's all-reduce is NCCL's double binary tree: pipelined, so that its volume
+does not grow with its depth. What it cannot say: links that are shared or of unequal speed.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ class Collectives:
         self._depth = (size - 1).bit_length()  # ceil(log2 size)
 
     def all_reduce_ns(self, num_bytes: int) -> float:
+        """num_bytes: what each rank has, and gets the sum of."""
         if self.size == 1:
             return 0.0
         hops = self.size - 1
@@ -26,8 +34,20 @@ class Collectives:
         return min(ring, tree)
 
     def all_gather_ns(self, num_bytes: int) -> float:
-        """num_bytes: of the gathered whole."""
+        """num_bytes: of the gathered whole. The tree's volume is the ring's, and its hops are fewer."""
+        if self.size == 1:
+            return 0.0
+        return (self.size - 1) * num_bytes / self.size * self._ns_per_byte + self._depth * self._latency_ns
+
+    def gather_ns(self, num_bytes: int) -> float:
+        """num_bytes: of the gathered whole, at one rank. The root's link carries as much as in an all-gather."""
+        return self.all_gather_ns(num_bytes)
+
+    def broadcast_ns(self, num_bytes: int) -> float:
+        """num_bytes: what one rank has, and all get."""
         if self.size == 1:
             return 0.0
         hops = self.size - 1
-        return hops * num_bytes / self.size * self._ns_per_byte + self._depth * self._latency_ns
+        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + (hops + self._depth) * self._latency_ns
+        tree = self._depth * num_bytes * self._ns_per_byte + self._depth * self._latency_ns
+        return min(ring, tree)

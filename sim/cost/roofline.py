@@ -4,49 +4,63 @@
 
 Weights are read once a step, attention reads the exact context of each row, GQA shares K and V between heads. Norms,
 rotary embedding and activation are one memory-bound operator. What it cannot say: how well a given kernel fills a
-device at a given shape; the efficiencies stand for that, and a fitted `linear` measures it.
+device at a given shape; the efficiencies stand for that, and `calibrated` measures it. docs/cost-models.md derives the
+formulas, and tests/cost/test_roofline_sums.py counts the same work row by row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.cost.base import pairs_doubled
 from sim.cost.collectives import Collectives
 from testbed.errors import ConfigError
 from testbed.plan import BatchShape, PrefillChunk, Spans
-from testbed.specs import DTYPE_BYTES, DeviceSpec, ModelSpec
+from testbed.specs import DeviceSpec, ModelSpec, check_ranks
 
 _KERNELS_PER_LAYER = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _LOGIT_BYTES = 4
+_TOKEN_BYTES = 8
+LOGITS = ("all_gather", "gather")
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineConfig:
-    """What is neither the model's nor the device's."""
+    """What is neither the model's nor the device's.
+
+    logits: with several ranks, whether each gets the whole logits and samples (as vLLM V1), or rank 0 does and tells
+    the others the tokens (as vLLM V0 and nano-vllm).
+    """
 
     cuda_graphs: bool = True  # decode-only batches replay a captured graph, padded to its batch size
     max_captured_size: int = 512  # larger batches run eagerly; sizes are 1, 2, 4, then multiples of 8
     graph_launch_ns: int = 20_000  # host time to replay a graph: an estimate
     kernel_launch_ns: int = 5_000  # host time of one eager launch: an estimate; it counts where the device waits for it
-    kv_dtype: str | None = None  # of the KV cache; absent: the model's
+    logits: str = "all_gather"
 
     def __post_init__(self) -> None:
         for name, least in (("max_captured_size", 1), ("graph_launch_ns", 0), ("kernel_launch_ns", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"cost.{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.kv_dtype is not None and self.kv_dtype not in DTYPE_BYTES:
-            raise ConfigError(
-                f"cost.kv_dtype is {self.kv_dtype!r}; choose one of {', '.join(DTYPE_BYTES)}, or leave it"
-            )
+        if self.logits not in LOGITS:
+            raise ConfigError(f"cost.logits is {self.logits!r}; choose one of {', '.join(LOGITS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What the cache decides: tokens of a block, the type of K and V (None: the model's), the window (None: all)."""
+
+    block_size: int = 16
+    kv_dtype: str | None = None
+    sliding_window: int | None = None
 
 
 class RooflineCost:
     """Prices a step of `model` on `tensor_parallel_size` devices.
 
-    block_bytes: K and V of one block over all layers and ranks; absent: 16 tokens. The host's part (the device's
-    step_overhead_ns) is prepare_ns, swaps are swap_ns, the sampler is sample_ns, all else forward_ns.
-    float32 counts as half of the device's 2-byte rate (TF32) except on a CPU, whose rate is that of float32; fp8
-    weights save memory traffic only. Raises ConfigError where the heads do not divide among the ranks.
+    The host's part (the device's step_overhead_ns) is prepare_ns, swaps are swap_ns, the sampler is sample_ns, all else
+    forward_ns. float32 counts as half of the device's 2-byte rate (TF32) except on a CPU, whose rate is that of
+    float32; fp8 weights save memory traffic only. Raises ConfigError where the heads do not divide among the ranks.
     """
 
     def __init__(
@@ -56,39 +70,34 @@ class RooflineCost:
         config: RooflineConfig | None = None,
         *,
         tensor_parallel_size: int = 1,
-        block_bytes: int | None = None,
+        kv_layout: KVLayout | None = None,
     ) -> None:
-        size = tensor_parallel_size
-        if size < 1 or model.num_attention_heads % size:
-            raise ConfigError(
-                f"device.tensor_parallel_size is {size}; it must divide the "
-                f"{model.num_attention_heads} attention heads of model {model.name}"
-            )
+        check_ranks(model, tensor_parallel_size)
+        size, layers = tensor_parallel_size, model.num_hidden_layers
+        layout = kv_layout or KVLayout()
         self.config = config or RooflineConfig()
         self._model = model
         self._size = size
+        self._window = layout.sliding_window
         rate = device.flops_per_s * (0.5 if model.dtype == "float32" and device.kind != "cpu" else 1.0)
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
         self._ns_per_byte = 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
         self._collectives = Collectives(size, device.interconnect_bytes_per_s, device.interconnect_latency_ns)
         self._q_size = model.num_attention_heads * model.head_dim // size
-        self._kv_size = (
-            max(1, model.num_key_value_heads // size) * model.head_dim
-        )  # heads are copied where ranks > heads
-        kv_bytes = DTYPE_BYTES[self.config.kv_dtype or model.dtype]
-        layers = model.num_hidden_layers
+        self._kv_size = model.num_kv_heads_per_rank(size) * model.head_dim
         # per-token constants of attention, over all layers of one rank
-        self._kv_ns_per_token = layers * 2 * self._kv_size * kv_bytes * self._ns_per_byte
-        self._qo_ns_per_token = layers * 2 * self._q_size * model.dtype_bytes * self._ns_per_byte
+        token_bytes = model.kv_bytes_per_token(layout.kv_dtype, size)
+        self._kv_ns_per_token = token_bytes * self._ns_per_byte
+        self._qo_ns_per_token = layers * 2 * self._q_size * model.activation_dtype_bytes * self._ns_per_byte
         self._attention_ns_per_pair = layers * 4 * self._q_size * self._ns_per_flop
-        self._block_bytes = (block_bytes if block_bytes is not None else 16 * model.kv_bytes_per_token()) // size
-        self._swap_ns_per_block = self._block_bytes * 1e9 / device.host_link_bytes_per_s
+        block_bytes = layout.block_size * token_bytes
+        self._swap_ns_per_block = block_bytes * 1e9 / device.host_link_bytes_per_s
         self._swap_latency_ns = device.host_link_latency_ns
-        self._copy_ns_per_block = 2 * self._block_bytes * self._ns_per_byte
+        self._copy_ns_per_block = 2 * block_bytes * self._ns_per_byte
         self._host_ns = max(1, device.step_overhead_ns)
         on_cpu = device.kind == "cpu"
         self._has_graphs = self.config.cuda_graphs and not on_cpu
-        self._launch_ns = 0 if on_cpu else self.config.kernel_launch_ns * (layers * _KERNELS_PER_LAYER + 4)
+        self._launch_ns = 0 if on_cpu else self.config.kernel_launch_ns * self._num_kernels()
         self._dense: dict[int, int] = {}  # tokens in the batch -> ns of all that depends on nothing else
         self._sampled: dict[int, tuple[int, int]] = {}  # rows that need logits -> (LM head, sampler)
 
@@ -113,7 +122,8 @@ class RooflineCost:
             dense = self._dense[rows] = sum(self._dense_parts(rows).values())
         head = self._sampled.get(num_samples)
         if head is None:
-            head = self._sampled[num_samples] = self._sample_parts(num_samples)
+            parts = self._sample_parts(num_samples)
+            head = self._sampled[num_samples] = parts["lm_head"] + parts["gather"], parts["sampler"]
         device_ns = dense + attention + head[0]
         launch_ns = self.config.graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
         return Spans(0, self._host_ns, swap_ns, device_ns + copy_ns + launch_ns, head[1])
@@ -143,7 +153,8 @@ class RooflineCost:
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each operator, over all layers; their sum is that of price(shape).
 
-        launch: a graph's replay, or how long the device waits for eager launches.
+        launch: a graph's replay, or how long the device waits for eager launches. The sampler includes telling other
+        ranks the tokens.
         """
         num_decodes, context, prefills = shape.num_decodes, shape.decode_context_tokens, shape.prefills
         parts = {
@@ -157,10 +168,16 @@ class RooflineCost:
         operators = self._dense_parts(self._padded(num_decodes) if is_graph else shape.num_tokens)
         operators["attention_decode"] = self._decode_attention_ns(num_decodes, context) if num_decodes else 0
         operators["attention_prefill"] = self._prefill_attention_ns(prefills)
-        operators["lm_head"], sampler = self._sample_parts(shape.num_samples)
+        operators |= self._sample_parts(shape.num_samples)
+        sampler = operators.pop("sampler")
         idle = max(0, self._launch_ns - sum(operators.values()))
         launch = self.config.graph_launch_ns if is_graph else idle
         return parts | operators | {"launch": launch, "sampler": sampler}
+
+    def _num_kernels(self) -> int:
+        """Eager launches of a step: the layers', embedding, last norm, LM head, sampler; collectives between ranks."""
+        layers = self._model.num_hidden_layers
+        return layers * _KERNELS_PER_LAYER + 4 + (2 * layers + 2 if self._size > 1 else 0)
 
     def _is_graph(self, num_decodes: int, prefills: tuple[PrefillChunk, ...]) -> bool:
         return self._has_graphs and not prefills and num_decodes <= self.config.max_captured_size
@@ -172,57 +189,59 @@ class RooflineCost:
         padded = 4 if num_rows <= 4 else (num_rows + 7) // 8 * 8
         return max(num_rows, min(padded, self.config.max_captured_size))
 
-    def _operator_ns(self, times: int, flops: int, num_bytes: int) -> int:
-        """`times` operators of `flops` and `num_bytes` each."""
+    def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
+        """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""
+        flops = 2 * num_rows * num_in * num_out
+        num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
         return round(times * max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte))
 
     def _dense_parts(self, num_tokens: int) -> dict[str, int]:
         """The operators that depend on the number of tokens only."""
         model, size, layers, width = self._model, self._size, self._model.num_hidden_layers, self._model.dtype_bytes
-        hidden, inner = model.hidden_size, model.intermediate_size // size
-        qkv = self._q_size + 2 * self._kv_size
-        mlp = model.num_mlp_parameters // size
-        num_inner = mlp // (hidden * inner) if inner else 0  # 3 with a gate, 2 without
-        elementwise = 8 * hidden + 2 * qkv + num_inner * inner  # two norms with residual, rotary, activation
-        reduced = self._collectives.all_reduce_ns(num_tokens * hidden * width)
+        hidden, inner = model.hidden_size, -(-model.intermediate_size // size)
+        act_bytes = num_tokens * model.activation_dtype_bytes
+        qkv, num_up = self._q_size + 2 * self._kv_size, model.num_mlp_matrices - 1
+        elementwise = 8 * hidden + 2 * qkv + (num_up + 1) * inner  # two norms with residual, rotary, activation
+        reduced = self._collectives.all_reduce_ns(act_bytes * hidden)
         return {
-            "embedding": self._operator_ns(1, 0, 2 * num_tokens * hidden * width),
-            "qkv": self._operator_ns(
-                layers, 2 * num_tokens * hidden * qkv, (hidden * qkv + num_tokens * (hidden + qkv)) * width
-            ),
-            "o": self._operator_ns(
-                layers,
-                2 * num_tokens * hidden * self._q_size,
-                (hidden * self._q_size + num_tokens * (hidden + self._q_size)) * width,
-            ),
-            "mlp": self._operator_ns(
-                layers, 2 * num_tokens * mlp, (mlp + num_tokens * (2 * hidden + num_inner * inner)) * width
-            ),
-            "elementwise": self._operator_ns(layers, 0, num_tokens * elementwise * width),
+            "embedding": round(2 * act_bytes * hidden * self._ns_per_byte),
+            "qkv": self._matmul_ns(layers, num_tokens, hidden, qkv, width),
+            "o": self._matmul_ns(layers, num_tokens, self._q_size, hidden, width),
+            "gate_up": self._matmul_ns(layers, num_tokens, hidden, num_up * inner, width),
+            "down": self._matmul_ns(layers, num_tokens, inner, hidden, width),
+            "elementwise": round(layers * elementwise * act_bytes * self._ns_per_byte),
             "all_reduce": round((2 * layers + 1) * reduced),  # after o, after the MLP, after the embedding
         }
 
-    def _sample_parts(self, num_samples: int) -> tuple[int, int]:
-        """(LM head with the gathering of its logits, sampler), in ns. The sampler passes over the logits twice."""
+    def _sample_parts(self, num_samples: int) -> dict[str, int]:
+        """LM head, gathering its logits, and the sampler, which passes over the logits twice; in ns."""
         if num_samples == 0:
-            return 0, 0
-        model, vocab = self._model, -(-self._model.vocab_size // self._size)
-        weights = (model.hidden_size * vocab + num_samples * model.hidden_size) * model.dtype_bytes
-        logits = num_samples * vocab * _LOGIT_BYTES
-        head = self._operator_ns(1, 2 * num_samples * model.hidden_size * vocab, weights + logits)
-        gathered = round(self._collectives.all_gather_ns(num_samples * model.vocab_size * _LOGIT_BYTES))
-        return head + gathered, round(2 * num_samples * model.vocab_size * _LOGIT_BYTES * self._ns_per_byte)
+            return {"lm_head": 0, "gather": 0, "sampler": 0}
+        model, vocab, links = self._model, -(-self._model.vocab_size // self._size), self._collectives
+        logit_bytes = num_samples * model.vocab_size * _LOGIT_BYTES
+        head = self._matmul_ns(1, num_samples, model.embedding_size, vocab, model.activation_dtype_bytes)
+        sampler = 2 * logit_bytes * self._ns_per_byte
+        if self.config.logits == "gather":
+            gathered = links.gather_ns(logit_bytes)
+            sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
+        else:
+            gathered = links.all_gather_ns(logit_bytes)
+        return {"lm_head": head, "gather": round(gathered), "sampler": round(sampler)}
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
+        """One kernel over all rows: it takes the longer of their arithmetic and of their traffic, each summed exactly.
+
+        Were each row to take its own maximum, rows of at most one K/V row and one Q/O row would be added (docs).
+        """
         flops_ns = context * self._attention_ns_per_pair
         bytes_ns = (context + num_decodes) * self._kv_ns_per_token + num_decodes * self._qo_ns_per_token
         return round(max(flops_ns, bytes_ns))
 
     def _prefill_attention_ns(self, prefills: tuple[PrefillChunk, ...]) -> int:
         """Each chunk by its own exact pairs and context. K and V are read once, written once for new tokens."""
-        total = 0
+        total, window = 0, self._window
         for start, length in prefills:
-            flops_ns = length * (2 * start + length + 1) * self._attention_ns_per_pair / 2
+            flops_ns = pairs_doubled(start, length, window) * self._attention_ns_per_pair / 2
             bytes_ns = (start + 2 * length) * self._kv_ns_per_token + length * self._qo_ns_per_token
             total += round(max(flops_ns, bytes_ns))
         return total

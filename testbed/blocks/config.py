@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from testbed.errors import ConfigError
+from testbed.specs import KV_DTYPE_BYTES
 
 MAX_BLOCK_SIZE = 512
 MAX_SWAP_SPACE_GIB = 1_000_000
@@ -28,7 +29,8 @@ class CacheConfig:
     prefix_caching: bool = True
     eviction: Any = "lru"  # a name, or {_target_: a class of yours}
     isolate_tenants: bool = False  # whether requests share cached prefixes only with those of their own tenant
-    sliding_window: int | None = None  # tokens that attention looks back at; null: all
+    sliding_window: int | None = None  # tokens that attention looks back at; null: as many as the model's config says
+    kv_dtype: str | None = None  # of K and V: fp8 halves a block's bytes; null: the model's; in the simulator so far
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -45,6 +47,10 @@ class CacheConfig:
             raise ConfigError(f"cache.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"cache.sliding_window is {self.sliding_window}; it must be at least 1 token, or null")
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPE_BYTES:
+            raise ConfigError(
+                f"cache.kv_dtype is {self.kv_dtype!r}; choose one of {', '.join(KV_DTYPE_BYTES)}, or null (the model's)"
+            )
         if self.watermark is not None and not 0 <= self.watermark < 1:
             raise ConfigError(f"cache.watermark is {self.watermark}; it must be in [0, 1)")
 

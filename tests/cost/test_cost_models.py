@@ -13,7 +13,7 @@ from sim.cost.base import CostModel, attention_pairs_doubled, total_ns
 from sim.cost.collectives import Collectives
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import COEFFICIENTS, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
-from sim.cost.roofline import RooflineConfig, RooflineCost
+from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.errors import ConfigError
 from testbed.plan import BatchShape, PrefillChunk, Spans
 from testbed.specs import DeviceSpec, ModelSpec
@@ -191,15 +191,17 @@ def test_a_decode_reads_weights_and_context_once():
     q, kv, h, inner = 2048, 1024, 512, 1024
     qkv = 2 * (h * (q + 2 * kv) + h + q + 2 * kv) * 2
     assert parts["qkv"] == round(qkv / bandwidth * 1e9)
-    assert parts["mlp"] == round(2 * (3 * h * inner + 2 * h + 3 * inner) * 2 / bandwidth * 1e9)
+    assert parts["gate_up"] == round(2 * (2 * h * inner + h + 2 * inner) * 2 / bandwidth * 1e9)
+    assert parts["down"] == round(2 * (h * inner + h + inner) * 2 / bandwidth * 1e9)
     assert parts["attention_decode"] == round((501 * MODEL.kv_bytes_per_token() + 2 * 2 * q * 2) / bandwidth * 1e9)
-    assert parts["lm_head"] == round(((h * 1000 + h) * 2 + 4000) / bandwidth * 1e9)
+    assert parts["lm_head"] == round((h * 1000 + h + 1000) * 2 / bandwidth * 1e9)
     assert parts["launch"] == parts["all_reduce"] == parts["attention_prefill"] == 0
 
 
 def test_a_long_prefill_is_bound_by_arithmetic():
-    parts = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(prefill(8192))
-    assert parts["mlp"] == round(2 * 2 * 8192 * MODEL.num_mlp_parameters / BARE.flops_per_s * 1e9)
+    parts = RooflineCost(WIDE, BARE, NO_LAUNCH).breakdown(prefill(8192))
+    for name, num_matrices in (("gate_up", 2), ("down", 1)):
+        assert parts[name] == round(2 * 2 * 8192 * num_matrices * 4096 * 16384 / BARE.flops_per_s * 1e9)
     pairs = 8192 * 8193 // 2
     assert parts["attention_prefill"] == round(2 * 4 * 2048 * pairs / BARE.flops_per_s * 1e9)
 
@@ -219,7 +221,7 @@ def test_shared_heads_read_less():
 
 
 def test_a_smaller_kv_cache_reads_less():
-    fp8 = RooflineCost(MODEL, BARE, replace(NO_LAUNCH, kv_dtype="fp8")).breakdown(decode(64, 4000))
+    fp8 = RooflineCost(MODEL, BARE, NO_LAUNCH, kv_layout=KVLayout(kv_dtype="fp8")).breakdown(decode(64, 4000))
     full = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(decode(64, 4000))
     assert full["attention_decode"] == pytest.approx(2 * fp8["attention_decode"], rel=0.01)
 
@@ -230,7 +232,7 @@ def test_a_graph_is_padded_to_a_captured_size():
     small = RooflineCost(MODEL, DEVICE, RooflineConfig(max_captured_size=6))
     assert [small._padded(n) for n in (3, 5, 6)] == [4, 6, 6]
     padded, exact = cost.breakdown(decode(9)), cost.breakdown(decode(16))
-    assert padded["mlp"] == exact["mlp"]
+    assert padded["gate_up"] == exact["gate_up"]
     assert padded["attention_decode"] < exact["attention_decode"]
 
 
@@ -250,25 +252,31 @@ def test_launches_hide_behind_long_kernels():
 def test_float32_and_cpus():
     wide = RooflineCost(replace(WIDE, dtype="float32"), BARE, NO_LAUNCH).breakdown(prefill(8192))
     half = RooflineCost(WIDE, BARE, NO_LAUNCH).breakdown(prefill(8192))
-    assert wide["mlp"] == pytest.approx(2 * half["mlp"], rel=1e-6)
+    assert wide["down"] == pytest.approx(2 * half["down"], rel=1e-6)
     cpu = RooflineCost(replace(WIDE, dtype="float32"), replace(BARE, kind="cpu"))
-    assert cpu.breakdown(prefill(8192))["mlp"] == pytest.approx(half["mlp"], rel=1e-6)
+    assert cpu.breakdown(prefill(8192))["down"] == pytest.approx(half["down"], rel=1e-6)
     assert cpu.breakdown(decode(3))["launch"] == 0
 
 
 def test_swaps_are_priced_by_the_host_link_and_copies_by_memory():
-    cost = RooflineCost(MODEL, BARE, block_bytes=55_000)
+    cost = RooflineCost(MODEL, BARE, kv_layout=KVLayout(block_size=32))
+    block_bytes = 32 * 2 * 2 * 8 * 128 * 2
     only_moves = BatchShape(0, 0, (), 0, 3, 2, 10)
     spans = cost.price(only_moves)
-    assert spans.swap_ns == 5 * 1000 + 2 * BARE.host_link_latency_ns
-    assert spans.forward_ns == round(10 * 2 * 55_000 / BARE.memory_bytes_per_s * 1e9)
-    assert RooflineCost(MODEL, BARE, block_bytes=55_000, tensor_parallel_size=2).price(only_moves).swap_ns == 22_500
+    swapped_ns = 5 * block_bytes / BARE.host_link_bytes_per_s * 1e9
+    assert spans.swap_ns == round(swapped_ns) + 2 * BARE.host_link_latency_ns
+    assert spans.forward_ns == round(10 * 2 * block_bytes / BARE.memory_bytes_per_s * 1e9)
+    for size, share in ((2, 2), (8, 8), (16, 8)):  # eight KV heads: sixteen ranks have one each, twice
+        ranks = RooflineCost(MODEL, BARE, kv_layout=KVLayout(block_size=32), tensor_parallel_size=size)
+        assert ranks.price(only_moves).swap_ns == round(swapped_ns / share) + 20_000
+    half = RooflineCost(MODEL, BARE, kv_layout=KVLayout(32, "fp8_e4m3")).price(only_moves)
+    assert half.swap_ns == round(swapped_ns / 2) + 20_000
     assert RooflineCost(MODEL, BARE).price(BatchShape(0, 0, (), 0)) == Spans(prepare_ns=1)
 
 
 def test_ranks_share_the_work_and_pay_for_talking():
     one, four = (RooflineCost(WIDE, BARE, NO_LAUNCH, tensor_parallel_size=n).breakdown(prefill(8192)) for n in (1, 4))
-    assert four["mlp"] == pytest.approx(one["mlp"] / 4, rel=1e-6)
+    assert four["down"] == pytest.approx(one["down"] / 4, rel=1e-6)
     assert four["attention_prefill"] == pytest.approx(one["attention_prefill"] / 4, rel=0.01)
     num_bytes = 8192 * 4096 * 2
     each = 2 * 3 / 4 * num_bytes / BARE.interconnect_bytes_per_s * 1e9 + 6 * BARE.interconnect_latency_ns
@@ -286,7 +294,23 @@ def test_collectives_take_the_faster_of_ring_and_tree():
     links = Collectives(8, 1e9, 1000)
     assert links.all_reduce_ns(8) == 2 * 8 + 2 * 3 * 1000  # a tree: few hops
     assert links.all_reduce_ns(10**9) == 2 * 7 * 10**9 / 8 + 14 * 1000  # a ring: little volume
-    assert Collectives(1, 1e9, 1000).all_reduce_ns(8) == Collectives(1, 1e9, 1000).all_gather_ns(8) == 0
+    assert links.all_gather_ns(10**9) == links.gather_ns(10**9) == 7 * 10**9 / 8 + 3000
+    assert links.broadcast_ns(8) == 3 * 8 + 3000  # down a tree
+    assert links.broadcast_ns(10**9) == 2 * 7 * 10**9 / 8 + 10_000  # scattered, then gathered
+    alone = Collectives(1, 1e9, 1000)
+    for collective in (alone.all_reduce_ns, alone.all_gather_ns, alone.gather_ns, alone.broadcast_ns):
+        assert collective(8) == 0
+
+
+@given(st.integers(2, 64), st.integers(1, 10**9))
+def test_a_collective_moves_at_least_what_it_must(size, num_bytes):
+    links, free = Collectives(size, 1e9, 0), Collectives(size, 1e9, 7)
+    share = (size - 1) * num_bytes / size  # what each rank lacks, at 1 ns a byte
+    assert links.all_gather_ns(num_bytes) == links.gather_ns(num_bytes) == share
+    assert links.all_reduce_ns(num_bytes) >= share  # sums of what the others have come in
+    assert num_bytes <= links.broadcast_ns(num_bytes) * (1 + 1e-12)
+    for name in ("all_reduce_ns", "all_gather_ns", "gather_ns", "broadcast_ns"):
+        assert getattr(free, name)(num_bytes) >= getattr(links, name)(num_bytes) + 7 * (size - 1).bit_length() - 1e-6
 
 
 @given(st.integers(1, 500), st.integers(1, 4000))
@@ -302,7 +326,7 @@ def test_more_work_never_takes_less_time(num, context):
         ({"max_captured_size": 0}, r"cost\.max_captured_size is 0; it must be at least 1"),
         ({"graph_launch_ns": -1}, r"cost\.graph_launch_ns is -1"),
         ({"kernel_launch_ns": -1}, r"cost\.kernel_launch_ns is -1"),
-        ({"kv_dtype": "int3"}, r"cost\.kv_dtype is 'int3'; choose one of float32"),
+        ({"logits": "none"}, r"cost\.logits is 'none'; choose one of all_gather, gather"),
     ],
 )
 def test_impossible_roofline_settings_are_refused(values, message):

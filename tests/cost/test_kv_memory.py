@@ -1,0 +1,101 @@
+"""How many KV blocks fit: one formula and one setting, for the cache and for the prices, on any number of ranks."""
+
+import pytest
+
+from experiments import build
+from experiments.compose import compose_config
+from sim.cost.base import CostModel
+from sim.cost.roofline import RooflineCost
+from testbed.errors import ConfigError
+from testbed.plan import BatchShape
+from testbed.specs import ModelSpec, num_kv_blocks
+
+LLAMA = ["model=llama3.1_8b", "device=h100"]
+TOKEN = 2 * 32 * 8 * 128 * 2  # K and V, layers, KV heads, head size, bfloat16
+LAYER = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
+EMBEDDINGS = 2 * 128256 * 4096
+ACTIVATIONS = 2 * 2048 * (4 * 4096 + 3 * 14336) + 4 * 256 * 128256
+
+
+def blocks(*overrides: str) -> build.Pools:
+    return build.simulated_pools(compose_config([*LLAMA, *overrides]))
+
+
+def price(*overrides: str) -> CostModel:
+    return build.build_cost(compose_config([*LLAMA, *overrides]))
+
+
+def test_the_blocks_are_what_weights_and_activations_leave():
+    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - ACTIVATIONS
+    assert blocks() == build.Pools(usable // (16 * TOKEN), 4 * 2**30 // (16 * TOKEN))
+
+
+def test_an_fp8_cache_has_twice_the_blocks_and_moves_half_the_bytes():
+    full, half = blocks(), blocks("cache.kv_dtype=fp8")
+    assert 2 * full.num_gpu_blocks <= half.num_gpu_blocks <= 2 * full.num_gpu_blocks + 1
+    assert half.num_cpu_blocks == 2 * full.num_cpu_blocks
+    moves, decode = BatchShape(0, 0, (), 0, 1000, 0, 1000), BatchShape(256, 256 * 8000, (), 256)
+    two, one = price(), price("cache.kv_dtype=fp8")
+    assert isinstance(two, RooflineCost)
+    assert isinstance(one, RooflineCost)
+    latency_ns = 10_000
+    assert two.price(moves).swap_ns - latency_ns == pytest.approx(2 * (one.price(moves).swap_ns - latency_ns), rel=1e-6)
+    assert two.price(moves).forward_ns == pytest.approx(2 * one.price(moves).forward_ns, rel=1e-6)
+    reads = [cost.breakdown(decode)["attention_decode"] for cost in (two, one)]
+    assert reads[0] == pytest.approx(2 * reads[1], rel=0.01)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
+def test_ranks_beyond_the_kv_heads_keep_copies(size):
+    """Eight KV heads: sixteen ranks have one each, twice over, and K, V and their weights are not spared any more."""
+    kv_heads = max(1, 8 // size)
+    layer = 4096 * (2 * 4096 // size + 2 * kv_heads * 128) + 3 * 4096 * 14336 // size
+    usable = int(80e9 * 0.9) - 2 * (32 * layer + EMBEDDINGS // size) - ACTIVATIONS
+    block = 16 * 2 * 32 * kv_heads * 128 * 2
+    found = blocks(f"device.tensor_parallel_size={size}")
+    assert found == build.Pools(usable // block, 4 * 2**30 // block)
+    moves = BatchShape(0, 0, (), 0, 0, 1)
+    assert price(f"device.tensor_parallel_size={size}").price(moves).swap_ns == round(block / 55e9 * 1e9) + 10_000
+
+
+def test_fp8_weights_leave_room_and_keep_two_byte_activations():
+    spec = ModelSpec("m", dtype="fp8", tie_word_embeddings=False)
+    layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_mlp_parameters)
+    assert spec.weight_bytes() == layers + 2 * 2 * spec.vocab_size * spec.hidden_size
+    assert spec.kv_bytes_per_token() == ModelSpec("m").kv_bytes_per_token()
+    assert blocks("model.dtype=fp8").num_gpu_blocks > blocks().num_gpu_blocks
+
+
+def test_what_is_given_is_taken():
+    assert blocks("cache.num_gpu_blocks=77", "cache.num_cpu_blocks=5") == build.Pools(77, 5)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 5; it must divide the 32 attention heads"):
+        blocks("device.tensor_parallel_size=5")
+    odd = ["model.num_attention_heads=24", "model.num_key_value_heads=4", "device.tensor_parallel_size=6"]
+    with pytest.raises(
+        ConfigError, match=r"is 6; it must divide the 4 KV heads of model llama3.1.8b, or be a multiple"
+    ):
+        blocks(*odd)
+
+
+def test_an_unknown_kv_type_is_refused_and_the_real_engine_says_what_it_cannot_do():
+    with pytest.raises(ConfigError, match=r"cache\.kv_dtype is 'int4'; choose one of float32, bfloat16, float16, fp8,"):
+        compose_config(["cache.kv_dtype=int4"])
+    config = compose_config(["backend=real", "model=tiny", "cache.kv_dtype=fp8"])
+    with pytest.raises(ConfigError, match=r"cache\.kv_dtype is 'fp8', but the real engine keeps K and V as float32"):
+        build.build_real_backend(config)
+
+
+def test_a_models_own_window_holds_unless_the_cache_says_otherwise():
+    own = ["model.sliding_window=4096"]
+    assert build.sliding_window(compose_config([])) is None
+    assert build.sliding_window(compose_config(own)) == 4096
+    assert build.sliding_window(compose_config([*own, "cache.sliding_window=128"])) == 128
+    assert build.sliding_window(compose_config(["model.sliding_window=null", "cache.sliding_window=128"])) == 128
+
+
+def test_not_one_block_is_one_clear_line():
+    with pytest.raises(Exception, match="no room for one KV block of 10 bytes: 100 bytes x"):
+        num_kv_blocks(memory_bytes=100, utilization=0.9, weight_bytes=85, activation_bytes=0, block_bytes=10)

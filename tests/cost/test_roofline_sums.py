@@ -1,0 +1,146 @@
+"""The roofline's work counted again, independently: token by token and row by row, from what a transformer computes."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.cost.base import pairs_doubled
+from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from testbed.plan import BatchShape, PrefillChunk
+from testbed.specs import DeviceSpec, ModelSpec
+
+EXACT = {"step_overhead_ns": 0, "compute_efficiency": 1.0, "memory_efficiency": 1.0, "interconnect_latency_ns": 0}
+ARITHMETIC = DeviceSpec("flops", flops_per_s=1e9, memory_bytes_per_s=1e30, **EXACT)  # 1 ns a FLOP, memory is free
+MEMORY = DeviceSpec("bytes", flops_per_s=1e30, memory_bytes_per_s=1e9, **EXACT)  # 1 ns a byte, arithmetic is free
+BARE = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)
+
+QWEN = ModelSpec("q", hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=8,
+                 num_key_value_heads=2, head_dim=16, vocab_size=1000)  # fmt: skip
+OPT = ModelSpec("o", architecture="OPTForCausalLM", hidden_size=64, intermediate_size=256, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=4, head_dim=16, vocab_size=500)  # fmt: skip
+FP8 = ModelSpec("f", hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=8,
+                num_key_value_heads=2, head_dim=16, vocab_size=1000, dtype="fp8")  # fmt: skip
+
+
+def rows_of(seed: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Prefill chunks (start, length) and decode contexts."""
+    draw = random.Random(seed)
+    chunks = [(draw.choice((0, draw.randrange(400))), draw.randrange(1, 60)) for _ in range(draw.randrange(4))]
+    return chunks, [draw.randrange(1, 500) for _ in range(draw.randrange(1, 30))]
+
+
+def planned(chunks: list[tuple[int, int]], contexts: list[int], window: int | None) -> BatchShape:
+    """As testbed.planning: contexts and starts are cut to what the window reaches back to."""
+    cut = [min(context, window or context) for context in contexts]
+    prefills = tuple(PrefillChunk(min(start, (window or start + 1) - 1), length) for start, length in chunks)
+    return BatchShape(len(cut), sum(cut), prefills, len(contexts))
+
+
+def attended(chunks: list[tuple[int, int]], contexts: list[int], window: int | None) -> tuple[list[set[int]], ...]:
+    """Positions that each query looks at: of prefill tokens, of decode tokens."""
+
+    def seen(position: int) -> set[int]:
+        return set(range(max(0, position + 1 - (window or position + 1)), position + 1))
+
+    return (
+        [seen(start + i) for start, length in chunks for i in range(length)],
+        [seen(context - 1) for context in contexts],
+    )
+
+
+def flops(model: ModelSpec, num_tokens: int, num_pairs: int, num_samples: int, size: int) -> dict[str, float]:
+    """Multiply-adds count twice; on one of `size` ranks."""
+    total = {"qkv": 0.0, "o": 0.0, "gate_up": 0.0, "down": 0.0, "attention": 0.0, "lm_head": 0.0}
+    heads = model.num_attention_heads // size
+    kv_heads = max(1, model.num_key_value_heads // size)
+    matrices = 1 if model.architecture == "OPTForCausalLM" else 2
+    for _ in range(model.num_hidden_layers):
+        for _ in range(num_tokens):
+            total["qkv"] += 2.0 * model.hidden_size * (heads + 2 * kv_heads) * model.head_dim
+            total["o"] += 2.0 * heads * model.head_dim * model.hidden_size
+            total["gate_up"] += 2.0 * model.hidden_size * matrices * model.intermediate_size / size
+            total["down"] += 2.0 * model.intermediate_size / size * model.hidden_size
+        total["attention"] += num_pairs * heads * (2.0 * model.head_dim + 2.0 * model.head_dim)  # q k, then p v
+    total["lm_head"] = num_samples * 2.0 * model.hidden_size * model.vocab_size / size
+    return total
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(("model", "size"), [(QWEN, 1), (QWEN, 2), (QWEN, 4), (OPT, 1), (OPT, 2)])
+def test_flops_are_those_of_every_row(seed, window, model, size):
+    chunks, contexts = rows_of(seed)
+    of_prefills, of_decodes = attended(chunks, contexts, window)
+    cost = RooflineCost(
+        model, ARITHMETIC, BARE, tensor_parallel_size=size, kv_layout=KVLayout(16, None, window)
+    ).breakdown(planned(chunks, contexts, window))
+    num_tokens = len(contexts) + sum(length for _, length in chunks)
+    num_pairs = sum(map(len, of_prefills)) + sum(map(len, of_decodes))
+    expected = flops(model, num_tokens, num_pairs, len(contexts), size)
+    found = {name: cost[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")}
+    found["attention"] = cost["attention_prefill"] + cost["attention_decode"]
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=len(chunks) + 1), name
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8", "float32"])
+@pytest.mark.parametrize(("model", "size"), [(QWEN, 1), (QWEN, 4), (OPT, 2), (FP8, 1)])
+def test_bytes_are_those_of_every_row(seed, window, kv_dtype, model, size):
+    chunks, contexts = rows_of(seed)
+    cost = RooflineCost(
+        model, MEMORY, BARE, tensor_parallel_size=size, kv_layout=KVLayout(16, kv_dtype, window)
+    ).breakdown(planned(chunks, contexts, window))
+    width = {None: 2, "fp8": 1, "float32": 4}[kv_dtype]
+    heads, kv_heads = model.num_attention_heads // size, max(1, model.num_key_value_heads // size)
+    token_kv = 2 * kv_heads * model.head_dim * width
+    decode = prefill = 0.0
+    for _ in range(model.num_hidden_layers):
+        for context in contexts:  # reads what it attends to, writes its own, reads q and writes o
+            decode += token_kv * (min(context, window or context) + 1) + 2 * heads * model.head_dim * 2
+        for start, length in chunks:  # its tokens share what they read
+            _, (last,) = attended([], [start + length], None)
+            first = max(0, start + 1 - (window or start + 1))
+            prefill += (
+                token_kv * (len([p for p in last if p >= first]) + length) + 2 * heads * model.head_dim * 2 * length
+            )
+    assert cost["attention_decode"] == pytest.approx(decode, abs=1)
+    assert cost["attention_prefill"] == pytest.approx(prefill, abs=len(chunks) + 1)
+    num_tokens, weight = len(contexts) + sum(length for _, length in chunks), 1 if model is FP8 else 2
+    q, kv, h = heads * model.head_dim, kv_heads * model.head_dim, model.hidden_size
+    qkv = sum(h * out * weight + num_tokens * 2 * out for out in (q, kv, kv)) + num_tokens * 2 * h
+    assert cost["qkv"] == pytest.approx(model.num_hidden_layers * qkv, abs=1)
+    assert cost["o"] == pytest.approx(model.num_hidden_layers * (q * h * weight + num_tokens * 2 * (q + h)), abs=1)
+
+
+@given(st.integers(0, 300), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 400)))
+def test_pairs_are_counted_exactly(start, num_tokens, window):
+    cut = start if window is None else min(start, window - 1)
+    by_token = sum(min(start + i + 1, window or start + i + 1) for i in range(num_tokens))
+    assert pairs_doubled(cut, num_tokens, window) == 2 * by_token
+
+
+@pytest.mark.parametrize("flops_per_s", [1e9, 3e10, 1e11, 1e12, 1e15])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_maximum_of_sums_is_near_the_sum_of_maxima(flops_per_s, seed):
+    """Decode rows in one kernel or one by one: they differ by one K/V row and one Q/O row of each at most."""
+    device = DeviceSpec("d", flops_per_s=flops_per_s, memory_bytes_per_s=1e11, **EXACT)
+    cost = RooflineCost(QWEN, device, BARE)
+    _, contexts = rows_of(seed)
+    together = cost.breakdown(BatchShape(len(contexts), sum(contexts), (), 0))["attention_decode"]
+    alone = [cost.breakdown(BatchShape(1, context, (), 0))["attention_decode"] for context in contexts]
+    row = cost._kv_ns_per_token + cost._qo_ns_per_token
+    assert together - 1 - len(contexts) <= sum(alone) <= together + len(contexts) * (row + 1) + 1
+
+
+def test_attention_is_priced_by_exact_contexts_and_not_by_their_mean():
+    """One long prompt beside many short ones: a mean context times their number would be far too little work."""
+    chunks = [(0, 4096), *[(0, 16)] * 31]
+    cost = RooflineCost(QWEN, ARITHMETIC, BARE)
+    exact = cost.breakdown(BatchShape(0, 0, tuple(PrefillChunk(*chunk) for chunk in chunks), 0))["attention_prefill"]
+    mean = sum(length for _, length in chunks) // 32
+    by_mean = cost.breakdown(BatchShape(0, 0, (PrefillChunk(0, mean),) * 32, 0))["attention_prefill"]
+    assert exact > 20 * by_mean

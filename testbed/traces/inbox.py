@@ -156,7 +156,7 @@ class TraceInbox:
             self._unsent.append(row.request_id)
         elif before is None:
             raise TraceError(
-                f"{row.place or row.request_id}: closed-loop turn {row.turn} of session {row.session_id!r} does not follow "
+                f"{row.place or row.request_id}: closed-loop turn {row.turn} of {row.session_id!r} does not follow "
                 "the turn before it; expected it after that turn, at the same arrival"
             )
         else:

@@ -1,0 +1,196 @@
+"""What is said in a generated session: each request's prompt is all that was said before it and what is new.
+
+Text of a session is one content, cut into spans; system prompts, examples and documents are contents that sessions
+share. Knows no arrival times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from testbed.errors import ConfigError
+from testbed.traces.draws import Stream, endless, zipf_ranks
+from testbed.traces.generator_config import SyntheticConfig
+from testbed.traces.lengths import JointLengths, endless_lengths, length_stream, table_of_lengths
+from testbed.traces.schema import Part, Span
+from testbed.traces.synthesis import content_key
+
+
+class SessionDraw(NamedTuple):
+    """The random numbers of one session."""
+
+    num_turns: int
+    system: int
+    task: int
+    tenant: int
+
+
+class RowDraw(NamedTuple):
+    """The random numbers of one request; which of them it uses depends on its place in its session."""
+
+    prompt: int
+    turn_prompt: int
+    output: int
+    think_ns: int
+    num_calls: int
+    call: int
+    result: int
+    tool_ns: int
+    documents: tuple[int, ...]
+
+
+class Said(NamedTuple):
+    """One request of a session. wait_ns: after the request before it ended."""
+
+    prompt: tuple[Part, ...]
+    output: Span
+    wait_ns: int
+
+
+def session_draws(config: SyntheticConfig, rng: Stream) -> Iterator[SessionDraw]:
+    """Endless; each purpose by its own stream."""
+    turns, tenants = rng("turns"), rng("tenant")
+    num_tenants = max(1, config.num_tenants)
+    columns = (
+        endless(lambda num: turns.integers(config.min_turns, config.max_turns, num, endpoint=True).tolist()),
+        zipf_ranks(max(1, config.num_system_prompts), config.system_prompt_skew, rng("system_prompt")),
+        zipf_ranks(max(1, config.few_shot.num_tasks), config.few_shot.skew, rng("task")),
+        endless(lambda num: tenants.integers(0, num_tenants, num).tolist()),
+    )
+    return map(SessionDraw._make, zip(*columns, strict=False))
+
+
+def row_draws(config: SyntheticConfig, rng: Stream, joint: JointLengths | None) -> Iterator[RowDraw]:
+    """Endless; each purpose by its own stream, so that what one draws does not depend on another's settings."""
+    agent = config.agent
+    waits = (
+        _waits(config.think_time_s, config.think, rng("think")),
+        _counts(agent.min_calls, agent.max_calls, rng("calls")) if agent.max_calls else repeat(0),
+        endless_lengths(agent.call, rng("call")) if agent.max_calls else repeat(0),
+        endless_lengths(agent.result, rng("result")) if agent.max_calls else repeat(0),
+        _waits(agent.tool_time_s, "exponential", rng("tool_time")) if agent.max_calls else repeat(0),
+    )
+    columns = (
+        length_stream(config.prompt, "prompt", 0, rng, joint),
+        length_stream(config.turn_prompt or config.prompt, "turn_prompt", 0, rng, joint),
+        length_stream(config.output, "output", 1, rng, joint),
+        *waits,
+        _documents(config, rng),
+    )
+    return map(RowDraw._make, zip(*columns, strict=False))
+
+
+def _waits(mean_s: float, kind: str, rng: np.random.Generator) -> Iterator[int]:
+    mean_ns = mean_s * 1e9
+    if kind == "constant":
+        return repeat(round(mean_ns))
+    return endless(lambda num: np.rint(rng.standard_exponential(num) * mean_ns).astype(np.int64).tolist())
+
+
+def _counts(low: int, high: int, rng: np.random.Generator) -> Iterator[int]:
+    return endless(lambda num: rng.integers(low, high, num, endpoint=True).tolist())
+
+
+def _documents(config: SyntheticConfig, rng: Stream) -> Iterator[tuple[int, ...]]:
+    """The documents found for each request, without repetitions, in the order found."""
+    if not config.rag.num_documents:
+        return repeat(())
+    ranks = zipf_ranks(config.rag.num_documents, config.rag.skew, rng("document"))
+    found = zip(*(ranks,) * config.rag.documents_per_prompt, strict=False)
+    return (tuple(dict.fromkeys(documents)) for documents in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The contents that sessions share, as spans."""
+
+    systems: tuple[Span, ...]
+    tasks: tuple[Span, ...]
+    documents: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, config: SyntheticConfig, seed: int, rng: Stream) -> Library:
+        """Of all tenants with one seed: they share what has one number and one length."""
+
+        def keyed(kind: str, sizes: list[int]) -> tuple[Span, ...]:
+            return tuple(Span(content_key(kind, seed, i), 0, size) for i, size in enumerate(sizes) if size)
+
+        shots, rag = config.few_shot, config.rag
+        examples = table_of_lengths(shots.example, "example", shots.num_tasks * shots.num_examples, rng)
+        each = shots.num_examples
+        tasks = [sum(examples[start : start + each]) for start in range(0, len(examples), each or 1)]
+        documents = table_of_lengths(rag.document, "document_length", rag.num_documents, rng)
+        systems = [config.system_prompt_tokens] * config.num_system_prompts
+        return cls(
+            keyed("synthetic-system", systems), keyed("synthetic-task", tasks), keyed("synthetic-doc", documents)
+        )
+
+
+class Conversation:
+    """One session as it grows. `say` gives its next request, or None when it is over."""
+
+    def __init__(self, config: SyntheticConfig, library: Library, draw: SessionDraw, key: int) -> None:
+        self._config = config
+        self._library = library
+        self._key = key
+        self._parts: list[Part] = []  # all that was said, ends of outputs included
+        if library.systems:
+            self._parts.append(library.systems[draw.system])
+        if library.tasks:
+            self._parts.append(library.tasks[draw.task])
+        self._num_tokens = sum(part.num_tokens for part in self._parts)
+        self._text = 0  # tokens of the session's own content so far
+        self._turns_left = draw.num_turns
+        self._calls_left = 0
+        self._is_first = True
+
+    def say(self, draw: RowDraw) -> Said | None:
+        """The next request. None: the session has ended, and `draw` was not used."""
+        is_call_result = self._calls_left > 0
+        if not is_call_result and not self._turns_left:
+            return None
+        documents: tuple[Span, ...] = ()
+        if is_call_result:
+            new, wait_ns, num_calls = draw.result, draw.tool_ns, self._calls_left - 1
+        else:
+            documents = tuple(self._library.documents[i] for i in draw.documents)
+            new, wait_ns, num_calls = draw.prompt if self._is_first else draw.turn_prompt, draw.think_ns, draw.num_calls
+        output = draw.call if num_calls else draw.output
+        limit = self._config.max_session_tokens
+        if limit is not None:
+            before = self._num_tokens + sum(document.length for document in documents)
+            if not self._is_first and before + new + output > limit:
+                self._turns_left = self._calls_left = 0
+                return None
+            if limit - before < 2:
+                documents, before = (), self._num_tokens  # a first turn whose documents do not fit
+            if limit - before < 2:
+                raise ConfigError(
+                    f"trace.max_session_tokens is {limit}, and {before} tokens stand before the question; raise it"
+                )
+            output = min(output, limit - before - 1)
+            new = min(new, limit - before - output)
+        self._calls_left = num_calls
+        self._turns_left -= not is_call_result
+        self._is_first = False
+        return self._grow(documents, new, output, wait_ns)
+
+    def _grow(self, documents: tuple[Span, ...], new: int, output: int, wait_ns: int) -> Said:
+        parts, key, text = self._parts, self._key, self._text
+        parts.extend(documents)
+        last = parts[-1] if parts else None
+        if isinstance(last, Span) and last.key == key:
+            parts[-1] = Span(key, last.start, last.length + new)
+        else:
+            parts.append(Span(key, text, new))
+        prompt = tuple(parts)
+        last = parts[-1]
+        parts[-1] = Span(key, text + new - last.num_tokens, last.num_tokens + output)
+        self._text = text + new + output
+        self._num_tokens += sum(document.length for document in documents) + new + output
+        return Said(prompt, Span(key, text + new, output), wait_ns)

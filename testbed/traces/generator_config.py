@@ -1,0 +1,181 @@
+"""What a generated trace is made of: typed, documented, checked. A key that is 0 or empty leaves its structure out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from testbed.errors import ConfigError
+from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
+from testbed.traces.draws import check, choose, nearest
+from testbed.traces.lengths import MAX_TOKENS, LengthConfig
+
+THINK_TIMES = ("constant", "exponential")
+_MAX_ITEMS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FewShotConfig:
+    """Prompts that begin with the worked examples of a task, after the system prompt; a session has one task."""
+
+    num_tasks: int = 0  # 0: no examples
+    num_examples: int = 5  # of each task, always the same in the same order
+    example: LengthConfig = field(default_factory=lambda: LengthConfig(value=120.0))  # of one example
+    skew: float = 1.0  # Zipf exponent of the tasks' popularity; 0: all equal
+
+    def __post_init__(self) -> None:
+        _check_count("trace.few_shot.num_tasks", self.num_tasks)
+        _check_count("trace.few_shot.num_examples", self.num_examples)
+        _check_skew("trace.few_shot.skew", self.skew)
+
+
+@dataclass(frozen=True, slots=True)
+class RagConfig:
+    """Documents that are put before each question, in the order found. Popular ones recur: Zipf."""
+
+    num_documents: int = 0  # in the store; 0: no documents
+    documents_per_prompt: int = 4  # found for each question; one that is found twice stands once
+    document: LengthConfig = field(default_factory=lambda: LengthConfig(value=500.0, sigma=0.5))  # of one document
+    skew: float = 1.0  # Zipf exponent of the documents' popularity; 0: all equal
+
+    def __post_init__(self) -> None:
+        _check_count("trace.rag.num_documents", self.num_documents)
+        number = self.documents_per_prompt
+        check("trace.rag.documents_per_prompt", number, 1 <= number <= 1000, "1 to 1000")
+        _check_skew("trace.rag.skew", self.skew)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """Agents: before its answer a turn calls tools, each call a request of its own that goes on with the session."""
+
+    min_calls: int = 0  # tool calls before the answer of a turn, uniform from min_calls to max_calls
+    max_calls: int = 0  # 0: no agents
+    call: LengthConfig = field(default_factory=lambda: LengthConfig(value=60.0, sigma=0.5))  # output that calls a tool
+    result: LengthConfig = field(default_factory=lambda: LengthConfig(value=300.0, sigma=1.0))  # what the tool returns
+    tool_time_s: float = 1.0  # mean, exponential: from a call's end to the next request of the turn
+
+    def __post_init__(self) -> None:
+        check("trace.agent.min_calls", self.min_calls, self.min_calls >= 0, "0 or above")
+        expected = f"at least min_calls ({self.min_calls})"
+        check("trace.agent.max_calls", self.max_calls, self.max_calls >= self.min_calls, expected)
+        check("trace.agent.tool_time_s", self.tool_time_s, 0 <= self.tool_time_s <= 1e9, "0 or above")
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticConfig(ArrivalConfig):
+    """What to generate. A session is a chain of turns; with turns of 1 every request stands alone.
+
+    rate counts sessions (requests, where turns are 1). arrival=closed_loop: num_users users begin at 0 and come again
+    think_time_s after their last request finished, for ever; each goes through one session after the other.
+    """
+
+    name: str = "synthetic"
+    num_requests: int = 200  # rows in all; the last session may be cut short
+    num_users: int = 16  # arrival=closed_loop
+    prompt: LengthConfig = field(default_factory=LengthConfig)  # of the first turn, without what is put before it
+    output: LengthConfig = field(default_factory=LengthConfig)
+    turn_prompt: LengthConfig | None = None  # new text of later turns; absent: as prompt
+    min_turns: int = 1  # turns of a session, uniform from min_turns to max_turns
+    max_turns: int = 1
+    closed_loop: bool = True  # a later turn comes think_time_s after the turn before finished; else after it arrived
+    think_time_s: float = 5.0  # mean
+    think: str = "exponential"  # exponential, constant
+    max_session_tokens: int | None = None  # a session ends before a turn that would exceed it; a first turn is cut
+    num_system_prompts: int = 0  # each session begins with one of these; 0: none
+    system_prompt_tokens: int = 512
+    system_prompt_skew: float = 0.0  # Zipf exponent of their popularity; 0: all equal
+    few_shot: FewShotConfig = field(default_factory=FewShotConfig)
+    rag: RagConfig = field(default_factory=RagConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    num_tenants: int = 0  # sessions belong to tenant-0, tenant-1, ... at random; 0: no tenants
+    tenants: tuple[Any, ...] = ()  # [{name, share, and any key of this group}]: each with a mix of its own
+
+    def __post_init__(self) -> None:
+        ArrivalConfig.__post_init__(self)
+        choose("trace.think", self.think, THINK_TIMES)
+        _check_count("trace.num_users", self.num_users, least=1)
+        check("trace.num_requests", self.num_requests, self.num_requests >= 1, "at least 1")
+        check("trace.min_turns", self.min_turns, self.min_turns >= 1, "at least 1")
+        turns = f"at least min_turns ({self.min_turns})"
+        check("trace.max_turns", self.max_turns, self.max_turns >= self.min_turns, turns)
+        check("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 or above")
+        for name in ("num_system_prompts", "num_tenants"):
+            check(f"trace.{name}", getattr(self, name), getattr(self, name) >= 0, "0 or above")
+        size = self.system_prompt_tokens
+        check("trace.system_prompt_tokens", size, 1 <= size <= MAX_TOKENS, f"1 to {MAX_TOKENS:,}")
+        _check_skew("trace.system_prompt_skew", self.system_prompt_skew)
+        limit = self.max_session_tokens
+        if limit is not None:
+            least = 2 + (size if self.num_system_prompts else 0)
+            check("trace.max_session_tokens", limit, limit >= least, f"at least {least}, or absent")
+        tenants_of(self)
+
+    @classmethod
+    def kinds(cls) -> tuple[str, ...]:
+        return (*ARRIVALS, "closed_loop")
+
+
+def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
+    """What each tenant generates, by name: the common settings with its own over them, and its share of the requests.
+
+    share: of the rate and of the requests, relative to the other tenants'. Raises ConfigError on a bad entry.
+    """
+    shares: dict[str, float] = {}
+    for position, entry in enumerate(config.tenants):
+        where = f"trace.tenants[{position}]"
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str) or not entry["name"]:
+            raise ConfigError(f"{where} is {entry!r}; it must be {{name: <text>, share: <number>, <key>: <value>, …}}")
+        if entry["name"] in shares:
+            raise ConfigError(f"{where}.name is {entry['name']!r}, which another tenant has; choose another")
+        share = entry.get("share", 1.0)
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        check(f"{where}.share", share if is_number else float("nan"), is_number and share > 0, "a number above 0")
+        shares[entry["name"]] = float(share)
+    found: dict[str, SyntheticConfig] = {}
+    total = sum(shares.values())
+    for position, entry in enumerate(config.tenants):
+        name = entry["name"]
+        share = shares[name] / total
+        own = {key: value for key, value in entry.items() if key not in ("name", "share")}
+        num = max(1, round(config.num_requests * share))
+        base = replace(config, tenants=(), num_tenants=0, rate=config.rate * share, num_requests=num)
+        found[name] = overlaid(base, own, f"trace.tenants[{position}]")
+    return found
+
+
+def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
+    """A config with `values` over it, nested ones key by key. Raises ConfigError at a key that it does not have."""
+    names = [item.name for item in fields(base)]
+    changed: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in names:
+            raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), names)}valid: {', '.join(names)}")
+        present = getattr(base, key)
+        if present is None and isinstance(value, Mapping):
+            present = LengthConfig()  # turn_prompt
+        if is_dataclass(present):
+            if not isinstance(value, Mapping):
+                expected = ", ".join(asdict(present))  # type: ignore[arg-type]  # an instance
+                raise ConfigError(f"{where}.{key} is {value!r}; it must be a group with keys of {expected}")
+            value = overlaid(present, value, f"{where}.{key}")
+        elif type(present) is not type(value) and not _is_number_for(present, value):
+            raise ConfigError(f"{where}.{key} is {value!r}; it must be a {type(present).__name__}")
+        changed[key] = value
+    return replace(base, **changed)
+
+
+def _is_number_for(present: object, value: object) -> bool:
+    """Whether a whole number stands for a float, or a key that is absent by default is set."""
+    if isinstance(value, bool):
+        return False
+    return present is None or (isinstance(present, float) and isinstance(value, int))
+
+
+def _check_count(name: str, value: int, least: int = 0) -> None:
+    check(name, value, least <= value <= _MAX_ITEMS, f"{least} to {_MAX_ITEMS:,}")
+
+
+def _check_skew(name: str, value: float) -> None:
+    check(name, value, 0 <= value <= 100, "0 to 100")

@@ -169,9 +169,8 @@ def _verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
 def _littles_law(records: _Records) -> Check:
     """Counts by steps against sojourns by requests; within steps, as no step's count speaks of the time between."""
     # a request that is ignored leaves the queues with the plan, and the system with that plan's commit
-    by_steps = sum(
-        (records.column(f"num_{name}") for name in ("running", "waiting", "swapped", "ignored")), np.int64(0)
-    )
+    names = ("num_running", "num_waiting", "num_swapped", "num_ignored")
+    by_steps: IntArray = np.stack([records.column(name) for name in names]).sum(axis=0)
     by_requests = records.in_system()
     length = records.end - records.start
     steps_ns = _product_sum(by_steps, length)

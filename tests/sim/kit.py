@@ -73,10 +73,10 @@ class Instants:
         return max(self.end.values()) - min(self.arrival.values())
 
 
-def serve_trace(scheduler: Scheduler, trace: Trace, cost: CostModel | None = None) -> Instants:
-    """Simulates a trace to its end."""
+def serve_trace(scheduler: Scheduler, trace: Trace, cost: CostModel | None = None, *, max_steps: int = 1) -> Instants:
+    """Simulates a trace to its end. max_steps: that a plan may span."""
     instants = Instants()
-    run(serve(TraceInbox(trace, VOCAB_SIZE), scheduler, instants), SimBackend(cost or constant()))
+    run(serve(TraceInbox(trace, VOCAB_SIZE), scheduler, instants, max_steps), SimBackend(cost or constant()))
     return instants
 
 

@@ -110,8 +110,8 @@ class DecodeBatch:
         """Members whose next computed token fills a block."""
         return self._bucket((-1 - self.tick) % self._block_size)
 
-    def grow(self, blocks: BlockManager) -> None:
-        """Slots for the next token of every member; there are enough blocks."""
+    def grow(self, blocks: BlockManager) -> int:
+        """Slots for the next token of every member; there are enough blocks. Returns how many that takes."""
         crossing = self.crossing()
         if crossing:
             blocks.grow_each(crossing)
@@ -119,6 +119,7 @@ class DecodeBatch:
             filling = self.filling()
             if filling:
                 blocks.publish_each(filling, 1)
+        return len(crossing)
 
     def num_steps_to_end(self) -> int:
         """Decode steps until a member has reached the limit of its length."""

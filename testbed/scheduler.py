@@ -247,8 +247,7 @@ class Scheduler:
                 for seq in decoded:
                     self._served(seq, 1, 1, now_ns)
             self._add_digest(self._pending_events)
-            decodes.grow(blocks)
-            self.free_gpu_blocks = blocks.num_free_blocks
+            self.free_gpu_blocks -= decodes.grow(blocks)
 
     # --- inside: what a step computed ---
 

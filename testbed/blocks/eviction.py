@@ -8,7 +8,7 @@ pool. Every operation is O(1) or O(log n). Ties never depend on anything but the
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from testbed.errors import ConfigError
@@ -84,33 +84,57 @@ class _LazyHeap(Generic[Key]):
 
 
 class LRU:
-    """Least recently used first; among blocks released together, the deepest of a prefix goes first."""
+    """Least recently used first; among blocks released together, the deepest of a prefix goes first.
 
-    __slots__ = ("_blocks",)
+    What is removed stays in the line, marked, until it comes to the front or the line is swept.
+    """
+
+    __slots__ = ("_gone", "_line", "_num_gone")
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._line: deque[int] = deque()
+        self._gone: dict[int, int] = {}  # block -> how many of its places in the line, the first ones, are void
+        self._num_gone = 0
 
     def add(self, block: int, depth: int, last_step: int) -> None:
-        self._blocks[block] = None
+        self._line.append(block)
 
     def add_all(self, blocks: list[int]) -> None:
         """The same as `add` for each, in order."""
-        kept = self._blocks
-        for block in blocks:
-            kept[block] = None
+        self._line.extend(blocks)
 
     def hit(self, block: int) -> None:
         """Recency is renewed when the block is released again."""
 
     def remove(self, block: int) -> None:
-        del self._blocks[block]
+        self._gone[block] = self._gone.get(block, 0) + 1
+        self._num_gone += 1
+        if self._num_gone > 64 + len(self._line) // 2:
+            self._line = deque(self.pop_all(len(self)))
+            self._gone, self._num_gone = {}, 0
 
     def pop(self) -> int:
-        return self._blocks.popitem(last=False)[0]
+        return self.pop_all(1)[0]
+
+    def pop_all(self, num_blocks: int) -> list[int]:
+        """The same as `pop` so many times."""
+        next_block, gone = self._line.popleft, self._gone
+        if not gone:
+            return [next_block() for _ in range(num_blocks)]
+        blocks: list[int] = []
+        while len(blocks) < num_blocks:
+            block = next_block()
+            if block not in gone:
+                blocks.append(block)
+                continue
+            self._num_gone -= 1
+            gone[block] -= 1
+            if not gone[block]:
+                del gone[block]
+        return blocks
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._line) - self._num_gone
 
 
 class LRUByLastStep:

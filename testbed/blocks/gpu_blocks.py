@@ -31,13 +31,22 @@ class GPUBlocks:
 
     def take(self, num_blocks: int) -> list[int]:
         """New blocks, each with one reference; cached content is evicted for them where the pool is short."""
-        pool = self.pool
-        for _ in range(num_blocks - pool.num_free):
-            block = self.evictable.pop()
-            if self.cache.entry_of[block] is not None:
-                self.cache.forget(block)
-            pool.put_back(block)
-        return pool.allocate(num_blocks)
+        pool, evictable = self.pool, self.evictable
+        num_short = num_blocks - pool.num_free
+        if num_short <= 0:
+            return pool.allocate(num_blocks)
+        if self.is_lru:
+            assert isinstance(evictable, LRU)
+            evicted = evictable.pop_all(num_short)
+            self.cache.forget_all(evicted)
+        else:
+            evicted = []
+            for _ in range(num_short):
+                evicted.append(evictable.pop())
+                self.cache.forget_all(evicted[-1:])
+        evicted.reverse()
+        pool.claim(evicted)
+        return evicted + pool.allocate(num_blocks - num_short)
 
     def reference(self, block: int) -> None:
         """One more reference to a block with content."""
@@ -68,17 +77,13 @@ class GPUBlocks:
                 if table[index] != RELEASED:
                     self.release(table[index], index)
             return
-        counts, entry_of, is_one_queue = self.pool.ref_counts, self.cache.entry_of, self.is_one_queue
-        cached: list[int] = []
-        for block in reversed(table):
-            if counts[block] != 1:
-                self.pool.drop(block)
-                continue
-            counts[block] = 0
-            if is_one_queue or entry_of[block] is not None:
-                cached.append(block)
-            else:
-                self.pool.put_back(block)
+        pool, entry_of = self.pool, self.cache.entry_of
+        released = pool.drop_all(table[::-1])
+        cached = released if self.is_one_queue else [block for block in released if entry_of[block] is not None]
+        if len(cached) < len(released):
+            for block in released:
+                if entry_of[block] is None:
+                    pool.put_back(block)
         assert isinstance(evictable, LRU)
         evictable.add_all(cached)
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from struct import Struct
 from typing import Protocol
 
 from xxhash import xxh64_intdigest
-
-_PREVIOUS = Struct("<Q")
 
 
 class KeySource(Protocol):
@@ -24,7 +21,7 @@ class KeySource(Protocol):
 
 
 class TokenKeys:
-    """key = xxh64(key of the block before it, token ids); the first block's predecessor is a hash of the salt.
+    """key = xxh64 of the token ids, seeded with the key of the block before; the first block's is a hash of the salt.
 
     The salt is part of the first block's content too: equal tokens of two salts stay apart if their keys collide.
     """
@@ -38,13 +35,15 @@ class TokenKeys:
         first = len(keys)
         # a copy: a view would forbid the array to grow
         data = tokens[first * self.block_size : num_blocks * self.block_size].tobytes()
-        for offset in range(0, (num_blocks - first) * width, width):
-            content = data[offset : offset + width]
-            key = xxh64_intdigest(_PREVIOUS.pack(key) + content)
+        added = [data[offset : offset + width] for offset in range(0, (num_blocks - first) * width, width)]
+        for content in added:
+            key = xxh64_intdigest(content, key)
             keys.append(key)
-            contents.append(content if contents else salt.encode() + content)
+        if added and not first:
+            added[0] = salt.encode() + added[0]
+        contents += added
 
     def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
         start = index * self.block_size
         content = tokens[start : start + self.block_size].tobytes()
-        return xxh64_intdigest(_PREVIOUS.pack(previous_key) + content), content
+        return xxh64_intdigest(content, previous_key), content

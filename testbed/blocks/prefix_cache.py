@@ -15,12 +15,14 @@ class CacheEntry:
 
     __slots__ = ("blocks", "content", "is_computed", "key", "num_children", "parent")
 
-    def __init__(self, key: int, content: bytes, parent: CacheEntry | None, blocks: list[int]) -> None:
+    def __init__(
+        self, key: int, content: bytes, parent: CacheEntry | None, blocks: list[int], num_children: int = 0
+    ) -> None:
         self.key = key
         self.content = content
         self.parent = parent
         self.blocks = blocks  # the first one is found
-        self.num_children = 0
+        self.num_children = num_children
         self.is_computed = True  # False: allocated for this content by the step being planned
 
 
@@ -85,6 +87,23 @@ class PrefixCache:
         self.num_cached_blocks += 1
         return entry
 
+    def publish_new(
+        self, blocks: list[int], keys: list[int], contents: list[bytes], parent: CacheEntry | None
+    ) -> CacheEntry | None:
+        """`publish` for these blocks, one after the other; None, and nothing done, if one of the keys is known."""
+        if len(dict.fromkeys(keys)) < len(keys) or not self.entries.keys().isdisjoint(keys):
+            return None
+        entries, entry_of = self.entries, self.entry_of
+        if parent is not None:
+            parent.num_children += 1
+        for block, key, content in zip(blocks, keys, contents, strict=True):
+            assert entry_of[block] is None, f"block {block} is published twice"
+            parent = entries[key] = entry_of[block] = CacheEntry(key, content, parent, [block], 1)
+        assert parent is not None
+        parent.num_children = 0
+        self.num_cached_blocks += len(blocks)
+        return parent
+
     def _alive(self, entry: CacheEntry) -> CacheEntry:
         """The entry that stands for this prefix now: it may have died with a block that took its own one's place."""
         dead: list[CacheEntry] = []
@@ -106,16 +125,26 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """The block no longer holds its content."""
-        entry = self.entry_of[block]
-        assert entry is not None, f"block {block} is not cached"
-        self.entry_of[block] = None
-        entry.blocks.remove(block)
-        self.num_cached_blocks -= 1
-        while entry is not None and not entry.blocks and not entry.num_children:
-            del self.entries[entry.key]
-            entry = entry.parent
-            if entry is not None:
-                entry.num_children -= 1
+        assert self.entry_of[block] is not None, f"block {block} is not cached"
+        self.forget_all([block])
+
+    def forget_all(self, blocks: list[int]) -> None:
+        """These blocks, in this order, no longer hold what they hold, if anything."""
+        entries, entry_of = self.entries, self.entry_of
+        num_forgotten = 0
+        for block in blocks:
+            entry = entry_of[block]
+            if entry is None:
+                continue
+            entry_of[block] = None
+            num_forgotten += 1
+            entry.blocks.remove(block)
+            while entry is not None and not entry.num_children and not entry.blocks:
+                del entries[entry.key]
+                entry = entry.parent
+                if entry is not None:
+                    entry.num_children -= 1
+        self.num_cached_blocks -= num_forgotten
 
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]

@@ -157,6 +157,14 @@ class PrefixSharing:
             return
         self._chain(seq, num_full)
         table, cache = self._tables[seq.seq_id], self._cache
+        if not (self.is_merged or self._is_newest_found):
+            first = chain.num_published
+            newest = cache.publish_new(
+                table[first:num_full], chain.keys[first:num_full], chain.contents[first:num_full], chain.entry
+            )
+            if newest is not None:
+                chain.entry, chain.num_published = newest, num_full
+                return
         for index in range(chain.num_published, num_full):
             entry = cache.entry_of[table[index]]
             if entry is None:

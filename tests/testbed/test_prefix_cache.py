@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LFU, LRU, CostAware
+from testbed.blocks.eviction import LFU, CostAware
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.policies.context import PolicyContext
@@ -243,13 +243,25 @@ def test_a_hit_makes_a_prefix_recent_again() -> None:
     assert num_hit(blocks, (7, 8, 0)) == 0
 
 
-class EvictsTheShallowest(LRU):
+class EvictsTheShallowest:
     """Gives up parents before their children, which LRU never does by itself."""
 
-    __slots__ = ()
+    def __init__(self) -> None:
+        self._blocks: dict[int, None] = {}
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        self._blocks[block] = None
+
+    def hit(self, block: int) -> None: ...
+
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
 
     def pop(self) -> int:
-        return self._blocks.popitem(last=True)[0]
+        return self._blocks.popitem()[0]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
 
 
 def shallow_first(num_blocks: int) -> BlockManager:

@@ -64,13 +64,13 @@ class StepTable:
         self._digests = array("Q")
         self._spans: list[Spans] = []
 
-    def append(self, step: StepView, num_recomputed: int, num_swapped_out: int) -> None:
+    def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
         plan, result = step.plan, step.result
         shape = plan.shape
         admitted = plan.admitted
         self._plans.append(
             (
-                plan.step, step.plan_ns, shape.num_decodes, len(shape.prefills), shape.num_prefill_tokens,
+                replica, plan.step, step.plan_ns, shape.num_decodes, len(shape.prefills), shape.num_prefill_tokens,
                 shape.decode_context_tokens, len(step.emitters), step.num_running, step.num_waiting, step.num_swapped,
                 step.free_cpu_blocks, len(admitted), sum([one.num_cached_tokens for one in admitted]), num_recomputed,
                 num_swapped_out, len(plan.swapped_in), len(plan.ignored),
@@ -96,8 +96,8 @@ class StepTable:
         nth = np.arange(len(self._ends)) - np.repeat(first, num_steps)  # of its plan
         *columns, blocked_by = zip(*self._plans, strict=True)
         (
-            step, plan_ns, num_decodes, num_prefills, num_prefill_tokens, context, num_emitted, running, waiting,
-            swapped, free_cpu, admitted, cached, recomputed, swapped_out, swapped_in, ignored,
+            replica, step, plan_ns, num_decodes, num_prefills, num_prefill_tokens, context, num_emitted, running,
+            waiting, swapped, free_cpu, admitted, cached, recomputed, swapped_out, swapped_in, ignored,
         ) = (np.repeat(np.array(column, dtype=np.int64), num_steps) for column in columns)  # fmt: skip
         ends = np.array(self._ends)
         starts = np.where(nth == 0, plan_ns, np.concatenate(([0], ends[:-1])))
@@ -105,7 +105,7 @@ class StepTable:
         blocked = [why for why, count in zip(blocked_by, self._num_steps, strict=True) for _ in range(count)]
         self._table.write(
             [
-                step + nth, starts, ends, num_decodes, num_prefills, num_decodes, num_prefill_tokens,
+                replica, step + nth, starts, ends, num_decodes, num_prefills, num_decodes, num_prefill_tokens,
                 context + nth * num_decodes, num_emitted, running, waiting, swapped, np.array(self._free), free_cpu,
                 admitted, cached, recomputed, swapped_out, swapped_in, ignored, blocked, *spans.T,
                 np.array(self._digests),

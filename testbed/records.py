@@ -32,6 +32,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "turn": "int32",  # null outside sessions
     "tenant": "string",
     "priority": "int32",
+    "replica": "int32",  # the replica that served it; 0 where there is only one
     "num_prompt_tokens": "int32",
     "num_output_tokens": "int32",  # emitted so far, by all of its sequences
     "num_token_steps": "int32",  # steps that emitted them: fewer where sequences of a group emit together
@@ -52,7 +53,8 @@ REQUEST_COLUMNS: dict[str, str] = {
 }
 
 STEP_COLUMNS: dict[str, str] = {
-    "step": "int64",
+    "replica": "int32",  # whose step it is; 0 where there is only one. Rows of several replicas are not in one order
+    "step": "int64",  # counted by each replica for itself
     "start_ns": "int64",  # the instant given to plan
     "end_ns": "int64",  # the instant given to commit
     "num_decodes": "int32",
@@ -117,18 +119,34 @@ class RunRecorder:
 
     Rows are flushed in groups, so memory does not grow with the run. `close` adds a row for every request that is
     unfinished and completes the files; it must be called also after a failure.
+
+    replica: the number of the one that it records, of a fleet; None: there is only one. beside: another replica's
+    recorder, into whose files this one writes too; that one is closed last.
     """
 
     FLUSH_ROWS = 8192
     MAX_ENDS = 1 << 16  # ends of steps that are kept for sequences that emit together, until each has its own
 
-    def __init__(self, folder: Path, *, token_times: bool = True, decisions: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        token_times: bool = True,
+        decisions: bool = False,
+        replica: int | None = None,
+        beside: RunRecorder | None = None,
+    ) -> None:
         self.num_finished = 0
         self.num_sent = 0
         self.ignored: list[tuple[str, str]] = []  # request id, reason
-        self._requests = RowTable(folder / "requests.parquet", REQUEST_COLUMNS, self.FLUSH_ROWS)
-        self._steps = StepTable(folder / "steps.parquet", STEP_COLUMNS, self.FLUSH_ROWS)
-        self._decisions = (folder / "decisions.jsonl").open("w", encoding="utf-8") if decisions else None
+        self._replica = replica
+        self._is_first = beside is None
+        if beside is None:
+            self._requests = RowTable(folder / "requests.parquet", REQUEST_COLUMNS, self.FLUSH_ROWS)
+            self._steps = StepTable(folder / "steps.parquet", STEP_COLUMNS, self.FLUSH_ROWS)
+            self._decisions = (folder / "decisions.jsonl").open("w", encoding="utf-8") if decisions else None
+        else:
+            self._requests, self._steps, self._decisions = beside._requests, beside._steps, beside._decisions
         self._token_times = token_times
         self._open: dict[str, _OpenRequest] = {}
         # When the sequences emitted that emit in each step: from the ends of those steps, and since when each is there.
@@ -162,10 +180,11 @@ class RunRecorder:
         for request_id in self._in_groups:
             live[request_id].member_emitted(step.commit_ns)
         num_recomputed = sum([1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE])
-        self._steps.append(step, num_recomputed, len(preempted) - num_recomputed)
+        self._steps.append(step, num_recomputed, len(preempted) - num_recomputed, self._replica or 0)
         if self._decisions is not None:
             for one in step.each():
-                self._decisions.write(json.dumps(decision(one)) + "\n")
+                whose = {} if self._replica is None else {"replica": self._replica}
+                self._decisions.write(json.dumps(whose | decision(one)) + "\n")
 
     def _change_emitters(self, emitters: list[Sequence]) -> None:
         """From here on, these emit in each step: what the others emitted becomes theirs."""
@@ -191,14 +210,21 @@ class RunRecorder:
             request = self._open.pop(item.request.request_id)
             if item.request.request_id in self._since:
                 request.token_ns.extend(self._ends[self._since.pop(item.request.request_id) :])
-            self._requests.append(request.row(item.reason.value, item.message, now_ns, self._token_times))
+            self._requests.append(self._row(request, item.reason.value, item.message, now_ns))
             self.num_finished += 1
+
+    def _row(
+        self, request: _OpenRequest, reason: str | None, message: str | None, finish_ns: int | None
+    ) -> tuple[Any, ...]:
+        return request.row(reason, message, finish_ns, self._token_times, self._replica or 0)
 
     def close(self) -> None:
         self._change_emitters([])
         for request in self._open.values():
-            self._requests.append(request.row(None, None, None, self._token_times))
+            self._requests.append(self._row(request, None, None, None))
         self._open = {}
+        if not self._is_first:
+            return
         try:
             self._requests.close()
         finally:
@@ -289,12 +315,14 @@ class _OpenRequest:
         self.num_recomputed_tokens -= max(0, most_computed - max(num_computed, restarted_at))
         self.restarts[preemption.seq_id] = max(most_computed, num_computed), restarted_at
 
-    def row(self, reason: str | None, message: str | None, finish_ns: int | None, token_times: bool) -> tuple[Any, ...]:
+    def row(
+        self, reason: str | None, message: str | None, finish_ns: int | None, token_times: bool, replica: int
+    ) -> tuple[Any, ...]:
         request, times = self.request, self.token_ns
         num_steps = len(times)
         arrival_ns = request.arrival_ns
         return (
-            request.request_id, request.session_id, request.turn, request.tenant, request.priority,
+            request.request_id, request.session_id, request.turn, request.tenant, request.priority, replica,
             len(request.prompt_token_ids), self.num_group_tokens or num_steps, num_steps, self.num_cached_tokens,
             self.num_preemptions, self.num_recomputed_tokens, reason, message or None,
             arrival_ns, self.queued_ns, self.first_scheduled_ns,

@@ -46,8 +46,11 @@ class Job:
 
 
 def table(rows: list[dict[str, Any]], schema: dict[str, str]) -> pa.Table:
-    """Rows in the record schema; what a row does not name is null."""
-    columns = {name: pa.array([row.get(name) for row in rows], ARROW[kind]) for name, kind in schema.items()}
+    """Rows in the record schema; what a row does not name is null, and its replica 0."""
+    absent = {"replica": 0}
+    columns = {
+        name: pa.array([row.get(name, absent.get(name)) for row in rows], ARROW[kind]) for name, kind in schema.items()
+    }
     return pa.table(columns)
 
 

@@ -80,7 +80,7 @@ def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
     b, a = sorted(rows(tmp_path / "requests.parquet"), key=lambda row: row["finish_ns"])
     # steps end at 10, 20, 30, 40: a computes 4 and 2 prompt tokens, then decodes twice; b starts in the second step
     assert a == {
-        "request_id": "a", "session_id": "s", "turn": 2, "tenant": "t", "priority": 4,
+        "request_id": "a", "session_id": "s", "turn": 2, "tenant": "t", "priority": 4, "replica": 0,
         "num_prompt_tokens": 6, "num_output_tokens": 3, "num_token_steps": 3,
         "num_cached_tokens": 0, "num_preemptions": 0,
         "num_recomputed_tokens": 0, "finish_reason": "length", "finish_message": None,
@@ -98,7 +98,8 @@ def test_a_step_is_recorded_as_it_was_decided(tmp_path: Path) -> None:
     recorder.close()
     first, second = rows(tmp_path / "steps.parquet")
     assert first == {
-        "step": 0, "start_ns": 0, "end_ns": 10, "num_decodes": 0, "num_prefills": 2, "num_decode_tokens": 0,
+        "replica": 0, "step": 0, "start_ns": 0, "end_ns": 10, "num_decodes": 0, "num_prefills": 2,
+        "num_decode_tokens": 0,
         "num_prefill_tokens": 8, "decode_context_tokens": 0, "num_emitted": 1, "num_running": 2, "num_waiting": 0,
         "num_swapped": 0, "free_gpu_blocks": 5, "free_cpu_blocks": 0, "num_admitted": 2, "num_cached_tokens": 0,
         "num_preempted": 0, "num_swapped_out": 0, "num_swapped_in": 0, "num_ignored": 0, "blocked_by": None,
@@ -240,3 +241,21 @@ def test_only_a_request_that_was_served_has_an_end_to_end_latency(tmp_path: Path
     latency = {row["request_id"]: row["e2e_s"] for row in rows(tmp_path / "requests.parquet")}
     assert latency["long"] is None
     assert latency["a"] > 0
+
+
+def test_recorders_of_several_replicas_write_into_the_same_files(tmp_path: Path) -> None:
+    first = RunRecorder(tmp_path, decisions=True, replica=0)
+    second = RunRecorder(tmp_path, decisions=True, replica=1, beside=first)
+    run_steps(first, make_scheduler(), [make_request("a", 4, 2)])
+    run_steps(second, make_scheduler(), [make_request("b", 4, 3)])
+    second.arrived(make_request("c", 4, 1), 0, 0)
+    second.close()
+    first.close()
+    assert [(row["request_id"], row["replica"]) for row in rows(tmp_path / "requests.parquet")] == [
+        ("a", 0), ("b", 1), ("c", 1),
+    ]  # fmt: skip
+    assert [(row["replica"], row["step"]) for row in rows(tmp_path / "steps.parquet")] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (1, 2),
+    ]  # fmt: skip
+    lines = (tmp_path / "decisions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["replica"] for line in lines] == [0, 0, 1, 1, 1]

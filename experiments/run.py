@@ -24,6 +24,7 @@ from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible
+from experiments.seeds import SeededInbox, needs_seed
 from experiments.settings import TraceConfig
 from real.config import RealConfig
 from testbed.errors import RunFolderError, TestbedError
@@ -164,8 +165,10 @@ def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
     return _Prepared(pools, lambda loop: drive(loop, backend, options), _trace_inbox(config, trace), description)
 
 
-def _trace_inbox(config: RunConfig, trace: Trace) -> TraceInbox:
-    return TraceInbox(trace, build.vocab_size(config), build.sampling_params(config))
+def _trace_inbox(config: RunConfig, trace: Trace) -> Inbox:
+    sampling = build.sampling_params(config)
+    inbox = TraceInbox(trace, build.vocab_size(config), sampling)
+    return SeededInbox(inbox, config.seed) if needs_seed(sampling) else inbox
 
 
 def _run(

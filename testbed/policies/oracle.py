@@ -8,11 +8,10 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from statistics import NormalDist
 
-from xxhash import xxh64_intdigest
-
 from testbed.errors import ConfigError
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.sequence import Sequence
+from testbed.streams import draw
 
 _STANDARD_NORMAL = NormalDist()
 
@@ -66,8 +65,9 @@ class Noisy:
         self._seed = context.seed if self._own_seed is None else self._own_seed
 
     def predict(self, seq: Sequence) -> int:
-        digest = xxh64_intdigest(f"oracle/{self._seed}/{seq.request.request_id}".encode())
-        uniform = ((digest >> 12) + 0.5) / 2**52  # 52 bits and a half: exact, and never 0 or 1
+        assert self._seed is not None, "bind comes before the first prediction"
+        bits = draw(self._seed, "oracle", seq.request.request_id)
+        uniform = ((bits >> 12) + 0.5) / 2**52  # 52 bits and a half: exact, and never 0 or 1
         factor = math.exp(self._sigma * _STANDARD_NORMAL.inv_cdf(uniform))
         return max(1, round(self._truth.predict(seq) * factor))
 

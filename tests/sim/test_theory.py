@@ -40,7 +40,7 @@ from tests.sim.kit import STEP_NS, serve_trace, trace_of
 
 CONFIDENCE = 0.99  # of each interval; seeds are fixed, so that a test passes always or never
 REPLICATIONS = range(8)
-NUM_REQUESTS, NUM_CUT = 2200, 200
+NUM_REQUESTS, NUM_CUT = 1700, 200
 # prefill_decode_split is left out: its max_num_seqs caps batches, and it prefills the next before the first is done
 ONE_BY_ONE = ("unified", "decode_first", "prefill_first", "iteration_level", "static")
 WAYS = pytest.mark.parametrize("max_steps", [1, FAST_FORWARD], ids=["stepped", "fast-forwarded"])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 
-from xxhash import xxh64_intdigest
-
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import not_negative, whole
 from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.sequence import Sequence
+from testbed.streams import draw
 
 NS_PER_S = 1_000_000_000
 NO_DEADLINE = 1 << 63  # ns; later than any
@@ -79,13 +78,16 @@ def lcfs() -> KeyedQueue:
 
 
 def random_order(seed: int | None = None) -> KeyedQueue:
-    """A random order that stays: each sequence draws its place once. seed: None takes the run's."""
-    draw = _Draw(seed)
-    return KeyedQueue(draw.key, bind=draw.bind)
+    """A random order that stays: each request draws its place once. seed: None takes the run's."""
+    place = _Place(seed)
+    return KeyedQueue(place.key, bind=place.bind)
 
 
-class _Draw:
-    """xxh64 of seed and sequence id: an order without a generator's state, the same however the calls interleave."""
+class _Place:
+    """A hash of seed and request id: the same place under every policy, however the calls interleave.
+
+    Sequence ids will not do: under another policy a session's next turn arrives earlier or later, and gets another.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self._own_seed = None if seed is None else whole("seed", seed, 0)
@@ -96,7 +98,7 @@ class _Draw:
 
     def key(self, seq: Sequence) -> Rank:
         assert self._seed is not None, "bind comes before the first push"
-        return xxh64_intdigest(f"queue_order/{self._seed}/{seq.seq_id}".encode()), seq.seq_id
+        return draw(self._seed, "queue_order", seq.request.request_id), seq.seq_id
 
 
 def priority(ageing_per_s: float = 0.0, preemptive: bool = False) -> KeyedQueue:

@@ -18,6 +18,7 @@ USAGE = """usage: testbed <command> ...
   parity <run folder>          replay a real run's tape through the simulator and compare every decision
   conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
   report <folder> ...          one HTML page about runs or sweeps
+  calibrate fit <profile>      fit cost=calibrated to measured steps; `calibrate profile` measures them
   trace <format> <file>        what is in a trace
   bench                        how fast the scheduler and the simulator are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
@@ -76,13 +77,17 @@ def _parity(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("testbed parity", description="Replay a real run's tape, compare every decision.")
     parser.add_argument("run", type=Path, help="a run folder made with backend=real")
     options = parser.parse_args(arguments)
-    report = check_parity(options.run)
-    if report.divergence is None:
-        until = "; the run was interrupted there" if report.is_cut else ""
-        print(f"identical: {report.num_steps} steps, decision digest {report.digest:016x}{until}")
-        return 0
-    print_divergence(report)
-    return 1
+    for is_fast in (False, True):
+        report = check_parity(options.run, fast_forward=is_fast)
+        if report.divergence is not None:
+            if is_fast:
+                print("step by step all is identical, fast-forwarded it is not:")
+            print_divergence(report)
+            return 1
+    until = "; the run was interrupted there" if report.is_cut else ""
+    both = "step by step and fast-forwarded"
+    print(f"identical: {report.num_steps} steps, decision digest {report.digest:016x}, {both}{until}")
+    return 0
 
 
 def _conform(arguments: list[str]) -> int:
@@ -128,6 +133,12 @@ def _trace(arguments: list[str]) -> int:
     return 0
 
 
+def _calibrate(arguments: list[str]) -> int:
+    from experiments.calibrate_command import main as calibrate
+
+    return calibrate(arguments)
+
+
 def _bench(arguments: list[str]) -> int:
     from experiments.bench.core import main as bench
 
@@ -146,6 +157,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "parity": _parity,
     "conform": _conform,
     "report": _report,
+    "calibrate": _calibrate,
     "trace": _trace,
     "bench": _bench,
     "demo": _demo,

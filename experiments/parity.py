@@ -14,6 +14,7 @@ from sim.backend import SimWork
 from sim.cost.recorded import RecordedBackend
 from sim.driver import run as drive
 from testbed.errors import RunFolderError, TestbedError
+from testbed.fast_forward import FAST_FORWARD
 from testbed.interfaces import StepView
 from testbed.plan import BatchPlan, Finished
 from testbed.records import decision, num_scheduled
@@ -101,10 +102,12 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace)), pools)
 
 
-def check_parity(folder: Path, wrap_scheduler: Callable[[Scheduler], Scheduler] | None = None) -> ParityReport:
+def check_parity(
+    folder: Path, wrap_scheduler: Callable[[Scheduler], Scheduler] | None = None, *, fast_forward: bool = False
+) -> ParityReport:
     """Replays the tape of a real run's folder and compares every step.
 
-    wrap_scheduler: for tests that break parity on purpose. Raises RunFolderError for a folder that is no real run.
+    fast_forward: equal steps are one plan. wrap_scheduler: for tests that break parity on purpose. Raises RunFolderError for a folder that is no real run.
     """
     config = RunConfig.from_container(read_config(folder))
     if not config.is_real:
@@ -117,7 +120,7 @@ def check_parity(folder: Path, wrap_scheduler: Callable[[Scheduler], Scheduler] 
     divergence: Divergence | None = None
     is_cut = False
     try:
-        inputs.drive(serve(inputs.inbox, scheduler, checker))
+        inputs.drive(serve(inputs.inbox, scheduler, checker, FAST_FORWARD if fast_forward else 1))
     except _DivergedError as diverged:
         divergence = diverged.divergence
     except _TapeEndedError:

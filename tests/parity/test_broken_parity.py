@@ -269,7 +269,8 @@ def test_parity_says_identical_and_exits_with_0(whole: Path, capsys: pytest.Capt
     said = say(capsys, "parity", str(whole))
     manifest = manifest_of(whole)
     assert said.status == 0
-    assert said.out == f"identical: {manifest['num_steps']} steps, decision digest {manifest['digest']}\n"
+    expected = f"identical: {manifest['num_steps']} steps, decision digest {manifest['digest']}"
+    assert said.out == f"{expected}, step by step and fast-forwarded\n"
 
 
 def test_parity_shows_the_first_divergence_and_exits_with_1(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Named random streams, drawn in chunks: what any purpose draws depends on nothing that another purpose does.
 
 Each purpose has a stream of its own, seeded by (seed, name of the purpose): changing the rate leaves the lengths as
-they are, so two arms of a study share their random numbers. Streams are endless and drawn CHUNK numbers at a time, so that
+they are, so two arms of a study share their random numbers. Streams are endless and drawn CHUNK numbers at a time:
 memory does not grow with the trace. numpy's samplers are used; their values are those of one numpy version, so a
 published trace is best frozen to a file.
 """

@@ -66,7 +66,7 @@ def _sampler(config: LengthConfig, rng: np.random.Generator) -> Callable[[int], 
     if config.kind == "constant":
         return lambda num: _whole(np.full(num, config.value), low, high)
     if config.kind == "uniform":
-        return lambda num: rng.integers(low, high, num, endpoint=True).tolist()  # type: ignore[no-any-return]
+        return lambda num: rng.integers(low, high, num, endpoint=True).tolist()
     if config.kind == "lognormal":
         return lambda num: _whole(config.value * np.exp(config.sigma * rng.standard_normal(num)), low, high)
     weights = np.arange(low, high + 1, dtype=np.float64) ** -config.exponent

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
-from testbed.traces.readers.own import row_from_fields
-from testbed.traces.schema import Part, Span, TokenIds, Trace, TraceRequest
+from testbed.traces.readers.own import EXACT_FIELDS, FIELDS, row_from_fields
+from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
 
 
-def row_to_json(row: TraceRequest) -> dict[str, Any]:
-    """The row in our own schema, with exact forms (arrival_ns, prompt_parts, ...) beside those meant for the eye."""
+def row_to_json(row: TraceRequest, *, exact_parts: bool = False) -> dict[str, Any]:
+    """The row in our own schema, with exact forms (arrival_ns, prompt_parts, ...) beside those meant for the eye.
+
+    exact_parts: explicit token ids too as parts.
+    """
     fields: dict[str, Any] = {"request_id": row.request_id}
     if row.think_ns is None:
         fields["arrival_time"] = row.arrival_ns / 1e9
     fields["arrival_ns"] = row.arrival_ns
-    if len(row.prompt) == 1 and isinstance(row.prompt[0], TokenIds):
+    if not exact_parts and len(row.prompt) == 1 and isinstance(row.prompt[0], TokenIds):
         fields["prompt_token_ids"] = row.prompt[0].ids.tolist()
     else:
         fields["prompt_tokens"] = row.num_prompt_tokens
         fields["prompt_parts"] = [part_to_json(part) for part in row.prompt]
-    if isinstance(row.output, TokenIds):
+    if not exact_parts and isinstance(row.output, TokenIds):
         fields["output_token_ids"] = row.output.ids.tolist()
     elif row.output is not None:
         fields["output_tokens"] = row.output.num_tokens
@@ -48,11 +54,49 @@ def part_to_json(part: Part) -> dict[str, Any]:
     return {"ids": part.ids.tolist()}
 
 
-def write_jsonl(trace: Trace, path: str | Path) -> None:
-    """Writes a trace (gzipped if `path` ends in .gz) that read_jsonl reads back with the same fingerprint."""
-    file = Path(path)
-    with gzip.open(file, "wt", encoding="utf-8") if file.suffix == ".gz" else file.open("w", encoding="utf-8") as out:
-        for row in trace.rows:
-            fields = row_to_json(row)
-            fields.pop("place", None)  # the reader gives the place in this file
-            out.write(json.dumps(fields, separators=(",", ":")) + "\n")
+def write_jsonl(trace: TraceSource, path: str | Path) -> None:
+    """Writes a trace, row by row, that read_jsonl reads back with the same fingerprint; packed by its extension."""
+    with _text_file(Path(path)) as out:
+        for row in trace:
+            out.write(json.dumps(_fields(row), separators=(",", ":")) + "\n")
+
+
+def write_csv(trace: TraceSource, path: str | Path) -> None:
+    """As write_jsonl, for read_csv_trace: all columns, lists as JSON, what is absent as empty cells."""
+    with _text_file(Path(path)) as out:
+        writer = csv.DictWriter(out, (*FIELDS, *EXACT_FIELDS), lineterminator="\n")
+        writer.writeheader()
+        for row in trace:
+            cells = _fields(row)
+            writer.writerow(
+                {
+                    name: json.dumps(value, separators=(",", ":")) if isinstance(value, list | dict) else value
+                    for name, value in cells.items()
+                }
+            )
+
+
+def _fields(row: TraceRequest) -> dict[str, Any]:
+    fields = row_to_json(row)
+    fields.pop("place", None)  # the reader gives the place in the new file
+    return fields
+
+
+@contextmanager
+def _text_file(file: Path) -> Iterator[TextIO]:
+    """A text file to write, .gz or .zst packed; removed again if writing fails."""
+    try:
+        if file.suffix == ".zst":
+            import zstandard  # heavy, and seldom needed
+
+            with zstandard.open(file, "wt", encoding="utf-8") as packed:
+                yield cast(TextIO, packed)
+        elif file.suffix == ".gz":
+            with gzip.open(file, "wt", encoding="utf-8") as packed:
+                yield packed
+        else:
+            with file.open("w", encoding="utf-8") as out:
+                yield out
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise

@@ -7,6 +7,7 @@ whole and sorted by `arrange` instead. Both have the same rows, and the same fin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import final
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
@@ -18,6 +19,7 @@ class OutOfOrderError(TraceError):
     """A row arrives before the row that it follows: the trace must be read whole, and sorted."""
 
 
+@final
 class StreamedTrace:
     """A TraceSource that calls `make` for its rows each time that it is iterated.
 

@@ -1,17 +1,26 @@
-"""Readers of trace files, one module a format. `read_x(path, limit=None, ...) -> Trace`; bad rows raise TraceError."""
+"""Readers of trace files, one module a format. `read_x(path, limit=None, ...) -> Trace`; bad rows raise TraceError.
+
+Formats in STREAMS can also be read row by row, as long as the file is in order of arrival.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.readers.azure import read_azure
+from testbed.traces.frozen import frozen_info, stream_frozen
+from testbed.traces.readers.agentic import read_agentic
+from testbed.traces.readers.azure import read_azure, stream_azure
 from testbed.traces.readers.bailian import read_bailian
-from testbed.traces.readers.burstgpt import read_burstgpt
-from testbed.traces.readers.mooncake import read_mooncake
+from testbed.traces.readers.burstgpt import read_burstgpt, stream_burstgpt
+from testbed.traces.readers.lengths_csv import read_lengths, stream_lengths
+from testbed.traces.readers.mooncake import read_mooncake, stream_mooncake
+from testbed.traces.readers.open_text import existing_file
 from testbed.traces.readers.own import read_csv_trace, read_jsonl, read_own, read_parquet
+from testbed.traces.readers.servegen import read_servegen, stream_servegen
 from testbed.traces.readers.sharegpt import read_sharegpt
-from testbed.traces.schema import Trace
+from testbed.traces.schema import Trace, TraceSource
+from testbed.traces.stream import OutOfOrderError, StreamedTrace
 
 READERS: dict[str, Callable[..., Trace]] = {
     "azure": read_azure,
@@ -19,32 +28,94 @@ READERS: dict[str, Callable[..., Trace]] = {
     "mooncake": read_mooncake,
     "bailian": read_bailian,
     "sharegpt": read_sharegpt,
+    "servegen": read_servegen,
+    "lengths": read_lengths,
+    "agentic": read_agentic,
     "jsonl": read_jsonl,
     "csv": read_csv_trace,
     "parquet": read_parquet,
 }
 
 
+def _stream_parquet(path: str | Path, limit: int | None = None) -> TraceSource:
+    """A frozen trace row by row; another Parquet file whole: its ids are checked, its sessions put together."""
+    info = frozen_info(path)
+    return read_parquet(path, limit) if info is None else stream_frozen(path, info, limit)
+
+
+STREAMS: dict[str, Callable[..., TraceSource]] = {
+    "azure": stream_azure,
+    "burstgpt": stream_burstgpt,
+    "mooncake": stream_mooncake,
+    "servegen": stream_servegen,
+    "lengths": stream_lengths,
+    "parquet": _stream_parquet,
+}
+MAX_WHOLE_BYTES = 32 << 20  # of a file: a larger one is read row by row, where that is possible
+MAX_WHOLE_ROWS = 100_000  # at most so many rows are held whole, where their number is known
+
+
 def read_trace(format_name: str, path: str | Path, limit: int | None = None, **options: Any) -> Trace:
     """Reads `path` as one of READERS, or as "auto": our own schema, by extension. Raises TraceError if unknown."""
+    reader = _reader(format_name, limit)
+    return reader(path, limit, **options)
+
+
+def open_trace(
+    format_name: str, path: str | Path, limit: int | None = None, stream: bool | None = None, **options: Any
+) -> TraceSource:
+    """As read_trace, but row by row where that is wanted and possible.
+
+    stream: True: where the format can; a row out of order then raises OutOfOrderError. False: never. None: where it
+    pays, for large files, which are then gone through once for their order and number of rows; one that is out of order
+    is read whole and sorted.
+    """
+    reader = _reader(format_name, limit)
+    opener = STREAMS.get(format_name)
+    if stream is False or opener is None:
+        return reader(path, limit, **options)
+    if stream is None and not _is_large(format_name, path, limit):
+        return reader(path, limit, **options)
+    source = opener(path, limit, **options)
+    if stream or not isinstance(source, StreamedTrace) or format_name == "servegen":
+        return source
+    try:
+        num_requests = sum(1 for _ in source)
+    except OutOfOrderError:
+        return reader(path, limit, **options)
+    return source.derived(lambda: iter(source), None, num_requests)
+
+
+def _reader(format_name: str, limit: int | None) -> Callable[..., Trace]:
     if limit is not None and limit < 1:
         raise TraceError(f"trace.limit is {limit}; it must be at least 1, or absent")
     reader = read_own if format_name == "auto" else READERS.get(format_name)
     if reader is None:
         raise TraceError(f"unknown trace format {format_name!r}; choose one of {', '.join(READERS)}")
-    return reader(path, limit, **options)
+    return reader
+
+
+def _is_large(format_name: str, path: str | Path, limit: int | None) -> bool:
+    if limit is not None and limit <= MAX_WHOLE_ROWS:
+        return False
+    return format_name == "servegen" or existing_file(path).stat().st_size > MAX_WHOLE_BYTES
 
 
 __all__ = [
     "READERS",
+    "STREAMS",
+    "open_trace",
+    "read_agentic",
     "read_azure",
     "read_bailian",
     "read_burstgpt",
     "read_csv_trace",
     "read_jsonl",
+    "read_lengths",
     "read_mooncake",
     "read_own",
     "read_parquet",
+    "read_servegen",
     "read_sharegpt",
     "read_trace",
 ]

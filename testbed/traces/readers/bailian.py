@@ -14,13 +14,13 @@ from typing import Any
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import json_object, present, refuse, seconds, token_count, whole_number
-from testbed.traces.readers.hash_blocks import HashBlocks
-from testbed.traces.readers.mooncake import to_zero
+from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
 from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
+from testbed.traces.transforms.timing import shift
 
-BLOCK_TOKENS = 16
+SEMANTICS = BlockSemantics(block_tokens=16, rounding="either", scope="global")
 
 
 def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
@@ -30,7 +30,7 @@ def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
     from the first that the file has; where a chat has several continuations, the first carries the session on.
     Raises TraceError, naming file and line, on a malformed row.
     """
-    blocks = HashBlocks("bailian", BLOCK_TOKENS)
+    blocks = HashBlocks("bailian", SEMANTICS)
     rows: list[TraceRequest] = []
     place_in_session: dict[int, tuple[str, int]] = {}  # chat -> (session, turn), as long as nothing continues it
     for i, (number, line) in enumerate(islice(read_lines(path), limit)):
@@ -59,7 +59,8 @@ def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
         )
     if not rows:
         raise TraceError(f"{path}: no requests; expected one JSON object on each line")
-    return to_zero(arrange("bailian", rows), spread_batches=False)
+    trace = arrange("bailian", rows)
+    return shift(trace, -trace.rows[0].arrival_ns, note=False)
 
 
 def _id(fields: dict[str, Any], field: str, place: str) -> int:

@@ -6,6 +6,7 @@ request with 0 response tokens failed at the service: it is left out and counted
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import MAX_NUM_TOKENS, seconds, token_count, whole_number
 from testbed.traces.readers.open_text import read_csv
 from testbed.traces.schema import Span, Trace, TraceRequest
-from testbed.traces.synthesis import content_key
+from testbed.traces.stream import StreamedTrace
+from testbed.traces.synthesis import numbered_keys
+
+_Row = tuple[int, int, int, str]  # arrival in ns, prompt tokens, output tokens, place
+_key_of = numbered_keys("burstgpt")
 
 
 def read_burstgpt(path: str | Path, limit: int | None = None) -> Trace:
@@ -23,24 +28,49 @@ def read_burstgpt(path: str | Path, limit: int | None = None) -> Trace:
     Every request is independent: the file does not say whether a session's request holds the history before it.
     Raises TraceError, naming file and line, on a malformed row or a missing column, or if every request failed.
     """
-    found: list[tuple[int, int, int, str]] = []
-    num_failed = num_rows = 0
+    failed = [0, 0]
+    found = list(_rows(path, limit, failed))
+    if not found:
+        raise _no_rows(path, failed)
+    start_ns = min(row[0] for row in found)
+    notes = [f"{failed[1]} failed requests (0 response tokens) were left out"] if failed[1] else []
+    return arrange("burstgpt", (_request(i, row, start_ns) for i, row in enumerate(found)), notes)
+
+
+def stream_burstgpt(path: str | Path, limit: int | None = None) -> StreamedTrace:
+    """As read_burstgpt, row by row; iterating raises OutOfOrderError where the file is out of order."""
+
+    def make() -> Iterator[TraceRequest]:
+        failed = [0, 0]
+        start_ns: int | None = None
+        for i, row in enumerate(_rows(path, limit, failed)):
+            start_ns = row[0] if start_ns is None else start_ns
+            yield _request(i, row, start_ns)
+        if start_ns is None:
+            raise _no_rows(path, failed)
+
+    return StreamedTrace("burstgpt", make, ("failed requests (0 response tokens) are left out",))
+
+
+def _no_rows(path: str | Path, failed: list[int]) -> TraceError:
+    return TraceError(f"{path}: no requests; {failed[0]} rows, of which {failed[1]} are failed requests")
+
+
+def _rows(path: str | Path, limit: int | None, failed: list[int]) -> Iterator[_Row]:
+    """The rows that did not fail, in the file's order. failed: counts all rows, and those that failed."""
+    expected = f"a whole number of tokens from 0 (a failed request) to {MAX_NUM_TOKENS:,}"
     for place, cells in islice(read_csv(path, ("Timestamp", "Request tokens", "Response tokens")), limit):
-        num_rows += 1
+        failed[0] += 1
         arrival_ns = seconds(cells[0], place, "Timestamp")
-        expected = f"a whole number of tokens from 0 (a failed request) to {MAX_NUM_TOKENS:,}"
         num_output = whole_number(cells[2], place, "Response tokens", 0, MAX_NUM_TOKENS, expected)
         if num_output == 0:
-            num_failed += 1
+            failed[1] += 1
             continue
-        found.append((arrival_ns, token_count(cells[1], place, "Request tokens"), num_output, place))
-    if not found:
-        raise TraceError(f"{path}: no requests; {num_rows} rows, of which {num_failed} are failed requests")
-    start_ns = min(row[0] for row in found)
-    rows = []
-    for i, (arrival_ns, num_prompt, num_output, place) in enumerate(found):
-        key = content_key("burstgpt", i)
-        prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
-        rows.append(TraceRequest(f"burstgpt-{i}", arrival_ns - start_ns, (prompt,), output, place=place))
-    notes = [f"{num_failed} failed requests (0 response tokens) were left out"] if num_failed else []
-    return arrange("burstgpt", rows, notes)
+        yield arrival_ns, token_count(cells[1], place, "Request tokens"), num_output, place
+
+
+def _request(i: int, row: _Row, start_ns: int) -> TraceRequest:
+    arrival_ns, num_prompt, num_output, place = row
+    key = _key_of(i)
+    prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
+    return TraceRequest(f"burstgpt-{i}", arrival_ns - start_ns, (prompt,), output, place=place)

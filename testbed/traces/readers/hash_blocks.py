@@ -1,50 +1,82 @@
-"""Prompts given as hash ids, one for each block of tokens: equal ids are equal blocks, down to their tokens."""
+"""Prompts given as hash ids, one for each block of tokens: equal ids are equal blocks, down to their tokens.
+
+Formats differ in what an id means; each reader declares its BlockSemantics.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from testbed.traces.readers.fields import refuse, whole_number
 from testbed.traces.schema import Part, Span
 from testbed.traces.synthesis import content_key
 
+_MAX_KEPT = 1 << 18  # blocks whose span is kept for the next time; more are made anew
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSemantics:
+    """What the hash ids of a format stand for.
+
+    block_tokens: tokens of a block. rounding: how many ids a prompt has: "ceil" (the last block may be partial),
+    "floor" (the tokens after the last whole block have no id), "either" (the file does one or the other, row by row).
+    scope: ids mean the same in the whole file ("global"), or only within one session ("session").
+    """
+
+    block_tokens: int
+    rounding: Literal["ceil", "floor", "either"]
+    scope: Literal["global", "session"]
+
+    def counts(self, num_tokens: int) -> tuple[int, ...]:
+        """How many ids a prompt of so many tokens may have."""
+        num_full, num_rest = divmod(num_tokens, self.block_tokens)
+        up = num_full + (num_rest > 0)
+        return {"ceil": (up,), "floor": (num_full,), "either": (up, num_full)}[self.rounding]
+
 
 class HashBlocks:
     """Turns hash ids into spans, sharing what is shared. `namespace` keeps the ids of two sources apart.
 
-    An id that stands for a block of `block_tokens` is one content: a partial last block is its beginning. So equal
+    An id is one content of block_tokens tokens: a partial last block is its beginning, and is never split. So equal
     runs of ids give equal tokens whatever block size the engine has, and the common prefix is kept to the token.
     """
 
-    def __init__(self, namespace: str, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, namespace: str, semantics: BlockSemantics) -> None:
+        self.semantics = semantics
         self._namespace = namespace
-        self._full: dict[int, Span] = {}  # one object for each block, however often it occurs
+        self._full: dict[tuple[str, int] | int, Span] = {}  # one object for each block, however often it occurs
 
-    def prompt(self, ids: Any, num_tokens: int, place: str, rest_key: int) -> tuple[Part, ...]:
+    def prompt(self, ids: Any, num_tokens: int, place: str, rest_key: int, session: str = "") -> tuple[Part, ...]:
         """The parts of a prompt of `num_tokens` whose blocks are `ids`.
 
-        The number of ids is that of blocks rounded up (the last is partial), or rounded down: then the tokens after
-        the last block are content of their own, keyed `rest_key`. Raises TraceError otherwise.
+        Tokens that have no id are content of their own, keyed `rest_key`. session: whose ids they are, where the scope
+        says so. Raises TraceError if the number of ids is not what the rounding says, or one is no whole number.
         """
-        size = self.block_tokens
+        size = self.semantics.block_tokens
         num_full, num_rest = divmod(num_tokens, size)
-        if not isinstance(ids, list) or len(ids) not in (num_full, num_full + bool(num_rest)):
+        counts = self.semantics.counts(num_tokens)
+        if not isinstance(ids, list) or len(ids) not in counts:
             raise refuse(
                 place,
                 "hash_ids",
                 ids if not isinstance(ids, list) else f"a list of {len(ids)}",
-                f"{num_full + bool(num_rest)} ids, one for each block of {size} of {num_tokens} tokens",
+                f"{counts[0]} ids, one for each block of {size} of {num_tokens} tokens ({self.semantics.rounding})",
             )
-        parts: list[Part] = [self._block(block_id, place) for block_id in ids[:num_full]]
+        own = session if self.semantics.scope == "session" else ""
+        parts: list[Part] = [self._block(block_id, own, place) for block_id in ids[:num_full]]
         if num_rest:
-            key = self._block(ids[num_full], place).key if len(ids) > num_full else rest_key
+            key = self._block(ids[num_full], own, place).key if len(ids) > num_full else rest_key
             parts.append(Span(key, 0, num_rest))
         return tuple(parts)
 
-    def _block(self, block_id: Any, place: str) -> Span:
-        span = self._full.get(block_id) if isinstance(block_id, int) else None
+    def _block(self, block_id: Any, session: str, place: str) -> Span:
+        key = (session, block_id) if session else block_id
+        span = self._full.get(key) if isinstance(block_id, int) else None
         if span is None:
             number = whole_number(block_id, place, "hash_ids", -(2**63), 2**64, "whole numbers")
-            span = self._full[number] = Span(content_key(self._namespace, number), 0, self.block_tokens)
+            if len(self._full) >= _MAX_KEPT:
+                self._full.clear()
+            name = (self._namespace, session, number) if session else (self._namespace, number)
+            span = self._full[key] = Span(content_key(*name), 0, self.semantics.block_tokens)
         return span

@@ -7,18 +7,23 @@ tokens that were generated: the file does not say what they were.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import json_object, present, token_count, whole_number
-from testbed.traces.readers.hash_blocks import HashBlocks
+from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
-from testbed.traces.synthesis import content_key
+from testbed.traces.stream import StreamedTrace
+from testbed.traces.synthesis import numbered_keys
+from testbed.traces.transforms.timing import shift, spread
 
-BLOCK_TOKENS = 512
+SEMANTICS = BlockSemantics(block_tokens=512, rounding="ceil", scope="global")
+_output_key_of = numbered_keys("mooncake-output")
 _NS_PER_MS = 10**6
 
 
@@ -28,8 +33,40 @@ def read_mooncake(path: str | Path, limit: int | None = None, spread_batches: bo
     spread_batches: the published timestamps come in batches, about 3 s apart; this spreads each batch evenly up to the
     next one, and says so in the notes. Raises TraceError, naming file and line, on a malformed row.
     """
-    blocks = HashBlocks("mooncake", BLOCK_TOKENS)
-    rows: list[TraceRequest] = []
+    rows = list(_rows(path, limit))
+    if not rows:
+        raise _no_rows(path)
+    trace = arrange("mooncake", rows)
+    trace = shift(trace, -trace.rows[0].arrival_ns, note=False)
+    return spread(trace) if spread_batches else trace
+
+
+def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: bool = False) -> StreamedTrace | Trace:
+    """As read_mooncake, row by row; iterating raises OutOfOrderError where the file is out of order.
+
+    With spread_batches the trace is read whole: where a row goes depends on those after it.
+    """
+    if spread_batches:
+        return read_mooncake(path, limit, spread_batches)
+
+    def make() -> Iterator[TraceRequest]:
+        start_ns: int | None = None
+        for row in _rows(path, limit):
+            start_ns = row.arrival_ns if start_ns is None else start_ns
+            yield replace(row, arrival_ns=row.arrival_ns - start_ns)
+        if start_ns is None:
+            raise _no_rows(path)
+
+    return StreamedTrace("mooncake", make)
+
+
+def _no_rows(path: str | Path) -> TraceError:
+    return TraceError(f"{path}: no requests; expected one JSON object on each line")
+
+
+def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
+    """The rows in the file's order, on the file's clock."""
+    blocks = HashBlocks("mooncake", SEMANTICS)
     for i, (number, line) in enumerate(islice(read_lines(path), limit)):
         place = f"{path}:{number}"
         fields = json_object(line, place)
@@ -37,19 +74,6 @@ def read_mooncake(path: str | Path, limit: int | None = None, spread_batches: bo
         stamp_ms = whole_number(stamp, place, "timestamp", 0, MAX_NS // _NS_PER_MS, "whole milliseconds, 0 or above")
         num_prompt = token_count(present(fields, "input_length", place), place, "input_length")
         num_output = token_count(present(fields, "output_length", place), place, "output_length")
-        rest_key = content_key("mooncake-rest", i)
-        prompt = blocks.prompt(present(fields, "hash_ids", place), num_prompt, place, rest_key)
-        output = Span(content_key("mooncake-output", i), 0, num_output)
-        rows.append(TraceRequest(f"mooncake-{i}", stamp_ms * _NS_PER_MS, prompt, output, place=place))
-    if not rows:
-        raise TraceError(f"{path}: no requests; expected one JSON object on each line")
-    trace = arrange("mooncake", rows)
-    return to_zero(trace, spread_batches)
-
-
-def to_zero(trace: Trace, spread_batches: bool) -> Trace:
-    """Shifts the first arrival to 0; with `spread_batches` also spreads the rows of one instant up to the next."""
-    from testbed.traces.transforms import shift, spread  # transforms know no readers: no cycle
-
-    shifted = shift(trace, -trace.rows[0].arrival_ns, note=False)
-    return spread(shifted) if spread_batches else shifted
+        prompt = blocks.prompt(present(fields, "hash_ids", place), num_prompt, place, 0)
+        output = Span(_output_key_of(i), 0, num_output)
+        yield TraceRequest(f"mooncake-{i}", stamp_ms * _NS_PER_MS, prompt, output, place=place)

@@ -61,11 +61,11 @@ def open_text(file: Path) -> TextIO:
     if suffix == ".gz":
         return gzip.open(file, "rt", encoding="utf-8-sig")
     if suffix == ".zst":
-        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(file)), encoding="utf-8-sig")
+        return io.TextIOWrapper(io.BufferedReader(ZstdFile(file)), encoding="utf-8-sig")
     return file.open("rt", encoding="utf-8-sig")
 
 
-class _ZstdFile(io.RawIOBase):
+class ZstdFile(io.RawIOBase):
     """A .zst file unpacked, frame after frame; a file that ends within a frame raises EOFError, as gzip does."""
 
     def __init__(self, file: Path) -> None:

@@ -92,7 +92,15 @@ def read_csv_trace(path: str | Path, limit: int | None = None) -> Trace:
 
 
 def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
-    """Reads a Parquet file; a null (or NaN in an optional column) is an absent field; places are row numbers from 1."""
+    """Reads a Parquet file; a null (or NaN in an optional column) is an absent field; places are row numbers from 1.
+
+    A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint.
+    """
+    from testbed.traces.frozen import frozen_info, read_frozen  # frozen traces are read by this module
+
+    info = frozen_info(path)
+    if info is not None:
+        return read_frozen(path, info, limit)
     return _assemble("parquet", path, islice(_parquet_records(path), limit))
 
 

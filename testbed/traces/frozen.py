@@ -1,0 +1,145 @@
+"""Frozen traces: one Parquet file with every row exact, in order, and the trace's name, notes and fingerprint in it.
+
+Such a file is read back row by row on any machine, without drawing anything again, and checked against its fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from testbed.errors import TraceError
+from testbed.traces.fingerprint import Fingerprint
+from testbed.traces.readers.open_text import existing_file
+from testbed.traces.readers.own import row_from_fields
+from testbed.traces.schema import Trace, TraceRequest, TraceSource
+from testbed.traces.serialize import row_to_json
+from testbed.traces.stream import StreamedTrace
+
+_METADATA = b"testbed.trace"
+_BATCH_ROWS = 4096
+_COLUMNS = {  # the columns of a frozen file: our own schema's exact forms, and counts for the eye
+    "request_id": "string", "arrival_ns": "int64", "think_ns": "int64", "prompt_tokens": "int64",
+    "output_tokens": "int64", "prompt_parts": "string", "output_part": "string", "priority": "int32",
+    "tenant": "string", "session_id": "string", "turn": "int32", "cancel_after_ns": "int64", "deadline_ns": "int64",
+    "cache_salt": "string",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenInfo:
+    """What a frozen file says of itself."""
+
+    name: str
+    notes: tuple[str, ...]
+    num_requests: int
+    fingerprint: str
+    closed_tail: bool = False
+
+
+def freeze_trace(
+    trace: TraceSource, path: str | Path, watch: Callable[[Iterator[TraceRequest]], Iterator[TraceRequest]] = iter
+) -> FrozenInfo:
+    """Writes `trace` to a Parquet file, row by row; goes through it twice (its fingerprint stands in front).
+
+    watch: shown the rows, as a progress bar wants. Raises OSError if the file cannot be written; what was begun is
+    removed then.
+    """
+    import pyarrow as pa  # heavy, and seldom needed
+    import pyarrow.parquet as pq
+
+    num = 0
+    digest = Fingerprint()
+    for row in watch(iter(trace)):
+        digest.update(row)
+        num += 1
+    info = FrozenInfo(trace.name, trace.notes, num, digest.hexdigest(), trace.closed_tail)
+    schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in _COLUMNS.items()])
+    schema = schema.with_metadata({_METADATA: json.dumps(asdict(info)).encode()})
+    file = Path(path)
+    try:
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            rows = watch(iter(trace))
+            while batch := list(islice(rows, _BATCH_ROWS)):
+                records = [_record(row) for row in batch]
+                writer.write_table(pa.Table.from_pylist(records, schema=schema))
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    return info
+
+
+def frozen_info(path: str | Path) -> FrozenInfo | None:
+    """What a Parquet file says of itself; None if it is not a frozen trace. Raises TraceError if it is none at all."""
+    import pyarrow as pa  # heavy, and seldom needed
+    import pyarrow.parquet as pq
+
+    existing_file(path)
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except pa.ArrowException as error:
+        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+    if _METADATA not in metadata:
+        return None
+    try:
+        said = json.loads(metadata[_METADATA])
+        return FrozenInfo(**{**said, "notes": tuple(said["notes"])})
+    except (ValueError, KeyError, TypeError):
+        raise TraceError(f"{path}: its metadata is damaged; freeze the trace again") from None
+
+
+def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> StreamedTrace:
+    """The rows of a frozen file. With no limit, going through them to the end checks the fingerprint (TraceError)."""
+
+    def make() -> Iterator[TraceRequest]:
+        digest = Fingerprint()
+        num = 0
+        for row in islice(_rows(path), limit):
+            digest.update(row)
+            num += 1
+            yield row
+        if limit is None or num < limit:
+            _check(path, info, digest.hexdigest(), num)
+
+    num_requests = info.num_requests if limit is None else min(limit, info.num_requests)
+    return StreamedTrace(info.name, make, info.notes, num_requests, closed_tail=info.closed_tail)
+
+
+def read_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> Trace:
+    """The rows of a frozen file, whole, and checked as stream_frozen does."""
+    return Trace(info.name, tuple(stream_frozen(path, info, limit)), info.notes)
+
+
+def _check(path: str | Path, info: FrozenInfo, found: str, num: int) -> None:
+    if found != info.fingerprint:
+        raise TraceError(
+            f"{path}: {num} requests with fingerprint {found}, but {info.num_requests} with {info.fingerprint} were "
+            "frozen: the file was changed; freeze the trace again"
+        )
+
+
+def _record(row: TraceRequest) -> dict[str, Any]:
+    fields = row_to_json(row, exact_parts=True)
+    for name in ("prompt_parts", "output_part"):
+        if name in fields:
+            fields[name] = json.dumps(fields[name], separators=(",", ":"))
+    return fields
+
+
+def _rows(path: str | Path) -> Iterator[TraceRequest]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield row_from_fields(record, f"{path}:{number}")
+    except pa.ArrowException as error:
+        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None

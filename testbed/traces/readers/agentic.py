@@ -1,0 +1,149 @@
+"""Agentic coding sessions (callanjfox/kv-cache-tester, `traces/`): one JSON a session, in an archive or a folder.
+
+`id`, `block_size` (64), `hash_id_scope` ("local": ids mean something within one session only), `requests`: each with
+`t` (s since the session's start), `in`, `out`, `hash_ids` (one for each whole block of the prompt), `think_time` and
+`api_time` (s); an entry of type "subagent" has `t` and `requests` of its own, whose `t` counts from its start. Sessions
+have no instants of their own: their starts are the reader's.
+
+A session's requests are its turns; a sub-agent is a session of its own, `<id>/<agent_id>`, that starts as long after
+its parent session's start as recorded. Its ids are its parent's: what they share, they share. The tokens that a request
+generated are known to later ones only as far as ids name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from testbed.errors import TraceError
+from testbed.traces.arrange import arrange
+from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.draws import streams
+from testbed.traces.readers.fields import json_object, name_text, present, refuse, seconds, token_count, whole_number
+from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
+from testbed.traces.readers.open_archive import archive_files
+from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.synthesis import content_key
+
+SEMANTICS = BlockSemantics(block_tokens=64, rounding="floor", scope="session")
+SESSION_STARTS = ArrivalConfig(arrival="poisson", rate=0.1)
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the rows of one session file have in common. start_ns: when it begins in the trace."""
+
+    name: str
+    start_ns: int
+    blocks: HashBlocks
+    closed_loop: bool
+    num_bad_thinks: int = 0
+
+
+def read_agentic(
+    path: str | Path,
+    limit: int | None = None,
+    arrivals: ArrivalConfig | None = None,
+    seed: int = 0,
+    closed_loop: bool = True,
+) -> Trace:
+    """Reads an archive (.tar, .tar.gz, .tar.zst) or a folder, at most its first `limit` session files.
+
+    arrivals: of the sessions (Poisson, one in ten seconds), drawn with `seed`. closed_loop: a request comes think_time
+    after the one before it finished; otherwise as long after the session's start as recorded. A think_time that was
+    taken from an older request than the one before, as happens where that has no api_time, is replaced by the time
+    since the one before arrived. Raises TraceError, naming archive, file and request, on malformed entries.
+    """
+    rows: list[TraceRequest] = []
+    starts = instants(arrivals or SESSION_STARTS, streams(seed))
+    num_bad = 0
+    for name, text in islice(archive_files(path, (".json",)), limit):
+        place = f"{path}:{name}"
+        fields = json_object(text, place)
+        session = _session(fields, place, next(starts), closed_loop)
+        rows.extend(_rows(session, session.name, session.start_ns, present(fields, "requests", place), place))
+        num_bad += session.num_bad_thinks
+    if not rows:
+        raise TraceError(f"{path}: no requests; expected one JSON file a session, with requests")
+    rows.sort(key=lambda row: row.arrival_ns)  # sessions overlap
+    config = arrivals or SESSION_STARTS
+    notes = [
+        f"sessions start by {config.arrival} arrivals with seed {seed}, {config.rate:g} per second: not the file's"
+    ]
+    if num_bad and closed_loop:
+        notes.append(
+            f"{num_bad} think times did not count from the request before; the time since it arrived was taken"
+        )
+    return arrange("agentic", rows, notes)
+
+
+def _session(fields: dict[str, Any], place: str, start_ns: int, closed_loop: bool) -> _Session:
+    name = name_text(present(fields, "id", place), place, "id")
+    size = whole_number(fields.get("block_size", SEMANTICS.block_tokens), place, "block_size", 1, 2**20, "1 to 2**20")
+    scope = fields.get("hash_id_scope", "local")
+    if scope not in ("local", "global"):
+        raise refuse(place, "hash_id_scope", scope, "local or global")
+    semantics = BlockSemantics(size, SEMANTICS.rounding, "session" if scope == "local" else "global")
+    return _Session(name, start_ns, HashBlocks("agentic", semantics), closed_loop)
+
+
+def _rows(session: _Session, session_id: str, start_ns: int, entries: Any, place: str) -> Iterator[TraceRequest]:
+    """The requests of a session or a sub-agent, and those of the sub-agents within."""
+    if not isinstance(entries, list):
+        raise refuse(place, "requests", entries, "a list of requests")
+    turn = 0
+    before: dict[str, Any] | None = None
+    for number, entry in enumerate(entries, 1):
+        where = f"{place}:request {number}"
+        if not isinstance(entry, dict):
+            raise refuse(where, "requests", entry, "an object")
+        at_ns = seconds(present(entry, "t", where), where, "t")
+        if entry.get("type") == "subagent":
+            agent = name_text(present(entry, "agent_id", where), where, "agent_id")
+            nested = present(entry, "requests", where)
+            yield from _rows(session, f"{session_id}/{agent}", start_ns + at_ns, nested, where)
+            continue
+        if before is not None and at_ns < seconds(before["t"], where, "t"):
+            raise refuse(where, "t", entry["t"], f"at least {before['t']}, that of the request before")
+        think_ns = None if before is None or not session.closed_loop else _think_ns(session, entry, before, where)
+        yield _request(session, session_id, turn, start_ns + at_ns, think_ns, entry, where)
+        turn += 1
+        before = entry
+
+
+def _request(
+    session: _Session, session_id: str, turn: int, at_ns: int, think_ns: int | None, entry: dict[str, Any], where: str
+) -> TraceRequest:
+    num_prompt = token_count(present(entry, "in", where), where, "in")
+    num_output = token_count(present(entry, "out", where), where, "out")
+    name = f"{session_id}-t{turn}"
+    rest_key = content_key("agentic-rest", name)
+    ids = present(entry, "hash_ids", where)
+    return TraceRequest(
+        request_id=name,
+        arrival_ns=at_ns,
+        prompt=session.blocks.prompt(ids, num_prompt, where, rest_key, session.name),
+        output=Span(content_key("agentic-output", name), 0, num_output),
+        session_id=session_id,
+        turn=turn,
+        think_ns=think_ns,
+        place=where,
+    )
+
+
+def _think_ns(session: _Session, entry: dict[str, Any], before: dict[str, Any], where: str) -> int:
+    """How long after the request before finished this one was sent."""
+    since_ns = seconds(entry["t"], where, "t") - seconds(before["t"], where, "t")
+    given, took = entry.get("think_time"), before.get("api_time")
+    if given is not None and took is not None:
+        return seconds(given, where, "think_time")
+    if took is not None:
+        return max(0, since_ns - seconds(took, where, "api_time"))
+    think_ns = since_ns if given is None else seconds(given, where, "think_time")
+    if think_ns > since_ns:
+        session.num_bad_thinks += 1
+        return since_ns
+    return think_ns

@@ -1,0 +1,56 @@
+"""Pairs of lengths without arrivals (project-etalon/etalon, `sharegpt_8k` and others): the arrivals are the reader's.
+
+CSV `num_prefill_tokens,num_decode_tokens`, more columns ignored. There is no content: every request has its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from testbed.errors import TraceError
+from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.draws import streams
+from testbed.traces.readers.fields import token_count
+from testbed.traces.readers.open_text import read_csv
+from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.synthesis import numbered_keys
+
+_key_of = numbered_keys("lengths")
+
+
+def read_lengths(
+    path: str | Path, limit: int | None = None, arrivals: ArrivalConfig | None = None, seed: int = 0
+) -> Trace:
+    """Reads a file of lengths (plain, .gz, .zst), at most its first `limit` rows, whole; see stream_lengths."""
+    return whole(stream_lengths(path, limit, arrivals, seed))
+
+
+def stream_lengths(
+    path: str | Path, limit: int | None = None, arrivals: ArrivalConfig | None = None, seed: int = 0
+) -> StreamedTrace:
+    """The rows of a file in its order, arriving as `arrivals` says (Poisson, 4 per second), drawn with `seed`.
+
+    Raises TraceError, naming file and line, on a malformed row or a missing column, ConfigError for a negative seed.
+    """
+    config = arrivals or ArrivalConfig()
+    streams(seed)  # refuses a bad seed at once
+
+    def make() -> Iterator[TraceRequest]:
+        starts = instants(config, streams(seed))
+        i = -1
+        for i, (place, cells) in enumerate(islice(read_csv(path, ("num_prefill_tokens", "num_decode_tokens")), limit)):
+            num_prompt = token_count(cells[0], place, "num_prefill_tokens")
+            num_output = token_count(cells[1], place, "num_decode_tokens")
+            key = _key_of(i)
+            prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
+            yield TraceRequest(f"lengths-{i}", next(starts), (prompt,), output, place=place)
+        if i < 0:
+            raise TraceError(f"{path}: no requests; expected at least one row after the header")
+
+    note = f"arrivals are not the file's: {config.arrival} with seed {seed}"
+    if config.arrival != "all_at_once":
+        note += f", {config.rate:g} per second"
+    return StreamedTrace("lengths", make, (note,))

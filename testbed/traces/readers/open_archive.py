@@ -1,0 +1,64 @@
+"""Opens an archive of trace files (.tar, .tar.gz, .tgz, .tar.zst) or a folder of them. Nothing is unpacked to disk."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from testbed.errors import TraceError
+from testbed.traces.readers.open_text import ZstdFile, existing_file
+
+_MAX_MEMBER_BYTES = 1 << 30
+
+
+def archive_files(path: str | Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yields (name within the archive, text) of each file whose name ends in one of `suffixes`, in the archive's order.
+
+    A folder's files come sorted by name. Raises TraceError if there is no such archive, it is damaged, or a file is not
+    UTF-8 or larger than 1 GiB.
+    """
+    root = Path(path)
+    if root.is_dir():
+        for file in sorted(root.rglob("*")):
+            if file.is_file() and file.name.endswith(suffixes):
+                yield file.relative_to(root).as_posix(), _text(path, file.name, file.read_bytes())
+        return
+    try:
+        with _opened(existing_file(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                if not member.isfile() or not member.name.endswith(suffixes):
+                    continue
+                if member.size > _MAX_MEMBER_BYTES:
+                    raise TraceError(f"{path}:{member.name}: {member.size:,} bytes; expected at most 1 GiB a file")
+                content = archive.extractfile(member)
+                assert content is not None, "a file has content"
+                yield member.name, _text(path, member.name, content.read())
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: damaged, or no archive: {error}; expected a .tar, .tar.gz or .tar.zst") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "zstandard":
+            raise
+        raise TraceError(f"{path}: damaged compressed file: {error}") from None
+
+
+def _opened(file: Path) -> BinaryIO:
+    suffix = file.suffix.lower()
+    if suffix in (".gz", ".tgz"):
+        return cast(BinaryIO, gzip.open(file, "rb"))
+    if suffix == ".zst":
+        return io.BufferedReader(ZstdFile(file))
+    return file.open("rb")
+
+
+def _text(path: str | Path, name: str, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}:{name}: not UTF-8 text ({error.reason}); expected a text file") from None

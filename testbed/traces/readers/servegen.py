@@ -1,0 +1,253 @@
+"""ServeGen (Xiang et al., 2025; alibaba/ServeGen): not recorded requests, but what clients do, window by window.
+
+An archive or folder with, for each client N, `chunk-N-trace.csv` without a header (window start in s, requests/s, CV of
+the gaps, `Gamma`, `Weibull` or nothing, shape, scale) and `chunk-N-dataset.json` (per longer window: `input_tokens` and
+`output_tokens`, each a text of {length: probability}). Requests are drawn from it: this reader is a generator, and the
+same seed gives the same trace. The file has no joint distribution: prompt and output lengths are independent.
+
+In each window a client sends rate x length requests (the published rates are counts), a rest by chance; their gaps are
+Gamma with the window's CV, or Weibull with its shape, scaled to fill the window. So counts per window are those of the
+file, and the burstiness within windows is that of its gaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from testbed.errors import TraceError
+from testbed.traces.draws import streams
+from testbed.traces.readers.fields import json_object, refuse, whole_number
+from testbed.traces.readers.open_archive import archive_files
+from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
+from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.synthesis import numbered_keys
+
+_TRACE, _DATASET = "-trace.csv", "-dataset.json"
+_PATTERNS = ("Gamma", "Weibull", "")
+_Pdf = tuple[NDArray[np.int64], NDArray[np.float64]]  # lengths, cumulated probabilities
+
+
+class _Window(NamedTuple):
+    start_s: int
+    rate: float
+    cv: float
+    pattern: str
+    shape: float
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    number: int
+    windows: dict[int, _Window]  # by start
+    lengths: dict[int, dict[str, str]]  # by start: field -> text of {length: probability}
+    place: str  # of the lengths
+
+
+def read_servegen(path: str | Path, limit: int | None = None, seed: int = 0) -> Trace:
+    """The first `limit` requests drawn from an archive or folder, whole; see stream_servegen."""
+    return whole(stream_servegen(path, limit, seed))
+
+
+def stream_servegen(path: str | Path, limit: int | None = None, seed: int = 0) -> StreamedTrace:
+    """The first `limit` requests drawn from an archive or folder. A request's tenant is its client.
+
+    Memory follows the clients and one window. Raises TraceError, naming archive, file and line, on a malformed row, a
+    client without lengths, or windows that differ between clients; ConfigError for a negative seed.
+    """
+    clients = _load(path)
+    streams(seed)  # refuses a bad seed at once
+    note = f"drawn from {len(clients)} clients with seed {seed}"
+    return StreamedTrace("servegen", lambda: islice(_requests(clients, seed), limit), (note,))
+
+
+def _load(path: str | Path) -> list[_Client]:
+    windows: dict[int, dict[int, _Window]] = {}
+    lengths: dict[int, tuple[dict[int, dict[str, str]], str]] = {}
+    for name, text in archive_files(path, (_TRACE, _DATASET)):
+        place = f"{path}:{name}"
+        number = _client_number(name, place)
+        if name.endswith(_TRACE):
+            windows[number] = _windows(text, place)
+        else:
+            lengths[number] = (_lengths(text, place), place)
+    if not windows:
+        raise TraceError(f"{path}: no client; expected files chunk-N{_TRACE} and chunk-N{_DATASET}")
+    clients = []
+    starts = next(iter(windows.values())).keys()
+    for number in sorted(windows):
+        if number not in lengths:
+            raise TraceError(f"{path}: client {number} has no lengths; expected chunk-{number}{_DATASET}")
+        if windows[number].keys() != starts:
+            raise TraceError(
+                f"{path}: chunk-{number}{_TRACE} has other windows than the first client; expected the same"
+            )
+        clients.append(_Client(number, windows[number], *lengths[number]))
+    return clients
+
+
+def _client_number(name: str, place: str) -> int:
+    parts = name.rsplit("/", 1)[-1].split("-")
+    if len(parts) != 3 or parts[0] != "chunk" or not parts[1].isdigit():
+        raise TraceError(f"{place}: the file's name is unknown; expected chunk-N{_TRACE} or chunk-N{_DATASET}")
+    return int(parts[1])
+
+
+def _windows(text: str, place: str) -> dict[int, _Window]:
+    found: dict[int, _Window] = {}
+    previous = -1
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        cells = [cell.strip() for cell in line.split(",")]
+        where = f"{place}:{number}"
+        if len(cells) != 6:
+            raise TraceError(f"{where}: {len(cells)} cells; expected 6: start, rate, CV, pattern, shape, scale")
+        start = whole_number(cells[0], where, "start", 0, MAX_NS // 10**9, "whole seconds, 0 or above")
+        if start <= previous:
+            raise refuse(where, "start", cells[0], f"more than {previous}, the window before")
+        if cells[3] not in _PATTERNS:
+            raise refuse(where, "pattern", cells[3], "Gamma, Weibull or nothing")
+        rate, cv, shape = (
+            _number(cell, where, field)
+            for cell, field in zip((cells[1], cells[2], cells[4]), ("rate", "CV", "shape"), strict=True)
+        )
+        if rate > 0:
+            _check_process(cells, cv, shape, where)
+        found[start] = _Window(start, rate, cv, cells[3], shape, where)
+        previous = start
+    if not found:
+        raise TraceError(f"{place}: no windows; expected a row for each")
+    return found
+
+
+def _check_process(cells: list[str], cv: float, shape: float, where: str) -> None:
+    """Refuses what no gaps can be drawn from."""
+    if not cells[3]:
+        raise refuse(where, "pattern", cells[3], "Gamma or Weibull, as the rate is above 0")
+    if not 0 < cv <= 1000:
+        raise refuse(where, "CV", cells[2], "above 0, up to 1000")
+    if cells[3] == "Weibull" and not 0.01 <= shape <= 1e6:
+        raise refuse(where, "shape", cells[4], "0.01 to 1e6")
+
+
+def _number(text: str, place: str, field: str) -> float:
+    try:
+        number = float(text) if "_" not in text else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or not 0 <= number <= 1e9:
+        raise refuse(place, field, text, "a finite number, 0 or above")
+    return number
+
+
+def _lengths(text: str, place: str) -> dict[int, dict[str, str]]:
+    """The texts of the distributions by window; windows without requests are left out."""
+    found: dict[int, dict[str, str]] = {}
+    for start, given in json_object(text, place).items():
+        number = whole_number(start, place, "window", 0, MAX_NS // 10**9, "whole seconds, 0 or above")
+        if not isinstance(given, dict):
+            raise refuse(place, start, given, "an object with input_tokens and output_tokens")
+        chosen = {}
+        for field in ("input_tokens", "output_tokens"):
+            if not isinstance(given.get(field), str):
+                raise refuse(f"{place}: window {start}", field, given.get(field), "a text of {length: probability}")
+            chosen[field] = given[field]
+        if all(pdf.strip() not in ("", "{}") for pdf in chosen.values()):
+            found[number] = chosen
+    if not found:
+        raise TraceError(f"{place}: no window has lengths; expected input_tokens and output_tokens")
+    return dict(sorted(found.items()))
+
+
+def _pdf(text: str, place: str) -> _Pdf:
+    """A text of {length: probability}, those of probability 0 left out."""
+    expected = "a text of {length: probability}, whole lengths from 0, probabilities that sum to 1"
+    body = text.strip()
+    pairs = body[1:-1].replace(":", ",").split(",") if body[:1] == "{" and body[-1:] == "}" else []
+    try:
+        numbers = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    except ValueError:
+        raise refuse(place, "tokens", text, expected) from None
+    sizes, shares = numbers[:, 0], numbers[:, 1]
+    total = float(shares.sum()) if len(shares) else 0.0
+    if not abs(total - 1) < 0.01 or shares.min() < 0 or sizes.min() < 0 or (sizes != np.rint(sizes)).any():
+        raise refuse(place, "tokens", text, expected)
+    known = shares > 0
+    return np.maximum(sizes[known].astype(np.int64), 1), np.cumsum(shares[known]) / total
+
+
+class _Drawn:
+    """One client's requests, window after window."""
+
+    def __init__(self, client: _Client, seed: int) -> None:
+        rng = streams(seed, f"servegen/{client.number}")
+        self._client = client
+        self._arrivals, self._sides = rng("arrival"), {"input_tokens": rng("input"), "output_tokens": rng("output")}
+        self._starts = list(client.lengths)
+        self._pdfs: dict[str, _Pdf] = {}
+        self._pdfs_of = -1
+        self.num_sent = 0
+
+    def draw(self, start_s: int, length_s: int) -> tuple[list[int], list[int], list[int]]:
+        """Arrivals in ns, prompt and output lengths of a window."""
+        window = self._client.windows[start_s]
+        expected = window.rate * length_s
+        num = int(expected + self._arrivals.random()) if window.rate else 0
+        if not num:
+            return [], [], []
+        if window.pattern == "Gamma":
+            gaps = self._arrivals.standard_gamma(1 / window.cv**2, num + 1)
+        else:
+            gaps = self._arrivals.weibull(window.shape, num + 1)
+        sums = np.cumsum(gaps)
+        shares = sums[:-1] / sums[-1] if sums[-1] > 0 else np.zeros(num)
+        instants = np.rint((start_s + shares * length_s) * 1e9).astype(np.int64)
+        prompts = self._draw_lengths("input_tokens", start_s, num)
+        return instants.tolist(), prompts, self._draw_lengths("output_tokens", start_s, num)
+
+    def _draw_lengths(self, field: str, start_s: int, num: int) -> list[int]:
+        """From the window of lengths that holds `start_s`, else the last before it that has any, else the first."""
+        chosen = max((start for start in self._starts if start <= start_s), default=self._starts[0])
+        if chosen != self._pdfs_of:
+            place = f"{self._client.place}: window {chosen}"
+            self._pdfs = {name: _pdf(text, place) for name, text in self._client.lengths[chosen].items()}
+            self._pdfs_of = chosen
+        sizes, cumulated = self._pdfs[field]
+        picks = np.searchsorted(cumulated, self._sides[field].random(num), side="right")
+        return sizes[np.minimum(picks, len(sizes) - 1)].tolist()  # type: ignore[no-any-return]  # numpy's tolist
+
+
+def _requests(clients: list[_Client], seed: int) -> Iterator[TraceRequest]:
+    drawn = [_Drawn(client, seed) for client in clients]
+    keys = [numbered_keys("servegen", seed, client.number) for client in clients]
+    starts = list(clients[0].windows)
+    lengths = [after - start for start, after in pairwise(starts)]
+    lengths.append(lengths[-1] if lengths else 600)  # the last window is as long as the one before
+    for start_s, length_s in zip(starts, lengths, strict=True):
+        found: list[tuple[int, int, int, int]] = []  # (arrival, client, prompt, output)
+        for index, client in enumerate(drawn):
+            instants, prompts, outputs = client.draw(start_s, length_s)
+            triples = zip(instants, prompts, outputs, strict=True)
+            found.extend((at, index, num_prompt, num_output) for at, num_prompt, num_output in triples)
+        found.sort()
+        for arrival_ns, index, num_prompt, num_output in found:
+            number, client_number = drawn[index].num_sent, clients[index].number
+            drawn[index].num_sent += 1
+            key = keys[index](number)
+            yield TraceRequest(
+                request_id=f"servegen-{client_number}-{number}",
+                arrival_ns=arrival_ns,
+                prompt=(Span(key, 0, num_prompt),),
+                output=Span(key, num_prompt, num_output),
+                tenant=f"client-{client_number}",
+                place=clients[index].windows[start_s].place,
+            )

@@ -1,0 +1,69 @@
+"""Transformations that put traces together: repeated, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from heapq import merge as merge_sorted
+
+from testbed.traces.arrange import arrange
+from testbed.traces.schema import Trace, TraceRequest, TraceSource
+from testbed.traces.stream import StreamedTrace
+from testbed.traces.transforms.common import MAX_S, S, derived, marked, renamed, require
+
+
+def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True) -> S:
+    """The trace `times` times, each copy `gap_s` after the last arrival of the one before; ids get "#1", "#2", ...
+
+    fresh_content: copies have contents of their own (explicit token ids stay); else a copy hits what the first one left
+    in a prefix cache.
+    """
+    require(times >= 1, "times", times, "at least 1")
+    require(0 <= gap_s <= MAX_S, "gap_s", gap_s, f"0 to {MAX_S:.1e}")
+    gap_ns = round(gap_s * 1e9)
+
+    def rows() -> Iterator[TraceRequest]:
+        period_ns = 0
+        for copy in range(times):
+            for row in trace:
+                if copy == 0:
+                    period_ns = row.arrival_ns + gap_ns  # at last: of the last row
+                    yield row
+                    continue
+                again = replace(marked(row, "", f"#{copy}"), arrival_ns=row.arrival_ns + copy * period_ns)
+                yield renamed(again, "copy", copy) if fresh_content else again
+
+    num = None if trace.num_requests is None else trace.num_requests * times
+    return derived(trace, rows, f"repeated {times} times", num_requests=num)
+
+
+def merge(traces: Mapping[str, Trace], share_content: bool = False) -> Trace:
+    """Several traces as one; the label of each goes before its ids, sessions and, as label/tenant, its tenants.
+
+    share_content: equal contents of two traces are equal tokens (two windows of one file); else they are kept apart.
+    """
+    return arrange("+".join(traces), _merged(traces, share_content), _notes(traces))
+
+
+def merge_streams(traces: Mapping[str, TraceSource], share_content: bool = False) -> StreamedTrace:
+    """As `merge`, row by row."""
+    counts = [trace.num_requests for trace in traces.values()]
+    num = None if None in counts else sum(count or 0 for count in counts)
+    notes = tuple(_notes(traces))
+    return StreamedTrace("+".join(traces), lambda: _merged(traces, share_content), notes, num)
+
+
+def _merged(traces: Mapping[str, TraceSource], share_content: bool) -> Iterator[TraceRequest]:
+    require(len(traces) >= 1, "traces", len(traces), "at least 1 trace")
+
+    def labelled(label: str, trace: TraceSource) -> Iterator[TraceRequest]:
+        for row in trace:
+            own = replace(marked(row, f"{label}/", ""), tenant=label if row.tenant is None else f"{label}/{row.tenant}")
+            yield own if share_content else renamed(own, "merged", label)
+
+    parts = [labelled(label, trace) for label, trace in traces.items()]
+    return merge_sorted(*parts, key=lambda row: row.arrival_ns)
+
+
+def _notes(traces: Mapping[str, TraceSource]) -> list[str]:
+    return [f"{label}: {note}" for label, trace in traces.items() for note in trace.notes]

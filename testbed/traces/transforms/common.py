@@ -1,0 +1,71 @@
+"""What all transformations share: they take a whole or a streamed trace, and give one of the same kind with a note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from testbed.errors import ConfigError, TraceError
+from testbed.traces.arrange import arrange
+from testbed.traces.parts import rename_part
+from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
+from testbed.traces.stream import StreamedTrace
+
+S = TypeVar("S", Trace, StreamedTrace)
+Rows = Callable[[], Iterator[TraceRequest]]
+MAX_S = MAX_NS / 1e9
+
+
+def derived(
+    trace: S,
+    rows: Rows,
+    note: str | None,
+    *,
+    counted: Callable[[], str] | None = None,
+    num_requests: int | None = None,
+) -> S:
+    """The trace that has `rows`: made and checked now, or whenever they are asked for.
+
+    note: what was done. counted: says the same with numbers, once the rows are made. num_requests: of a stream, if it
+    is known.
+    """
+    if isinstance(trace, StreamedTrace):
+        return trace.derived(rows, note, num_requests)
+    try:
+        made = list(rows())
+        said = note if counted is None else counted()
+        return arrange(trace.name, made, trace.notes if said is None else (*trace.notes, said))
+    except TraceError as error:
+        raise TraceError(f"{error} (after: {note})" if note else str(error)) from None
+
+
+def last_ns(trace: TraceSource) -> int:
+    """The last arrival; goes through a streamed trace once."""
+    if isinstance(trace, Trace):
+        return trace.rows[-1].arrival_ns
+    last = 0
+    for row in trace:
+        last = row.arrival_ns
+    return last
+
+
+def marked(row: TraceRequest, prefix: str, suffix: str) -> TraceRequest:
+    session = None if row.session_id is None else f"{prefix}{row.session_id}{suffix}"
+    return replace(row, request_id=f"{prefix}{row.request_id}{suffix}", session_id=session)
+
+
+def renamed(row: TraceRequest, *names: str | int) -> TraceRequest:
+    """The row with contents of its own."""
+    output = None if row.output is None else rename_part(row.output, *names)
+    return replace(row, prompt=tuple(rename_part(part, *names) for part in row.prompt), output=output)
+
+
+def unit(row: TraceRequest) -> tuple[str, str]:
+    """What is kept or left out together: a session, or a request outside sessions."""
+    return ("request", row.request_id) if row.session_id is None else ("session", row.session_id)
+
+
+def require(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} is {value}; it must be {expected}")

@@ -1,0 +1,161 @@
+"""Transformations by name, one after the other, as a configuration lists them. Owns the names and their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from inspect import Parameter, signature
+from typing import Any, get_args
+
+from testbed.errors import ConfigError
+from testbed.traces.arrivals import ArrivalConfig
+from testbed.traces.draws import nearest
+from testbed.traces.schema import Trace, TraceSource
+from testbed.traces.stream import whole
+from testbed.traces.transforms import combination, selection, sizes, timing
+
+Step = Mapping[str, Any]
+OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces."""
+
+    apply: Callable[..., TraceSource]
+    says: str  # what it does, one line
+    is_streamed: bool = True
+
+    def parameters(self) -> dict[str, Parameter]:
+        """By name: those that a configuration may set."""
+        return {name: item for name, item in list(signature(self.apply, eval_str=True).parameters.items())[1:]}  # noqa: C416
+
+
+def _shift(trace: Any, offset_s: float) -> Any:
+    return timing.shift(trace, timing.check_offset(offset_s))
+
+
+def _arrivals(
+    trace: Trace,
+    arrival: str = "poisson",
+    rate: float = 4.0,
+    cv: float = 1.0,
+    burst_factor: float = 5.0,
+    burst_s: float = 20.0,
+    calm_s: float = 80.0,
+    amplitude: float = 0.5,
+    period_s: float = 86_400.0,
+    peak_s: float = 43_200.0,
+    seed: int = 0,
+) -> Trace:
+    given = locals()
+    return timing.restart(trace, ArrivalConfig(**{item.name: given[item.name] for item in fields(ArrivalConfig)}), seed)
+
+
+def _merge(
+    trace: Any, path: str, format: str = "auto", label: str | None = None, share_content: bool = False
+) -> TraceSource:
+    raise AssertionError("apply_all opens the other trace")
+
+
+TRANSFORMS: dict[str, Transform] = {
+    "scale_rate": Transform(timing.scale_rate, "arrivals come `factor` times as fast (time is warped evenly)"),
+    "set_rate": Transform(timing.set_rate, "brings the mean rate to `rate`, `by` warp (time) or thin (requests)"),
+    "thin": Transform(selection.thin, "keeps each session with probability `fraction`"),
+    "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions"),
+    "time_warp": Transform(timing.time_warp, "moves arrivals by a curve through `points` [from_s, to_s]"),
+    "stretch_to": Transform(timing.stretch_to, "scales time so that the last request comes at `duration_s`"),
+    "shift": Transform(_shift, "moves all arrivals by `offset_s`"),
+    "spread": Transform(timing.spread, "spreads requests of one instant up to the next one", is_streamed=False),
+    "arrivals": Transform(_arrivals, "new starts for all sessions: `arrival`, `rate`, …", is_streamed=False),
+    "window": Transform(selection.window, "what arrives from `start_s` until `end_s`, moved to 0"),
+    "limit": Transform(selection.limit, "the first `num_requests`"),
+    "filter": Transform(selection.keep_within, "requests within bounds: `max_prompt_tokens`, `tenant`, `max_turn`, …"),
+    "scale_lengths": Transform(sizes.scale_lengths, "`prompt` and `output` times as long"),
+    "clip_lengths": Transform(
+        sizes.clip_lengths, "cuts at `max_prompt_tokens`, `max_output_tokens`, `max_total_tokens`"
+    ),
+    "repeat": Transform(combination.repeat, "`times` times, `gap_s` apart, contents fresh or not (`fresh_content`)"),
+    "merge": Transform(_merge, "with the trace at `path` (`format`), its ids and tenants under `label`"),
+}
+
+
+def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, seed: int = 0) -> TraceSource:
+    """The trace after all `steps`, in their order: {"name": one of TRANSFORMS, and its parameters}.
+
+    Row by row where the trace is streamed and the step allows it; otherwise the trace is made whole. seed: of steps
+    that draw and name none. Raises ConfigError, naming the step, for an unknown name or parameter, or a value that is
+    out of range.
+    """
+    for position, step in enumerate(steps):
+        where = f"trace.transforms[{position}]"
+        transform, values = _checked(step, where)
+        if "seed" in transform.parameters():
+            values.setdefault("seed", seed)
+        try:
+            if transform.apply is _merge:
+                trace = _merge_with(trace, values, open_trace)
+            else:
+                trace = transform.apply(trace if transform.is_streamed else whole(trace), **values)
+        except ConfigError as error:
+            raise ConfigError(f"{where} ({step['name']}): {error}") from None
+    return trace
+
+
+def check_steps(steps: Iterable[Step]) -> None:
+    """Raises ConfigError at the first step with an unknown name or parameter, or a value of another type."""
+    for position, step in enumerate(steps):
+        _checked(step, f"trace.transforms[{position}]")
+
+
+def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrace) -> TraceSource:
+    other = open_trace(values.get("format", "auto"), values["path"])
+    label = values.get("label") or other.name
+    if label == trace.name:
+        raise ConfigError(f"label is {label!r}, which is the name of the first trace; set another label")
+    both = {trace.name: trace, label: other}
+    share = values.get("share_content", False)
+    if isinstance(trace, Trace):
+        return combination.merge({name: whole(each) for name, each in both.items()}, share)
+    return combination.merge_streams(both, share)
+
+
+def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
+    names = list(TRANSFORMS)
+    if not isinstance(step, Mapping) or "name" not in step:
+        raise ConfigError(
+            f"{where} is {step!r}; it must be {{name: <one of {', '.join(names)}>, <parameter>: <value>, …}}"
+        )
+    name = step["name"]
+    if name not in TRANSFORMS:
+        raise ConfigError(f"{where}.name is {name!r}; {nearest(str(name), names)}valid: {', '.join(names)}")
+    transform = TRANSFORMS[name]
+    known = transform.parameters()
+    values = {key: value for key, value in step.items() if key != "name"}
+    for key, value in values.items():
+        if key not in known:
+            valid = ", ".join(known) or "none"
+            raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), list(known))}{name} has: {valid}")
+        _check_type(f"{where}.{key}", value, known[key].annotation)
+    missing = [key for key, item in known.items() if item.default is Parameter.empty and key not in values]
+    if missing:
+        raise ConfigError(f"{where} ({name}) lacks {missing[0]!r}; it has: {', '.join(known)}")
+    return transform, values
+
+
+def _check_type(where: str, value: object, annotation: Any) -> None:
+    """Refuses what is plainly of another type; ranges are the transformation's own."""
+    kinds = get_args(annotation) or (annotation,)
+    is_bool = isinstance(value, bool)
+    for kind in kinds:
+        if kind is float and isinstance(value, int | float) and not is_bool:
+            return
+        if kind is int and isinstance(value, int) and not is_bool:
+            return
+        if kind in (str, bool, type(None)) and isinstance(value, kind):
+            return
+        if kind not in (float, int, str, bool, type(None)) and isinstance(value, list | tuple):
+            return
+    names = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
+    expected = " or ".join(names.get(kind, "a list") for kind in kinds)
+    raise ConfigError(f"{where} is {value!r}; it must be {expected}")

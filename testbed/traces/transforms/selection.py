@@ -1,0 +1,147 @@
+"""Transformations that leave requests out. Sessions stay whole, or lose their last turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from heapq import heappush, heapreplace
+from itertools import islice
+
+from testbed.traces.schema import TraceRequest, TraceSource
+from testbed.traces.synthesis import content_key
+from testbed.traces.transforms.common import MAX_S, S, derived, require, unit
+
+
+def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
+    """The requests that arrive in [start_s, end_s), moved so that start_s becomes 0.
+
+    A closed-loop turn goes with the turn before it. An open session may be cut; its turns keep their prompts.
+    """
+    require(0 <= start_s <= MAX_S, "trace.start_s", start_s, f"0 to {MAX_S:.1e}")
+    expected = f"above start_s ({start_s}), up to {MAX_S:.1e}, or absent"
+    require(end_s is None or start_s < end_s <= MAX_S, "trace.end_s", end_s, expected)
+    start_ns, end_ns = round(start_s * 1e9), None if end_s is None else round(end_s * 1e9)
+
+    def rows() -> Iterator[TraceRequest]:
+        for row in trace:
+            if end_ns is not None and row.arrival_ns >= end_ns:
+                return
+            if row.arrival_ns >= start_ns:
+                yield replace(row, arrival_ns=row.arrival_ns - start_ns)
+
+    return derived(trace, rows, f"cut to {start_s:g} s … {'the end' if end_s is None else f'{end_s:g} s'}")
+
+
+def limit(trace: S, num_requests: int) -> S:
+    """The first `num_requests` rows; sessions may lose their last turns."""
+    require(num_requests >= 1, "limit", num_requests, "at least 1")
+    known = trace.num_requests
+    if known is not None and num_requests >= known:
+        return trace
+    note = f"the first {num_requests}" + (" requests" if known is None else f" of {known} requests")
+    return derived(
+        trace, lambda: islice(trace, num_requests), note, num_requests=None if known is None else num_requests
+    )
+
+
+def keep(trace: S, wanted: Callable[[TraceRequest], bool], why: str = "filtered") -> S:
+    """The rows that `wanted` accepts. A session ends where one of its turns is refused."""
+    num_kept = 0
+
+    def rows() -> Iterator[TraceRequest]:
+        nonlocal num_kept
+        broken: set[str] = set()  # asked, never iterated
+        num_kept = 0
+        for row in trace:
+            if row.session_id in broken:
+                continue
+            if wanted(row):
+                num_kept += 1
+                yield row
+            elif row.session_id is not None:
+                broken.add(row.session_id)
+
+    return derived(trace, rows, why, counted=lambda: f"{why}: {num_kept} of {trace.num_requests} requests kept")
+
+
+def keep_within(
+    trace: S,
+    min_prompt_tokens: int | None = None,
+    max_prompt_tokens: int | None = None,
+    min_output_tokens: int | None = None,
+    max_output_tokens: int | None = None,
+    tenant: str | None = None,
+    max_turn: int | None = None,
+) -> S:
+    """The requests within all bounds that are given (both ends included). A session ends where a turn is outside."""
+    bounds = {name: value for name, value in (
+        ("min_prompt_tokens", min_prompt_tokens), ("max_prompt_tokens", max_prompt_tokens),
+        ("min_output_tokens", min_output_tokens), ("max_output_tokens", max_output_tokens), ("max_turn", max_turn),
+        ("tenant", tenant),
+    ) if value is not None}  # fmt: skip
+    require(bool(bounds), "filter", "empty", "given at least one bound, such as max_prompt_tokens")
+    for name, value in bounds.items():
+        require(isinstance(value, str) or value >= 0, name, value, "0 or above")
+
+    def is_within(row: TraceRequest) -> bool:
+        num_prompt, num_output = row.num_prompt_tokens, row.num_output_tokens
+        return (
+            (min_prompt_tokens is None or num_prompt >= min_prompt_tokens)
+            and (max_prompt_tokens is None or num_prompt <= max_prompt_tokens)
+            and (min_output_tokens is None or (num_output is not None and num_output >= min_output_tokens))
+            and (max_output_tokens is None or (num_output is not None and num_output <= max_output_tokens))
+            and (tenant is None or row.tenant == tenant)
+            and (max_turn is None or row.turn is None or row.turn <= max_turn)
+        )
+
+    return keep(trace, is_within, "filtered by " + ", ".join(f"{name}={value}" for name, value in bounds.items()))
+
+
+def thin(trace: S, fraction: float, seed: int = 0) -> S:
+    """Keeps each session, and each request outside sessions, with probability `fraction`, by a hash of its id.
+
+    Who stays at a smaller fraction also stays at a larger one.
+    """
+    require(0 < fraction <= 1, "fraction", fraction, "above 0, up to 1")
+    return _below(trace, lambda: int(fraction * 2**64), seed, f"thinned to {fraction:g}")
+
+
+def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
+    """Keeps `num` sessions (or requests outside sessions), drawn by a hash of their ids; all if there are fewer.
+
+    Who is in a smaller sample is also in a larger one. Goes through a streamed trace twice; holds `num` hashes.
+    """
+    require(num >= 1, "num", num, "at least 1")
+    return _below(trace, lambda: _bound(trace, num, seed), seed, f"a sample of {num} sessions")
+
+
+def _bound(trace: TraceSource, num: int, seed: int) -> int:
+    """Above the `num` smallest hashes of the trace's units, below all others."""
+    smallest: list[int] = []  # a heap of the negated hashes: the largest is first
+    held: set[int] = set()  # asked, never iterated
+    for row in trace:
+        key = content_key("thin", seed, *unit(row))
+        if key in held:
+            continue
+        if len(smallest) < num:
+            held.add(key)
+            heappush(smallest, -key)
+        elif key < -smallest[0]:
+            held.add(key)
+            held.discard(-heapreplace(smallest, -key))
+    return -smallest[0] + 1 if smallest else 0
+
+
+def _below(trace: S, bound_of: Callable[[], int], seed: int, note: str) -> S:
+    """The units whose hash is below a bound."""
+    num_kept = 0
+
+    def rows() -> Iterator[TraceRequest]:
+        nonlocal num_kept
+        num_kept, bound = 0, bound_of()
+        for row in trace:
+            if content_key("thin", seed, *unit(row)) < bound:
+                num_kept += 1
+                yield row
+
+    return derived(trace, rows, note, counted=lambda: f"{note}: {num_kept} of {trace.num_requests} requests kept")

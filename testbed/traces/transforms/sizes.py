@@ -1,0 +1,97 @@
+"""Transformations of lengths. Equal prefixes stay equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from testbed.traces.parts import cut_part, cut_parts, join_parts
+from testbed.traces.schema import Part, Span, TraceRequest
+from testbed.traces.transforms.common import S, derived, require
+
+
+def clip_lengths(
+    trace: S,
+    max_prompt_tokens: int | None = None,
+    max_output_tokens: int | None = None,
+    max_total_tokens: int | None = None,
+) -> S:
+    """Cuts prompts and outputs at their ends. max_total_tokens (a model's length) cuts the output to leave the prompt
+    one token, then the prompt.
+    """
+    bounds: dict[str, int | None] = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
+    for name, value, least in (
+        *((name, value, 1) for name, value in bounds.items()),
+        ("max_total_tokens", max_total_tokens, 2),
+    ):
+        require(value is None or value >= least, name, value, f"at least {least}, or absent")
+    num_clipped = 0
+
+    def rows() -> Iterator[TraceRequest]:
+        nonlocal num_clipped
+        num_clipped = 0
+        for row in trace:
+            clipped = _clipped(row, max_prompt_tokens, max_output_tokens, max_total_tokens)
+            num_clipped += clipped is not row
+            yield clipped
+
+    limits = {**bounds, "max_total_tokens": max_total_tokens}
+    note = "lengths clipped to " + ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
+    counted = lambda: f"lengths of {num_clipped} requests were clipped"  # noqa: E731  # a closure of one line
+    return derived(trace, rows, note, counted=counted, num_requests=trace.num_requests)
+
+
+def _clipped(
+    row: TraceRequest, max_prompt_tokens: int | None, max_output_tokens: int | None, max_total_tokens: int | None
+) -> TraceRequest:
+    max_output = _least(max_output_tokens, None if max_total_tokens is None else max_total_tokens - 1)
+    output = row.output
+    if output is not None and max_output is not None and output.num_tokens > max_output:
+        output = cut_part(output, max_output)
+    reserved = 1 if output is None else output.num_tokens
+    max_prompt = _least(max_prompt_tokens, None if max_total_tokens is None else max_total_tokens - reserved)
+    prompt = row.prompt
+    if max_prompt is not None and row.num_prompt_tokens > max_prompt:
+        prompt = cut_parts(prompt, max_prompt)
+    return row if prompt is row.prompt and output is row.output else replace(row, prompt=prompt, output=output)
+
+
+def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
+    """Makes prompts and outputs so many times as long, at least one token each.
+
+    Every stretch of synthetic content is scaled in place, so that what was shared is shared in proportion. Explicit
+    token ids can only be shortened, at their end. In a session, what was said before counts as prompt: give both the
+    same factor where later turns should hit what earlier ones generated.
+    """
+    for name, factor in (("prompt", prompt), ("output", output)):
+        require(math.isfinite(factor) and 0 < factor <= 1000, name, factor, "above 0, up to 1000")
+
+    def rows() -> Iterator[TraceRequest]:
+        for row in trace:
+            parts = join_parts([_scaled(part, prompt, row) for part in row.prompt])
+            if not parts:
+                parts = (cut_part(row.prompt[0], 1),)
+            answer = row.output
+            if answer is not None:
+                answer = _scaled(answer, output, row)
+                answer = answer if answer.num_tokens else cut_part(row.output, 1)  # type: ignore[arg-type]  # not None
+            yield replace(row, prompt=parts, output=answer)
+
+    note = f"prompts x {prompt:g}, outputs x {output:g} in length"
+    return derived(trace, rows, note, num_requests=trace.num_requests)
+
+
+def _scaled(part: Part, factor: float, row: TraceRequest) -> Part:
+    if isinstance(part, Span):
+        start = round(part.start * factor)
+        return Span(part.key, start, round((part.start + part.length) * factor) - start)
+    expected = f"at most 1 for the explicit token ids of {row.place or row.request_id}: there are no more of them"
+    require(factor <= 1, "scale_lengths", factor, expected)
+    return cut_part(part, round(part.num_tokens * factor))
+
+
+def _least(first: int | None, second: int | None) -> int | None:
+    if first is None or second is None:
+        return first if second is None else second
+    return min(first, second)

@@ -1,0 +1,177 @@
+"""Transformations of time: when requests arrive. Contents, lengths and think times stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from testbed.errors import ConfigError, TraceError
+from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.draws import choose, streams
+from testbed.traces.schema import MAX_NS, Trace, TraceRequest
+from testbed.traces.transforms.common import MAX_S, S, derived, last_ns, require, unit
+from testbed.traces.transforms.selection import thin
+
+
+def scale_rate(trace: S, factor: float) -> S:
+    """Arrivals come `factor` times as fast: every arrival is divided by it. Think times and cancellations stay."""
+    require(math.isfinite(factor) and factor > 0, "trace.rate_scale", factor, "above 0")
+    late = f"large enough that the last arrival comes before {MAX_S:.1e} s"
+    if isinstance(trace, Trace):
+        require(trace.rows[-1].arrival_ns / factor <= MAX_NS, "trace.rate_scale", factor, late)
+
+    def rows() -> Iterator[TraceRequest]:
+        for row in trace:
+            arrival_ns = row.arrival_ns / factor
+            require(arrival_ns <= MAX_NS, "trace.rate_scale", factor, late)
+            yield replace(row, arrival_ns=round(arrival_ns))
+
+    return derived(trace, rows, f"arrival rate x {factor:g}", num_requests=trace.num_requests)
+
+
+def set_rate(trace: S, rate: float, by: str = "warp", seed: int = 0) -> S:
+    """Brings the mean rate of arrivals to `rate` per second, in the way that is chosen.
+
+    by: "warp" stretches or squeezes time (all requests stay; bursts and lulls change their length), "thin" leaves whole
+    sessions out at random (time stays; the rate can only fall). Goes through a streamed trace once.
+    """
+    require(math.isfinite(rate) and rate > 0, "rate", rate, "above 0")
+    choose("by", by, ("warp", "thin"))
+    num, first, last = 0, 0, 0
+    for row in trace:
+        if row.think_ns is None:
+            first = row.arrival_ns if num == 0 else first
+            num, last = num + 1, row.arrival_ns
+    if last == first:
+        raise TraceError(f"trace {trace.name!r} has no rate to change: all its requests arrive at one instant")
+    factor = rate / ((num - 1) / ((last - first) / 1e9))
+    if by == "warp":
+        return scale_rate(trace, factor)
+    require(factor <= 1, "rate", rate, f"at most the trace's own {rate / factor:g} per second with by=thin")
+    return thin(trace, factor, seed)
+
+
+def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
+    """Moves arrivals by a curve: straight between `points` (from_s, to_s), which rise in both, and on from the last.
+
+    The curve starts at (0, 0) unless the first point says otherwise. For example [[600, 300], [1200, 1200]]: the first
+    ten minutes twice as fast, the second ten as slow as that takes.
+    """
+    curve = _curve(points)
+
+    def rows() -> Iterator[TraceRequest]:
+        at = 0
+        for row in trace:
+            while at + 2 < len(curve) and row.arrival_ns >= curve[at + 1][0]:
+                at += 1
+            (from_ns, to_ns), (next_from_ns, next_to_ns) = curve[at], curve[at + 1]
+            moved = to_ns + (row.arrival_ns - from_ns) * (next_to_ns - to_ns) // (next_from_ns - from_ns)
+            require(moved <= MAX_NS, "points", points, f"such that the last arrival comes before {MAX_S:.1e} s")
+            yield replace(row, arrival_ns=max(0, moved))
+
+    return derived(trace, rows, f"time warped through {len(points)} points", num_requests=trace.num_requests)
+
+
+def _curve(points: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    expected = "a list of [from_s, to_s], each pair above the one before in both"
+    curve: list[tuple[int, int]] = []
+    for point in points:
+        numbers = list(point) if isinstance(point, list | tuple) else []
+        is_pair = len(numbers) == 2 and all(
+            isinstance(number, int | float) and 0 <= number <= MAX_S for number in numbers
+        )
+        require(is_pair, "points", point, expected)
+        curve.append((round(numbers[0] * 1e9), round(numbers[1] * 1e9)))
+    if curve and curve[0][0] > 0:
+        curve.insert(0, (0, 0))
+    rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(curve))
+    require(len(curve) >= 2 and rises, "points", points, expected)
+    return curve
+
+
+def stretch_to(trace: S, duration_s: float) -> S:
+    """Scales the arrivals linearly so that the last comes at `duration_s` (the first is expected at 0).
+
+    Goes through a streamed trace once.
+    """
+    require(0 < duration_s <= MAX_S, "duration_s", duration_s, f"above 0, up to {MAX_S:.1e}")
+    end_ns, duration_ns = last_ns(trace), round(duration_s * 1e9)
+    if end_ns == 0:
+        raise TraceError(f"trace {trace.name!r} cannot be stretched: all its requests arrive at 0")
+
+    def rows() -> Iterator[TraceRequest]:
+        for row in trace:
+            yield replace(row, arrival_ns=(row.arrival_ns * duration_ns + end_ns // 2) // end_ns)
+
+    note = f"arrivals stretched from {end_ns / 1e9:g} s to {duration_s:g} s"
+    return derived(trace, rows, note, num_requests=trace.num_requests)
+
+
+def shift(trace: S, offset_ns: int, note: bool = True) -> S:
+    """Moves all arrivals by `offset_ns`. Raises ConfigError if one would fall before 0."""
+    if offset_ns == 0:
+        return trace
+
+    def rows() -> Iterator[TraceRequest]:
+        for number, row in enumerate(trace):
+            if number == 0:
+                least = f"at least {-row.arrival_ns} ns, so that no arrival is below 0"
+                require(row.arrival_ns + offset_ns >= 0, "shift", offset_ns, least)
+            yield replace(row, arrival_ns=row.arrival_ns + offset_ns)
+
+    return derived(trace, rows, f"shifted by {offset_ns / 1e9:g} s" if note else None, num_requests=trace.num_requests)
+
+
+def spread(trace: Trace) -> Trace:
+    """Spreads rows that arrive at one instant evenly up to the next instant; the last batch as far as the one before.
+
+    For traces whose timestamps are batched: the bursts of the recording are then not those of the users.
+    """
+    made = list(trace.rows)
+    timed = [i for i, row in enumerate(made) if row.think_ns is None]
+    starts = [n for n, i in enumerate(timed) if n == 0 or made[i].arrival_ns != made[timed[n - 1]].arrival_ns]
+    num_moved = gap_ns = 0
+    for n, start in enumerate(starts):
+        end = starts[n + 1] if n + 1 < len(starts) else len(timed)
+        at_ns = made[timed[start]].arrival_ns
+        gap_ns = made[timed[end]].arrival_ns - at_ns if end < len(timed) else gap_ns
+        size = end - start
+        for j in range(1, size):
+            i = timed[start + j]
+            made[i] = replace(made[i], arrival_ns=at_ns + gap_ns * j // size)
+        num_moved += size - 1 if gap_ns else 0
+    note = f"{num_moved} of {len(made)} arrivals, batched in the file, were spread up to the next"
+    return derived(trace, lambda: iter(made), note)
+
+
+def with_arrivals(trace: Trace, arrivals_ns: Sequence[int]) -> Trace:
+    """Gives the rows that wait for no other (no closed-loop turns) new arrivals, in order; see arrivals.arrivals."""
+    timed = [i for i, row in enumerate(trace.rows) if row.think_ns is None]
+    require(len(arrivals_ns) >= len(timed), "arrivals", len(arrivals_ns), f"at least {len(timed)} instants")
+    rows = list(trace.rows)
+    for i, arrival_ns in zip(timed, sorted(arrivals_ns[: len(timed)]), strict=True):
+        rows[i] = replace(rows[i], arrival_ns=arrival_ns)
+    return derived(trace, lambda: iter(rows), "arrivals were replaced")
+
+
+def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
+    """New starts for sessions and requests outside sessions, in their order; what follows a start moves along."""
+    starts = instants(config, streams(seed))
+    offsets: dict[tuple[str, str], int] = {}
+    rows = []
+    for row in trace.rows:
+        key = unit(row)
+        if key not in offsets:
+            offsets[key] = next(starts) - row.arrival_ns
+        rows.append(replace(row, arrival_ns=row.arrival_ns + offsets[key]))
+    note = f"sessions start anew: {config.arrival}" + (f" at {config.rate:g} per second" if config.rate else "")
+    return derived(trace, lambda: iter(rows), note)
+
+
+def check_offset(offset_s: float) -> int:
+    """Seconds as ns, either way."""
+    if not math.isfinite(offset_s) or abs(offset_s) > MAX_S:
+        raise ConfigError(f"offset_s is {offset_s}; it must be a finite number of seconds")
+    return round(offset_s * 1e9)

@@ -7,23 +7,28 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from experiments.config import COST_CONFIGS, RunConfig, read_config
+from experiments.config import RunConfig, read_config
+from experiments.costs import block_bytes, build_cost, sliding_window
 from experiments.estimator import CostEstimator
 from experiments.foreign import policy_failure
 from experiments.policies import instantiate, make_policy
-from experiments.settings import MooncakeTraceConfig, RecordedConfig, ShareGPTTraceConfig, TraceConfig, unknown
+from experiments.settings import (
+    MooncakeTraceConfig,
+    RecordedConfig,
+    ShareGPTTraceConfig,
+    SimConfig,
+    TraceConfig,
+    unknown,
+)
 from experiments.structured import freeze
 from real.config import RealConfig
 from sim.backend import SimBackend, refuse_unforced
-from sim.cost.base import CostModel
-from sim.cost.constant import ConstantConfig, ConstantCost
-from sim.cost.linear import LinearConfig, LinearCost
-from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.errors import ConfigError, TestbedError, TraceError
+from testbed.fast_forward import FAST_FORWARD
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits, SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
@@ -122,18 +127,8 @@ def limits(config: RunConfig) -> Limits:
     return Limits.resolve(config.scheduler, config.model.max_position_embeddings)
 
 
-def block_bytes(config: RunConfig) -> int:
-    """Bytes of one KV block on each rank."""
-    cache = config.cache
-    return cache.block_size * config.model.kv_bytes_per_token(cache.kv_dtype, config.tensor_parallel_size)
-
-
-def sliding_window(config: RunConfig) -> int | None:
-    """What attention looks back at: what the cache was told, else what the model was trained with."""
-    return config.model.sliding_window if config.cache.sliding_window is None else config.cache.sliding_window
-
-
 def num_cpu_blocks(config: RunConfig) -> int:
+    """cache.swap_space_gib is each rank's, as vLLM has it."""
     if config.cache.num_cpu_blocks is not None:
         return config.cache.num_cpu_blocks
     return int(config.cache.swap_space_gib * 2**30) // block_bytes(config)
@@ -142,7 +137,6 @@ def num_cpu_blocks(config: RunConfig) -> int:
 def simulated_pools(config: RunConfig) -> Pools:
     """As many blocks as the device's memory holds, by the formula that the real engine uses."""
     num_gpu = config.cache.num_gpu_blocks
-    """cache.swap_space_gib is each rank's, as vLLM has it."""
     if num_gpu is None:
         bounds = limits(config)
         check_ranks(config.model, config.tensor_parallel_size)
@@ -300,28 +294,9 @@ def unused_settings(config: RunConfig) -> list[str]:
 # --- backends ---
 
 
-def build_cost(config: RunConfig) -> CostModel:
-    """The cost model of a simulated run."""
-    values = config.raw["cost"]
-    if "_target_" in values:
-        model = instantiate("cost", values)
-        if not hasattr(model, "price"):
-            raise ConfigError(f"cost: {values['_target_']} lacks price; see docs/extending.md")
-        return cast(CostModel, model)
-    name = values.get("name", "")
-    if name == "constant":
-        return ConstantCost(freeze(ConstantConfig, "cost", values))
-    if name == "linear":
-        return LinearCost(freeze(LinearConfig, "cost", values))
-    if name == "roofline":
-        return RooflineCost(
-            config.model,
-            config.device,
-            freeze(RooflineConfig, "cost", values),
-            tensor_parallel_size=config.tensor_parallel_size,
-            kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, sliding_window(config)),
-        )
-    raise ConfigError(unknown(f"cost is {name!r}", name, [*COST_CONFIGS, "recorded"]))
+def max_steps(config: RunConfig) -> int:
+    """How many steps a plan may span: one, unless a simulation is fast forwarded."""
+    return FAST_FORWARD if isinstance(config.backend, SimConfig) and config.backend.fast_forward else 1
 
 
 def recorded_run(config: RunConfig) -> str | None:
@@ -362,6 +337,13 @@ def build_real_backend(config: RunConfig) -> Any:
             f"device.tensor_parallel_size is {config.tensor_parallel_size}, but the real engine runs on one device "
             "so far; simulate it with backend=sim"
         )
+    assert isinstance(config.backend, RealConfig)
+    dtype = config.backend.dtype or config.model.dtype
+    if config.cache.kv_dtype not in (None, dtype):
+        raise ConfigError(
+            f"cache.kv_dtype is {config.cache.kv_dtype!r}, but the real engine keeps K and V as {dtype}, the model's, "
+            "so far; leave it out, or simulate it with backend=sim"
+        )
     try:
         from real.backend import RealBackend
     except ModuleNotFoundError as error:
@@ -374,13 +356,6 @@ def build_real_backend(config: RunConfig) -> Any:
         config.backend,
         block_size=config.cache.block_size,
         max_num_batched_tokens=bounds.max_num_batched_tokens,
-    assert isinstance(config.backend, RealConfig)
-    dtype = config.backend.dtype or config.model.dtype
-    if config.cache.kv_dtype not in (None, dtype):
-        raise ConfigError(
-            f"cache.kv_dtype is {config.cache.kv_dtype!r}, but the real engine keeps K and V as {dtype}, the model's, "
-            "so far; leave it out, or simulate it with backend=sim"
-        )
         max_num_seqs=bounds.max_num_seqs,
         max_model_len=bounds.max_model_len,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,

@@ -9,17 +9,24 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from experiments import build
 from experiments.config import RunConfig
+from experiments.costs import sliding_window
+from experiments.environment import describe_driver, describe_versions
 from experiments.run import ProgressBar, Recorders
 from real.config import RealConfig
-from sim.cost.linear import LinearFit, MeasuredStep, fit_linear, save_fit
+from sim.cost.calibrated import Calibration
+from sim.cost.calibration import calibrate
+from sim.cost.calibration_file import save_calibration
+from sim.cost.linear import fit_linear, save_fit
 from testbed.interfaces import StepView
-from testbed.plan import Finished
+from testbed.plan import BatchShape, Finished, Spans
+from testbed.profiles import MeasuredStep, Profile, ProfileManifest, number_repeats, write_profile
 from testbed.records import RunRecorder, decision
 from testbed.request import Request
 from testbed.serve import serve
@@ -31,32 +38,112 @@ from testbed.traces.schema import Trace
 PROFILE_SEED = 1_000_003  # of the profiling traces: not a seed that an experiment would use
 
 
-def profile(config: RunConfig, *, num_requests: int = 24) -> list[MeasuredStep]:
+def profile(config: RunConfig, *, num_requests: int = 24, command: str = "") -> Profile:
     """Steps of the real engine of `config` over varied loads, for a cost model to be fitted to.
 
     Each load is run whole-prompt and chunked, from one running sequence to as many as fit. The traces are generated
     for this purpose only, so what is predicted later was not seen here.
     """
-    return profile_steps(config, _loads(num_requests, max_tokens=_longest(config)))
+    backend: Any = build.build_real_backend(config)
+    steps = profile_steps(config, backend, _loads(num_requests, max_tokens=_longest(config)))
+    return Profile(_manifest(config, backend, command), steps)
 
 
-def fit_and_save(steps: Sequence[MeasuredStep], config: RunConfig, path: Path) -> LinearFit:
-    """Fits the linear cost model and writes it where `cost=linear cost.path=<path>` reads it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fit = fit_linear(steps)
-    save_fit(fit, path, model=config.model.name, block_size=config.cache.block_size)
-    return fit
+def together(*profiles: Profile) -> Profile:
+    """Profiles of the same engine as one, under the manifest of the first."""
+    steps = [(step.shape, step.spans, step.total_ns) for one in profiles for step in one.steps]
+    return Profile(profiles[0].manifest, number_repeats(steps))
 
 
-def profile_steps(config: RunConfig, traces: Sequence[Trace]) -> list[MeasuredStep]:
-    """(shape, ns) of every step that the engine needs for the traces, under each way to batch them."""
+def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
+    from real.device import resolve_device
+
+    assert isinstance(config.backend, RealConfig)
+    is_cpu = resolve_device(config.backend.device).type == "cpu"
+    return ProfileManifest(
+        device="cpu" if is_cpu else config.device.name,
+        device_description=backend.device_description,
+        driver="" if is_cpu else describe_driver(),
+        versions=describe_versions(),
+        attention=backend.attention_name,
+        model={name: value for name, value in asdict(config.model).items() if name != "path"},
+        block_size=config.cache.block_size,
+        dtype=config.backend.dtype or config.model.dtype,
+        kv_dtype=config.cache.kv_dtype,
+        sliding_window=sliding_window(config),
+        tensor_parallel_size=config.tensor_parallel_size,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The cost model that predicts a profile's left-out steps best, and the overrides that choose it."""
+
+    cost: str
+    overrides: list[str]
+    description: str
+
+
+def fit_and_save(measured: Profile, folder: Path) -> Fitted:
+    """Writes profile.parquet, fits `calibrated` and `linear` to it, takes the one that errs less on left-out steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_profile(folder / "profile.parquet", *measured)
+    calibration = calibrate(measured)
+    save_calibration(calibration, folder / "calibrated-cost.json")
+    linear = fit_linear([(step.shape, step.total_ns) for step in measured.steps])
+    about = {"model": measured.manifest.model["name"], "block_size": measured.manifest.block_size}
+    save_fit(linear, folder / "linear-cost.json", **about)
+    best = calibration.quality["all"]
+    errors = {
+        "calibrated": (best.median, best.p90),
+        "linear": (linear.median_relative_error, linear.p90_relative_error),
+    }
+    cost = min(errors, key=lambda name: sum(errors[name]))
+    other = "linear" if cost == "calibrated" else "calibrated"
+    overrides = [f"cost={cost}", f"cost.path={folder / f'{cost}-cost.json'}"]
+    if cost == "calibrated":
+        overrides.append(f"device={measured.manifest.device}")
+    description = (
+        f"{cost} cost fitted to {len(measured.steps)} other steps, cross-validated error {errors[cost][0]:.1%} "
+        f"(median), {errors[cost][1]:.1%} (P90); {other} errs by {errors[other][0]:.1%} and {errors[other][1]:.1%}"
+    )
+    return Fitted(cost, overrides, description)
+
+
+def describe(calibration: Calibration) -> str:
+    """The fit as text: errors by region, coefficients, curves, range."""
+    manifest = calibration.manifest
+    lines = [
+        f"{manifest.model['name']} ({manifest.dtype}) on {manifest.device} ({manifest.device_description}), "
+        f"attention {manifest.attention or '-'}, block size {manifest.block_size}",
+        f"relative error of shapes that were left out ({calibration.num_folds} folds)",
+        f"  {'region':<8} {'steps':>7} {'shapes':>7} {'median':>8} {'P90':>8} {'bias':>8}   repeats differ by",
+    ]
+    for region, quality in calibration.quality.items():
+        noise = "-" if quality.noise is None else f"{quality.noise:.1%}"
+        errors = f"{quality.median:>8.1%} {quality.p90:>8.1%} {quality.bias:>+8.1%}"
+        lines.append(f"  {region:<8} {quality.num_steps:>7,} {quality.num_shapes:>7,} {errors}   {noise}")
+    lines.append("coefficients, ns")
+    lines += [f"  {name:<22} {value:>14,.4g}" for name, value in asdict(calibration.coefficients).items()]
+    for name, curve in (("decode", calibration.decode_curve), ("prefill", calibration.prefill_curve)):
+        lines.append(f"{name} curve: " + ", ".join(f"{tokens} -> {ns / 1e6:.3g} ms" for tokens, ns in curve))
+    lines.append("profiled range")
+    for region, features in calibration.ranges.items():
+        spans = ", ".join(f"{name} {low:,} to {high:,}" for name, (low, high) in features.items())
+        lines.append(f"  {region:<8} {spans}")
+    return "\n".join(lines)
+
+
+def profile_steps(config: RunConfig, backend: Any, traces: Sequence[Trace]) -> list[MeasuredStep]:
+    """Every step that the engine needs for the traces, under each way to batch them."""
     assert isinstance(config.backend, RealConfig), "only the real engine is profiled"
     from real.driver import run as drive
 
-    backend: Any = build.build_real_backend(config)
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
     options = replace(config.backend, pace="as_fast_as_possible")
-    collected: list[MeasuredStep] = []
+    collected: list[tuple[BatchShape, Spans, int]] = []
     bar = ProgressBar(3 * sum(len(trace) for trace in traces), "profile")
     with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch, closing(bar):
         for composition, budget in (("prefill_first", None), ("decode_first", None), ("decode_first", 256)):
@@ -71,18 +158,18 @@ def profile_steps(config: RunConfig, traces: Sequence[Trace]) -> list[MeasuredSt
                     recorders = Recorders(recorder, tape, collector, bar)
                     drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorders), backend, options)
                 collected += collector.steps
-    return collected
+    return number_repeats(collected)
 
 
 class _Collector:
-    """Keeps the shape and the duration of each step. A `Recorder`."""
+    """Keeps shape, spans and duration of each step. A `Recorder`."""
 
     def __init__(self) -> None:
-        self.steps: list[MeasuredStep] = []
+        self.steps: list[tuple[BatchShape, Spans, int]] = []
 
     def committed(self, step: StepView) -> None:
-        if step.plan.shape.num_tokens:
-            self.steps.append((step.plan.shape, step.commit_ns - step.plan_ns))
+        if any(step.plan.shape):
+            self.steps.append((step.plan.shape, step.result.spans, step.commit_ns - step.plan_ns))
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
@@ -111,8 +198,8 @@ def _loads(num_requests: int, max_tokens: int) -> list[Trace]:
         generate(
             SyntheticConfig(
                 num_requests=count,
-                prompt=LengthConfig("uniform", 1.0, 0.0, shortest, longest),
-                output=LengthConfig("uniform", 1.0, 0.0, 8, 96),
+                prompt=LengthConfig("uniform", min_tokens=shortest, max_tokens=longest),
+                output=LengthConfig("uniform", min_tokens=8, max_tokens=96),
                 max_session_tokens=max_tokens + 96,
                 **options,
             ),

@@ -28,6 +28,7 @@ from experiments.settings import (
 )
 from experiments.structured import editable, freeze
 from real.config import RealConfig
+from sim.cost.calibrated import CalibratedConfig
 from sim.cost.constant import ConstantConfig
 from sim.cost.linear import LinearConfig
 from sim.cost.roofline import RooflineConfig
@@ -47,7 +48,9 @@ TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
     "csv": TraceConfig,
     "parquet": TraceConfig,
 }
-COST_CONFIGS: dict[str, type] = {"roofline": RooflineConfig, "linear": LinearConfig, "constant": ConstantConfig}
+COST_CONFIGS: dict[str, type] = {
+    "roofline": RooflineConfig, "calibrated": CalibratedConfig, "linear": LinearConfig, "constant": ConstantConfig
+}  # fmt: skip
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record")
 
 

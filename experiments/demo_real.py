@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from analysis.load import Run, load_run
 from analysis.report import Pair
-from experiments.calibrate import fit_and_save, profile
+from experiments.calibrate import Fitted, fit_and_save, profile, together
 from experiments.compose import compose_config
 from experiments.run import execute
 from testbed.errors import TestbedError
@@ -47,26 +47,20 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     base = _real_overrides(_make_model(out / "model"), quick=quick)
     config = compose_config(base)
     num_requests = 10 if quick else 24
-    steps = profile(config, num_requests=num_requests)
-    fit_and_save(steps, config, out / "load" / "linear-cost.json")
+    before = profile(config, num_requests=num_requests)
     first = next(iter(policies.values()))
-    scale = _rate_scale(out / "load", base, list(policies.values()))
+    scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(before, out / "load"))
     load = [*base, f"trace.rate_scale={scale:g}"]
     reals: dict[str, Run] = {}
     for name, policy in tqdm(policies.items(), desc="replay on the real engine", disable=None):
         reals[name] = run_point([*load, *policy], out / "real" / _slug(name))
     again = run_point([*load, *first], out / "real-again" / _slug(next(iter(policies))))
-    steps += profile(config, num_requests=num_requests)
-    fit = fit_and_save(steps, config, out / "linear-cost.json")
+    fitted = fit_and_save(together(before, profile(config, num_requests=num_requests)), out)
     pairs = [
-        Pair(name, run_point(_simulated([*load, *policy], out), out / "sim-of-real" / _slug(name)), reals[name])
+        Pair(name, run_point(_simulated([*load, *policy], fitted), out / "sim-of-real" / _slug(name)), reals[name])
         for name, policy in policies.items()
     ]
-    description = (
-        f"{scale:g} x the rate, linear cost fitted to {fit.num_steps} other steps, cross-validated error "
-        f"{fit.median_relative_error:.1%} (median), {fit.p90_relative_error:.1%} (P90)"
-    )
-    return Fidelity(pairs, (next(iter(reals.values())), again), description)
+    return Fidelity(pairs, (next(iter(reals.values())), again), f"{scale:g} x the rate, {fitted.description}")
 
 
 def _make_model(folder: Path) -> Path:
@@ -84,17 +78,16 @@ def _real_overrides(model: Path, *, quick: bool) -> list[str]:
     return ["experiment=demo_real", f"model.path={model}", "backend=real", "backend.num_threads=1", *short]
 
 
-def _simulated(overrides: list[str], folder: Path) -> list[str]:
-    """The overrides of a real run, turned into its simulation at the prices fitted in `folder`."""
-    kept = [item for item in overrides if not item.startswith("backend")]
-    return [*kept, "cost=linear", f"cost.path={folder / 'linear-cost.json'}"]
+def _simulated(overrides: list[str], fitted: Fitted) -> list[str]:
+    """The overrides of a real run, turned into its simulation at fitted prices."""
+    return [*(item for item in overrides if not item.startswith("backend")), *fitted.overrides]
 
 
-def _rate_scale(folder: Path, base: list[str], policies: list[list[str]]) -> float:
+def _rate_scale(folder: Path, base: list[str], policies: list[list[str]], fitted: Fitted) -> float:
     """The fastest replay at which, says the simulator, no policy drowns this machine."""
     for scale in tqdm(RATE_SCALES, desc="choosing the load", disable=None, leave=False):
         for number, policy in enumerate(policies):
-            overrides = _simulated([*base, *policy, f"trace.rate_scale={scale:g}"], folder)
+            overrides = _simulated([*base, *policy, f"trace.rate_scale={scale:g}"], fitted)
             if run_point(overrides, folder / f"x{scale:g}-{number}").summary["busy_share"] > BUSY_SHARE:
                 break
         else:

@@ -64,13 +64,19 @@ def _cpu() -> str:
     return names[0] if names else platform.machine()
 
 
+def describe_driver() -> str:
+    """The version of the GPU's driver, or nothing where there is none."""
+    return _ask_driver("driver_version") or ""
+
+
 def _gpu() -> str | None:
+    return _ask_driver("name,memory.total")
+
+
+def _ask_driver(query: str) -> str | None:
     try:
         done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=10,
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

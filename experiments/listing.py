@@ -26,6 +26,7 @@ DESCRIPTIONS = {
     },
     "cost": {
         "roofline": "from the model's shape and the device's data sheet",
+        "calibrated": "a fit to measured steps (cost.profile or cost.path)",
         "linear": "coefficients, fitted to measured steps",
         "constant": "every step takes cost.step_s seconds",
         "recorded": "the tape of a real run (cost.run)",

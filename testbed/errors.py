@@ -35,6 +35,10 @@ class RunFolderError(TestbedError):
     """A run folder is missing, incomplete, already used, or cannot be paired with another."""
 
 
+class ProfileError(TestbedError):
+    """A profile of measured steps, or a fit to one, is missing, damaged, or of another model or device."""
+
+
 class LivelockError(TestbedError):
     """Work remains, nothing can be scheduled, and nothing will ever change that."""
 

@@ -78,7 +78,7 @@ def refused(imports: list[Import], *packages: str) -> list[str]:
 def test_the_core_needs_the_standard_library_and_xxhash() -> None:
     """Traces compute with numpy; Parquet and zstd are opened by the functions that need them, never at the top."""
     lazy = ("pyarrow", "zstandard", "compression")
-    tables = ("testbed/records.py", "testbed/record_tables.py")
+    tables = ("testbed/records.py", "testbed/record_tables.py", "testbed/profiles.py")
     bad = []
     for item in imports_in("testbed"):
         is_trace = item.file.startswith("testbed/traces/")
@@ -94,11 +94,11 @@ def test_the_core_needs_the_standard_library_and_xxhash() -> None:
     assert not bad
 
 
-def test_only_traces_and_records_and_tapes_open_files() -> None:
+def test_only_traces_records_tapes_and_profiles_open_files() -> None:
     """The state machine has no I/O: neither `open` nor a path, no clock, no thread, no randomness, no environment."""
     forbidden = ("time", "datetime", "random", "secrets", "threading", "multiprocessing", "asyncio", "os", "socket",
                  "subprocess", "logging", "tempfile", "uuid")  # fmt: skip
-    with_files = ("testbed/traces/", "testbed/record", "testbed/tape.py", "testbed/specs.py")
+    with_files = ("testbed/traces/", "testbed/record", "testbed/tape.py", "testbed/specs.py", "testbed/profiles.py")
     core = [item for item in imports_in("testbed") if not item.file.startswith(with_files)]
     assert len(core) > 50, "nothing was looked at"
     assert not refused(core, *forbidden, "pathlib", "io")

@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.cost.base import CostModel, DecodePricer, later_decode, price_decodes
+from sim.cost.calibrated import CalibratedCost
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
 from testbed.plan import BatchShape, PrefillChunk, Spans
 from testbed.specs import DeviceSpec, ModelSpec
+from tests.cost.test_calibrated import KNOWN
 
 MODEL = ModelSpec("m", num_hidden_layers=3)
 FEW_KV_HEADS = ModelSpec("few", num_attention_heads=64, num_key_value_heads=1, num_hidden_layers=3)
@@ -38,6 +40,7 @@ MODELS: dict[str, CostModel] = {
     "eager, bound by arithmetic": RooflineCost(FEW_KV_HEADS, SLOW, RooflineConfig(cuda_graphs=False)),
     "ranks": RooflineCost(MODEL, DEVICE, tensor_parallel_size=4),
     "cpu": RooflineCost(MODEL, CPU),
+    "calibrated": CalibratedCost(KNOWN),
     "own": Whimsical(),
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import build
+from experiments import build, costs
 from experiments.compose import compose_config
 from sim.cost.base import CostModel
 from sim.cost.roofline import RooflineCost
@@ -22,7 +22,7 @@ def blocks(*overrides: str) -> build.Pools:
 
 
 def price(*overrides: str) -> CostModel:
-    return build.build_cost(compose_config([*LLAMA, *overrides]))
+    return costs.build_cost(compose_config([*LLAMA, *overrides]))
 
 
 def test_the_blocks_are_what_weights_and_activations_leave():
@@ -90,10 +90,10 @@ def test_an_unknown_kv_type_is_refused_and_the_real_engine_says_what_it_cannot_d
 
 def test_a_models_own_window_holds_unless_the_cache_says_otherwise():
     own = ["model.sliding_window=4096"]
-    assert build.sliding_window(compose_config([])) is None
-    assert build.sliding_window(compose_config(own)) == 4096
-    assert build.sliding_window(compose_config([*own, "cache.sliding_window=128"])) == 128
-    assert build.sliding_window(compose_config(["model.sliding_window=null", "cache.sliding_window=128"])) == 128
+    assert costs.sliding_window(compose_config([])) is None
+    assert costs.sliding_window(compose_config(own)) == 4096
+    assert costs.sliding_window(compose_config([*own, "cache.sliding_window=128"])) == 128
+    assert costs.sliding_window(compose_config(["model.sliding_window=null", "cache.sliding_window=128"])) == 128
 
 
 def test_not_one_block_is_one_clear_line():

@@ -1,0 +1,85 @@
+"""The wiring of prices: from a RunConfig to a cost model, and what cache and cost model must agree on."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+from experiments.config import COST_CONFIGS, RunConfig
+from experiments.policies import instantiate
+from experiments.settings import unknown
+from experiments.structured import freeze
+from sim.cost.base import CostModel
+from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration
+from sim.cost.calibration_file import load_calibration
+from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.cost.linear import LinearConfig, LinearCost
+from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from testbed.errors import ConfigError
+from testbed.profiles import read_profile
+
+
+def block_bytes(config: RunConfig) -> int:
+    """Bytes of one KV block on each rank."""
+    cache = config.cache
+    return cache.block_size * config.model.kv_bytes_per_token(cache.kv_dtype, config.tensor_parallel_size)
+
+
+def sliding_window(config: RunConfig) -> int | None:
+    """What attention looks back at: what the cache was told, else what the model was trained with."""
+    return config.model.sliding_window if config.cache.sliding_window is None else config.cache.sliding_window
+
+
+def build_cost(config: RunConfig) -> CostModel:
+    """The cost model of a simulated run."""
+    values = config.raw["cost"]
+    if "_target_" in values:
+        model = instantiate("cost", values)
+        if not hasattr(model, "price"):
+            raise ConfigError(f"cost: {values['_target_']} lacks price; see docs/extending.md")
+        return cast(CostModel, model)
+    name = values.get("name", "")
+    if name == "constant":
+        return ConstantCost(freeze(ConstantConfig, "cost", values))
+    if name == "linear":
+        return LinearCost(freeze(LinearConfig, "cost", values))
+    if name == "calibrated":
+        return _calibrated(config, freeze(CalibratedConfig, "cost", values))
+    if name == "roofline":
+        return RooflineCost(
+            config.model,
+            config.device,
+            freeze(RooflineConfig, "cost", values),
+            tensor_parallel_size=config.tensor_parallel_size,
+            kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, sliding_window(config)),
+        )
+    raise ConfigError(unknown(f"cost is {name!r}", name, [*COST_CONFIGS, "recorded"]))
+
+
+def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
+    """Prices fitted to a profile. Raises ConfigError if it is one of another model, device or cache."""
+    file = options.path or options.profile
+    assert file is not None
+    modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
+    calibration = _calibration(file, options.path is None, modified_ns)
+    calibration.manifest.check_matches(
+        file,
+        model=config.model,
+        device=config.device.name,
+        block_size=config.cache.block_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+        kv_dtype=config.cache.kv_dtype,
+        sliding_window=sliding_window(config),
+    )
+    return CalibratedCost(calibration, options.outside)
+
+
+@lru_cache(maxsize=8)
+def _calibration(file: str, is_profile: bool, modified_ns: int) -> Calibration:
+    """Read, and fitted if it is a profile; a run asks twice, for its prices and for its policies'."""
+    if not is_profile:
+        return load_calibration(file)
+    from sim.cost.calibration import calibrate  # scipy
+
+    return calibrate(read_profile(file))

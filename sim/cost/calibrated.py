@@ -1,0 +1,201 @@
+"""A step's time by a fit to measured steps: curves over the number of tokens, and coefficients for all else.
+
+The form is the roofline's with its numbers measured instead of looked up. What all rows share (projections, MLP, norms,
+launches) is a curve over the number of tokens, piecewise linear and never falling: one for steps of decodes only, which
+an engine may replay as graphs, and one for steps with prefills. Attention is linear in decode context, in prefill
+context and in (query, key) pairs. Prices are integers from plain arithmetic; sim/cost/calibration.py fits them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from sim.cost.base import pairs_doubled
+from sim.cost.profiled_range import OUTSIDE, Ranges, RangeWatch
+from testbed.errors import ConfigError
+from testbed.plan import BatchShape, Spans
+from testbed.profiles import ProfileManifest
+
+Curve = tuple[tuple[int, float], ...]  # (tokens, ns): knots, tokens ascending
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedConfig:
+    """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote."""
+
+    profile: str | None = None
+    path: str | None = None
+    outside: str = "warn"  # a step outside the profiled range: warn, refuse, allow
+
+    def __post_init__(self) -> None:
+        if (self.profile is None) == (self.path is None):
+            given = "neither is" if self.profile is None else "both are"
+            raise ConfigError(
+                f"cost=calibrated needs cost.profile=<profile>.parquet or cost.path=<fit>.json; {given} set"
+            )
+        if self.outside not in OUTSIDE:
+            raise ConfigError(f"cost.outside is {self.outside!r}; choose one of {', '.join(OUTSIDE)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What each unit costs, in ns."""
+
+    decode_context_token: float = 0.0  # K and V of one position, read for one decode
+    mixed_decode: float = 0.0  # a decode row of a step with prefills, beside its share of the curve
+    prefill: float = 0.0  # a prompt or chunk
+    prefill_context_token: float = 0.0  # a position that a chunk attends to
+    prefill_pair: float = 0.0  # a (query, key) pair of a chunk
+    logits_row: float = 0.0  # a row whose logits are needed: LM head
+    swap_call: float = 0.0  # a direction that swaps at all
+    swapped_out_block: float = 0.0
+    swapped_in_block: float = 0.0
+    copied_block: float = 0.0
+    sampler: float = 0.0  # a step that samples
+    sampled_row: float = 0.0
+    host: float = 0.0  # each step
+    host_row: float = 0.0  # a decode, a prompt or a chunk
+    host_prefill_token: float = 0.0
+    host_moved_block: float = 0.0
+
+
+class Quality(NamedTuple):
+    """Relative errors |predicted - measured| / measured of steps whose shape the fit had not seen.
+
+    bias: of the sum of all steps, above 0 if predictions are too long. noise: median relative deviation of repeats from
+    the mean of their shape, which no model can beat; None without repeats.
+    """
+
+    num_steps: int
+    num_shapes: int
+    median: float
+    p90: float
+    bias: float
+    noise: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A fit. decode_curve, prefill_curve: ns over tokens of the step. quality: by region, and of `all`."""
+
+    manifest: ProfileManifest
+    decode_curve: Curve
+    prefill_curve: Curve
+    coefficients: Coefficients
+    ranges: Ranges
+    quality: dict[str, Quality]
+    num_folds: int
+
+
+class CalibratedCost:
+    """Prices a step by a Calibration. Host work is prepare_ns, swaps and copies are swap_ns, the sampler is sample_ns,
+    all else forward_ns."""
+
+    def __init__(self, calibration: Calibration, outside: str = "warn") -> None:
+        self.calibration = calibration
+        self._outside = outside
+        self._window = calibration.manifest.sliding_window
+        self._c = calibration.coefficients
+        self._dense: dict[tuple[int, bool], int] = {}  # (tokens, whether there are prefills) -> ns
+
+    def watch(self) -> RangeWatch:
+        """A recorder that sees which steps of a run leave the profiled range."""
+        return RangeWatch(self.calibration.ranges, self._outside)
+
+    def price(self, shape: BatchShape) -> Spans:
+        num_decodes, context, prefills, num_samples, num_out, num_in, num_copied = shape
+        c = self._c
+        num_prefill_tokens = prefill_ns = 0
+        if prefills:
+            num_prefill_tokens, prefill_ns = self._prefill_attention(shape)
+        host_ns = self._host_ns(num_decodes + len(prefills), num_prefill_tokens, num_out + num_in + num_copied)
+        swap_ns = self._swap_ns(num_out, num_in) if num_out or num_in else 0
+        if num_copied:
+            swap_ns += round(num_copied * c.copied_block)
+        num_tokens, forward_ns = num_decodes + num_prefill_tokens, 0
+        if num_tokens:
+            forward_ns = self._dense_ns(num_tokens, bool(prefills)) + prefill_ns
+            forward_ns += self._decode_ns(num_decodes, context, bool(prefills)) + round(num_samples * c.logits_row)
+        sample_ns = round(c.sampler + num_samples * c.sampled_row) if num_samples else 0
+        return Spans(0, host_ns, swap_ns, forward_ns, sample_ns)
+
+    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
+        num_decodes, context = shape.num_decodes, shape.decode_context_tokens
+        fixed_ns = self._dense_ns(num_decodes, False) + round(shape.num_samples * self._c.logits_row)
+        context_ns = self._c.decode_context_token
+        contexts = range(context, context + num_steps * num_decodes, num_decodes)
+        return self.price(shape), [fixed_ns + round(tokens * context_ns) for tokens in contexts]
+
+    def breakdown(self, shape: BatchShape) -> dict[str, int]:
+        """The ns of each part that a fit can tell apart; their sum is that of price(shape)."""
+        num_decodes, context, prefills, num_samples, num_out, num_in, num_copied = shape
+        num_prefill_tokens, prefill_ns = self._prefill_attention(shape)
+        num_moved, has_prefills = num_out + num_in + num_copied, bool(prefills)
+        parts = {
+            "host": self._host_ns(num_decodes + len(prefills), num_prefill_tokens, num_moved),
+            "swap": self._swap_ns(num_out, num_in),
+            "block_copy": round(num_copied * self._c.copied_block),
+        }
+        num_tokens = num_decodes + num_prefill_tokens
+        if num_tokens:
+            parts["dense"] = self._dense_ns(num_tokens, has_prefills)
+            parts["attention_decode"] = self._decode_ns(num_decodes, context, has_prefills)
+            parts["attention_prefill"] = prefill_ns
+            parts["lm_head"] = round(num_samples * self._c.logits_row)
+        if num_samples:
+            parts["sampler"] = round(self._c.sampler + num_samples * self._c.sampled_row)
+        return parts
+
+    def _host_ns(self, num_rows: int, num_prefill_tokens: int, num_moved: int) -> int:
+        c = self._c
+        host = c.host + num_rows * c.host_row + num_prefill_tokens * c.host_prefill_token
+        return max(1, round(host + num_moved * c.host_moved_block))
+
+    def _swap_ns(self, num_out: int, num_in: int) -> int:
+        c = self._c
+        calls = (num_out > 0) + (num_in > 0)
+        return round(calls * c.swap_call + num_out * c.swapped_out_block + num_in * c.swapped_in_block)
+
+    def _decode_ns(self, num_decodes: int, context: int, has_prefills: bool) -> int:
+        context_ns = context * self._c.decode_context_token
+        return round(context_ns + num_decodes * self._c.mixed_decode) if has_prefills else round(context_ns)
+
+    def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
+        """Tokens of all chunks, and the ns of their attention."""
+        num_tokens = reads = pairs = 0
+        for start, length in shape.prefills:
+            num_tokens += length
+            reads += start + length
+            pairs += pairs_doubled(start, length, self._window)
+        c = self._c
+        return num_tokens, round(
+            len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs * (c.prefill_pair / 2)
+        )
+
+    def _dense_ns(self, num_tokens: int, has_prefills: bool) -> int:
+        found = self._dense.get((num_tokens, has_prefills))
+        if found is None:
+            curve = self.calibration.prefill_curve if has_prefills else self.calibration.decode_curve
+            found = self._dense[num_tokens, has_prefills] = round(curve_at(curve, num_tokens))
+        return found
+
+
+def curve_at(curve: Curve, num_tokens: int) -> float:
+    """The value of a curve: level before its first knot; beyond its last as its last rising piece goes on."""
+    if num_tokens <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    right = min(bisect_right(curve, (num_tokens, float("inf"))), len(curve) - 1)
+    left = right - 1
+    if num_tokens > curve[-1][0]:
+        while left and curve[left][1] >= curve[-1][1]:
+            left -= 1
+        right = len(curve) - 1
+    (x0, y0), (x1, y1) = curve[left], curve[right]
+    if num_tokens == x1:
+        return y1
+    return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
+
+
+COEFFICIENTS = tuple(item.name for item in fields(Coefficients))

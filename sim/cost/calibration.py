@@ -1,0 +1,228 @@
+"""Fits a Calibration to a profile, and says how well it predicts shapes that it has not seen. scipy lives here.
+
+The parts of a step (host, swap, forward, sampler) are fitted each to its own span, by non-negative least squares on
+what is a relative error of the whole step: (predicted - measured) / expected. `expected` is first what was measured,
+then what the fit before predicts: noise that only lengthens steps would otherwise pull a relative fit below the mean,
+and a run is a sum of steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.cost.base import attention_pairs_doubled
+from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality
+from sim.cost.profiled_range import REGIONS, profiled_ranges, region_of
+from testbed.errors import ProfileError
+from testbed.plan import BatchShape
+from testbed.profiles import MeasuredStep, Profile, ProfileManifest
+
+MIN_SHAPES = 20
+MAX_PIECES = 12  # of a curve
+MIN_SHAPES_OF_PIECE = 4
+NUM_REWEIGHTINGS = 5  # the weights have settled by then
+Floats = NDArray[np.float64]
+
+
+def calibrate(profile: Profile, num_folds: int = 5) -> Calibration:
+    """Fits all steps, and cross-validates: whole shapes are left out, so that repeats tell nothing of one another.
+
+    Folds are dealt by a fixed permutation: the same profile gives the same fit. Raises ProfileError on fewer than
+    MIN_SHAPES different shapes.
+    """
+    manifest, steps = profile
+    shapes = list(dict.fromkeys(step.shape for step in steps))
+    if len(shapes) < MIN_SHAPES:
+        raise ProfileError(
+            f"the profile has steps of {len(shapes)} different shapes; a fit needs at least {MIN_SHAPES}: profile more"
+        )
+    dealt = np.random.Generator(np.random.PCG64(0)).permutation(len(shapes)) % num_folds
+    fold_of = dict(zip(shapes, dealt.tolist(), strict=True))
+    predicted = np.empty(len(steps))
+    for fold in range(num_folds):
+        kept = [step for step in steps if fold_of[step.shape] != fold]
+        model = CalibratedCost(_fit(manifest, kept, {}, num_folds))
+        for index, step in enumerate(steps):
+            if fold_of[step.shape] == fold:
+                predicted[index] = sum(model.price(step.shape))
+    return _fit(manifest, steps, _quality(steps, predicted), num_folds)
+
+
+def _quality(steps: Sequence[MeasuredStep], predicted: Floats) -> dict[str, Quality]:
+    """Errors of all steps and of each region."""
+    measured = np.array([step.total_ns for step in steps], dtype=np.float64)
+    regions = np.array([region_of(step.shape) for step in steps])
+    found = {}
+    for name in ("all", *REGIONS):
+        of_region = np.full(len(steps), True) if name == "all" else regions == name
+        if not of_region.any():
+            continue
+        truth, guess = measured[of_region], predicted[of_region]
+        errors = np.abs(guess - truth) / truth
+        chosen = [step for step, is_in in zip(steps, of_region, strict=True) if is_in]
+        found[name] = Quality(
+            num_steps=len(chosen),
+            num_shapes=len({step.shape for step in chosen}),
+            median=float(np.median(errors)),
+            p90=float(np.quantile(errors, 0.9)),
+            bias=float(guess.sum() / truth.sum() - 1),
+            noise=_noise(chosen),
+        )
+    return found
+
+
+def _noise(steps: Sequence[MeasuredStep]) -> float | None:
+    """Median relative deviation of repeats from the mean of their shape."""
+    times: dict[BatchShape, list[int]] = {}
+    for step in steps:
+        times.setdefault(step.shape, []).append(step.total_ns)
+    deviations = [
+        abs(ns * len(of_shape) / sum(of_shape) - 1)
+        for of_shape in times.values()
+        if len(of_shape) > 1
+        for ns in of_shape
+    ]
+    return float(np.median(deviations)) if deviations else None
+
+
+# --- the fit ---
+
+
+def _fit(
+    manifest: ProfileManifest, steps: Sequence[MeasuredStep], quality: dict[str, Quality], num_folds: int
+) -> Calibration:
+    shapes = [step.shape for step in steps]
+    total = np.array([step.total_ns for step in steps], dtype=np.float64)  # [num_steps]
+    targets = np.array([_parts(step) for step in steps], dtype=np.float64)  # [num_steps, num_parts]
+    knots = {mode: _knots(shapes, mode == "prefill") for mode in ("decode", "prefill")}
+    matrices = [  # one a part, [num_steps, num_columns], in the order of _parts
+        np.array([_host(shape) for shape in shapes], dtype=np.float64),
+        np.array([_swap(shape) for shape in shapes], dtype=np.float64),
+        np.array([_forward(shape, knots, manifest.sliding_window) for shape in shapes], dtype=np.float64),
+        np.array([_sampler(shape) for shape in shapes], dtype=np.float64),
+    ]
+    expected = total
+    for _ in range(NUM_REWEIGHTINGS):
+        solved = [_solve(matrix, targets[:, part], expected) for part, matrix in enumerate(matrices)]
+        predicted = sum(matrix @ found for matrix, found in zip(matrices, solved, strict=True))
+        expected = np.maximum(predicted, 0.1 * total)
+    host, swap, forward, sampler = (found.tolist() for found in solved)
+    num_decode, num_prefill = len(knots["decode"]), len(knots["prefill"])
+    curves = [
+        _curve(knots["decode"], forward[:num_decode]),
+        _curve(knots["prefill"], forward[num_decode : num_decode + num_prefill]),
+    ]
+    values = dict(zip(_NAMES, [*forward[num_decode + num_prefill :], *swap, *sampler, *host], strict=True))
+    return Calibration(
+        manifest=manifest,
+        decode_curve=curves[0] or curves[1] or ((1, 0.0),),
+        prefill_curve=curves[1] or curves[0] or ((1, 0.0),),
+        coefficients=Coefficients(**values),
+        ranges=profiled_ranges(shapes),
+        quality=quality,
+        num_folds=num_folds,
+    )
+
+
+_NAMES = COEFFICIENTS  # in the order: forward, swap, sampler, host
+
+
+def _parts(step: MeasuredStep) -> tuple[int, int, int, int]:
+    """Host, swap, forward, sampler: parts that add up to the step. What no span covers is the host's; what several
+    cover is taken from the host's, which hides behind the device, and then from the device's."""
+    schedule, prepare, swap, forward, sample = step.spans
+    host = schedule + prepare + step.total_ns - sum(step.spans)
+    if not any(step.shape[4:]):
+        host, swap = host + swap, 0  # asking whether there is anything to move
+    if host < 0:
+        forward, host = max(0, forward + host), 0
+    return host, swap, forward, sample
+
+
+def _host(shape: BatchShape) -> tuple[int, ...]:
+    num_rows = shape.num_decodes + len(shape.prefills)
+    return 1, num_rows, shape.num_prefill_tokens, sum(shape[4:])
+
+
+def _swap(shape: BatchShape) -> tuple[int, ...]:
+    num_out, num_in = shape.num_blocks_swapped_out, shape.num_blocks_swapped_in
+    return (num_out > 0) + (num_in > 0), num_out, num_in, shape.num_blocks_copied
+
+
+def _sampler(shape: BatchShape) -> tuple[int, ...]:
+    return int(shape.num_samples > 0), shape.num_samples
+
+
+def _forward(shape: BatchShape, knots: dict[str, list[int]], window: int | None) -> list[float]:
+    """Shares of both curves' pieces, then what each forward coefficient multiplies."""
+    has_prefills, num_tokens = bool(shape.prefills), shape.num_tokens
+    row: list[float] = []
+    for mode, own in knots.items():
+        is_mode = num_tokens > 0 and has_prefills == (mode == "prefill")
+        row += _pieces(own, num_tokens) if is_mode else [0.0] * len(own)
+    return [
+        *row,
+        shape.decode_context_tokens,
+        shape.num_decodes if has_prefills else 0,
+        len(shape.prefills),
+        sum(start + num for start, num in shape.prefills),
+        attention_pairs_doubled(shape, window) / 2,
+        shape.num_samples,
+    ]
+
+
+def _pieces(knots: list[int], num_tokens: int) -> list[float]:
+    """1 for the curve's value at its first knot, then how much of each piece lies below num_tokens, from 0 to 1."""
+    parts = [1.0]
+    for low, high in pairwise(knots):
+        parts.append(min(1.0, max(0.0, (num_tokens - low) / (high - low))))
+    return parts
+
+
+def _knots(shapes: Sequence[BatchShape], has_prefills: bool) -> list[int]:
+    """Token counts at which a curve may bend: so that each piece has enough different shapes."""
+    distinct = dict.fromkeys(shape for shape in shapes if shape.num_tokens and bool(shape.prefills) == has_prefills)
+    counts = Counter(shape.num_tokens for shape in distinct)
+    if not counts:
+        return []
+    wanted = max(MIN_SHAPES_OF_PIECE, ceil(len(distinct) / MAX_PIECES))
+    tokens = sorted(counts)
+    knots, in_piece = [tokens[0]], 0
+    for value in tokens[1:]:
+        in_piece += counts[value]
+        if in_piece >= wanted:
+            knots.append(value)
+            in_piece = 0
+    if knots[-1] != tokens[-1]:
+        if len(knots) > 1:
+            knots.pop()
+        knots.append(tokens[-1])
+    return knots
+
+
+def _curve(knots: list[int], increments: list[float]) -> Curve:
+    points, value = [], 0.0
+    for tokens, increment in zip(knots, increments, strict=True):
+        value += increment
+        points.append((tokens, value))
+    return tuple(points)
+
+
+def _solve(features: Floats, measured: Floats, expected: Floats) -> Floats:
+    """min sum(((features @ x - measured) / expected)**2), x >= 0. A column that is 0 throughout gets 0."""
+    from scipy.optimize import nnls  # slow to import, and a simulation does not need it
+
+    relative = features / expected[:, None]
+    scale = relative.max(axis=0, initial=0.0)
+    used = scale > 0
+    found = np.zeros(features.shape[1])
+    if used.any():
+        solution, _ = nnls(relative[:, used] / scale[used], measured / expected, maxiter=50 * features.shape[1])
+        found[used] = solution / scale[used]
+    return found

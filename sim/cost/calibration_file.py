@@ -1,0 +1,145 @@
+"""A Calibration as a JSON file that a person can read and review, and back again."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sim.cost.calibrated import COEFFICIENTS, Calibration, Coefficients, Curve, Quality
+from sim.cost.profiled_range import REGIONS, Ranges
+from testbed.errors import ProfileError
+from testbed.profiles import ProfileManifest
+
+FORMAT = "testbed calibrated cost 1"
+_KEYS = ("manifest", "decode_curve", "prefill_curve", "coefficients_ns", "ranges", "quality", "num_folds")
+
+
+def save_calibration(calibration: Calibration, path: str | Path) -> None:
+    """Writes a fit whole or not at all. Coefficients and curves are in ns."""
+    document = {
+        "format": FORMAT,
+        "manifest": asdict(calibration.manifest),
+        "num_folds": calibration.num_folds,
+        "quality": {region: quality._asdict() for region, quality in calibration.quality.items()},
+        "coefficients_ns": asdict(calibration.coefficients),
+        "decode_curve": calibration.decode_curve,
+        "prefill_curve": calibration.prefill_curve,
+        "ranges": calibration.ranges,
+    }
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Raises ProfileError naming the file, the field, its value and what was expected."""
+    file = Path(path)
+    if not file.is_file():
+        raise ProfileError(f"cost.path: no file at {path}; `testbed calibrate fit <profile> --out <json>` writes one")
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"cost.path: {path} is not JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise ProfileError(f"cost.path: {path} is no calibrated cost: its 'format' is {found!r}; expected {FORMAT!r}")
+    for key in _KEYS:
+        if key not in document:
+            raise ProfileError(f"cost.path: {path} lacks {key!r}")
+    coefficients = _object(path, "coefficients_ns", document, COEFFICIENTS)
+    return Calibration(
+        manifest=ProfileManifest.from_json(document["manifest"], f"cost.path: {path}: manifest"),
+        decode_curve=_curve(path, "decode_curve", document),
+        prefill_curve=_curve(path, "prefill_curve", document),
+        coefficients=Coefficients(
+            **{key: _ns(path, f"coefficients_ns.{key}", coefficients[key]) for key in COEFFICIENTS}
+        ),
+        ranges=_ranges(path, document["ranges"]),
+        quality=_quality(path, document["quality"]),
+        num_folds=document["num_folds"],
+    )
+
+
+def _refused(path: str | Path, field: str, value: Any, expected: str) -> ProfileError:
+    return ProfileError(f"cost.path: {path}: {field} is {value!r}; expected {expected}")
+
+
+def _object(path: str | Path, key: str, document: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    values = document[key]
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ProfileError(f"cost.path: {path}: {key!r} must hold exactly {', '.join(names)}")
+    return values
+
+
+def _ns(path: str | Path, field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise _refused(path, field, value, "a finite number of ns, at least 0")
+    return float(value)
+
+
+def _whole(path: str | Path, field: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _refused(path, field, value, "a whole number, at least 0")
+    return value
+
+
+def _pair(path: str | Path, field: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _refused(path, field, value, "a pair of numbers")
+    return value
+
+
+def _curve(path: str | Path, key: str, document: dict[str, Any]) -> Curve:
+    points = document[key]
+    if not isinstance(points, list) or not points:
+        raise _refused(path, key, points, "a list of (tokens, ns)")
+    curve: list[tuple[int, float]] = []
+    for index, point in enumerate(points):
+        field = f"{key}[{index}]"
+        tokens, ns = _pair(path, field, point)
+        tokens, ns = _whole(path, f"{field}[0]", tokens), _ns(path, f"{field}[1]", ns)
+        if curve and (tokens <= curve[-1][0] or ns < curve[-1][1]):
+            raise _refused(path, field, point, f"more tokens, and no less ns, than {list(curve[-1])} before it")
+        curve.append((tokens, ns))
+    return tuple(curve)
+
+
+def _ranges(path: str | Path, raw: Any) -> Ranges:
+    if not isinstance(raw, dict) or "moves" not in raw or not set(raw) <= set(REGIONS):
+        raise _refused(path, "ranges", raw, f"an object with 'moves' and others of {', '.join(REGIONS)}")
+    ranges: Ranges = {}
+    for region, features in raw.items():
+        if not isinstance(features, dict) or sorted(features) != sorted(_FEATURES[region]):
+            raise ProfileError(f"cost.path: {path}: ranges.{region} must hold exactly {', '.join(_FEATURES[region])}")
+        ranges[region] = {}
+        for name, bounds in features.items():
+            field = f"ranges.{region}.{name}"
+            low, high = (_whole(path, field, bound) for bound in _pair(path, field, bounds))
+            ranges[region][name] = low, high
+    return ranges
+
+
+_DECODES = ("num_decodes", "decode_context_tokens")
+_PREFILLS = ("num_tokens", "num_prefills", "prefill_end")
+_FEATURES = {
+    "decode": _DECODES,
+    "prefill": _PREFILLS,
+    "mixed": (*_DECODES, *_PREFILLS),
+    "moves": ("num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied"),
+}
+
+
+def _quality(path: str | Path, raw: Any) -> dict[str, Quality]:
+    if not isinstance(raw, dict) or "all" not in raw:
+        raise _refused(path, "quality", raw, "an object with 'all'")
+    found = {}
+    for region, values in raw.items():
+        if not isinstance(values, dict) or sorted(values) != sorted(Quality._fields):
+            raise ProfileError(f"cost.path: {path}: quality.{region} must hold exactly {', '.join(Quality._fields)}")
+        found[region] = Quality(**values)
+    return found

@@ -1,0 +1,146 @@
+"""How far a profile reaches, and which steps of a run lie outside of it. Knows shapes and nothing of prices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from testbed.errors import ConfigError
+from testbed.interfaces import StepView
+from testbed.plan import BatchShape, Finished
+from testbed.request import Request
+
+OUTSIDE = ("warn", "refuse", "allow")
+REGIONS = ("decode", "prefill", "mixed", "moves")  # decodes only, prefills only, both, only blocks moved
+
+Ranges = dict[str, dict[str, tuple[int, int]]]  # region -> feature -> lowest and highest that was profiled
+
+
+class Outside(NamedTuple):
+    """A feature of a step that leaves its range. bounds: None, if no such step was profiled at all."""
+
+    feature: str
+    value: int
+    bounds: tuple[int, int] | None
+
+    @property
+    def excess(self) -> float:
+        """How far outside, as a ratio above 1 to the nearer bound."""
+        if self.bounds is None:
+            return float("inf")
+        low, high = self.bounds
+        return self.value / max(1, high) if self.value > high else low / max(1, self.value)
+
+    def __str__(self) -> str:
+        if self.bounds is None:
+            return f"{self.feature} (never profiled)"
+        side = "up to" if self.value > self.bounds[1] else "down to"
+        low, high = self.bounds
+        return f"{self.feature} {side} {self.value:,} (profiled: {low:,} to {high:,}; {self.excess:.3g} x outside)"
+
+
+def region_of(shape: BatchShape) -> str:
+    if shape.prefills:
+        return "mixed" if shape.num_decodes else "prefill"
+    return "decode" if shape.num_decodes else "moves"
+
+
+def features_of(shape: BatchShape) -> dict[str, int]:
+    """What of a shape has a range, beside its blocks."""
+    features = {}
+    if shape.num_decodes:
+        features = {"num_decodes": shape.num_decodes, "decode_context_tokens": shape.decode_context_tokens}
+    if shape.prefills:
+        features["num_tokens"] = shape.num_tokens
+        features["num_prefills"] = len(shape.prefills)
+        features["prefill_end"] = max(start + num_tokens for start, num_tokens in shape.prefills)
+    return features
+
+
+def moves_of(shape: BatchShape) -> dict[str, int]:
+    """The blocks that a shape moves; they have a range over all regions, from 0."""
+    _, _, _, _, num_out, num_in, num_copied = shape
+    return {"num_blocks_swapped_out": num_out, "num_blocks_swapped_in": num_in, "num_blocks_copied": num_copied}
+
+
+def profiled_ranges(shapes: Iterable[BatchShape]) -> Ranges:
+    """The ranges of a profile's shapes; a region without steps is absent."""
+    ranges: Ranges = {"moves": dict.fromkeys(moves_of(BatchShape(0, 0, (), 0)), (0, 0))}
+    for shape in shapes:
+        region = ranges.setdefault(region_of(shape), {})
+        for name, value in features_of(shape).items():
+            low, high = region.get(name, (value, value))
+            region[name] = min(low, value), max(high, value)
+        for name, value in moves_of(shape).items():
+            low, high = ranges["moves"][name]
+            ranges["moves"][name] = low, max(high, value)
+    return ranges
+
+
+def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
+    """The features of a shape that leave the profiled range."""
+    found = []
+    region = region_of(shape)
+    bounds = ranges.get(region)
+    if bounds is None:
+        found.append(Outside(f"{region} steps", shape.num_tokens, None))
+    else:
+        for name, value in features_of(shape).items():
+            low, high = bounds[name]
+            if not low <= value <= high:
+                found.append(Outside(f"{region} {name}", value, (low, high)))
+    if any(shape[4:]):
+        for name, value in moves_of(shape).items():
+            low, high = ranges["moves"][name]
+            if value > high:
+                found.append(Outside(name, value, (low, high)))
+    return found
+
+
+class RangeWatch:
+    """Counts the steps of a run whose price is extrapolated, as a `Recorder`. policy: one of OUTSIDE."""
+
+    def __init__(self, ranges: Ranges, policy: str) -> None:
+        self._ranges = ranges
+        self._policy = policy
+        self.num_steps = 0
+        self.num_outside = 0
+        self._worst: dict[str, tuple[Outside, int]] = {}  # feature -> the farthest, and in how many steps
+
+    def committed(self, step: StepView) -> None:
+        """Raises ConfigError at the first step outside, if the policy is to refuse."""
+        if self._policy == "allow":
+            return
+        plan, num_steps = step.plan, step.num_steps
+        self.num_steps += num_steps
+        # ranges are intervals, and a run of decodes only grows: if its ends are inside, so is what lies between
+        if num_steps > 1 and not self._out(plan.shape) and not self._out(plan.shape_of(num_steps - 1)):
+            return
+        for index in range(num_steps):
+            found = self._out(plan.shape_of(index))
+            if found and self._policy == "refuse":
+                raise ConfigError(
+                    f"step {plan.step + index} leaves the profiled range: {found[0]}; profile such steps, or accept "
+                    "extrapolated prices with cost.outside=warn"
+                )
+            self.num_outside += bool(found)
+            for item in found:
+                worst, count = self._worst.get(item.feature, (item, 0))
+                self._worst[item.feature] = max(worst, item, key=lambda one: one.excess), count + 1
+
+    def _out(self, shape: BatchShape) -> list[Outside]:
+        return outside(self._ranges, shape) if any(shape) else []  # a plan that only preempts
+
+    def notes(self) -> list[str]:
+        """One line that says what left the range, by how much, in how many steps; none if nothing did."""
+        if not self.num_outside:
+            return []
+        parts = [f"{item} in {count:,} steps" for item, count in self._worst.values()]
+        return [
+            f"EXTRAPOLATED PRICES: {self.num_outside:,} of {self.num_steps:,} steps leave the profiled range: "
+            f"{'; '.join(parts)}; profile such steps before trusting this run"
+        ]
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

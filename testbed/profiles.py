@@ -1,0 +1,254 @@
+"""Profiles: measured steps of a real engine, for cost models to be fitted to. The schema, its writer, its reader.
+
+A profile is one Parquet file with one row a measured step (COLUMNS): the integers of its BatchShape, its spans, how
+long it took from plan to commit, and which repeat of its shape it is. The file's metadata has, under the key
+`testbed.profile`, a JSON object with the fields of ProfileManifest: what was measured, on what, and how.
+docs/cost-models.md documents both. Knows no cost model and no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from testbed.errors import ConfigError, ProfileError
+from testbed.plan import BatchShape, PrefillChunk, Spans
+from testbed.specs import ModelSpec
+
+FORMAT = 1
+METADATA_KEY = "testbed.profile"
+_PREFILLS = "list<struct<start, num_tokens>>"
+
+COLUMNS: dict[str, str] = {
+    "num_decodes": "int32",  # rows of one token whose prompt is computed
+    "decode_context_tokens": "int64",  # positions that they attended to, their own included; summed
+    "prefills": _PREFILLS,  # each prompt or chunk: positions before it (within the window), tokens computed
+    "num_samples": "int32",  # rows that needed logits
+    "num_blocks_swapped_out": "int32",
+    "num_blocks_swapped_in": "int32",
+    "num_blocks_copied": "int32",
+    "schedule_ns": "int64",  # deciding the step
+    "prepare_ns": "int64",  # host work before the device
+    "swap_ns": "int64",  # moving blocks: swaps and copies
+    "forward_ns": "int64",
+    "sample_ns": "int64",
+    "total_ns": "int64",  # from plan to commit; spans may overlap, and leave gaps
+    "repeat": "int32",  # 0, 1, …: of steps of the same shape
+}
+_NUMBERS = tuple(name for name in COLUMNS if name != "prefills")
+
+# fields of a model on which what a step costs depends
+MODEL_SHAPE = (
+    "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "dtype",
+)  # fmt: skip
+
+
+class MeasuredStep(NamedTuple):
+    """One row. total_ns: from plan to commit."""
+
+    shape: BatchShape
+    spans: Spans
+    total_ns: int
+    repeat: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileManifest:
+    """What was measured. device: its name in the device library, which a simulation must choose; device_description:
+    what the engine calls it. model: the fields of ModelSpec. dtype: of weights as they ran. kv_dtype, sliding_window:
+    None is the model's, and all."""
+
+    device: str
+    model: dict[str, Any]
+    block_size: int
+    dtype: str
+    tensor_parallel_size: int = 1
+    kv_dtype: str | None = None
+    sliding_window: int | None = None
+    attention: str = ""
+    device_description: str = ""
+    driver: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+    command: str = ""
+    format: int = FORMAT
+
+    @classmethod
+    def from_json(cls, raw: Any, place: str) -> ProfileManifest:
+        """Raises ProfileError naming the place, the field, its value and what was expected."""
+        if not isinstance(raw, dict):
+            raise ProfileError(f"{place}: the manifest is {raw!r}; expected a JSON object")
+        if raw.get("format") != FORMAT:
+            raise ProfileError(f"{place}: 'format' is {raw.get('format')!r}; expected {FORMAT}")
+        hints = get_type_hints(cls)
+        for item in fields(cls):
+            if item.name not in raw:
+                raise ProfileError(f"{place}: the manifest lacks {item.name!r}")
+            kinds = _KINDS[hints[item.name]]
+            value = raw[item.name]
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise ProfileError(f"{place}: {item.name!r} is {value!r}; expected {names}")
+        for name in ("block_size", "tensor_parallel_size"):
+            if raw[name] < 1:
+                raise ProfileError(f"{place}: {name!r} is {raw[name]}; expected at least 1")
+        missing = [name for name in ("name", *MODEL_SHAPE) if name not in raw["model"]]
+        if missing:
+            raise ProfileError(f"{place}: 'model' lacks {', '.join(missing)}")
+        return cls(**{item.name: raw[item.name] for item in fields(cls)})
+
+    def check_matches(
+        self,
+        place: str,
+        *,
+        model: ModelSpec,
+        device: str,
+        block_size: int,
+        tensor_parallel_size: int,
+        kv_dtype: str | None,
+        sliding_window: int | None,
+    ) -> None:
+        """Raises ConfigError, in one line that names both, if it is a profile of something else than will be priced."""
+        own, theirs = asdict(model), self.model | {"dtype": self.dtype}
+        for name in MODEL_SHAPE:
+            if theirs[name] != own[name]:
+                raise ConfigError(
+                    f"{place} is of model {self.model['name']!r} ({name} {theirs[name]}), and the run's is "
+                    f"{model.name!r} ({name} {own[name]}); choose the model that was profiled, or profile this one"
+                )
+        run = {
+            "device": device, "block_size": block_size, "tensor_parallel_size": tensor_parallel_size,
+            "kv_dtype": kv_dtype or model.dtype, "sliding_window": sliding_window,
+        }  # fmt: skip
+        profiled = {name: getattr(self, name) for name in run} | {"kv_dtype": self.kv_dtype or self.dtype}
+        keys = {"device": "device", "tensor_parallel_size": "device.tensor_parallel_size"}
+        for name, value in run.items():
+            if profiled[name] != value:
+                key = keys.get(name, f"cache.{name}")
+                raise ConfigError(
+                    f"{place} was measured with {name} {_text(profiled[name])}, and the run has {_text(value)}; "
+                    f"set {key}={_text(profiled[name])}, or profile this"
+                )
+
+
+_KINDS: dict[Any, tuple[type, ...]] = {
+    str: (str,), int: (int,), str | None: (str, type(None)), int | None: (int, type(None)),
+    dict[str, Any]: (dict,), dict[str, str]: (dict,),
+}  # fmt: skip
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+class Profile(NamedTuple):
+    manifest: ProfileManifest
+    steps: list[MeasuredStep]
+
+
+def number_repeats(steps: Iterable[tuple[BatchShape, Spans, int]]) -> list[MeasuredStep]:
+    """Measured steps (shape, spans, total_ns), in order, with the repeats of each shape counted."""
+    seen: dict[BatchShape, int] = {}
+    numbered = []
+    for shape, spans, total_ns in steps:
+        repeat = seen.get(shape, 0)
+        seen[shape] = repeat + 1
+        numbered.append(MeasuredStep(shape, spans, total_ns, repeat))
+    return numbered
+
+
+def write_profile(path: str | Path, manifest: ProfileManifest, steps: Iterable[MeasuredStep]) -> None:
+    """Writes the file, whole or not at all."""
+    import pyarrow as pa  # not at the top: the core runs without it
+    import pyarrow.parquet as pq
+
+    struct = pa.struct([("start", pa.int64()), ("num_tokens", pa.int64())])
+    kinds = {_PREFILLS: pa.list_(struct)}
+    document = json.dumps(asdict(manifest))
+    schema = pa.schema(
+        [(name, kinds.get(kind) or pa.type_for_alias(kind)) for name, kind in COLUMNS.items()],
+        metadata={METADATA_KEY: document},
+    )
+    rows = [_as_row(step) for step in steps]
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _as_row(step: MeasuredStep) -> dict[str, Any]:
+    shape = step.shape._asdict() | {"prefills": [chunk._asdict() for chunk in step.shape.prefills]}
+    return {**shape, **step.spans._asdict(), "total_ns": step.total_ns, "repeat": step.repeat}
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Raises ProfileError naming the file, the row, the field, its value and what was expected."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = Path(path)
+    if not file.is_file():
+        raise ProfileError(f"no profile at {path}; docs/cost-models.md says how one is made")
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise ProfileError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    document = (table.schema.metadata or {}).get(METADATA_KEY.encode())
+    if document is None:
+        raise ProfileError(f"{path} is no profile: its metadata lacks {METADATA_KEY!r}; docs/cost-models.md says more")
+    try:
+        manifest = ProfileManifest.from_json(json.loads(document), f"{path}: {METADATA_KEY}")
+    except ValueError as error:
+        raise ProfileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from None
+    for name, kind in COLUMNS.items():
+        if name not in table.column_names:
+            raise ProfileError(f"{path} lacks the column {name!r} ({kind}); it has {', '.join(table.column_names)}")
+        is_right = pa.types.is_list if kind == _PREFILLS else pa.types.is_integer
+        if not is_right(table.schema.field(name).type):
+            raise ProfileError(f"{path}: column {name!r} is of type {table.schema.field(name).type}; expected {kind}")
+    if not table.num_rows:
+        raise ProfileError(f"{path} has no rows")
+    rows = table.select(list(COLUMNS)).to_pylist()
+    return Profile(manifest, [_step(row, f"{path}, row {number}") for number, row in enumerate(rows)])
+
+
+def _step(row: dict[str, Any], place: str) -> MeasuredStep:
+    for name in _NUMBERS:
+        _expect(place, name, row[name], least=1 if name == "total_ns" else 0)
+    if row["prefills"] is None:
+        raise ProfileError(f"{place}: prefills is null; expected a list, which may be empty")
+    chunks = []
+    for index, chunk in enumerate(row["prefills"]):
+        where = f"prefills[{index}]"
+        if not isinstance(chunk, dict) or not {"start", "num_tokens"} <= chunk.keys():
+            raise ProfileError(f"{place}: {where} is {chunk!r}; expected start and num_tokens")
+        _expect(place, f"{where}.start", chunk["start"], least=0)
+        _expect(place, f"{where}.num_tokens", chunk["num_tokens"], least=1)
+        chunks.append(PrefillChunk(chunk["start"], chunk["num_tokens"]))
+    num_decodes, context = row["num_decodes"], row["decode_context_tokens"]
+    if (context < num_decodes) if num_decodes else context:
+        raise ProfileError(
+            f"{place}: decode_context_tokens is {context} with {num_decodes} decodes; expected at least one for each, "
+            "and 0 without any"
+        )
+    if row["num_samples"] > num_decodes + len(chunks):
+        raise ProfileError(
+            f"{place}: num_samples is {row['num_samples']}; expected at most a row each, {num_decodes + len(chunks)}"
+        )
+    shape = BatchShape(**{**{name: row[name] for name in BatchShape._fields}, "prefills": tuple(chunks)})
+    if not any(shape):
+        raise ProfileError(f"{place}: the step computed and moved nothing; expected decodes, prefills or blocks")
+    return MeasuredStep(shape, Spans(*(row[name] for name in Spans._fields)), row["total_ns"], row["repeat"])
+
+
+def _expect(place: str, name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ProfileError(f"{place}: {name} is {_text(value)}; expected a whole number, at least {least}")

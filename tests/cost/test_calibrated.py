@@ -1,0 +1,214 @@
+"""The calibrated model: found again from its own prices, near the roofline's, honest about what it has not seen."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from sim.cost.base import total_ns
+from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration, Coefficients, Quality, curve_at
+from sim.cost.calibration import calibrate
+from sim.cost.calibration_file import load_calibration, save_calibration
+from sim.cost.linear import fit_linear
+from sim.cost.profiled_range import outside, profiled_ranges
+from sim.cost.roofline import RooflineCost
+from testbed.errors import ConfigError, ProfileError
+from testbed.plan import BatchShape, PrefillChunk, Spans
+from testbed.profiles import MeasuredStep, Profile
+from testbed.specs import DeviceSpec, ModelSpec
+from tests.cost.profiling import MODEL, grid, manifest, measured
+from tests.cost.test_cost_models import shapes
+
+KNOWN = Calibration(
+    manifest(),
+    decode_curve=((1, 2e6), (32, 2.1e6), (256, 5e6)),
+    prefill_curve=((16, 3e6), (2700, 60e6)),
+    coefficients=Coefficients(
+        50.0, 0.0, 4e4, 90.0, 1.5, 0.0, 2e4, 4e4, 3e4, 1500.0, 9e4, 800.0, 3e5, 4e3, 120.0, 700.0
+    ),
+    ranges=profiled_ranges(grid()),
+    quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
+    num_folds=5,
+)
+ROOFLINE = RooflineCost(MODEL, DeviceSpec("h100"))
+
+
+@given(shapes)
+def test_prices_are_positive_integers_and_the_breakdown_adds_up(shape):
+    cost = CalibratedCost(KNOWN)
+    spans = cost.price(shape)
+    assert all(type(part) is int and part >= 0 for part in spans)
+    assert total_ns(spans) == sum(cost.breakdown(shape).values()) >= 1
+    assert cost.price(shape) == spans
+
+
+def test_the_price_is_the_sum_of_its_parts():
+    shape = BatchShape(2, 30, (PrefillChunk(10, 14), PrefillChunk(0, 3)), 4, 1, 2, 3)
+    pairs = 14 * 10 + 14 * 15 // 2 + 6
+    dense = 3e6 + (60e6 - 3e6) * (19 - 16) / (2700 - 16)
+    assert CalibratedCost(KNOWN).price(shape) == Spans(
+        0,
+        round(3e5 + 4 * 4e3 + 17 * 120 + 6 * 700),
+        round(2 * 2e4 + 1 * 4e4 + 2 * 3e4) + 3 * 1500,
+        round(dense) + 30 * 50 + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5),
+        round(9e4 + 4 * 800),
+    )
+
+
+def test_curves_are_level_before_and_go_on_after_what_was_measured():
+    curve = ((4, 10.0), (8, 20.0), (16, 20.0))
+    assert [curve_at(curve, n) for n in (1, 4, 6, 8, 12, 16)] == [10, 10, 15, 20, 20, 20]
+    assert curve_at(curve, 28) == 20 + 10 * 12 / 12  # as from 4 on, the last place where it rose
+    assert curve_at(((4, 10.0),), 99) == 10
+    assert curve_at(((4, 10.0), (5, 10.0)), 99) == 10
+
+
+def test_a_fit_finds_known_prices_again():
+    fit = calibrate(Profile(manifest(), measured(CalibratedCost(KNOWN), grid())))
+    assert fit.quality["all"].p90 < 0.02
+    for shape in grid(seed=11):
+        assert total_ns(CalibratedCost(fit).price(shape)) == pytest.approx(
+            total_ns(CalibratedCost(KNOWN).price(shape)), rel=0.05
+        )
+
+
+def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen():
+    spec = ModelSpec("8b", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
+    truth = RooflineCost(spec, DeviceSpec("h100"))
+    profile = Profile(manifest(), measured(truth, grid()))
+    fit = calibrate(profile)
+    linear = fit_linear([(step.shape, step.total_ns) for step in profile.steps])
+    assert fit.quality["all"].p90 < 0.02 < 0.1 < linear.p90_relative_error
+    assert set(fit.quality) == {"all", "decode", "prefill", "mixed"}
+    errors = sorted(
+        abs(total_ns(CalibratedCost(fit).price(shape)) / total_ns(truth.price(shape)) - 1) for shape in grid(seed=8)
+    )
+    assert errors[len(errors) // 2] < 0.01
+    assert errors[int(0.9 * len(errors))] < 0.03
+
+
+def test_the_error_of_a_noisy_fit_is_that_of_the_noise_and_it_is_not_biased():
+    fit = calibrate(Profile(manifest(), measured(ROOFLINE, grid(), noise=0.1, repeats=5)))
+    assert fit.quality["all"].median == pytest.approx(0.1 * 0.6745, rel=0.35)
+    assert fit.quality["all"].noise == pytest.approx(0.1 * 0.6745, rel=0.3)
+    assert abs(fit.quality["all"].bias) < 0.05
+    assert fit == calibrate(Profile(manifest(), measured(ROOFLINE, grid(), noise=0.1, repeats=5)))
+
+
+def test_repeats_do_not_leak_from_the_fit_into_its_error():
+    """Each shape has a time of its own that nothing explains: the error must show it, however often it is repeated."""
+    odd = [
+        MeasuredStep(step.shape, Spans(forward_ns=ns), ns, repeat)
+        for index, step in enumerate(measured(ROOFLINE, grid()))
+        for repeat in range(8)
+        for ns in [step.total_ns * (1 + index % 2)]
+    ]
+    assert calibrate(Profile(manifest(), odd)).quality["all"].median > 0.2
+
+
+def test_what_no_span_covers_is_the_hosts_and_overlap_is_taken_from_it():
+    steps = [
+        MeasuredStep(BatchShape(n, n * each, (), n), Spans(1000, 2000, 50, 10_000, 500), total, 0)
+        for n in range(1, 11) for each in (100, 200, 300) for total in (20_000,)
+    ]  # fmt: skip
+    spans = CalibratedCost(calibrate(Profile(manifest(), steps))).price(BatchShape(5, 1000, (), 5))
+    assert spans == pytest.approx((0, 9_500, 0, 10_000, 500), abs=2)
+    hidden = [step._replace(total_ns=9_000) for step in steps]
+    spans = CalibratedCost(calibrate(Profile(manifest(), hidden))).price(BatchShape(5, 1000, (), 5))
+    assert sum(spans) == pytest.approx(9_000, abs=3)
+    assert spans.prepare_ns == 1
+
+
+def test_too_few_shapes_are_refused():
+    with pytest.raises(ProfileError, match="steps of 5 different shapes; a fit needs at least 20: profile more"):
+        calibrate(Profile(manifest(), measured(ROOFLINE, grid()[:5], repeats=10)))
+
+
+def test_a_region_that_was_never_profiled_is_priced_by_the_other_curve_and_is_outside():
+    only_decodes = [shape for shape in grid() if not shape.prefills]
+    fit = calibrate(Profile(manifest(), measured(ROOFLINE, only_decodes)))
+    assert fit.prefill_curve == fit.decode_curve
+    found = outside(fit.ranges, BatchShape(0, 0, (PrefillChunk(0, 64),), 1))
+    assert [str(item) for item in found] == ["prefill steps (never profiled)"]
+
+
+def test_the_range_is_that_of_each_feature():
+    ranges = profiled_ranges(grid())
+    assert all(not outside(ranges, shape) for shape in grid())
+    far = outside(ranges, BatchShape(512, 600_000, (), 512, 0, 0, 128))
+    assert [item.feature for item in far] == ["decode num_decodes", "num_blocks_copied"]
+    assert str(far[0]) == "decode num_decodes up to 512 (profiled: 1 to 256; 2 x outside)"
+    short = outside(ranges, BatchShape(0, 0, (PrefillChunk(0, 4),), 1))
+    assert [item.excess for item in short] == [4.0, 4.0]
+
+
+def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
+    fit = calibrate(Profile(manifest(), measured(ROOFLINE, grid(), noise=0.1, repeats=2)))
+    save_calibration(fit, tmp_path / "fit.json")
+    assert load_calibration(tmp_path / "fit.json") == fit
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 1'"),
+        (
+            ["coefficients_ns", "prefill"],
+            -1,
+            "coefficients_ns.prefill is -1; expected a finite number of ns, at least 0",
+        ),
+        (["coefficients_ns", "prefill"], "2", "coefficients_ns.prefill is '2'"),
+        (["coefficients_ns"], {}, "'coefficients_ns' must hold exactly decode_context_token, "),
+        (["decode_curve"], [], r"decode_curve is \[\]; expected a list of \(tokens, ns\)"),
+        (
+            ["decode_curve", 1],
+            [1, 5],
+            r"decode_curve\[1\] is \[1, 5\]; expected more tokens, and no less ns, than \[1, ",
+        ),
+        (["decode_curve", 1], [9], r"decode_curve\[1\] is \[9\]; expected a pair of numbers"),
+        (["manifest", "block_size"], None, "manifest: 'block_size' is None; expected int"),
+        (["ranges", "decode"], {}, "ranges.decode must hold exactly num_decodes, decode_context_tokens"),
+        (["ranges", "decode", "num_decodes"], [1, 2.5], "ranges.decode.num_decodes is 2.5; expected a whole number"),
+        (["quality"], {}, "quality is {}; expected an object with 'all'"),
+    ],
+)
+def test_a_bad_fit_is_named_by_file_field_and_value(tmp_path, where, value, message):
+    save_calibration(KNOWN, tmp_path / "fit.json")
+    document = json.loads((tmp_path / "fit.json").read_text())
+    place = document
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    (tmp_path / "fit.json").write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match=f"cost.path: .*fit.json:? ?{message}"):
+        load_calibration(tmp_path / "fit.json")
+
+
+def test_no_fit_and_no_json_are_refused(tmp_path):
+    with pytest.raises(ProfileError, match=r"cost.path: no file at .*x.json; `testbed calibrate fit"):
+        load_calibration(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ProfileError, match=r"x.json is not JSON"):
+        load_calibration(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "neither is set"),
+        ({"profile": "a", "path": "b"}, "both are set"),
+        ({"path": "b", "outside": "panic"}, r"cost\.outside is 'panic'; choose one of warn, refuse, allow"),
+    ],
+)
+def test_impossible_settings_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        CalibratedConfig(**values)
+
+
+def test_a_window_counts_its_own_pairs():
+    windowed = replace(KNOWN, manifest=manifest(sliding_window=100))
+    long = BatchShape(0, 0, (PrefillChunk(0, 1000),), 1)
+    fewer = CalibratedCost(KNOWN).price(long).forward_ns - CalibratedCost(windowed).price(long).forward_ns
+    pairs = 1000 * 1001 // 2 - (100 * 101 // 2 + 900 * 100)
+    assert fewer == pytest.approx(pairs * 1.5, abs=1)

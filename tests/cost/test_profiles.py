@@ -1,0 +1,138 @@
+"""Profiles: what is written is read again, and what is wrong is named."""
+
+import json
+from dataclasses import asdict, replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sim.cost.roofline import RooflineCost
+from testbed.errors import ConfigError, ProfileError
+from testbed.plan import BatchShape, PrefillChunk, Spans
+from testbed.profiles import COLUMNS, METADATA_KEY, MeasuredStep, number_repeats, read_profile, write_profile
+from testbed.specs import DeviceSpec
+from tests.cost.profiling import MODEL, grid, manifest, measured
+
+STEPS = measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), repeats=2)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    made = manifest(versions={"torch": "2"}, attention="triton", sliding_window=64, date="2026-11-21", command="x")
+    write_profile(tmp_path / "p.parquet", made, STEPS)
+    assert read_profile(tmp_path / "p.parquet") == (made, STEPS)
+    assert pq.read_table(tmp_path / "p.parquet").column_names == list(COLUMNS)
+
+
+def test_repeats_of_a_shape_are_counted():
+    one, two = BatchShape(1, 5, (), 1), BatchShape(2, 9, (), 2)
+    steps = number_repeats([(one, Spans(), 3), (two, Spans(), 3), (one, Spans(), 4)])
+    assert [step.repeat for step in steps] == [0, 0, 1]
+
+
+def rows() -> list[dict]:
+    step = dict.fromkeys(COLUMNS, 0) | {"prefills": [{"start": 0, "num_tokens": 5}], "total_ns": 9}
+    return [dict(step), dict(step)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_decodes", -1, "row 1: num_decodes is -1; expected a whole number, at least 0"),
+        ("num_decodes", None, "row 1: num_decodes is null; expected a whole number"),
+        ("total_ns", 0, "row 1: total_ns is 0; expected a whole number, at least 1"),
+        ("swap_ns", -5, "row 1: swap_ns is -5"),
+        ("prefills", None, "row 1: prefills is null; expected a list, which may be empty"),
+        ("prefills", [{"start": 0, "num_tokens": 0}], r"row 1: prefills\[0\].num_tokens is 0; expected .* at least 1"),
+        ("prefills", [{"start": -3, "num_tokens": 1}], r"row 1: prefills\[0\].start is -3"),
+        ("prefills", [], "row 1: the step computed and moved nothing"),
+        ("decode_context_tokens", 7, "row 1: decode_context_tokens is 7 with 0 decodes"),
+        ("num_samples", 2, "row 1: num_samples is 2; expected at most a row each, 1"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, field, value, message):
+    table = rows()
+    table[1][field] = value
+    struct = pa.list_(pa.struct([("start", pa.int64()), ("num_tokens", pa.int64())]))
+    schema = pa.schema(
+        [(name, struct if name == "prefills" else pa.int64()) for name in COLUMNS],
+        metadata={METADATA_KEY: json.dumps(asdict(manifest()))},
+    )
+    file = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist(table, schema=schema), file)
+    with pytest.raises(ProfileError, match=f"p.parquet, {message}"):
+        read_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "'format' is 2; expected 1"),
+        ({"block_size": "16"}, "'block_size' is '16'; expected int"),
+        ({"block_size": 0}, "'block_size' is 0; expected at least 1"),
+        ({"kv_dtype": 3}, "'kv_dtype' is 3; expected str or null"),
+        ({"model": {"name": "x"}}, "'model' lacks architecture, hidden_size"),
+        ({"device": None}, "'device' is None; expected str"),
+    ],
+)
+def test_a_bad_manifest_is_named(tmp_path, change, message):
+    file = tmp_path / "p.parquet"
+    write_profile(file, manifest(), STEPS[:1])
+    table = pq.read_table(file)
+    document = asdict(manifest()) | change
+    pq.write_table(table.replace_schema_metadata({METADATA_KEY: json.dumps(document)}), file)
+    with pytest.raises(ProfileError, match=f"p.parquet: {METADATA_KEY}: {message}"):
+        read_profile(file)
+
+
+def test_what_is_no_profile_is_refused(tmp_path):
+    with pytest.raises(ProfileError, match=r"no profile at .*absent.parquet"):
+        read_profile(tmp_path / "absent.parquet")
+    (tmp_path / "text.parquet").write_text("not parquet")
+    with pytest.raises(ProfileError, match=r"text.parquet cannot be read as Parquet: "):
+        read_profile(tmp_path / "text.parquet")
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(ProfileError, match=r"other.parquet is no profile: its metadata lacks 'testbed.profile'"):
+        read_profile(tmp_path / "other.parquet")
+    metadata = {METADATA_KEY: json.dumps(asdict(manifest()))}
+    pq.write_table(pa.table({"num_decodes": [1]}).replace_schema_metadata(metadata), tmp_path / "few.parquet")
+    with pytest.raises(
+        ProfileError, match=r"few.parquet lacks the column 'decode_context_tokens' \(int64\); it has num"
+    ):
+        read_profile(tmp_path / "few.parquet")
+    write_profile(tmp_path / "empty.parquet", manifest(), [])
+    with pytest.raises(ProfileError, match=r"empty.parquet has no rows"):
+        read_profile(tmp_path / "empty.parquet")
+    table = pq.read_table(tmp_path / "empty.parquet")
+    floats = table.set_column(0, "num_decodes", pa.array([], pa.float64()))
+    pq.write_table(floats, tmp_path / "floats.parquet")
+    with pytest.raises(ProfileError, match="column 'num_decodes' is of type double; expected int32"):
+        read_profile(tmp_path / "floats.parquet")
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    step = MeasuredStep(BatchShape("x", 0, (PrefillChunk(0, 1),), 0), Spans(), 1)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="x"):
+        write_profile(tmp_path / "p.parquet", manifest(), [step])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": replace(MODEL, name="big", hidden_size=4096)},
+         r"f is of model 'small' \(hidden_size 1024\), and the run's is 'big' \(hidden_size 4096\)"),
+        ({"model": replace(MODEL, dtype="float32")}, r"'small' \(dtype bfloat16\), .* 'small' \(dtype float32\)"),
+        ({"device": "a100"}, "f was measured with device h100, and the run has a100; set device=h100"),
+        ({"block_size": 32}, "block_size 16, and the run has 32; set cache.block_size=16"),
+        ({"tensor_parallel_size": 2}, "and the run has 2; set device.tensor_parallel_size=1"),
+        ({"kv_dtype": "fp8"}, "kv_dtype bfloat16, and the run has fp8"),
+        ({"sliding_window": 9}, "sliding_window null, and the run has 9; set cache.sliding_window=null"),
+    ],
+)  # fmt: skip
+def test_a_profile_of_something_else_is_refused_and_both_are_named(change, message):
+    same = {"model": replace(MODEL, name="another name"), "device": "h100", "block_size": 16,
+            "tensor_parallel_size": 1, "kv_dtype": None, "sliding_window": None}  # fmt: skip
+    manifest().check_matches("f", **same)
+    with pytest.raises(ConfigError, match=message):
+        manifest().check_matches("f", **{**same, **change})

@@ -48,20 +48,60 @@ Check = dict[str, Any]
 
 
 def run_checks(requests: pd.DataFrame, steps: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Check]:
-    """All checks of one run, by name. The frames have the columns of `testbed.records`."""
+    """All checks of one run, by name; of a fleet, of each replica by itself. The columns are `testbed.records`'."""
     frame = requests[requests["queued_ns"].notna()]
-    why = _unfit(frame, steps)
+    from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
+    replicas = sorted(set(steps["replica"].dropna())) if "replica" in steps.columns else []
+    if len(replicas) < 2:
+        checks = _check_engine(frame, steps, from_arrival)
+    else:
+        parts = {}
+        for replica in replicas:
+            own = steps[steps["replica"] == replica].sort_values("start_ns", kind="stable")
+            parts[f"replica {replica}"] = _check_engine(frame[frame["replica"] == replica], own, from_arrival)
+        checks = {name: _merged({part: of[name] for part, of in parts.items()}) for name in CHECKS}
+    _add_means(checks["littles_law"], frame, steps)
+    return checks
+
+
+def _check_engine(requests: pd.DataFrame, steps: pd.DataFrame, from_arrival: bool) -> dict[str, Check]:
+    """All checks of one engine."""
+    why = _unfit(requests, steps)
     if not why:
-        records = _Records.of(frame, steps)
+        records = _Records.of(requests, steps)
         why = records.unfit()
     if why:
         return {name: _verdict(None, why) for name in CHECKS}
-    from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
     return {
         "littles_law": _littles_law(records),
         "work_conserved": _work_conserved(records),
         "never_idle": _never_idle(records, from_arrival),
     }
+
+
+def _merged(checks: Mapping[str, Check]) -> Check:
+    """One check of several replicas, by name: the worst verdict, and the sums of what was counted."""
+    verdicts = [check["holds"] for check in checks.values()]
+    holds = False if False in verdicts else None if None in verdicts else True
+    why = "; ".join(
+        f"{name}: {check['why']}" for name, check in checks.items() if check["holds"] is holds and not holds
+    )
+    sums: dict[str, Any] = {}
+    for check in checks.values():
+        for key, value in check.items():
+            if key not in ("holds", "why"):
+                sums[key] = sums[key] + value if key.startswith(("ns_", "num_")) and key in sums else value
+    return _verdict(holds, why or None, **sums)
+
+
+def _add_means(check: Check, requests: pd.DataFrame, steps: pd.DataFrame) -> None:
+    """L, lambda and W of what Little's law compared."""
+    if "num_requests" in check:
+        first_ns = min(int(whole(requests, "arrival_ns").min()), int(whole(steps, "start_ns").min()))
+        duration_ns = int(whole(steps, "end_ns").max()) - first_ns
+        check["mean_in_system"] = check["ns_in_system_by_steps"] / duration_ns
+        check["arrival_rate_per_s"] = check["num_requests"] / (duration_ns / 1e9)
+        check["mean_sojourn_s"] = check["ns_in_system_by_requests"] / check["num_requests"] / 1e9
 
 
 def _unfit(requests: pd.DataFrame, steps: pd.DataFrame) -> str:
@@ -176,14 +216,11 @@ def _littles_law(records: _Records) -> Check:
     steps_ns = _product_sum(by_steps, length)
     sojourn = records.busy(records.finish) - records.busy(records.queued)
     requests_ns = _product_sum(np.ones_like(sojourn), sojourn)
-    duration_ns = int(records.end[-1]) - min(int(records.arrival.min()), int(records.start[0]))
     numbers = {
-        "mean_in_system": steps_ns / duration_ns,
-        "arrival_rate_per_s": records.queued.size / (duration_ns / 1e9),
-        "mean_sojourn_s": requests_ns / records.queued.size / 1e9,
+        "num_requests": int(sojourn.size),
+        "num_steps": int(by_steps.size),
         "ns_in_system_by_steps": steps_ns,
         "ns_in_system_by_requests": requests_ns,
-        "num_steps_checked": int(by_steps.size),
     }
     late = _seen_late(records)
     if late:
@@ -233,7 +270,7 @@ def _work_conserved(records: _Records) -> Check:
         why = "not applicable: the sequences of a parallel or beam request share what is computed of its prompt"
         return _verdict(None, why, **numbers)
     least, most = _needed(records)
-    numbers |= {"num_needed_tokens": [least, most], "is_exact": least == most}
+    numbers |= {"num_needed_tokens_least": least, "num_needed_tokens_most": most}
     if not least <= computed <= most:
         needed = f"{least}" if least == most else f"from {least} to {most}"
         return _verdict(False, f"steps computed {computed} tokens, and requests needed {needed}", **numbers)

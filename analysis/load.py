@@ -27,9 +27,9 @@ _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 # What a summary needs of the steps: a long run has millions, and most columns are for plots.
 SUMMARY_STEP_COLUMNS = (
-    "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_emitted", "num_running", "num_waiting",
-    "num_swapped", "free_gpu_blocks", "num_cached_tokens", "num_preempted", "num_ignored", "schedule_ns", "prepare_ns",
-    "swap_ns", "forward_ns", "sample_ns",
+    "replica", "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_emitted", "num_running",
+    "num_waiting", "num_swapped", "free_gpu_blocks", "num_cached_tokens", "num_preempted", "num_ignored",
+    "schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns",
 )  # fmt: skip
 
 

@@ -1,0 +1,184 @@
+"""The simulator against queueing theory, as a table: mean waits of simulated queues, their intervals, and the formulas.
+
+One server (`scheduler.max_num_seqs=1`), a constant price per step, one-token prompts; wired as `testbed run` wires it.
+Replication k has the seed k. Every wait is also compared with Lindley's recursion, to the nanosecond. What theory says
+is in `analysis/queueing.py`; docs/theory.md tells why it is exact here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
+
+from tqdm import tqdm
+
+from analysis.queueing import (
+    Interval,
+    Service,
+    cobham_waits,
+    lindley_waits,
+    mean_over_replications,
+    pollaczek_khinchine_wait,
+)
+from experiments import build
+from experiments.compose import compose_config
+from experiments.config import RunConfig
+from experiments.environment import describe_machine, describe_versions
+from sim.driver import run as drive
+from testbed.fast_forward import FAST_FORWARD
+from testbed.interfaces import StepView
+from testbed.plan import Finished
+from testbed.request import Request
+from testbed.serve import serve
+from testbed.traces.arrange import arrange
+from testbed.traces.generators import arrivals, stream
+from testbed.traces.inbox import TraceInbox
+from testbed.traces.schema import Span, Trace, TraceRequest
+
+STEP_NS = 10_000_000
+CONFIDENCE = 0.95
+SETTINGS = (
+    "model=tiny", "cost=constant", f"cost.step_s={STEP_NS / 1e9}", "scheduler.max_num_seqs=1",
+    "cache.prefix_caching=false", "cache.num_gpu_blocks=4096",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A queue. urgent: the share of requests that go first (priorities); None: first come, first served."""
+
+    name: str
+    service: Service
+    utilisation: float
+    urgent: float | None = None
+
+    @property
+    def rate(self) -> float:
+        return self.utilisation / self.service.mean_s
+
+    def formulas(self) -> list[tuple[str, float]]:
+        """(what, mean wait in seconds) of each class."""
+        mean, second = self.service.mean_s, self.service.second_moment_s2
+        if self.urgent is None:
+            return [(self.name, pollaczek_khinchine_wait(self.rate, mean, second))]
+        rates = (self.urgent * self.rate, (1 - self.urgent) * self.rate)
+        waits = cobham_waits(rates, mean, second)
+        return [(f"{self.name}, {who}", wait) for who, wait in zip(("urgent", "others"), waits, strict=True)]
+
+
+CASES = (
+    *(Case("M/D/1", Service.constant(1, STEP_NS), utilisation) for utilisation in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
+    Case("M/D/1, 8 steps", Service.constant(8, STEP_NS), 0.7),
+    *(Case("M/G/1, uniform 1 to 9", Service.uniform(1, 9, STEP_NS), utilisation) for utilisation in (0.5, 0.8)),
+    *(Case("M/G/1, geometric, mean 5", Service.geometric(5.0, STEP_NS), utilisation) for utilisation in (0.5, 0.8)),
+    Case("M/G/1, lognormal, median 5", Service.lognormal(5.0, 0.8, 100, STEP_NS), 0.8),
+    Case("M/G/1, two priorities", Service.geometric(4.0, STEP_NS), 0.7, urgent=0.4),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m experiments.bench.theory", description=__doc__)
+    parser.add_argument("--replications", type=int, default=20, help="of each case (20)")
+    parser.add_argument("--requests", type=int, default=10_000, help="of each replication (10000); a tenth is cut")
+    options = parser.parse_args(arguments)
+    if options.replications < 2 or options.requests < 20:
+        parser.error("an interval needs at least 2 replications, and a mean at least 20 requests")
+    machine, versions = describe_machine(), describe_versions()
+    print(f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}")
+    print(
+        f"{options.replications} replications of {options.requests} requests, the first tenth cut; "
+        f"a step takes {STEP_NS / 1e6:g} ms\n"
+    )
+    print("| queue | utilisation | formula, ms | simulated, ms | 95 % interval, ms | difference | inside | = Lindley |")
+    print("|---|---:|---:|---:|---:|---:|---|---|")
+    num_inside = num_rows = 0
+    for case in tqdm(CASES, disable=None, leave=False):
+        for line, is_inside in _measure(case, options.replications, options.requests):
+            tqdm.write(line)
+            num_inside, num_rows = num_inside + is_inside, num_rows + 1
+    print(f"\n{num_inside} of {num_rows} formulas lie inside their 95 % interval")
+    return 0
+
+
+def _measure(case: Case, num_replications: int, num_requests: int) -> list[tuple[str, bool]]:
+    """A row for each class of the case, and whether its formula is inside the interval."""
+    means: list[list[float]] = [[] for _ in case.formulas()]
+    num_exact = 0
+    for seed in range(num_replications):
+        trace, classes = _trace(case, num_requests, seed)
+        waits = simulated_waits(trace, "fcfs" if case.urgent is None else "priority")
+        num_exact += waits == lindley_waits(
+            [row.arrival_ns for row in trace], [(row.num_output_tokens or 0) * STEP_NS for row in trace]
+        )
+        for index, of_class in enumerate(means):
+            counted = range(num_requests // 10, num_requests)
+            of_class.append(fmean(waits[i] / 1e6 for i in counted if classes[i] == index))
+    exact = "–" if case.urgent is not None else f"{num_exact} of {num_replications}"
+    rows = []
+    for (name, wait_s), of_class in zip(case.formulas(), means, strict=True):
+        found = mean_over_replications(of_class, CONFIDENCE)
+        rows.append((_row(name, case.utilisation, wait_s * 1e3, found, exact), found.low <= wait_s * 1e3 <= found.high))
+    return rows
+
+
+def _row(name: str, utilisation: float, formula_ms: float, found: Interval, exact: str) -> str:
+    is_inside = found.low <= formula_ms <= found.high
+    cells = (
+        name, f"{utilisation:g}", f"{formula_ms:.3f}", f"{found.mean:.3f}", f"{found.low:.3f} to {found.high:.3f}",
+        f"{100 * (found.mean / formula_ms - 1):+.2f} %", "yes" if is_inside else "no", exact,
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _trace(case: Case, num_requests: int, seed: int) -> tuple[Trace, list[int]]:
+    """Poisson arrivals, services as output lengths; the class of each request."""
+    instants = arrivals("poisson", case.rate, num_requests, stream(seed, "arrival"))
+    steps = case.service.draw(num_requests, stream(seed, "output"))
+    share = 1.0 if case.urgent is None else case.urgent
+    classes = (stream(seed, "class").random(num_requests) >= share).astype(int).tolist()
+    rows = [
+        TraceRequest(f"r{i}", at, (Span(2 * i, 0, 1),), Span(2 * i + 1, 0, k), priority=of_class)
+        for i, (at, k, of_class) in enumerate(zip(instants, steps, classes, strict=True))
+    ]
+    return arrange(case.name, rows), classes
+
+
+@cache
+def _config(queue_order: str) -> RunConfig:
+    return compose_config([*SETTINGS, f"scheduler.queue_order={queue_order}"])
+
+
+def simulated_waits(trace: Trace, queue_order: str = "fcfs") -> list[int]:
+    """ns from arrival to the start of service, in order of arrival."""
+    config = _config(queue_order)
+    core = build.build_scheduler(config, build.simulated_pools(config), record_decisions=False)
+    waits = _Waits()
+    drive(
+        serve(TraceInbox(trace, build.vocab_size(config)), core, waits, FAST_FORWARD),
+        build.build_sim_backend(config, trace),
+    )
+    return [waits.start_ns[row.request_id] - row.arrival_ns for row in trace]
+
+
+class _Waits:
+    """When each request was first scheduled. A `Recorder`."""
+
+    def __init__(self) -> None:
+        self.start_ns: dict[str, int] = {}
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+    def committed(self, step: StepView) -> None:
+        for admission in step.plan.admitted:
+            self.start_ns.setdefault(admission.request_id, step.plan_ns)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -18,6 +18,7 @@ USAGE = """usage: testbed <command> ...
   parity <run folder>          replay a real run's tape through the simulator and compare every decision
   conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
   report <folder> ...          one HTML page about runs or sweeps
+  costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate fit <profile>      fit cost=calibrated to measured steps; `calibrate profile` measures them
   trace <format> <file>        what is in a trace
   bench                        how fast the scheduler and the simulator are
@@ -133,6 +134,21 @@ def _trace(arguments: list[str]) -> int:
     return 0
 
 
+def _costs(arguments: list[str]) -> int:
+    from analysis.operators import format_operators, load_operators, operator_bars
+    from analysis.style import save
+
+    parser = argparse.ArgumentParser("testbed costs", description="Where the time of a run went, by operator.")
+    parser.add_argument("run", type=Path, help="a run folder made with record.operators=true")
+    parser.add_argument("--plot", type=Path, metavar="STEM", help="draw it: writes STEM.png and STEM.svg")
+    options = parser.parse_args(arguments)
+    document = load_operators(options.run)
+    print(format_operators(document))
+    if options.plot is not None:
+        print(*save(operator_bars(document), options.plot), sep="\n")
+    return 0
+
+
 def _calibrate(arguments: list[str]) -> int:
     from experiments.calibrate_command import main as calibrate
 
@@ -157,6 +173,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "parity": _parity,
     "conform": _conform,
     "report": _report,
+    "costs": _costs,
     "calibrate": _calibrate,
     "trace": _trace,
     "bench": _bench,

@@ -10,13 +10,15 @@ from experiments.config import COST_CONFIGS, RunConfig
 from experiments.policies import instantiate
 from experiments.settings import unknown
 from experiments.structured import freeze
-from sim.cost.base import CostModel
+from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.errors import ConfigError
+from testbed.operators import Itemise
+from testbed.plan import BatchShape, Spans
 from testbed.profiles import read_profile
 
 
@@ -55,6 +57,29 @@ def build_cost(config: RunConfig) -> CostModel:
             kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, sliding_window(config)),
         )
     raise ConfigError(unknown(f"cost is {name!r}", name, [*COST_CONFIGS, "recorded"]))
+
+
+def itemise(cost: CostModel | None) -> Itemise | None:
+    """From a step's shape and spans to the ns of its operators, exactly the sum of the spans; None if the cost model
+    does not tell them apart.
+
+    A swap that went over the link with others took longer, or hid behind the device: the difference is `link`.
+    """
+    if cost is None or not isinstance(cost, Itemised):
+        return None
+    price, breakdown = cost.price, cost.breakdown
+
+    def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
+        priced_ns, parts = sum(price(shape)), breakdown(shape)
+        if sum(parts.values()) != priced_ns:
+            name = f"{type(cost).__module__}.{type(cost).__name__}"
+            raise ConfigError(
+                f"cost: {name}.breakdown says {sum(parts.values())} ns in all of {shape}, and price {priced_ns}; they "
+                "must be equal, to the ns"
+            )
+        return parts | {"link": sum(spans) - priced_ns} if sum(spans) != priced_ns else parts
+
+    return of_step
 
 
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:

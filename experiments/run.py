@@ -21,14 +21,18 @@ from tqdm import tqdm
 from experiments import build
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
+from experiments.costs import itemise
 from experiments.environment import describe_machine, describe_versions
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible
 from experiments.seeds import SeededInbox, needs_seed
 from experiments.settings import TraceConfig
 from real.config import RealConfig
+from sim.cost.base import CostModel
+from sim.cost.calibrated import CalibratedCost
 from testbed.errors import RunFolderError, TestbedError
 from testbed.interfaces import Inbox, Recorder, StepView
+from testbed.operators import OPERATORS_FILE, OperatorLedger
 from testbed.plan import Finished
 from testbed.records import RunRecorder, decision
 from testbed.request import Request
@@ -133,6 +137,7 @@ class _Prepared:
     description: dict[str, Any]  # of the manifest
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
     max_steps: int = 1  # of a plan
+    cost: CostModel | None = None  # what prices the steps
 
 
 def _prepare_sim(config: RunConfig, trace: Trace) -> _Prepared:
@@ -149,7 +154,7 @@ def _prepare_sim(config: RunConfig, trace: Trace) -> _Prepared:
     description = {"cost": config.raw["cost"].get("name"), "attention": None, "device": config.device.name}
     return _Prepared(
         build.simulated_pools(config), lambda loop: drive(loop, priced), _trace_inbox(config, trace), description,
-        max_steps=build.max_steps(config),
+        max_steps=build.max_steps(config), cost=priced.cost,
     )  # fmt: skip
 
 
@@ -190,7 +195,9 @@ def _run(
         write_jsonl(trace, folder / TRACE_FILE)
     bar = ProgressBar(len(trace), manifest["backend"])
     _write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
-    more = [extra for extra in (tape, prepared.checker) if extra is not None]
+    watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost) else None
+    ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
+    more = [extra for extra in (tape, prepared.checker, watch, ledger) if extra is not None]
     recorders = Recorders(recorder, *more, bar)
     began = time.monotonic()
     failure: BaseException | None = None
@@ -207,7 +214,7 @@ def _run(
         if failure is None:
             raise
     finally:
-        late = _close_all(bar, recorder, *([tape] if tape is not None else []))
+        late = _close_all(bar, recorder, *(file for file in (tape, ledger) if file is not None))
     failure = failure or late
     manifest |= {
         "status": "complete" if failure is None else "partial",
@@ -220,6 +227,7 @@ def _run(
             "hit_tokens": scheduler.blocks.num_hit_tokens,
         },
         "digest": f"{scheduler.digest:016x}",
+        "cost_notes": watch.notes() if watch is not None else [],
     }
     return _close(config, folder, manifest, recorder, failure)
 
@@ -272,12 +280,14 @@ def _close(
     failed = failures(summary["checks"])
     for sentence in failed:
         log.warning("%s", sentence)
+    for sentence in manifest["cost_notes"]:
+        log.warning("%s", sentence)
     log.info("%s %s", status, message)
     return RunResult(folder, status, exit_status, message, summary, (*failed, *_notes(config, manifest)))
 
 
 def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
-    notes = [*manifest["trace"]["notes"], *build.unused_settings(config)]
+    notes = [*manifest["cost_notes"], *manifest["trace"]["notes"], *build.unused_settings(config)]
     if manifest["status"] == "complete" and manifest["num_unsent"]:
         notes.append(
             f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
@@ -355,7 +365,7 @@ def _claim(folder: Path, config: RunConfig) -> None:
     """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
-             "tape.jsonl", TRACE_FILE, "run.log", "config.yaml")  # fmt: skip
+             "tape.jsonl", OPERATORS_FILE, TRACE_FILE, "run.log", "config.yaml")  # fmt: skip
     for name in names:
         (folder / name).unlink(missing_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.raw, sort_keys=False))

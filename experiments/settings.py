@@ -70,6 +70,7 @@ class RecordConfig:
 
     decisions: bool = False  # decisions.jsonl, one line a step
     token_times: bool = True  # every token's instant in requests.parquet
+    operators: bool = False  # operators.json: where the time went, by operator (`testbed costs`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ A run folder holds:
     steps.parquet      STEP_COLUMNS, one row a step
     summary.json       the headline numbers (analysis.metrics.summarise)
     decisions.jsonl    with record.decisions=true: one line a step
+    operators.json     with record.operators=true: where the time went, by operator (testbed/operators.py)
     tape.jsonl         a real run only
     run.log            the log
     done               written last: the folder is whole
@@ -102,6 +103,7 @@ MANIFEST_KEYS = (
     "device",  # name
     "attention",  # provider, real runs only
     "cost",  # cost model, simulated runs only
+    "cost_notes",  # what the cost model says of this run: prices that it extrapolated
     "estimator",  # what prices recompute and swap for policies that ask, in both modes
     "num_gpu_blocks",
     "num_cpu_blocks",

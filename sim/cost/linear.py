@@ -91,6 +91,24 @@ class LinearCost:
         swap_ns = round((num_out + num_in) * self._swap_ns) if num_out or num_in else 0
         return Spans(0, 0, swap_ns, round(forward) or (0 if swap_ns else 1), 0)
 
+    def breakdown(self, shape: BatchShape) -> dict[str, int]:
+        """The ns of each term. They are summed in the order of price, and each is what it adds to the rounded sum."""
+        terms = {
+            "base": self._base_ns,
+            "decodes": shape.num_decodes * self._decode_ns,
+            "decode_context": shape.decode_context_tokens * self._context_ns,
+            "prefill_tokens": shape.num_prefill_tokens * self._prefill_ns,
+            "prefill_attention": attention_pairs_doubled(shape) * self._half_pair_ns,
+            "block_copy": shape.num_blocks_copied * self._copy_ns,
+        }
+        parts, running, rounded = {}, 0.0, 0
+        for name, term in terms.items():
+            running = running + term
+            parts[name], rounded = round(running) - rounded, round(running)
+        spans = self.price(shape)
+        parts["base"] += spans.forward_ns - rounded  # a step lasts at least 1 ns
+        return parts | {"swap": spans.swap_ns}
+
     def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
         num_decodes, context = shape.num_decodes, shape.decode_context_tokens
         fixed, context_ns = self._base_ns + num_decodes * self._decode_ns, self._context_ns

@@ -1,0 +1,69 @@
+"""Where the time of a run went, by operator: summed while it runs, written as operators.json. A `Recorder`.
+
+What a step's parts are is the cost model's to say (`itemise`); without one, a step's parts are its spans. The parts of
+every step add up exactly to its spans, so the file's sums are those of steps.parquet. Knows no cost model.
+
+    {"format": 1, "parts": "operators" or "spans", "phases": {phase: {"num_steps", "duration_ns", "ns": {part: ns}}}}
+
+Phases: `prefill` (prefills only), `decode` (decodes only), `mixed`, and `moves` (nothing was computed). duration_ns is
+from plan to commit: what the parts do not cover of it is idle time or overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from testbed.interfaces import StepView
+from testbed.plan import BatchShape, Finished, Spans
+from testbed.request import Request
+
+FORMAT = 1
+OPERATORS_FILE = "operators.json"
+PHASES = ("prefill", "decode", "mixed", "moves")
+Itemise = Callable[[BatchShape, Spans], dict[str, int]]
+
+
+class OperatorLedger:
+    """Sums the parts of every step by phase. itemise: from a step's shape and spans to its parts, which must add up to
+    the spans; None: the parts are the spans."""
+
+    def __init__(self, folder: Path, itemise: Itemise | None) -> None:
+        self._file = folder / OPERATORS_FILE
+        self._itemise = itemise
+        self._phases: dict[str, dict[str, Any]] = {}
+
+    def committed(self, step: StepView) -> None:
+        for one in step.each():
+            shape, spans = one.plan.shape, one.result.spans
+            phase = self._phases.setdefault(_phase(shape), {"num_steps": 0, "duration_ns": 0, "ns": {}})
+            phase["num_steps"] += 1
+            phase["duration_ns"] += one.commit_ns - one.plan_ns
+            parts = self._itemise(shape, spans) if self._itemise is not None else _by_span(spans)
+            assert sum(parts.values()) == sum(spans), f"{parts} must add up to {spans}"
+            sums = phase["ns"]
+            for name, ns in parts.items():
+                sums[name] = sums.get(name, 0) + ns
+
+    def close(self) -> None:
+        """Writes the file, also of a run that ended early."""
+        phases = {name: self._phases[name] for name in PHASES if name in self._phases}
+        parts = "spans" if self._itemise is None else "operators"
+        document = {"format": FORMAT, "parts": parts, "phases": phases}
+        self._file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+
+def _phase(shape: BatchShape) -> str:
+    if shape.prefills:
+        return "mixed" if shape.num_decodes else "prefill"
+    return "decode" if shape.num_decodes else "moves"
+
+
+def _by_span(spans: Spans) -> dict[str, int]:
+    return {name.removesuffix("_ns"): ns for name, ns in spans._asdict().items()}

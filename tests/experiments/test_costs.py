@@ -1,0 +1,236 @@
+"""From the command line: where the time of a run went, and prices fitted to a profile."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analysis.operators import format_operators, load_operators, operator_bars, operator_table
+from experiments.cli import main
+from sim.cost.calibrated import CalibratedCost
+from sim.cost.calibration_file import load_calibration
+from sim.cost.roofline import RooflineCost
+from testbed.errors import RunFolderError
+from testbed.profiles import write_profile
+from testbed.specs import DeviceSpec
+from tests.cost.profiling import MODEL, grid, manifest, measured
+from tests.experiments.kit import REAL, SHORT, TINY
+
+SMALL = [f"model.{name}={getattr(MODEL, name)}" for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
+FEW = ["trace.num_requests=30", "trace.prompt={kind: uniform, min_tokens: 20, max_tokens: 400}",
+       "trace.output={kind: uniform, min_tokens: 2, max_tokens: 60}"]  # fmt: skip
+
+
+def run(folder: Path, *overrides: str) -> tuple[int, Path]:
+    return main(["run", *overrides, f"hydra.run.dir={folder}"]), folder
+
+
+def own(folder: Path, name: str) -> list[str]:
+    """The arguments that choose the class of OWN of this name."""
+    (folder / "own_costs.py").write_text(OWN)
+    (folder / "conf" / "cost").mkdir(parents=True, exist_ok=True)
+    (folder / "conf" / "cost" / "own.yaml").write_text(f"_target_: own_costs.{name}\n")
+    return ["--config-dir", str(folder / "conf"), "cost=own"]
+
+
+def spans_of(folder: Path) -> int:
+    steps = pd.read_parquet(folder / "steps.parquet")
+    return int(steps[["schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns"]].to_numpy().sum())
+
+
+@pytest.mark.parametrize("cost", ["roofline", "linear", "constant"])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_operators_add_up_to_the_spans_of_the_run(tmp_path, cost, is_fast):
+    options = [f"cost={cost}", "record.operators=true", f"backend.fast_forward={str(is_fast).lower()}"]
+    pool = ["cache.num_gpu_blocks=60", "scheduler=vllm_v0", "scheduler.preemption=swap"]  # swaps
+    status, folder = run(tmp_path / "run", *FEW, *options, *pool)
+    assert status == 0
+    document = load_operators(folder)
+    assert document["parts"] == "operators"
+    assert int(operator_table(document)["total"].sum()) == spans_of(folder)
+    assert sum(phase["num_steps"] for phase in document["phases"].values()) == len(
+        pd.read_parquet(folder / "steps.parquet")
+    )
+
+
+def test_fast_forward_changes_nothing_of_it(tmp_path):
+    documents = []
+    for is_fast in ("true", "false"):
+        _, folder = run(tmp_path / is_fast, *FEW, "record.operators=true", f"backend.fast_forward={is_fast}")
+        documents.append(load_operators(folder))
+    assert documents[0] == documents[1]
+
+
+def test_the_command_prints_and_draws(tmp_path, capsys):
+    _, folder = run(tmp_path / "run", *FEW, "record.operators=true")
+    capsys.readouterr()
+    assert main(["costs", str(folder), "--plot", str(tmp_path / "bars")]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split() == [
+        "operator",
+        "prefill",
+        "s",
+        "decode",
+        "s",
+        "mixed",
+        "s",
+        "total",
+        "s",
+        "share",
+    ]
+    assert "gate_up" in text
+    assert "100.0%" in text
+    assert {file.name for file in tmp_path.glob("bars.*")} == {"bars.png", "bars.svg"}
+
+
+def test_a_real_run_and_a_users_model_without_a_breakdown_go_by_spans(tmp_path, monkeypatch):
+    _, folder = run(tmp_path / "real", *TINY, *SHORT, *REAL, "record.operators=true")
+    document = load_operators(folder)
+    assert document["parts"] == "spans"
+    assert int(operator_table(document)["total"].sum()) == spans_of(folder)
+    assert "idle or overlap" in format_operators(document)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, folder = run(tmp_path / "own", *own(tmp_path, "Plain"), *FEW, "record.operators=true")
+    document = load_operators(folder)
+    assert document["parts"] == "spans"
+    assert int(operator_table(document)["total"].sum()) == spans_of(folder)
+
+
+OWN = """
+from testbed.plan import Spans
+
+class Plain:
+    def price(self, shape):
+        return Spans(1, 2, 3, 1000 * shape.num_tokens, 5)
+
+class Wrong(Plain):
+    def breakdown(self, shape):
+        return {"all": 7}
+"""
+
+
+def test_a_breakdown_that_does_not_add_up_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, _ = run(tmp_path / "own", *own(tmp_path, "Wrong"), *FEW, "record.operators=true")
+    assert status == 1
+    assert "own_costs.Wrong.breakdown says 7 ns in all of BatchShape(" in capsys.readouterr().err
+
+
+def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, capsys):
+    _, folder = run(tmp_path / "run", *FEW)
+    capsys.readouterr()
+    assert main(["costs", str(folder)]) == 1
+    assert "has no operators.json; run it with record.operators=true" in capsys.readouterr().err
+    for text in ("{", "[]", '{"format": 1, "phases": {"decode": {"ns": {"a": "x"}}}}', '{"format": 2, "phases": {}}'):
+        (folder / "operators.json").write_text(text)
+        with pytest.raises(RunFolderError, match=r"operators\.json"):
+            load_operators(folder)
+
+
+def test_an_empty_figure_is_drawn_too():
+    assert operator_bars({"parts": "spans", "phases": {}}) is not None
+
+
+# --- calibrated ---
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("profile") / "profile.parquet"
+    write_profile(file, manifest(), measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), noise=0.02, repeats=2))
+    return file
+
+
+def calibrated(*overrides: str) -> list[str]:
+    return [*FEW, *SMALL, "model.dtype=bfloat16", "cost=calibrated", *overrides]
+
+
+def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, capsys):
+    fit = tmp_path / "fit.json"
+    assert main(["calibrate", "fit", str(profile), "--out", str(fit)]) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        "small (bfloat16) on h100",
+        "  decode ",
+        "  prefill ",
+        "  mixed ",
+        "profiled range",
+        f"cost.path={fit}",
+    ):
+        assert expected in text
+    assert main(["calibrate", "fit", str(profile), "--out", str(fit)]) == 1
+    assert "exists; choose another --out or pass --overwrite" in capsys.readouterr().err
+    options = calibrated("record.operators=true")
+    _, loaded = run(tmp_path / "loaded", *options, f"cost.path={fit}")
+    _, fitted = run(tmp_path / "fitted", *options, f"cost.profile={profile}")
+    assert load_operators(loaded) == load_operators(fitted)
+    assert int(operator_table(load_operators(loaded))["total"].sum()) == spans_of(loaded)
+    assert isinstance(CalibratedCost(load_calibration(fit)), CalibratedCost)
+
+
+@pytest.mark.parametrize("is_fast", ["true", "false"])
+def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys, is_fast):
+    far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}", f"backend.fast_forward={is_fast}"]
+    status, folder = run(tmp_path / "warned", *calibrated(*far))
+    assert status == 0
+    (note,) = json.loads((folder / "manifest.json").read_text())["cost_notes"]
+    assert note.startswith("EXTRAPOLATED PRICES: ")
+    assert "x outside) in " in note
+    assert capsys.readouterr().out.count(note) == 1
+    assert note in (folder / "run.log").read_text()
+    status, folder = run(tmp_path / "allowed", *calibrated(*far, "cost.outside=allow"))
+    assert (status, json.loads((folder / "manifest.json").read_text())["cost_notes"]) == (0, [])
+    capsys.readouterr()
+    status, _ = run(tmp_path / "refused", *calibrated(*far, "cost.outside=refuse"))
+    assert status == 1
+    assert "leaves the profiled range: " in capsys.readouterr().err
+
+
+def test_both_ways_to_step_say_the_same_of_the_range(tmp_path, profile):
+    notes = []
+    for is_fast in ("true", "false"):
+        few = ["cache.num_gpu_blocks=400", "trace.output={kind: constant, value: 700}", f"cost.profile={profile}"]
+        _, folder = run(tmp_path / is_fast, *calibrated(*few, f"backend.fast_forward={is_fast}"))
+        notes.append(json.loads((folder / "manifest.json").read_text())["cost_notes"])
+    assert notes[0] == notes[1] != []
+
+
+def test_a_profile_of_another_model_device_or_block_size_is_one_line(tmp_path, profile, capsys):
+    for change, words in (
+        ("model=llama3.1_8b", "is of model 'small'"),
+        ("device=a100", "measured with device h100, and the run has a100"),
+        ("cache.block_size=32", "measured with block_size 16, and the run has 32"),
+    ):
+        status, _ = run(tmp_path / "x", *FEW, *(SMALL if "model" not in change else []), "cost=calibrated", change,
+                        f"cost.profile={profile}")  # fmt: skip
+        assert status == 1
+        err = capsys.readouterr().err
+        assert words in err
+        assert err.count("\n") == 1
+
+
+def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, capsys):
+    file = tmp_path / "real.parquet"
+    options = [*TINY, "cache.block_size=16", "backend.num_threads=1", "backend.device=cpu"]
+    assert main(["calibrate", "profile", *options, "--requests", "4", "--out", str(file)]) == 0
+    assert "steps of " in capsys.readouterr().out
+    status, folder = run(
+        tmp_path / "run", *TINY, *SHORT, "cache.block_size=16", "device=cpu", "cost=calibrated", f"cost.profile={file}"
+    )
+    assert status == 0
+    assert json.loads((folder / "manifest.json").read_text())["cost"] == "calibrated"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "absent.parquet"], "no profile at absent.parquet"),
+        (["fit", "absent.parquet", "--folds", "1"], "--folds is 1; it must be from 2 to 20"),
+        (["profile", "backend=sim", "--out", "x.parquet"], "only the real engine can be profiled"),
+        (["profile", "--requests", "1", "--out", "x.parquet"], "--requests is 1; it must be at least 4"),
+    ],
+)
+def test_impossible_commands_are_one_line(arguments, message, capsys):
+    assert main(["calibrate", *arguments]) == 1
+    assert message in capsys.readouterr().err

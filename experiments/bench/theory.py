@@ -84,9 +84,10 @@ CASES = (
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m experiments.bench.theory", description=__doc__)
     parser.add_argument("--replications", type=int, default=20, help="of each case (20)")
+    parser.add_argument("--recursions", type=int, default=400, help="seeds of Lindley's recursion alone, cheap (400)")
     parser.add_argument("--requests", type=int, default=10_000, help="of each replication (10000); a tenth is cut")
     options = parser.parse_args(arguments)
-    if options.replications < 2 or options.requests < 20:
+    if min(options.replications, options.recursions) < 2 or options.requests < 20:
         parser.error("an interval needs at least 2 replications, and a mean at least 20 requests")
     machine, versions = describe_machine(), describe_versions()
     print(f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}")
@@ -94,51 +95,83 @@ def main(arguments: Sequence[str]) -> int:
         f"{options.replications} replications of {options.requests} requests, the first tenth cut; "
         f"a step takes {STEP_NS / 1e6:g} ms\n"
     )
-    print("| queue | utilisation | formula, ms | simulated, ms | 95 % interval, ms | difference | inside | = Lindley |")
-    print("|---|---:|---:|---:|---:|---:|---|---|")
+    print(
+        "| queue | utilisation | formula, ms | simulated, ms | 95 % interval, ms | difference | inside | = Lindley | "
+        f"Lindley over {options.recursions} seeds, ms |\n|---|---:|---:|---:|---:|---:|---|---|---:|"
+    )
     num_inside = num_rows = 0
     for case in tqdm(CASES, disable=None, leave=False):
-        for line, is_inside in _measure(case, options.replications, options.requests):
+        for line, is_inside in _measure(case, options):
             tqdm.write(line)
             num_inside, num_rows = num_inside + is_inside, num_rows + 1
     print(f"\n{num_inside} of {num_rows} formulas lie inside their 95 % interval")
     return 0
 
 
-def _measure(case: Case, num_replications: int, num_requests: int) -> list[tuple[str, bool]]:
+def _measure(case: Case, options: argparse.Namespace) -> list[tuple[str, bool]]:
     """A row for each class of the case, and whether its formula is inside the interval."""
     means: list[list[float]] = [[] for _ in case.formulas()]
+    counted = range(options.requests // 10, options.requests)
     num_exact = 0
-    for seed in range(num_replications):
-        trace, classes = _trace(case, num_requests, seed)
+    for seed in range(options.replications):
+        trace, classes = _trace(case, options.requests, seed)
         waits = simulated_waits(trace, "fcfs" if case.urgent is None else "priority")
-        num_exact += waits == lindley_waits(
-            [row.arrival_ns for row in trace], [(row.num_output_tokens or 0) * STEP_NS for row in trace]
-        )
+        num_exact += waits == _recursion(case, options.requests, seed)
         for index, of_class in enumerate(means):
-            counted = range(num_requests // 10, num_requests)
             of_class.append(fmean(waits[i] / 1e6 for i in counted if classes[i] == index))
-    exact = "–" if case.urgent is not None else f"{num_exact} of {num_replications}"
+    exact = further = "–"
+    if case.urgent is None:
+        exact = f"{num_exact} of {options.replications}"
+        waited = (_recursion(case, options.requests, seed)[counted.start :] for seed in range(options.recursions))
+        found = mean_over_replications([fmean(waits) / 1e6 for waits in waited], CONFIDENCE)
+        further = f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
     rows = []
     for (name, wait_s), of_class in zip(case.formulas(), means, strict=True):
-        found = mean_over_replications(of_class, CONFIDENCE)
-        rows.append((_row(name, case.utilisation, wait_s * 1e3, found, exact), found.low <= wait_s * 1e3 <= found.high))
+        row = Row(name, case.utilisation, wait_s * 1e3, mean_over_replications(of_class, CONFIDENCE), exact, further)
+        rows.append((row.line(), row.is_inside))
     return rows
 
 
-def _row(name: str, utilisation: float, formula_ms: float, found: Interval, exact: str) -> str:
-    is_inside = found.low <= formula_ms <= found.high
-    cells = (
-        name, f"{utilisation:g}", f"{formula_ms:.3f}", f"{found.mean:.3f}", f"{found.low:.3f} to {found.high:.3f}",
-        f"{100 * (found.mean / formula_ms - 1):+.2f} %", "yes" if is_inside else "no", exact,
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; times in ms."""
+
+    name: str
+    utilisation: float
+    formula: float
+    found: Interval
+    exact: str
+    further: str
+
+    @property
+    def is_inside(self) -> bool:
+        return self.found.low <= self.formula <= self.found.high
+
+    def line(self) -> str:
+        found = self.found
+        cells = (
+            self.name, f"{self.utilisation:g}", f"{self.formula:.3f}", f"{found.mean:.3f}",
+            f"{found.low:.3f} to {found.high:.3f}", f"{100 * (found.mean / self.formula - 1):+.2f} %",
+            "yes" if self.is_inside else "no", self.exact, self.further,
+        )  # fmt: skip
+        return f"| {' | '.join(cells)} |"
+
+
+def _recursion(case: Case, num_requests: int, seed: int) -> list[int]:
+    """Waits in ns by Lindley's recursion."""
+    instants, steps = _draws(case, num_requests, seed)
+    return lindley_waits(instants, [k * STEP_NS for k in steps])
+
+
+def _draws(case: Case, num_requests: int, seed: int) -> tuple[list[int], list[int]]:
+    """Poisson arrivals in ns, services in steps."""
+    instants = arrivals("poisson", case.rate, num_requests, stream(seed, "arrival"))
+    return instants, case.service.draw(num_requests, stream(seed, "output"))
 
 
 def _trace(case: Case, num_requests: int, seed: int) -> tuple[Trace, list[int]]:
-    """Poisson arrivals, services as output lengths; the class of each request."""
-    instants = arrivals("poisson", case.rate, num_requests, stream(seed, "arrival"))
-    steps = case.service.draw(num_requests, stream(seed, "output"))
+    """Services are output lengths; the class of each request."""
+    instants, steps = _draws(case, num_requests, seed)
     share = 1.0 if case.urgent is None else case.urgent
     classes = (stream(seed, "class").random(num_requests) >= share).astype(int).tolist()
     rows = [

@@ -19,6 +19,7 @@ from sim.cost.base import CostModel
 from sim.cost.linear import LinearConfig, LinearCost
 from testbed.blocks.config import KVRules
 from testbed.errors import LivelockError
+from testbed.fast_forward import FAST_FORWARD
 from testbed.policies.config import Limits
 from testbed.request import GREEDY, SamplingParams
 from testbed.traces.arrange import arrange
@@ -71,9 +72,11 @@ def random_cost(rng: random.Random) -> CostModel:
 
 def random_records(setup: Setup, rng: random.Random, sampling: SamplingParams = GREEDY) -> Records:
     trace = random_trace(rng, rng.choice((1, 5, 15, 30)))
+    max_steps = rng.choice((1, FAST_FORWARD))
     return recorded(
-        setup.scheduler(), trace, random_cost(rng), sampling=sampling, max_steps=600, stops_on=(LivelockError,)
-    )
+        setup.scheduler(), trace, random_cost(rng), sampling=sampling, max_steps=max_steps, num_plans=600,
+        stops_on=(LivelockError,),
+    )  # fmt: skip
 
 
 def checked(records: Records) -> dict[str, Check]:
@@ -134,7 +137,7 @@ def test_a_run_that_was_cut_short_is_checked_as_far_as_it_went() -> None:
     for number in range(10):
         rng = random.Random(f"cut/{number}")
         setup = Setup(num_blocks=12, limits=Limits(4, 16, 60, 0, 1))
-        records = recorded(setup.scheduler(), random_trace(rng, 30), random_cost(rng), max_steps=rng.randrange(1, 40))
+        records = recorded(setup.scheduler(), random_trace(rng, 30), random_cost(rng), num_plans=rng.randrange(1, 40))
         assert records.is_cut
         assert records.requests["finish_ns"].isna().any()
         expect_sound(records, f"cut/{number}")

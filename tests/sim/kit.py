@@ -85,11 +85,11 @@ class StopRun(Exception):  # noqa: N818  (it stops a run, and is no error)
 
 
 class CutRecorder(RunRecorder):
-    """Ends the run after so many steps: not every policy promises that everything ends."""
+    """Ends the run after so many plans: not every policy promises that everything ends."""
 
-    def __init__(self, folder: Path, max_steps: int) -> None:
+    def __init__(self, folder: Path, num_plans: int) -> None:
         super().__init__(folder)
-        self._num_left = max_steps
+        self._num_left = num_plans
 
     def committed(self, step: StepView) -> None:
         super().committed(step)
@@ -111,18 +111,21 @@ def recorded(
     cost: CostModel | None = None,
     *,
     sampling: SamplingParams = GREEDY,
-    max_steps: int = 2000,
+    max_steps: int = 1,
+    num_plans: int = 2000,
     stops_on: tuple[type[Exception], ...] = (),
 ) -> Records:
     """Simulates a trace and reads the records back as a run folder would hold them.
 
-    stops_on: errors of a policy that end the run where it is, as a partial one.
+    max_steps: that a plan may span. num_plans: after which the run is cut. stops_on: errors of a policy that end the run
+    where it is, as a partial one.
     """
     is_cut = False
     with tempfile.TemporaryDirectory() as folder:
-        recorder = CutRecorder(Path(folder), max_steps)
+        recorder = CutRecorder(Path(folder), num_plans)
         try:
-            run(serve(TraceInbox(trace, VOCAB_SIZE, sampling), scheduler, recorder), SimBackend(cost or constant()))
+            loop = serve(TraceInbox(trace, VOCAB_SIZE, sampling), scheduler, recorder, max_steps)
+            run(loop, SimBackend(cost or constant()))
         except (StopRun, *stops_on):
             is_cut = True
         finally:

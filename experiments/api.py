@@ -17,6 +17,7 @@ from experiments.run import execute
 from testbed.errors import TestbedError, TraceError
 from testbed.traces.readers.own import read_own
 from testbed.traces.schema import Trace
+from testbed.traces.stream import StreamedTrace, whole
 
 TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
@@ -55,8 +56,8 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
 
 
 def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:
-    if isinstance(trace, Trace):
-        return trace
+    if isinstance(trace, Trace | StreamedTrace):
+        return whole(trace)
     if isinstance(trace, str | PathLike):
         return read_own(fspath(trace))
     if not isinstance(trace, Iterable):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -11,16 +10,15 @@ from experiments.config import RunConfig, read_config
 from experiments.costs import block_bytes, build_cost, sliding_window
 from experiments.estimator import CostEstimator
 from experiments.foreign import policy_failure
-from experiments.policies import instantiate, make_policy
+from experiments.policies import make_policy
 from experiments.settings import (
-    MooncakeTraceConfig,
     RecordedConfig,
-    ShareGPTTraceConfig,
     SimConfig,
-    TraceConfig,
-    unknown,
 )
 from experiments.structured import freeze
+from experiments.traces import build_source as build_source
+from experiments.traces import build_trace as build_trace
+from experiments.traces import vocab_size as vocab_size
 from real.config import RealConfig
 from sim.backend import SimBackend, refuse_unforced
 from testbed.blocks.config import KVRules
@@ -36,72 +34,7 @@ from testbed.policies.preemption import Swap
 from testbed.request import SamplingParams
 from testbed.scheduler import Scheduler
 from testbed.specs import activation_bytes, check_ranks, num_kv_blocks
-from testbed.traces import transforms
-from testbed.traces.generators import SyntheticConfig, generate
-from testbed.traces.readers import READERS
-from testbed.traces.schema import TokenIds, Trace
-
-# --- trace ---
-
-
-def build_trace(config: RunConfig) -> Trace:
-    """Reads or generates the trace, then applies what the `trace` group asks for."""
-    settings, values = config.trace, config.raw["trace"]
-    if "_target_" in values:
-        trace = cast(Trace, instantiate("trace", values))
-    elif settings.name == "synthetic":
-        trace = generate(freeze(SyntheticConfig, "trace", values), config.seed)
-        if settings.limit is not None:
-            trace = transforms.limit(trace, settings.limit)
-    elif settings.name in READERS:
-        if settings.path is None:
-            raise ConfigError(f"trace={settings.name} needs trace.path=<file>")
-        trace = READERS[settings.name](settings.path, limit=settings.limit, **_reader_options(settings))
-    else:
-        raise ConfigError(unknown(f"trace is {settings.name!r}", settings.name, ["synthetic", *READERS]))
-    return _transformed(trace, settings)
-
-
-def _transformed(trace: Trace, settings: TraceConfig) -> Trace:
-    if settings.start_s or settings.end_s is not None:
-        trace = transforms.window(trace, settings.start_s, settings.end_s)
-    if settings.rate_scale != 1.0:
-        trace = transforms.scale_rate(trace, settings.rate_scale)
-    if settings.max_prompt_tokens is not None or settings.max_output_tokens is not None:
-        trace = transforms.clip_lengths(trace, settings.max_prompt_tokens, settings.max_output_tokens)
-    return trace
-
-
-def _reader_options(settings: Any) -> dict[str, Any]:
-    if isinstance(settings, MooncakeTraceConfig):
-        return {"spread_batches": settings.spread_batches}
-    if isinstance(settings, ShareGPTTraceConfig):
-        tokenizer = None if settings.tokenizer is None else _load_tokenizer(settings.tokenizer)
-        return {"tokenizer": tokenizer, "max_turns": settings.max_turns}
-    return {}
-
-
-def _load_tokenizer(path: str) -> Callable[[str], list[int]]:
-    """A local Hugging Face tokenizer as text -> token ids."""
-    try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except ImportError:
-        raise ConfigError("trace.tokenizer needs transformers: pip install 'llm-serving-testbed[real]'") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"trace.tokenizer: no tokenizer at {path} ({str(error).splitlines()[0]})") from None
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def vocab_size(config: RunConfig) -> int:
-    """The range of synthetic tokens: the trace's own setting, within the model's vocabulary."""
-    size = config.trace.vocab_size or config.model.vocab_size
-    if size > config.model.vocab_size:
-        raise ConfigError(
-            f"trace.vocab_size is {size}, but model {config.model.name} has {config.model.vocab_size} tokens; lower it"
-        )
-    return size
+from testbed.traces.schema import TokenIds, Trace, TraceRequest, TraceSource
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
@@ -307,9 +240,15 @@ def recorded_run(config: RunConfig) -> str | None:
     return freeze(RecordedConfig, "cost", values).run
 
 
-def build_sim_backend(config: RunConfig, trace: Trace) -> SimBackend:
-    for row in trace.rows:
-        refuse_unforced(row.request_id, row.num_output_tokens)
+def check_simulated(row: TraceRequest) -> None:
+    """Refuses a row that the simulator cannot serve. Raises ConfigError."""
+    refuse_unforced(row.request_id, row.num_output_tokens)
+
+
+def build_sim_backend(config: RunConfig, trace: TraceSource) -> SimBackend:
+    """Refuses a whole trace that it cannot serve; of a streamed one, whoever reads it checks the rows."""
+    for row in trace if isinstance(trace, Trace) else ():
+        check_simulated(row)
     return SimBackend(
         build_cost(config), seed=config.seed, vocab_size=vocab_size(config), eos_token_id=config.model.eos_token_id
     )

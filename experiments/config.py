@@ -15,13 +15,18 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from experiments.device_file import device_of
 from experiments.settings import (
+    AgenticTraceConfig,
+    LengthsTraceConfig,
     MooncakeTraceConfig,
     RecordConfig,
     RecordedConfig,
     SamplingConfig,
+    ServeGenTraceConfig,
     ShareGPTTraceConfig,
     SimConfig,
+    SyntheticTraceConfig,
     TensorParallelConfig,
     TraceConfig,
     unknown,
@@ -36,18 +41,26 @@ from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.policies.config import SchedulerConfig
 from testbed.specs import DeviceSpec, ModelSpec, load_hf_config
+from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generators import SyntheticConfig
 
 TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
+    "synthetic": SyntheticTraceConfig,
     "azure": TraceConfig,
     "burstgpt": TraceConfig,
     "mooncake": MooncakeTraceConfig,
     "bailian": TraceConfig,
     "sharegpt": ShareGPTTraceConfig,
+    "servegen": ServeGenTraceConfig,
+    "lengths": LengthsTraceConfig,
+    "agentic": AgenticTraceConfig,
     "jsonl": TraceConfig,
     "csv": TraceConfig,
     "parquet": TraceConfig,
 }
+TRACE_PARTS: dict[str, type] = {  # what a trace's own component adds to the keys of its group
+    "synthetic": SyntheticConfig, "lengths": ArrivalConfig, "agentic": ArrivalConfig
+}  # fmt: skip
 COST_CONFIGS: dict[str, type] = {
     "roofline": RooflineConfig, "calibrated": CalibratedConfig, "linear": LinearConfig, "constant": ConstantConfig
 }  # fmt: skip
@@ -86,8 +99,8 @@ def register() -> None:
     store.store(group="sampling", name="default", node=editable(SamplingConfig))
     store.store(group="record", name="default", node=editable(RecordConfig))
     for name, cls in TRACE_CONFIGS.items():
-        store.store(group="trace", name=name, node=_named(cls, name))
-    store.store(group="trace", name="synthetic", node=_named(TraceConfig, "synthetic", SyntheticConfig))
+        parts = [TRACE_PARTS[name]] if name in TRACE_PARTS else []
+        store.store(group="trace", name=name, node=_named(cls, name, *parts))
     for name, cost in COST_CONFIGS.items():
         store.store(group="cost", name=name, node=_named(_Name, name, cost))
     store.store(group="cost", name="recorded", node=editable(RecordedConfig))
@@ -156,7 +169,7 @@ class RunConfig:
             cache=freeze(CacheConfig, "cache", raw["cache"]),
             trace=freeze(trace_class, "trace", raw["trace"]),
             model=model,
-            device=freeze(DeviceSpec, "device", raw["device"]),
+            device=device_of(raw["device"]),
             tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
             sampling=freeze(SamplingConfig, "sampling", raw["sampling"]),
             record=freeze(RecordConfig, "record", raw["record"]),

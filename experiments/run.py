@@ -43,7 +43,9 @@ from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
+from testbed.traces.stream import CountedTrace, whole
 
+_Trace = Trace | CountedTrace  # whole, or gone through once as the run goes on
 TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
@@ -86,7 +88,7 @@ class Recorders:
 class ProgressBar:
     """Finished requests, with rate and ETA; silent when standard error is no terminal. A `Recorder`."""
 
-    def __init__(self, total: int, label: str) -> None:
+    def __init__(self, total: int | None, label: str) -> None:
         self._bar: tqdm[Any] = tqdm(total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
@@ -108,17 +110,26 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
     """
     folder = folder.absolute()
     _refuse_overwrite(folder, config.overwrite)
-    if trace is None:
-        trace = build.build_trace(config)
-    else:
+    if trace is not None:
         config = _reading(config, folder / TRACE_FILE)
-    prepared = _prepare_real(config, trace) if config.is_real else _prepare_sim(config, trace)
+        given: _Trace = trace
+    else:
+        given = _own_trace(config)
+    prepared = _prepare_real(config, whole(given)) if config.is_real else _prepare_sim(config, given)
     is_compared = config.is_real or prepared.checker is not None
     scheduler = build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
     _claim(folder, config)
-    manifest = _manifest(config, trace, prepared, command)
+    manifest = _manifest(config, given, prepared, command)
     with _log_to(folder / "run.log"):
-        return _run(config, folder, trace, prepared, scheduler, manifest)
+        return _run(config, folder, given, prepared, scheduler, manifest)
+
+
+def _own_trace(config: RunConfig) -> _Trace:
+    """The configuration's trace: whole, or read row by row in a simulation where that is wanted and possible."""
+    if config.is_real or build.recorded_run(config) is not None:
+        return build.build_trace(config)  # a tape names any request
+    source = build.build_source(config)
+    return source if isinstance(source, Trace) else CountedTrace(source, build.check_simulated)
 
 
 def _reading(config: RunConfig, file: Path) -> RunConfig:
@@ -140,14 +151,14 @@ class _Prepared:
     cost: CostModel | None = None  # what prices the steps
 
 
-def _prepare_sim(config: RunConfig, trace: Trace) -> _Prepared:
+def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
     from sim.driver import run as drive
 
     recorded = build.recorded_run(config)
     if recorded is not None:
         from experiments.parity import recorded_inputs
 
-        inputs = recorded_inputs(Path(recorded), config, trace)
+        inputs = recorded_inputs(Path(recorded), config, whole(trace))
         description = {"cost": "recorded", "attention": None, "device": config.device.name}
         return _Prepared(inputs.pools, inputs.drive, inputs.inbox, description, inputs.checker, build.max_steps(config))
     priced = build.build_sim_backend(config, trace)
@@ -170,7 +181,7 @@ def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
     return _Prepared(pools, lambda loop: drive(loop, backend, options), _trace_inbox(config, trace), description)
 
 
-def _trace_inbox(config: RunConfig, trace: Trace) -> Inbox:
+def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
     sampling = build.sampling_params(config)
     inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     return SeededInbox(inbox, config.seed) if needs_seed(sampling) else inbox
@@ -179,21 +190,23 @@ def _trace_inbox(config: RunConfig, trace: Trace) -> Inbox:
 def _run(
     config: RunConfig,
     folder: Path,
-    trace: Trace,
+    trace: _Trace,
     prepared: _Prepared,
     scheduler: Scheduler,
     manifest: dict[str, Any],
 ) -> RunResult:
     """Drives the loop and closes the folder, whatever happens."""
     log = logging.getLogger("testbed")
-    log.info("%s: %d requests, fingerprint %s", trace.name, len(trace), manifest["trace"]["fingerprint"])
+    log.info(
+        "%s: %s requests, fingerprint %s", *(manifest["trace"][key] for key in ("name", "num_requests", "fingerprint"))
+    )
     for note in trace.notes:
         log.info("trace: %s", note)
     recorder = RunRecorder(folder, token_times=config.record.token_times, decisions=config.record.decisions)
     tape = TapeWriter(folder / "tape.jsonl", decision) if config.is_real else None
     if tape is not None or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
-    bar = ProgressBar(len(trace), manifest["backend"])
+    bar = ProgressBar(trace.num_requests, manifest["backend"])
     _write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost) else None
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
@@ -216,12 +229,13 @@ def _run(
     finally:
         late = _close_all(bar, recorder, *(file for file in (tape, ledger) if file is not None))
     failure = failure or late
+    manifest["trace"] = manifest["trace"] | _read_at_last(trace)
     manifest |= {
         "status": "complete" if failure is None else "partial",
         "wall_s": round(time.monotonic() - began, 3),
         "num_steps": scheduler.num_steps,
         "num_sent": recorder.num_sent,
-        "num_unsent": len(trace) - recorder.num_sent,
+        "num_unsent": None if trace.num_requests is None else trace.num_requests - recorder.num_sent,
         "prefix_cache": {
             "queried_tokens": scheduler.blocks.num_queried_tokens,
             "hit_tokens": scheduler.blocks.num_hit_tokens,
@@ -296,7 +310,8 @@ def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], recorder: RunRecorder) -> str:
-    after = f"after {recorder.num_finished} of {manifest['trace']['num_requests']} requests"
+    total = manifest["trace"]["num_requests"]
+    after = f"after {recorder.num_finished} of {'an unknown number of' if total is None else total} requests"
     if isinstance(failure, KeyboardInterrupt):
         return f"interrupted {after}; partial results kept in {folder}"
     return f"failed {after}: {describe_failure(failure)}; partial results kept in {folder}"
@@ -321,7 +336,14 @@ def _summarise(folder: Path) -> dict[str, Any]:
     return load_run(folder).summarise()
 
 
-def _manifest(config: RunConfig, trace: Trace, prepared: _Prepared, command: str) -> dict[str, Any]:
+def _read_at_last(trace: _Trace) -> dict[str, Any]:
+    """What the manifest says of a streamed trace once it was read: number and fingerprint (null: not to its end)."""
+    if isinstance(trace, Trace):
+        return {}
+    return {"num_requests": trace.num_requests, "fingerprint": trace.fingerprint, "notes": list(trace.notes)}
+
+
+def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: str) -> dict[str, Any]:
     return {
         "status": "partial",
         "backend": "real" if config.is_real else "sim",
@@ -333,8 +355,8 @@ def _manifest(config: RunConfig, trace: Trace, prepared: _Prepared, command: str
         "seed": config.seed,
         "trace": {
             "name": trace.name,
-            "num_requests": len(trace),
-            "fingerprint": fingerprint(trace),
+            "num_requests": trace.num_requests,
+            "fingerprint": fingerprint(trace) if isinstance(trace, Trace) else None,  # of a stream: at its end
             "notes": list(trace.notes),
         },
         "model": config.model.name,

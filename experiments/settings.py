@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from testbed.errors import ConfigError
+from testbed.traces.transforms import check_steps
 
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
     """The `trace` group: a file (or, for `synthetic`, a generator's options), and what is done to its rows.
 
-    Applied in this order: limit (rows read), window, rate, lengths.
+    Applied in this order: limit (rows read), window, rate, lengths, then `transforms` one by one.
     """
 
     name: str = "jsonl"
@@ -24,6 +25,9 @@ class TraceConfig:
     max_prompt_tokens: int | None = None  # longer prompts are cut
     max_output_tokens: int | None = None  # longer outputs are cut
     vocab_size: int | None = None  # of synthetic tokens; null: the model's
+    transforms: tuple[Any, ...] = ()  # [{name: thin, fraction: 0.5}, ...] in order; `testbed list transform` names them
+    seed: int | None = None  # of all that is drawn for the trace; null: the run's
+    stream: bool | None = None  # row by row instead of whole in memory; null: where the trace is long
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_prompt_tokens", "max_output_tokens", "vocab_size"):
@@ -37,6 +41,9 @@ class TraceConfig:
                 f"trace.start_s is {self.start_s} and trace.end_s is {self.end_s}; the window must start at 0 or later "
                 "and end after its start"
             )
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"trace.seed is {self.seed}; it must be 0 or above, or null")
+        check_steps(self.transforms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,32 @@ class MooncakeTraceConfig(TraceConfig):
 class ShareGPTTraceConfig(TraceConfig):
     tokenizer: str | None = None  # a local folder with a tokenizer
     max_turns: int | None = None  # of each conversation
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticTraceConfig(TraceConfig):
+    """Beside the generator's own keys."""
+
+    lengths_from: str | None = None  # a trace file: lengths of kind "empirical" are drawn from its rows, as pairs
+    lengths_format: str = "auto"  # of that file: any trace format; auto: our own schema, by extension
+
+
+@dataclass(frozen=True, slots=True)
+class ServeGenTraceConfig(TraceConfig):
+    """Requests are drawn with `seed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthsTraceConfig(TraceConfig):
+    """Beside `arrival`, `rate` and what else says how requests arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgenticTraceConfig(TraceConfig):
+    """Beside `arrival` and what else says how sessions start. limit: sessions read."""
+
+    rate: float = 0.1  # sessions started per second
+    closed_loop: bool = True  # a request comes after the one before finished; false: when it was recorded
 
 
 @dataclass(frozen=True, slots=True)

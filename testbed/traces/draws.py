@@ -54,9 +54,9 @@ def zipf_ranks(num: int, skew: float, rng: np.random.Generator) -> Iterator[int]
 
 
 def choose(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises ConfigError if `value` is not among the choices."""
+    """Raises ConfigError, with the nearest valid name, if `value` is not among the choices."""
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        raise ConfigError(f"{name} is {value!r}; {nearest(str(value), choices)}choose one of {', '.join(choices)}")
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:

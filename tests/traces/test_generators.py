@@ -125,7 +125,7 @@ def test_popular_system_prompts_and_tenants():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"arrival": "posson"}, "trace.arrival is 'posson'; choose one of poisson, gamma"),
+        ({"arrival": "posson"}, r"trace.arrival is 'posson'; did you mean 'poisson'\? choose one of poisson, gamma"),
         ({"think": "x"}, "trace.think is 'x'; choose one of constant, exponential"),
         ({"num_requests": 0}, "trace.num_requests is 0; it must be at least 1"),
         ({"rate": 0.0}, "trace.rate is 0.0; it must be above 0"),

@@ -1,0 +1,125 @@
+"""From the `trace` group to a trace, whole or streamed. Owns the order in which settings are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, cast
+
+from experiments.config import RunConfig
+from experiments.policies import instantiate
+from experiments.settings import (
+    AgenticTraceConfig,
+    LengthsTraceConfig,
+    MooncakeTraceConfig,
+    ServeGenTraceConfig,
+    ShareGPTTraceConfig,
+    SyntheticTraceConfig,
+    TraceConfig,
+    unknown,
+)
+from experiments.structured import freeze
+from testbed.errors import ConfigError
+from testbed.traces import transforms
+from testbed.traces.arrivals import ArrivalConfig
+from testbed.traces.generators import SyntheticConfig, generate, stream_generated
+from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
+from testbed.traces.schema import Trace, TraceSource
+from testbed.traces.stream import StreamedTrace, whole
+
+
+def build_trace(config: RunConfig) -> Trace:
+    """Reads or generates the trace whole, then applies what the `trace` group asks for."""
+    return whole(_build(config, stream=False))
+
+
+def build_source(config: RunConfig) -> TraceSource:
+    """As build_trace, but row by row where `trace.stream` says so (null: where it is long) and it is possible."""
+    return _build(config, config.trace.stream)
+
+
+def _build(config: RunConfig, stream: bool | None) -> TraceSource:
+    settings, values = config.trace, config.raw["trace"]
+    seed = config.seed if settings.seed is None else settings.seed
+    source: TraceSource
+    if "_target_" in values:
+        source = cast(TraceSource, instantiate("trace", values))
+    elif settings.name == "synthetic":
+        source = _synthetic(config, seed, stream)
+    elif settings.name in READERS:
+        if settings.path is None:
+            raise ConfigError(f"trace={settings.name} needs trace.path=<file>")
+        options = _reader_options(settings, values, seed)
+        source = open_trace(settings.name, settings.path, settings.limit, stream, **options)
+    else:
+        raise ConfigError(unknown(f"trace is {settings.name!r}", settings.name, ["synthetic", *READERS]))
+    source = _transformed(source, settings)
+    return transforms.apply_all(source, settings.transforms, lambda name, path: open_trace(name, path), seed)
+
+
+def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource:
+    settings = config.trace
+    assert isinstance(settings, SyntheticTraceConfig)
+    generator = freeze(SyntheticConfig, "trace", config.raw["trace"])
+    lengths_from = None
+    if settings.lengths_from is not None:
+        lengths_from = open_trace(settings.lengths_format, settings.lengths_from)
+    if stream is None:
+        stream = min(settings.limit or generator.num_requests, generator.num_requests) > MAX_WHOLE_ROWS
+    made: Any = (stream_generated if stream else generate)(generator, seed, lengths_from)
+    return made if settings.limit is None else cast(TraceSource, transforms.limit(made, settings.limit))
+
+
+def _transformed(source: TraceSource, settings: TraceConfig) -> TraceSource:
+    """Window, rate and lengths, in this order."""
+    trace: Any = source if isinstance(source, Trace | StreamedTrace) else whole(source)
+    if settings.start_s or settings.end_s is not None:
+        trace = transforms.window(trace, settings.start_s, settings.end_s)
+    if settings.rate_scale != 1.0:
+        trace = transforms.scale_rate(trace, settings.rate_scale)
+    if settings.max_prompt_tokens is not None or settings.max_output_tokens is not None:
+        trace = transforms.clip_lengths(trace, settings.max_prompt_tokens, settings.max_output_tokens)
+    return cast(TraceSource, trace)
+
+
+def _reader_options(settings: TraceConfig, values: dict[str, Any], seed: int) -> dict[str, Any]:
+    if isinstance(settings, MooncakeTraceConfig):
+        return {"spread_batches": settings.spread_batches}
+    if isinstance(settings, ShareGPTTraceConfig):
+        tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
+        return {"tokenizer": tokenizer, "max_turns": settings.max_turns}
+    if isinstance(settings, ServeGenTraceConfig):
+        return {"seed": seed}
+    if isinstance(settings, AgenticTraceConfig):
+        return {"arrivals": _arrivals(values), "seed": seed, "closed_loop": settings.closed_loop}
+    if isinstance(settings, LengthsTraceConfig):
+        return {"arrivals": _arrivals(values), "seed": seed}
+    return {}
+
+
+def _arrivals(values: dict[str, Any]) -> ArrivalConfig:
+    names = [item.name for item in fields(ArrivalConfig)]
+    return freeze(ArrivalConfig, "trace", {name: values[name] for name in names if name in values})
+
+
+def load_tokenizer(path: str) -> Callable[[str], list[int]]:
+    """A local Hugging Face tokenizer as text -> token ids."""
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except ImportError:
+        raise ConfigError("trace.tokenizer needs transformers: pip install 'llm-serving-testbed[real]'") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"trace.tokenizer: no tokenizer at {path} ({str(error).splitlines()[0]})") from None
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def vocab_size(config: RunConfig) -> int:
+    """The range of synthetic tokens: the trace's own setting, within the model's vocabulary."""
+    size = config.trace.vocab_size or config.model.vocab_size
+    if size > config.model.vocab_size:
+        raise ConfigError(
+            f"trace.vocab_size is {size}, but model {config.model.name} has {config.model.vocab_size} tokens; lower it"
+        )
+    return size

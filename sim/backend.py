@@ -9,7 +9,7 @@ from xxhash import xxh64_intdigest
 
 from sim.cost.base import CostModel, price_decodes
 from testbed.errors import RequestError
-from testbed.plan import BatchPlan, Outcome, ScheduledSequence, Spans
+from testbed.plan import BatchPlan, BatchShape, Outcome, ScheduledSequence, Spans
 
 
 class SimWork(NamedTuple):
@@ -30,12 +30,23 @@ class SimBackend:
     nor on how steps are counted. The order of the outcomes is the real engine's (real/beams.py).
 
     seed: of the draws. vocab_size: made-up tokens lie below it. eos_token_id: the model's, which is not made up.
+    schedule_ns and schedule_ns_per_seq: what the scheduler itself costs on the CPU before the device starts, for each
+    step and for each of its rows, beyond what the cost model says. (A real run measures its own.)
     """
 
     def __init__(
-        self, cost: CostModel, *, seed: int = 0, vocab_size: int = 32_000, eos_token_id: int | None = None
+        self,
+        cost: CostModel,
+        *,
+        seed: int = 0,
+        vocab_size: int = 32_000,
+        eos_token_id: int | None = None,
+        schedule_ns: int = 0,
+        schedule_ns_per_seq: int = 0,
     ) -> None:
         self.cost = cost
+        self._schedule_ns = schedule_ns
+        self._schedule_ns_per_seq = schedule_ns_per_seq
         self._seed = seed
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -45,9 +56,13 @@ class SimBackend:
         if plan.num_steps > 1:
             spans = self._run(plan, limit_ns)
             return SimWork(tuple([max(1, sum(one)) for one in spans]), spans)
-        spans = (self.cost.price(plan.shape),)
+        spans = (self._scheduled(self.cost.price(plan.shape), plan.shape),)
         outcomes = self._outcomes(plan) if plan.has_beams else None
         return SimWork((max(1, sum(spans[0])),), spans, outcomes)
+
+    def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int:
+        """What the link takes to move these blocks: the swap part of the price of a step that does nothing else."""
+        return self.cost.price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
 
     def _run(self, plan: BatchPlan, limit_ns: int | None) -> tuple[Spans, ...]:
         """Prices of the steps of a run of decodes, in pieces: how many are wanted is known from what they last."""
@@ -56,14 +71,23 @@ class SimBackend:
         while left and (left_ns is None or left_ns > 0):
             piece = left
             if left_ns is not None:
-                first_ns = sum(spans[-1]) if spans else sum(self.cost.price(plan.shape))
+                first_ns = sum(spans[-1] if spans else self._scheduled(self.cost.price(plan.shape), plan.shape))
                 piece = min(left, left_ns // max(1, first_ns) + 1)
             priced = price_decodes(self.cost, plan.shape_of(len(spans)), piece)
+            if self._schedule_ns or self._schedule_ns_per_seq:
+                priced = [self._scheduled(one, plan.shape) for one in priced]
             spans += priced
             left -= piece
             if left_ns is not None:
                 left_ns -= sum(map(sum, priced))
         return tuple(spans)
+
+    def _scheduled(self, spans: Spans, shape: BatchShape) -> Spans:
+        """The price with the scheduler's own time; in a run of decodes it is the same for each step."""
+        if not (self._schedule_ns or self._schedule_ns_per_seq):
+            return spans
+        own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
+        return spans._replace(schedule_ns=spans.schedule_ns + own_ns)
 
     def _outcomes(self, plan: BatchPlan) -> tuple[Outcome, ...] | None:
         """One for each beam row that samples, in the order of the rows."""

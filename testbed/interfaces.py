@@ -45,7 +45,10 @@ class Inbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
-    """Nothing to do before `until_ns`; None means until the inbox wakes the loop."""
+    """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
+
+    After each commit the loop of an open inbox waits until that very instant: events of others may come with it.
+    """
 
     until_ns: int | None
 

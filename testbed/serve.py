@@ -41,6 +41,8 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int
                 if finished:
                     recorder.ended(finished, now_ns)
                     inbox.finished(finished, now_ns)
+                if inbox.is_open:  # what others do at this instant comes before the next plan
+                    now_ns = (yield WaitUntil(now_ns)).now_ns
                 continue
         next_ns = inbox.next_ns()
         if next_ns is None and not inbox.is_open:

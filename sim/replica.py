@@ -1,0 +1,301 @@
+"""One replica of a fleet: its loop, the plan in flight, and what a router may see of it. A SimPy process.
+
+A run of decodes is one plan and one event, its end. It may be cut before: at a boundary at or after an event that comes
+to the replica, or where a router looks at it. The loop then goes on at that boundary, which may lie in the past; as
+nothing came between, it decides there what it would have decided then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+import simpy
+
+from sim.backend import SimWork
+from sim.driver import result_of
+from sim.link import HostLink, SwapsUnderWay, Waiting
+from testbed.blocks.swap_space import RELEASED
+from testbed.interfaces import Arrive, Event, Execute, Resume, WaitUntil
+from testbed.plan import BatchPlan, Finished, StepResult
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from testbed.sequence import Sequence
+from testbed.serve import Loop
+
+
+class SwappingBackend(Protocol):
+    """A priced backend that also says what a transfer takes."""
+
+    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork: ...
+
+    def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int: ...
+
+
+class _At(simpy.Event):
+    """Happens at an instant, after all that SimPy does at that instant, in order of `rank`."""
+
+    def __init__(self, env: simpy.Environment, instant_ns: int, rank: int) -> None:
+        super().__init__(env)
+        self._ok = True
+        self._value = None
+        env.schedule(self, simpy.events.EventPriority(simpy.events.NORMAL + 1 + rank), instant_ns - int(env.now))
+
+
+class Phases:
+    """The order of what happens at one instant in a fleet of `num_replicas`."""
+
+    def __init__(self, env: simpy.Environment, num_replicas: int) -> None:
+        self.env = env
+        self._num_replicas = num_replicas
+
+    def at_commit(self, instant_ns: int, replica: int) -> simpy.Event:
+        return _At(self.env, instant_ns, replica)
+
+    def at_routing(self, instant_ns: int) -> simpy.Event:
+        return _At(self.env, instant_ns, self._num_replicas)
+
+    def at_plan(self, instant_ns: int, replica: int) -> simpy.Event:
+        return _At(self.env, instant_ns, self._num_replicas + 1 + replica)
+
+
+class ReplicaInbox:
+    """What the router has sent to one replica and its loop has not seen. Implements testbed.interfaces.Inbox."""
+
+    def __init__(self, tell: Callable[[list[Finished], int], None]) -> None:
+        self.is_open = True  # until nothing will ever move
+        self.num_requests = 0  # sent there and not ended
+        self._events: list[Event] = []
+        self._sent_ns = 0
+        self._tell = tell
+
+    def put(self, event: Event, now_ns: int) -> None:
+        self._sent_ns = self._sent_ns if self._events else now_ns
+        self._events.append(event)
+        self.num_requests += isinstance(event, Arrive)
+
+    @property
+    def unseen(self) -> list[Request]:
+        """Requests that were sent there since the loop last looked."""
+        return [event.request for event in self._events if isinstance(event, Arrive)]
+
+    def due(self, now_ns: int) -> list[Event]:
+        """All that was sent: the router sends at the instant of each event."""
+        events, self._events = self._events, []
+        return events
+
+    def next_ns(self) -> int | None:
+        return self._sent_ns if self._events else None
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self.num_requests -= len(requests)
+        self._tell(requests, now_ns)
+
+
+class Replica:
+    """Implements sim.routers.ReplicaView. link None: swaps are a part of each step; else they go over the link.
+
+    on_idle: is told whenever the replica has nothing to do but wait for the router.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        number: int,
+        loop: Loop,
+        inbox: ReplicaInbox,
+        scheduler: Scheduler,
+        backend: SwappingBackend,
+        link: HostLink | None,
+        on_idle: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.process: simpy.Process | None = None
+        self._env = phases.env
+        self._phases = phases
+        self._loop = loop
+        self._inbox = inbox
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
+        self._backend = backend
+        self._link = link
+        self._on_idle = on_idle
+        self._swaps = SwapsUnderWay()
+        self._command: WaitUntil | Execute | None = None  # None: the loop has ended
+        self._flight: StepResult | None = None  # what becomes of the plan in flight, unless it is cut
+
+    # --- the process ---
+
+    def serve(self) -> Waiting:
+        """Drives the loop to its end."""
+        env = self._env
+        self._take(next(self._loop, None))
+        while self._command is not None:
+            try:
+                if isinstance(self._command, WaitUntil):
+                    yield self._boundary(self._command.until_ns)
+                    self._resume(Resume(int(env.now)))
+                elif self._flight is not None:
+                    yield self._phases.at_commit(self._flight.end_ns[-1], self.number)
+                    self._land(len(self._flight.end_ns))
+                else:
+                    result = yield from self._step_beside_transfers(self._command.plan)
+                    yield self._phases.at_commit(result.end_ns[0], self.number)
+                    self._resume(Resume(result.end_ns[0], result))
+            except simpy.Interrupt:  # something has changed: look again
+                continue
+
+    def _boundary(self, until_ns: int | None) -> simpy.Event:
+        """The instant at which the loop goes on."""
+        instant_ns = self._inbox.next_ns() if until_ns is None else until_ns
+        if instant_ns is None and self._inbox.is_open:
+            self._on_idle()  # may close the inbox
+            if self._inbox.is_open:
+                return self._env.event()  # an interrupt will come
+        return self._phases.at_plan(max(int(self._env.now), instant_ns or 0), self.number)
+
+    def _resume(self, resume: Resume) -> None:
+        self._flight = None
+        try:
+            command = self._loop.send(resume)
+        except StopIteration:
+            command = None
+        self._take(command, resume.now_ns)
+
+    def _take(self, command: WaitUntil | Execute | None, now_ns: int = 0) -> None:
+        self._command = command
+        if isinstance(command, Execute) and not self._meets_transfers(command.plan):
+            self._flight = result_of(self._backend.start(command.plan), now_ns, None)
+
+    def _land(self, num_steps: int) -> None:
+        """Commits the first steps of the plan in flight."""
+        result = self._flight
+        assert result is not None
+        if num_steps < len(result.end_ns):
+            later = result.later_spans[: num_steps - 1]
+            result = result._replace(end_ns=result.end_ns[:num_steps], later_spans=later)
+        self._resume(Resume(result.end_ns[-1], result))
+
+    # --- what comes from outside ---
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the loop waits for an event, and none has come."""
+        command = self._command
+        return isinstance(command, WaitUntil) and command.until_ns is None and self._inbox.next_ns() is None
+
+    def wake(self) -> None:
+        """Something came to the inbox now, or it was closed: the loop goes on at its next boundary."""
+        now_ns, result = int(self._env.now), self._flight
+        if result is not None:
+            num_steps = bisect_left(result.end_ns, now_ns) + 1
+            if num_steps >= len(result.end_ns):
+                return
+            later = result.later_spans[: num_steps - 1]
+            self._flight = result._replace(end_ns=result.end_ns[:num_steps], later_spans=later)
+        elif not (isinstance(self._command, WaitUntil) and self._command.until_ns is None):
+            return  # a step that is not cut, or a boundary, which is now
+        self._look_again()
+
+    def settle(self) -> None:
+        """Commits the steps that are over: the scheduler is then as if it had been stepped."""
+        if self._flight is None:
+            return
+        now_ns = int(self._env.now)
+        num_over = bisect_right(self._flight.end_ns, now_ns)
+        if not num_over:
+            return
+        assert num_over < len(self._flight.end_ns), "the end of a plan is an event of its own"
+        end_ns = self._flight.end_ns[num_over - 1]
+        self._land(num_over)
+        if end_ns < now_ns:
+            self._resume(Resume(end_ns))
+            assert self._flight is not None
+            assert self._flight.end_ns[0] > now_ns, "decides as it has decided"
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self.process is not None and self.process is not self._env.active_process:
+            self.process.interrupt()
+
+    # --- what a router sees ---
+
+    @property
+    def num_requests(self) -> int:
+        return self._inbox.num_requests
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox.unseen) + self._scheduler.num_waiting + self._scheduler.num_swapped
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_tokens(self) -> int:
+        """Without settling: in a run of decodes each sequence has one token more after each step."""
+        known = sum([len(request.prompt_token_ids) for request in self._inbox.unseen])
+        known += sum([seq.num_tokens for seq in self._scheduler.unfinished()])
+        if self._flight is None or len(self._flight.end_ns) == 1:
+            return known
+        assert isinstance(self._command, Execute)
+        num_over = bisect_right(self._flight.end_ns, int(self._env.now))
+        return known + num_over * self._command.plan.shape.num_decodes
+
+    @property
+    def num_kv_blocks(self) -> int:
+        self.settle()
+        return self._blocks.num_gpu_blocks - self._blocks.num_free_blocks
+
+    def num_cached_tokens(self, request: Request) -> int:
+        self.settle()
+        probe = Sequence(-1, request, self._scheduler.limits.max_model_len)
+        num_tokens = self._blocks.lookup(probe).num_tokens
+        self._blocks.forget(probe)
+        return num_tokens
+
+    # --- swaps on the link ---
+
+    def _meets_transfers(self, plan: BatchPlan) -> bool:
+        """Whether the step has to do with the link. Those that do are taken one by one."""
+        return self._link is not None and bool(plan.swap_out or plan.swap_in or self._swaps)
+
+    def _step_beside_transfers(self, plan: BatchPlan) -> Generator[simpy.Event, Any, StepResult]:
+        """One step, its transfers on the link.
+
+        Swap-outs go on behind it. Swap-ins run beside its computation, layer by layer: it ends when both have. The
+        computation starts when the swap-outs have ended whose blocks it writes.
+        """
+        assert self._link is not None
+        env, swaps, start_ns = self._env, self._swaps, int(self._env.now)
+        work = self._backend.start(plan, 1)  # of several steps, one
+        spans = work.spans[0]._replace(swap_ns=0)
+        if spans.schedule_ns:
+            yield env.timeout(spans.schedule_ns)
+        if plan.swap_out:
+            out_ns = self._backend.transfer_ns(len(plan.swap_out), 0)
+            if out_ns:
+                swaps.add(plan.swap_out, self._link.move_out(out_ns))
+        moving_in: list[simpy.Process] = []
+        if plan.swap_in:
+            sources, targets = zip(*plan.swap_in, strict=True)
+            saved = swaps.before_reading(sources) + swaps.before_writing(targets)
+            moving_in = [self._link.move_in(self._backend.transfer_ns(0, len(plan.swap_in)), saved)]
+        if swaps:
+            yield env.all_of(swaps.before_writing(written_blocks(plan, self._blocks.block_size)))
+        yield env.timeout(sum(spans) - spans.schedule_ns)
+        yield env.all_of(moving_in)
+        end_ns = max(int(env.now), start_ns + 1)
+        waited_ns = int(env.now) - start_ns - sum(spans)
+        return StepResult((end_ns,), work.outcomes, spans._replace(swap_ns=waited_ns))
+
+
+def written_blocks(plan: BatchPlan, block_size: int) -> list[int]:
+    """The GPU blocks that a step writes: the slots of the tokens that it computes, and its copies."""
+    blocks = [target for _, target in plan.copies]
+    for row in plan.scheduled:
+        last = (row.start + row.num_tokens - 1) // block_size
+        blocks += row.block_table[row.start // block_size : last + 1]
+    return [block for block in dict.fromkeys(blocks) if block != RELEASED]

@@ -1,0 +1,276 @@
+"""Routers: which replica of a fleet serves a request. Decided once, when it arrives; it stays there.
+
+A router is asked with the replicas as they are at the instant of the arrival, after every step that is over by then,
+and before the step that is planned then. Ties go to the replica with the lowest number. What is drawn is a hash of the
+run's seed and the request's id: it hangs neither on the order of arrivals nor on the other policies (common random
+numbers). A user's own router is a class with `route`, named by `_target_`; see docs/simulator.md.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple, Protocol
+
+from xxhash import xxh64_intdigest
+
+from testbed.errors import ConfigError
+from testbed.request import Request
+
+
+class ReplicaView(Protocol):
+    """What a router may ask of a replica. Asking changes nothing."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were sent there and have not ended."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait: sent and not yet seen by its scheduler, queued, or swapped out."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in its batch."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens of the sequences that have not ended: prompts that are still to be computed, and contexts."""
+        ...
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """GPU blocks that are referenced; cached ones that nothing references do not count."""
+        ...
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Prompt tokens that its prefix cache holds; looked up without a trace."""
+        ...
+
+
+Replicas = Sequence[ReplicaView]
+
+
+class Router(Protocol):
+    def route(self, request: Request, replicas: Replicas) -> int:
+        """The number of the replica that is to serve the request. Called once for each request, in order of arrival."""
+        ...
+
+
+class RouterContext(NamedTuple):
+    """What a router is given once, if it asks for it by having a method `bind(context)`."""
+
+    seed: int
+    num_replicas: int
+
+
+def bind(router: Any, context: RouterContext) -> None:
+    """Gives a router the context if it asks for it."""
+    if hasattr(router, "bind"):
+        router.bind(context)
+
+
+# --- loads ---
+
+MEASURES: Mapping[str, Callable[[ReplicaView], int]] = {
+    "requests": lambda replica: replica.num_requests,
+    "tokens": lambda replica: replica.num_tokens,
+    "kv_blocks": lambda replica: replica.num_kv_blocks,
+}
+
+
+def measure_of(name: str, router: str) -> Callable[[ReplicaView], int]:
+    """The load by this name. Raises ConfigError with the nearest valid one."""
+    if name not in MEASURES:
+        raise ConfigError(_unknown(f"measure of router {router} is {name!r}", name, MEASURES))
+    return MEASURES[name]
+
+
+def least(replicas: Replicas, load: Callable[[ReplicaView], Any]) -> int:
+    """The number of the least loaded one, the lowest of equals."""
+    return min(replicas, key=lambda replica: (load(replica), replica.number)).number
+
+
+def _queue(replica: ReplicaView) -> tuple[int, int]:
+    return replica.num_waiting, replica.num_running
+
+
+# --- policies ---
+
+
+class RoundRobin:
+    """One replica after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        number = self._next % len(replicas)
+        self._next = number + 1
+        return number
+
+
+class _Drawing:
+    """What routers that draw have in common. Not for use by itself."""
+
+    def __init__(self) -> None:
+        self._seed = 0
+
+    def bind(self, context: RouterContext) -> None:
+        self._seed = context.seed
+
+    def _draw(self, request: Request, index: int, below: int) -> int:
+        """A whole number from 0 to below - 1. Of 64 bits: the bias is below 1e-18 for any number of replicas."""
+        return xxh64_intdigest(f"router/{self._seed}/{index}/{request.request_id}".encode()) % below
+
+
+class Random(_Drawing):
+    """Any replica, all equally likely."""
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        return self._draw(request, 0, len(replicas))
+
+
+class PowerOfTwo(_Drawing):
+    """Of two different replicas, drawn at random, the less loaded one (Mitzenmacher, 2001).
+
+    measure: requests (default), tokens or kv_blocks, as for least_loaded.
+    """
+
+    def __init__(self, measure: str = "requests") -> None:
+        super().__init__()
+        self._load = measure_of(measure, "power_of_two")
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        if len(replicas) == 1:
+            return 0
+        first = self._draw(request, 0, len(replicas))
+        second = self._draw(request, 1, len(replicas) - 1)
+        second += second >= first
+        return least([replicas[first], replicas[second]], self._load)
+
+
+class LeastLoaded:
+    """The replica with the least load: by default the tokens that its unfinished requests hold or are yet to compute.
+
+    measure: tokens (known tokens of unfinished sequences), requests (unfinished ones), or kv_blocks (GPU blocks that
+    are referenced: what only waits counts as nothing).
+    """
+
+    def __init__(self, measure: str = "tokens") -> None:
+        self._load = measure_of(measure, "least_loaded")
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        return least(replicas, self._load)
+
+
+class ShortestQueue:
+    """The replica with the fewest waiting requests; of equals, with the fewest running sequences."""
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        return least(replicas, _queue)
+
+
+class PrefixAffinity:
+    """The replica whose prefix cache holds most of the prompt, unless the fleet is out of balance.
+
+    As the cache-aware router of SGLang, with the defaults of its command line: if the replicas' unfinished requests
+    differ by more than `balance_abs_threshold` and the most are more than `balance_rel_threshold` times the least, the
+    shortest queue; else the longest cached prefix if it is more than `cache_threshold` of the prompt; else the fewest
+    unfinished requests. SGLang's router keeps a tree of what it has sent where; this one asks the caches themselves, so
+    what was evicted does not count. Where nothing is cached enough, SGLang takes the worker with the smallest tree.
+    """
+
+    def __init__(
+        self, cache_threshold: float = 0.3, balance_abs_threshold: int = 64, balance_rel_threshold: float = 1.5
+    ) -> None:
+        if not 0 <= cache_threshold <= 1:
+            raise ConfigError(f"cache_threshold of router prefix_affinity is {cache_threshold}; it must be from 0 to 1")
+        if balance_abs_threshold < 0 or balance_rel_threshold < 1:
+            given = f"{balance_abs_threshold} and {balance_rel_threshold}"
+            raise ConfigError(
+                f"balance_abs_threshold and balance_rel_threshold of router prefix_affinity are {given}; they must be "
+                "at least 0 and 1"
+            )
+        self._share = cache_threshold
+        self._most_apart = balance_abs_threshold
+        self._most_times = balance_rel_threshold
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        loads = [replica.num_requests for replica in replicas]
+        low, high = min(loads), max(loads)
+        if high - low > self._most_apart and high > self._most_times * low:
+            return least(replicas, _queue)
+        hits = [replica.num_cached_tokens(request) for replica in replicas]
+        longest = max(hits)
+        if longest > self._share * len(request.prompt_token_ids):
+            return least([replicas[i] for i, hit in enumerate(hits) if hit == longest], MEASURES["requests"])
+        return least(replicas, MEASURES["requests"])
+
+
+class PrefixHash(_Drawing):
+    """Prompts that begin alike go to the same replica: rendezvous hashing of the first `num_tokens` tokens.
+
+    Knows no cache and no load. With one replica more, only its share of the prefixes moves (Thaler and Ravishankar,
+    1998).
+    """
+
+    def __init__(self, num_tokens: int = 64) -> None:
+        super().__init__()
+        if num_tokens < 1:
+            raise ConfigError(f"num_tokens of router prefix_hash is {num_tokens}; it must be at least 1")
+        self._num_tokens = num_tokens
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        content = request.cache_salt.encode() + array("i", request.prompt_token_ids[: self._num_tokens]).tobytes()
+        weights = [xxh64_intdigest(content, (self._seed << 16) + replica.number) for replica in replicas]
+        return weights.index(max(weights))
+
+
+class SessionSticky:
+    """A session stays where its first turn went. First turns, and requests without a session, go by `others`.
+
+    others: the name of a router, or one (in a configuration: {_target_: …}).
+    """
+
+    def __init__(self, others: Any = "least_loaded") -> None:
+        if isinstance(others, str) and others not in ROUTERS:
+            raise ConfigError(_unknown(f"others of router session_sticky is {others!r}", others, ROUTERS))
+        self._others: Router = ROUTERS[others]() if isinstance(others, str) else others
+        self._homes: dict[str, int] = {}
+
+    def bind(self, context: RouterContext) -> None:
+        bind(self._others, context)
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        session = request.session_id
+        if session is None:
+            return self._others.route(request, replicas)
+        if session not in self._homes:
+            self._homes[session] = self._others.route(request, replicas)
+        return self._homes[session]
+
+
+ROUTERS: Mapping[str, Callable[[], Router]] = {
+    "round_robin": RoundRobin,
+    "random": Random,
+    "least_loaded": LeastLoaded,
+    "shortest_queue": ShortestQueue,
+    "power_of_two": PowerOfTwo,
+    "prefix_affinity": PrefixAffinity,
+    "prefix_hash": PrefixHash,
+    "session_sticky": SessionSticky,
+}
+
+
+def _unknown(what: str, name: str, choices: Mapping[str, Any]) -> str:
+    near = get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{what}; {hint}valid: {', '.join(choices)}"

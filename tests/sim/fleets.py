@@ -1,0 +1,85 @@
+"""Fleets without configuration files: replicas of one setup, what each of them did, and what the router was asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sim.backend import SimBackend
+from sim.cost.base import CostModel
+from sim.fleet import Fleet
+from sim.routers import Replicas, Router, RouterContext, bind
+from testbed.errors import LivelockError
+from testbed.fast_forward import FAST_FORWARD
+from testbed.interfaces import Inbox
+from testbed.request import Request
+from testbed.scheduler import Scheduler
+from testbed.serve import serve
+from tests.properties.setups import EOS, VOCAB_SIZE, Setup
+from tests.sim.test_fast_forward import Log, Sessions, price, world
+
+
+@dataclass
+class Watched:
+    """A router that notes what it was shown, and what it answered."""
+
+    router: Router
+    seen: list[tuple[object, ...]] = field(default_factory=list)
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        number = self.router.route(request, replicas)
+        views = [
+            (one.num_requests, one.num_waiting, one.num_running, one.num_tokens, one.num_kv_blocks,
+             one.num_cached_tokens(request))
+            for one in replicas
+        ]  # fmt: skip
+        self.seen.append((request.request_id, number, views))
+        return number
+
+
+def drive(
+    inbox: Inbox,
+    router: Router,
+    schedulers: Sequence[Scheduler],
+    costs: Sequence[CostModel],
+    *,
+    fast: bool = True,
+    replicas_per_link: int | None = None,
+    seed: int = 0,
+) -> list[Log]:
+    """Runs a fleet to its end; a log for each replica. A livelock is the last event of the first one's."""
+    backends = [SimBackend(cost, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS) for cost in costs]
+    fleet = Fleet(inbox, router, backends, replicas_per_link=replicas_per_link)
+    logs = [Log() for _ in schedulers]
+    max_steps = FAST_FORWARD if fast else 1
+    loops = [
+        serve(box, scheduler, log, max_steps)
+        for box, scheduler, log in zip(fleet.inboxes, schedulers, logs, strict=True)
+    ]
+    try:
+        fleet.run(loops, schedulers)
+    except LivelockError as error:
+        logs[0].events.append((str(error),))
+    for scheduler in schedulers:
+        scheduler.check_invariants()
+    return logs
+
+
+def go_fleet(
+    setup: Setup,
+    seed: int,
+    router: Router,
+    num_replicas: int,
+    *,
+    fast: bool,
+    replicas_per_link: int | None = None,
+) -> list[Log]:
+    """The random world of `seed` on replicas of `setup`."""
+    bind(router, RouterContext(seed, num_replicas))
+    schedulers = [setup.scheduler() for _ in range(num_replicas)]
+    cost = price(random.Random(seed))
+    return drive(
+        Sessions(*world(seed)), router, schedulers, [cost] * num_replicas, fast=fast,
+        replicas_per_link=replicas_per_link, seed=seed,
+    )  # fmt: skip

@@ -18,6 +18,8 @@ def translate(error: Exception, overrides: list[str]) -> ConfigError:
     """A ConfigError that says what Hydra's exception means."""
     text = str(error)
     cause = f"{text}\n{error.__cause__ or ''}"
+    if match := re.match(r"In '([^']+)': \w+ raised while composing config", text):
+        return _in_file(match[1], text, overrides)
     if match := re.search(r"Could not override '([^']+)'", text):
         return unknown_key(match[1], overrides)
     if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
@@ -43,13 +45,41 @@ def translate(error: Exception, overrides: list[str]) -> ConfigError:
     return ConfigError(_detail(text) if text.strip() else type(error).__name__)
 
 
-def _own_options(arguments: list[str], group: str) -> list[str]:
-    """Options of a group in the folder that --config-dir names."""
+def _in_file(option: str, text: str, overrides: list[str]) -> ConfigError:
+    """What is wrong in the file of an option, such as device/mine: where it stands, and what was expected."""
+    folder = _own_folder(overrides)
+    file = None if folder is None else folder / f"{option}.yaml"
+    place = f"in {option}" if file is None or not file.is_file() else str(file)
+    key = re.search(r"full_key: (\S+)", text)
+    if key is None:
+        return ConfigError(f"{place}: {_detail(text.partition(chr(10))[2] or text)}")
+    name = key[1].rpartition(".")[2]
+    if file is not None and file.is_file():
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        numbers = [
+            number for number, line in enumerate(lines, 1) if re.match(rf"\s*['\"]?{re.escape(name)}['\"]?\s*:", line)
+        ]
+        place += f", line {numbers[-1]}" if numbers else ""
+    if match := re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
+        return ConfigError(f"{place}: {key[1]} is {match[1]!r}; it must be of type {match[2]}")
+    if re.search(r"Key '[^']+' (is )?not in", text):
+        return ConfigError(f"{place}: {unknown_key(key[1], [])}")
+    return ConfigError(f"{place}: {key[1]}: {_detail(text.partition(chr(10))[2])}")
+
+
+def _own_folder(arguments: list[str]) -> Path | None:
+    """The folder that --config-dir names."""
     for flag in ("--config-dir", "-cd"):
         if flag in arguments[:-1]:
-            folder = Path(arguments[arguments.index(flag) + 1]) / group
-            return sorted(file.stem for file in folder.glob("*.yaml") if not file.stem.startswith("_"))
-    return []
+            return Path(arguments[arguments.index(flag) + 1])
+    return None
+
+
+def _own_options(arguments: list[str], group: str) -> list[str]:
+    """Options of a group in that folder."""
+    folder = _own_folder(arguments)
+    files = [] if folder is None else (folder / group).glob("*.yaml")
+    return sorted(file.stem for file in files if not file.stem.startswith("_"))
 
 
 def _not_a_name(overrides: list[str]) -> str:

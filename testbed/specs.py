@@ -229,7 +229,7 @@ def num_kv_blocks(
         raise DeviceError(
             f"no room for one KV block of {block_bytes:,} bytes: {memory_bytes:,} bytes x {utilization} utilization - "
             f"{weight_bytes:,} weights - {activation_bytes:,} activations = {usable:,}; "
-            "raise cache.gpu_memory_utilization or choose a smaller model"
+            "raise cache.gpu_memory_utilization or device.tensor_parallel_size, or choose a smaller model"
         )
     return int(num_blocks)
 

@@ -14,12 +14,37 @@ CONF = Path(__file__).parents[2] / "experiments" / "conf"
 MODELS = sorted(path.stem if path.suffix == ".yaml" else path.name for path in (CONF / "model").glob("*.yaml"))
 DEVICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
 
-PUBLISHED_PARAMETERS = {  # model cards and papers
-    "qwen3_0.6b": 0.596e9,
-    "qwen3_8b": 8.19e9,
-    "qwen3_32b": 32.8e9,
-    "llama3.1_8b": 8.03e9,
-    "opt_125m": 125e6,
+# parameters by model cards, papers and the index files of the weights; bytes of K and V a token by hand:
+# 2 x layers x KV heads x head size x 2
+PUBLISHED = {
+    "qwen3_0.6b": (0.596e9, 114_688),
+    "qwen3_1.7b": (1.721e9, 114_688),
+    "qwen3_4b": (4.022e9, 147_456),
+    "qwen3_8b": (8.191e9, 147_456),
+    "qwen3_14b": (14.768e9, 163_840),
+    "qwen3_32b": (32.762e9, 262_144),
+    "llama2_7b": (6.738e9, 524_288),
+    "llama2_13b": (13.016e9, 819_200),
+    "llama2_70b": (68.977e9, 327_680),
+    "llama3_8b": (8.030e9, 131_072),
+    "llama3_70b": (70.554e9, 327_680),
+    "llama3.1_8b": (8.030e9, 131_072),
+    "llama3.1_70b": (70.554e9, 327_680),
+    "llama3.1_405b": (405.853e9, 516_096),
+    "llama3.2_1b": (1.236e9, 32_768),
+    "llama3.2_3b": (3.213e9, 114_688),
+    "opt_125m": (125.2e6, 36_864),
+    "opt_350m": (331.2e6, 98_304),
+    "opt_1.3b": (1.316e9, 196_608),
+    "opt_2.7b": (2.652e9, 327_680),
+    "opt_6.7b": (6.658e9, 524_288),
+    "opt_13b": (12.853e9, 819_200),
+    "opt_30b": (29.974e9, 1_376_256),
+    "opt_66b": (65.720e9, 2_359_296),
+    "mistral_7b_v0.1": (7.242e9, 131_072),
+    "mistral_7b_v0.3": (7.248e9, 131_072),
+    "mistral_nemo_12b": (12.248e9, 163_840),
+    "mistral_small_24b": (23.572e9, 163_840),
 }
 
 
@@ -38,7 +63,7 @@ def device(name: str) -> DeviceSpec:
 
 
 def test_the_library_has_what_the_documents_promise():
-    assert set(MODELS) >= {*PUBLISHED_PARAMETERS, "tiny"}
+    assert set(MODELS) == {*PUBLISHED, "tiny"}
     assert set(DEVICES) >= {"h200", "h100", "a100", "b200", "l40s", "rtx4090", "rtx_pro_6000", "mi300x", "t4", "cpu"}
 
 
@@ -46,8 +71,12 @@ def test_the_library_has_what_the_documents_promise():
 def test_models_are_valid(name):
     spec = model(name)
     assert spec.name == name
-    if name in PUBLISHED_PARAMETERS:
-        assert spec.num_parameters == pytest.approx(PUBLISHED_PARAMETERS[name], rel=0.02)
+    assert spec.sliding_window == (4096 if name == "mistral_7b_v0.1" else None)
+    if name != "tiny":
+        num_parameters, kv_bytes = PUBLISHED[name]
+        assert spec.num_parameters == pytest.approx(num_parameters, rel=0.001)
+        assert spec.kv_bytes_per_token() == kv_bytes
+        assert "Source: config.json of " in (CONF / "model" / f"{name}.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -75,7 +104,7 @@ def test_a_small_model_fits_on_every_device_and_has_a_price(name):
         num_kv_blocks(
             memory_bytes=spec.memory_bytes,
             utilization=0.9,
-            weight_bytes=shape.num_parameters * shape.dtype_bytes,
+            weight_bytes=shape.weight_bytes(),
             activation_bytes=0,
             block_bytes=16 * shape.kv_bytes_per_token(),
         )

@@ -1,0 +1,77 @@
+"""A user's own device file (`device.path`): YAML with the fields of DeviceSpec, each checked where it stands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.settings import unknown
+from experiments.structured import freeze
+from testbed.errors import DeviceError
+from testbed.specs import DEVICE_FIELDS, DeviceSpec
+
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*)(\.\d*)?([eE][+-]?\d+)?")  # YAML 1.1 takes 3.35e12 for text
+
+
+def device_of(values: dict[str, Any]) -> DeviceSpec:
+    """The `device` group's spec; a file at `device.path` replaces the fields that it has. Raises TestbedError."""
+    spec = freeze(DeviceSpec, "device", values)
+    return spec if spec.path is None else replace(spec, **read_device_file(spec.path))
+
+
+def read_device_file(path: str | Path) -> dict[str, Any]:
+    """The fields of a device file. Raises DeviceError naming file, line, field, value and what was expected."""
+    file = Path(path)
+    if not file.is_file():
+        raise DeviceError(
+            f"device.path: no file at {path}; expected YAML with fields of a device, as memory_bytes: 80e9"
+        )
+    try:
+        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except UnicodeDecodeError:
+        raise DeviceError(f"{path} is not UTF-8 text; expected YAML") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "cannot be read"
+        raise DeviceError(f"{path}{line}: not YAML: {problem}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise DeviceError(f"{path}: expected fields of a device, one a line, as memory_bytes: 80e9")
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        place, name = f"{path}, line {key_node.start_mark.line + 1}", str(key_node.value)
+        if name == "defaults":
+            continue  # as the library's own files have it
+        if name not in DEVICE_FIELDS:
+            raise DeviceError(unknown(f"{place}: unknown field {name!r}", name, list(DEVICE_FIELDS)))
+        if name in found:
+            raise DeviceError(f"{place}: {name} stands twice")
+        value = _value(value_node)
+        if not DEVICE_FIELDS[name].holds(value):
+            raise DeviceError(f"{place}: {name} is {_shown(value_node)}; it must be {DEVICE_FIELDS[name].text}")
+        found[name] = value
+    return found
+
+
+def _value(node: yaml.Node) -> Any:
+    """What YAML says, with numbers as a person writes them."""
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    loader = yaml.SafeLoader("")
+    try:
+        value = loader.construct_object(node)
+    except (yaml.YAMLError, ValueError):
+        return node.value
+    finally:
+        loader.dispose()
+    if isinstance(value, str) and node.style is None and _NUMBER.fullmatch(value):
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _shown(node: yaml.Node) -> str:
+    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "not a single value"

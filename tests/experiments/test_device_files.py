@@ -1,0 +1,97 @@
+"""A user's own device: its numbers are used, and what is wrong is said with file, line, field and expectation."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import main
+from experiments.compose import compose_config
+from experiments.device_file import read_device_file
+from testbed.errors import ConfigError, DeviceError
+from testbed.specs import DEVICE_FIELDS, DeviceSpec
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_replaces_what_it_has(tmp_path):
+    file = written(tmp_path, "# ours\nname: mine\nmemory_bytes: 48e9\nflops_per_s: 2.5e14\nstep_overhead_ns: 7\n")
+    device = compose_config([f"device.path={file}", "device=a100"]).device
+    assert (device.name, device.memory_bytes, device.flops_per_s, device.step_overhead_ns) == (
+        "mine",
+        48 * 10**9,
+        2.5e14,
+        7,
+    )
+    assert device.memory_bytes_per_s == 2.039e12  # the chosen device's
+
+
+def test_the_librarys_own_files_are_device_files():
+    folder = Path(__file__).parents[2] / "experiments" / "conf" / "device"
+    for file in folder.glob("*.yaml"):
+        assert set(read_device_file(file)) == set(DEVICE_FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("memory_bytes: lots", "memory_bytes is 'lots'; it must be a whole number of bytes above 0"),
+        ("memory_bytes: -80e9", "memory_bytes is '-80e9'; it must be a whole number of bytes above 0"),
+        ("memory_bytes: 1.5", "memory_bytes is '1.5'; it must be a whole number of bytes"),
+        ("memory_bytes: '80e9'", "memory_bytes is '80e9'"),
+        ("memory_bytes:", "memory_bytes is ''"),
+        ("memory_bytes: [1, 2]", "memory_bytes is not a single value"),
+        ("memory_bytes: true", "memory_bytes is 'true'"),
+        ("flops_per_s: .nan", "flops_per_s is '.nan'; it must be a finite number above 0"),
+        ("flops_per_s: .inf", "flops_per_s is '.inf'; it must be a finite number above 0"),
+        ("compute_efficiency: 70", "compute_efficiency is '70'; it must be a share above 0, at most 1"),
+        ("kind: tpu", "kind is 'tpu'; it must be one of cuda, cpu"),
+        ("host_link_latency_ns: -1", "host_link_latency_ns is '-1'; it must be a whole number of ns, at least 0"),
+        ("name: 3", "name is '3'; it must be a name"),
+        ("memory_byte: 3", "unknown field 'memory_byte'; did you mean 'memory_bytes'?"),
+        ("kind: cuda\nkind: cuda", "kind stands twice"),
+        ("kind: [", "not YAML: "),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, capsys, line, message):
+    file = written(tmp_path, f"# ours\n\nsource: us\n{line}\n")
+    assert main(["run", f"device.path={file}", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{file}, line {5 if 'twice' in message or 'not YAML' in message else 4}: {message}" in err
+
+
+def test_what_is_no_device_file_is_refused(tmp_path):
+    with pytest.raises(DeviceError, match=r"device\.path: no file at .*absent\.yaml"):
+        read_device_file(tmp_path / "absent.yaml")
+    with pytest.raises(DeviceError, match=r"mine\.yaml: expected fields of a device"):
+        read_device_file(written(tmp_path, "- 1\n"))
+    (tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DeviceError, match=r"mine\.yaml"):
+        read_device_file(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("field", ["memory_bytes", "memory_bytes_per_s", "flops_per_s", "interconnect_bytes_per_s",
+                                   "host_link_bytes_per_s", "compute_efficiency", "memory_efficiency"])  # fmt: skip
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_impossible_numbers_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"device\.{field} is .*; it must be a "):
+        DeviceSpec("d", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("memory_bytes: lots", "line 6: device.memory_bytes is 'lots'; it must be of type Integer"),
+        ("memory_bytez: 3", "line 6: unknown key 'device.memory_bytez'; did you mean 'device.memory_bytes'?"),
+    ],
+)
+def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, capsys, line, message):
+    (tmp_path / "device").mkdir()
+    file = tmp_path / "device" / "mine.yaml"
+    file.write_text(f"defaults:\n  - _schema\n  - _self_\n\nname: mine\n{line}\n")
+    assert main(["run", "--config-dir", str(tmp_path), "device=mine", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
+    assert f"{file}, {message}" in capsys.readouterr().err

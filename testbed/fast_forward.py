@@ -40,9 +40,6 @@ def num_steps_ahead(step: Step, core: Core, max_steps: int) -> int:
 
 def _num_settled(step: Step, core: Core, max_steps: int) -> int:
     """For how many steps the answer to those that wait, or are swapped out, stays what it is."""
-    rules = core.blocks.rules
-    if core.swapped and rules.swap_test != "all_blocks":
-        return 1
     if not len(core.queue):
         return max_steps  # swapped out, and the free blocks become fewer
     if not core.is_steady:

@@ -17,16 +17,20 @@ from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
 from sim.driver import run
+from testbed.blocks.config import KVRules
 from testbed.errors import LivelockError
 from testbed.fast_forward import FAST_FORWARD
 from testbed.interfaces import Abort, Arrive, Event, StepView
 from testbed.plan import Finished
+from testbed.policies.compositions.unified import Unified
+from testbed.policies.config import Limits
 from testbed.records import decision
-from testbed.request import Request
+from testbed.request import Request, SamplingParams
 from testbed.serve import serve
 from testbed.specs import DeviceSpec, ModelSpec
 from tests.properties.policies import COMPOSITIONS
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup, presets, random_request, random_setup
+from tests.testbed.core_kit import make_scheduler, step
 
 MODEL = ModelSpec("small", "Qwen3ForCausalLM", 64, 96, 2, 4, 2, 16, VOCAB_SIZE, 256, True)
 STEP_NS = 1_000_000
@@ -135,10 +139,11 @@ def world(seed: int) -> tuple[list[Request], list[tuple[int, str]], dict[str, Re
     return requests, aborts, turns
 
 
-def go(setup: Setup, seed: int, max_steps: int) -> Log:
+def go(setup: Setup, seed: int, max_steps: int, requests: list[Request] | None = None) -> Log:
     scheduler = setup.scheduler()
     log = Log()
-    loop = serve(Sessions(*world(seed)), scheduler, log, max_steps)
+    inbox = Sessions(*world(seed)) if requests is None else Sessions(requests, [], {})
+    loop = serve(inbox, scheduler, log, max_steps)
     backend = SimBackend(price(random.Random(seed)), seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
     try:
         run(loop, backend)
@@ -148,8 +153,8 @@ def go(setup: Setup, seed: int, max_steps: int) -> Log:
     return log
 
 
-def assert_equal(setup: Setup, seed: int) -> Log:
-    stepped, forwarded = go(setup, seed, 1), go(setup, seed, FAST_FORWARD)
+def assert_equal(setup: Setup, seed: int, requests: list[Request] | None = None) -> Log:
+    stepped, forwarded = go(setup, seed, 1, requests), go(setup, seed, FAST_FORWARD, requests)
     assert forwarded.events == stepped.events, (setup, seed)
     for ours, theirs in zip(forwarded.steps, stepped.steps, strict=False):
         assert ours == theirs, (setup, seed)
@@ -170,3 +175,55 @@ def test_fast_forward_equals_stepping(composition: str, seed: int) -> None:
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(8, 40), caching=st.booleans())
 def test_fast_forward_equals_stepping_for_every_preset(preset: str, seed: int, num_blocks: int, caching: bool) -> None:
     assert_equal(Setup(**presets()[preset], num_blocks=num_blocks, caching=caching), seed)
+
+
+def forced(name: str, prompt: list[int], output: list[int], arrival_ns: int = 0) -> Request:
+    return Request(name, prompt, arrival_ns=arrival_ns, forced_output=output)
+
+
+ROOMY = Setup(limits=Limits(4, 64, 100, 0, 1), block_size=4, num_blocks=40)
+
+
+def test_a_run_of_decodes_is_one_plan_up_to_the_next_end() -> None:
+    log = assert_equal(ROOMY, 0, [forced("a", [1] * 4, [2] * 30), forced("b", [3] * 4, [4] * 40)])
+    assert (len(log.steps), log.num_plans) == (40, 3)  # the prompts, 29 decodes of both, 10 of the other
+
+
+def test_an_arrival_in_a_run_is_seen_at_the_first_boundary_after_it() -> None:
+    late = forced("late", [5] * 4, [6] * 3, arrival_ns=20 * STEP_NS + 1)
+    log = assert_equal(ROOMY, 0, [forced("a", [1] * 4, [2] * 60), late])
+    (arrived,) = [event for event in log.events if event[:2] == ("arrived", "late")]
+    assert log.num_plans < 10
+    assert [step[1] for step in log.steps].count(arrived[2]) == 1, "a step begins at the instant that saw it"
+
+
+def test_a_cached_prefix_that_grows_meanwhile_lets_the_head_in_when_it_does_in_stepping() -> None:
+    """The head waits for blocks; what is decoded is what it asks for, so that it needs fewer of them step by step."""
+    text = [(7 * i) % VOCAB_SIZE for i in range(60)]
+    rules = KVRules(full_length_must_fit=True, hits_visible="allocation", watermark_when_idle=False)
+    setup = replace(ROOMY, num_blocks=11, rules=rules)
+    writer, reader = forced("writer", text[:6], text[6:40]), forced("reader", text[:42], [3] * 2, arrival_ns=1)
+    log = assert_equal(setup, 0, [writer, reader])
+    hit, *_ = [decided["cached_tokens"]["reader"] for decided, *_ in log.steps if "reader" in decided["cached_tokens"]]
+    assert 4 < hit < 40, "it was let in while the other wrote"
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+@pytest.mark.parametrize("num_blocks", range(18, 26))
+def test_what_keeps_the_head_out_changes_when_it_does_in_stepping(composition: str, num_blocks: int) -> None:
+    """First the number of sequences keeps it out, and when blocks run short they do."""
+    setup = replace(ROOMY, composition=composition, num_blocks=num_blocks, limits=Limits(2, 64, 100, 0, 1))
+    running = [forced(f"r{i}", [i + 1] * 5, [2] * 30) for i in range(2)]
+    assert_equal(setup, 0, [*running, forced("head", [9] * 20, [1] * 3)])
+
+
+def test_tokens_that_are_drawn_and_policies_that_do_not_say_are_stepped() -> None:
+    class Silent(Unified):
+        is_time_dependent = True
+
+    for composition, output in ((Unified(), None), (Silent(), [1] * 20), (Unified(), [1] * 20)):
+        scheduler = make_scheduler(composition)
+        scheduler.add(Request("a", [1] * 4, forced_output=output, sampling=SamplingParams(max_tokens=20)))
+        step(scheduler, {0: 7} if output is None else None)
+        is_forwarded = type(composition) is Unified and output is not None
+        assert scheduler.plan(1, FAST_FORWARD).num_steps == (19 if is_forwarded else 1)

@@ -117,8 +117,8 @@ def recorded(
 ) -> Records:
     """Simulates a trace and reads the records back as a run folder would hold them.
 
-    max_steps: that a plan may span. num_plans: after which the run is cut. stops_on: errors of a policy that end the run
-    where it is, as a partial one.
+    max_steps: that a plan may span. num_plans: after which the run is cut. stops_on: errors of a policy that end the
+    run where it is, as a partial one.
     """
     is_cut = False
     with tempfile.TemporaryDirectory() as folder:

@@ -63,21 +63,27 @@ def itemise(cost: CostModel | None) -> Itemise | None:
     """From a step's shape and spans to the ns of its operators, exactly the sum of the spans; None if the cost model
     does not tell them apart.
 
-    A swap that went over the link with others took longer, or hid behind the device: the difference is `link`.
+    `scheduler` is what the simulated scheduler's own time adds (`backend.schedule_ns`). A swap that went over the link
+    beside the computation took longer than its price, or hid behind the device: the difference is `link`.
     """
     if cost is None or not isinstance(cost, Itemised):
         return None
     price, breakdown = cost.price, cost.breakdown
 
     def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
-        priced_ns, parts = sum(price(shape)), breakdown(shape)
+        priced, parts = price(shape), breakdown(shape)
+        priced_ns = sum(priced)
         if sum(parts.values()) != priced_ns:
             name = f"{type(cost).__module__}.{type(cost).__name__}"
             raise ConfigError(
                 f"cost: {name}.breakdown says {sum(parts.values())} ns in all of {shape}, and price {priced_ns}; they "
                 "must be equal, to the ns"
             )
-        return parts | {"link": sum(spans) - priced_ns} if sum(spans) != priced_ns else parts
+        if spans.schedule_ns != priced.schedule_ns:
+            parts["scheduler"] = spans.schedule_ns - priced.schedule_ns
+        if spans.swap_ns != priced.swap_ns:
+            parts["link"] = spans.swap_ns - priced.swap_ns
+        return parts
 
     return of_step
 

@@ -62,6 +62,19 @@ def test_fast_forward_changes_nothing_of_it(tmp_path):
     assert documents[0] == documents[1]
 
 
+def test_what_a_backend_adds_to_a_price_is_told_apart(tmp_path):
+    """Swaps on a link beside the computation, and the scheduler's own time."""
+    more = ["backend.swap_overlap=true", "backend.schedule_ns=1000", "backend.schedule_ns_per_seq=10"]
+    pool = ["cache.num_gpu_blocks=60", "scheduler=vllm_v0", "scheduler.preemption=swap"]
+    status, folder = run(tmp_path / "run", *FEW, *more, *pool, "record.operators=true")
+    assert status == 0
+    table = operator_table(load_operators(folder)).set_index("operator")["total"]
+    assert int(table.sum()) == spans_of(folder)
+    steps = pd.read_parquet(folder / "steps.parquet")
+    assert table["scheduler"] == steps["schedule_ns"].sum() > 0
+    assert table["swap"] + table.get("link", 0) == steps["swap_ns"].sum()
+
+
 def test_the_command_prints_and_draws(tmp_path, capsys):
     _, folder = run(tmp_path / "run", *FEW, "record.operators=true")
     capsys.readouterr()

@@ -20,7 +20,7 @@ USAGE = """usage: testbed <command> ...
   report <folder> ...          one HTML page about runs or sweeps
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate fit <profile>      fit cost=calibrated to measured steps; `calibrate profile` measures them
-  trace <format> <file>        what is in a trace
+  trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
   bench                        how fast the scheduler and the simulator are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
 """
@@ -121,17 +121,9 @@ def _report(arguments: list[str]) -> int:
 
 
 def _trace(arguments: list[str]) -> int:
-    from experiments.listing import print_trace
+    from experiments.trace_command import main as trace
 
-    parser = argparse.ArgumentParser("testbed trace", description="What is in a trace: counts, lengths, arrivals.")
-    parser.add_argument("format", help="azure, burstgpt, mooncake, bailian, jsonl, csv, parquet")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--limit", type=int, help="read at most this many rows")
-    options = parser.parse_args(arguments)
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit is {options.limit}; it must be at least 1")
-    print_trace(options.format, options.file, options.limit)
-    return 0
+    return trace(arguments)
 
 
 def _costs(arguments: list[str]) -> int:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from experiments.run import RunResult
 from experiments.settings import unknown
 from testbed.errors import ConfigError
+from testbed.traces.transforms import TRANSFORMS
 
 DESCRIPTIONS = {
     "backend": {"sim": "a SimPy model prices each step", "real": "the engine runs a model on CUDA or the CPU"},
     "trace": {
-        "synthetic": "generated: arrivals, lengths, shared prompts, multi-turn sessions",
+        "synthetic": "generated: arrivals, lengths, sessions, users, shared prompts, RAG, agents, tenants",
         "azure": "Azure LLM inference trace, 2023 or 2024 CSV (trace.path)",
         "burstgpt": "BurstGPT CSV (trace.path)",
         "mooncake": "Mooncake JSONL with hash_ids (trace.path)",
         "bailian": "Qwen/Bailian JSONL with hash_ids (trace.path)",
         "sharegpt": "ShareGPT JSON (trace.path, trace.tokenizer)",
+        "servegen": "ServeGen clients, requests drawn by trace.seed (trace.path: archive or folder)",
+        "lengths": "CSV of prompt and output lengths; arrivals by trace.arrival, trace.rate, ... (trace.path)",
+        "agentic": "agentic coding sessions as JSON, with sub-agents (trace.path: archive or folder)",
         "jsonl": "our own schema as JSON lines (trace.path)",
         "csv": "our own schema as CSV (trace.path)",
-        "parquet": "our own schema as Parquet (trace.path)",
+        "parquet": "our own schema as Parquet, or a frozen trace (trace.path)",
     },
     "cost": {
         "roofline": "from the model's shape and the device's data sheet",
@@ -46,6 +49,7 @@ def print_listing(only: str | None) -> None:
         "scheduler": _described("scheduler", options("scheduler")),
         **{group: _documented(named) for group, named in policies.GROUPS.items()},
         "trace": DESCRIPTIONS["trace"].items(),
+        "transform": [(name, transform.says) for name, transform in TRANSFORMS.items()],
         "model": _described("model", options("model")),
         "device": _described("device", options("device")),
         "cost": DESCRIPTIONS["cost"].items(),
@@ -73,40 +77,6 @@ def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
 
 def _documented(classes: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, (cls.__doc__ or "").strip().splitlines()[0]) for name, cls in classes.items()]
-
-
-def print_trace(name: str, file: Path, limit: int | None) -> None:
-    """Prints a trace's size, lengths and arrivals."""
-    import numpy as np
-
-    from testbed.traces.fingerprint import fingerprint
-    from testbed.traces.readers import READERS
-
-    if name not in READERS or name == "sharegpt":
-        raise ConfigError(
-            unknown(f"there is no trace format {name!r}", name, [key for key in READERS if key != "sharegpt"])
-        )
-    trace = READERS[name](file, limit=limit)
-    prompts = np.array([row.num_prompt_tokens for row in trace.rows])
-    outputs = np.array([row.num_output_tokens or 0 for row in trace.rows])
-    arrivals = np.array([row.arrival_ns for row in trace.rows if row.think_ns is None]) / 1e9
-    gaps = np.diff(arrivals)
-    duration = float(arrivals[-1] - arrivals[0]) if len(arrivals) else 0.0
-    print(f"{trace.name}: {len(trace)} requests in {duration:,.1f} s, fingerprint {fingerprint(trace)}")
-    for label, values in (("prompt tokens", prompts), ("output tokens", outputs)):
-        p50, p90, p99 = np.percentile(values, (50, 90, 99))
-        spread = f"P50 {p50:,.0f}, P90 {p90:,.0f}, P99 {p99:,.0f}, max {values.max():,}"
-        print(f"  {label:<14} mean {values.mean():,.0f}, {spread}")
-    if len(gaps) > 1 and gaps.mean() > 0:
-        counts = np.bincount((arrivals // 60).astype(int))
-        dispersion = f", dispersion of 60 s counts {counts.var() / counts.mean():.1f}" if len(counts) > 1 else ""
-        rate = len(gaps) / duration
-        print(f"  arrivals       {rate:.3g} req/s, CV of gaps {gaps.std() / gaps.mean():.2f}{dispersion}")
-    sessions = {row.session_id for row in trace.rows if row.session_id is not None}
-    if sessions:
-        print(f"  sessions       {len(sessions)}")
-    for note in trace.notes:
-        print(f"  note: {note}")
 
 
 def print_summary(result: RunResult) -> None:

@@ -150,7 +150,7 @@ def test_settings_out_of_range_are_refused(values, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "normal"}, "lengths.kind is 'normal'; choose one of constant, uniform"),
+        ({"kind": "normal"}, "lengths.kind is 'normal'; did you mean 'lognormal'\\? choose one of constant, uniform"),
         ({"value": 0.5}, "lengths.value is 0.5; it must be 1 to"),
         ({"sigma": -1.0}, "lengths.sigma is -1.0"),
         ({"min_tokens": 0}, "lengths.min_tokens is 0; it must be at least 1"),

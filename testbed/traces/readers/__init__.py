@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.frozen import frozen_info, stream_frozen
 from testbed.traces.readers.agentic import read_agentic
 from testbed.traces.readers.azure import read_azure, stream_azure
 from testbed.traces.readers.bailian import read_bailian
@@ -39,6 +38,8 @@ READERS: dict[str, Callable[..., Trace]] = {
 
 def _stream_parquet(path: str | Path, limit: int | None = None) -> TraceSource:
     """A frozen trace row by row; another Parquet file whole: its ids are checked, its sessions put together."""
+    from testbed.traces.frozen import frozen_info, stream_frozen  # it knows these readers
+
     info = frozen_info(path)
     return read_parquet(path, limit) if info is None else stream_frozen(path, info, limit)
 

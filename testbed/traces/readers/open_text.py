@@ -6,13 +6,27 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
 from testbed.errors import TraceError
 
 COMPRESSIONS = (".gz", ".zst")
+_LINES_TOLD = 2000
+_watcher: ContextVar[Callable[[int], object] | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watching(told: Callable[[int], object]) -> Iterator[None]:
+    """Within: `told` is called with a number of lines whenever so many more were read, as a progress bar wants."""
+    token = _watcher.set(told)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def existing_file(path: str | Path) -> Path:
@@ -37,10 +51,13 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
     """
     file = existing_file(path)
     number = 0
+    watch = _watcher.get()
     try:
         with open_text(file) as stream:
             for line in stream:
                 number += 1
+                if number % _LINES_TOLD == 0 and watch is not None:
+                    watch(_LINES_TOLD)
                 if line.strip():
                     yield number, line.rstrip("\r\n")
     except UnicodeDecodeError as error:

@@ -1,0 +1,180 @@
+"""What is in a trace, in numbers: gone through once, row by row. Memory follows the numbers kept, 24 bytes a row.
+
+The share of common prefixes is that of an infinite cache to which every request adds its prompt and its output at once:
+an upper bound of what any engine can hit. It is computed on the contents, without making tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from struct import Struct
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from testbed.traces.fingerprint import Fingerprint
+from testbed.traces.parts import cut_part, join_parts
+from testbed.traces.schema import Part, Span, TokenIds, TraceRequest
+
+WINDOWS_S = (1.0, 10.0, 60.0, 600.0)  # over which arrivals are counted, for their dispersion
+_ID_CHUNK = 16  # explicit token ids are compared in pieces of so many
+_pack = Struct("<QQQQ").pack
+_FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """Numbers of a trace. Arrays have one entry a row, in row order.
+
+    arrivals_s: of rows that have an arrival of their own. outputs: 0 where the model decides. hits: tokens of the
+    prompt that an infinite cache would hold. tenants: requests of each. turns: how many sessions have so many turns.
+    """
+
+    num_requests: int
+    fingerprint: str
+    arrivals_s: _FloatArray
+    prompts: NDArray[np.int64]
+    outputs: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    num_free_outputs: int
+    turns: dict[int, int]
+    tenants: dict[str, int]
+    num_cancelled: int
+
+    @property
+    def duration_s(self) -> float:
+        return float(self.arrivals_s[-1] - self.arrivals_s[0]) if len(self.arrivals_s) else 0.0
+
+    @property
+    def gaps_s(self) -> _FloatArray:
+        return np.diff(self.arrivals_s)
+
+    @property
+    def equal_share(self) -> float:
+        """The share of arrivals at the very instant of the one before."""
+        gaps = self.gaps_s
+        return float((gaps == 0).mean()) if len(gaps) else 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Arrivals per second; None where all arrive at once."""
+        return (len(self.arrivals_s) - 1) / self.duration_s if self.duration_s > 0 else None
+
+    @property
+    def gap_cv(self) -> float | None:
+        """Coefficient of variation of the gaps between arrivals."""
+        gaps = self.gaps_s
+        return float(gaps.std() / gaps.mean()) if len(gaps) > 1 and gaps.mean() > 0 else None
+
+    def dispersion(self, window_s: float) -> float | None:
+        """Variance over mean of the arrivals counted per whole window: 1 for Poisson. None with fewer than 5 windows.
+
+        The CV looks at neighbours only; swings over minutes show here.
+        """
+        if self.duration_s / window_s < 5:
+            return None
+        places = ((self.arrivals_s - self.arrivals_s[0]) / window_s).astype(np.int64)
+        counts = np.bincount(places)[: int(self.duration_s / window_s)]
+        return float(counts.var() / counts.mean()) if counts.sum() else None
+
+    def shared(self, block_size: int = 1) -> float:
+        """The share of all prompt tokens that an infinite cache of such blocks would hit (whole blocks only)."""
+        total = int(self.prompts.sum())
+        return float((self.hits // block_size * block_size).sum()) / total if total else 0.0
+
+
+class PrefixShare:
+    """Which part of each prompt was seen before, as a prefix, to the token."""
+
+    def __init__(self) -> None:
+        # what was seen after a prefix: (hash of the prefix, content, place in it) -> how many tokens
+        self._seen: dict[tuple[int, int, int], int] = {}
+
+    def add(self, row: TraceRequest) -> int:
+        """Tokens of the row's prompt that are a prefix of an earlier row's prompt and output; then the row counts too.
+
+        Of an output all but the last token count: that one is never computed.
+        """
+        prompt = _pieces(row.prompt)
+        num_hit = self._match(prompt)
+        num_output = row.num_output_tokens or 0
+        if row.output is None or num_output < 2:
+            self._insert(prompt)
+        else:
+            self._insert(_pieces((*row.prompt, cut_part(row.output, num_output - 1))))
+        return num_hit
+
+    def _match(self, pieces: list[Span]) -> int:
+        seen, prefix, num_hit = self._seen, 0, 0
+        for key, start, length in pieces:
+            known = seen.get((prefix, key, start), 0)
+            if known < length:
+                return num_hit + known
+            num_hit += length
+            prefix = xxhash.xxh64_intdigest(_pack(prefix, key, start, length))
+        return num_hit
+
+    def _insert(self, pieces: list[Span]) -> None:
+        seen, prefix = self._seen, 0
+        for key, start, length in pieces:
+            place = (prefix, key, start)
+            if seen.get(place, 0) < length:
+                seen[place] = length
+            prefix = xxhash.xxh64_intdigest(_pack(prefix, key, start, length))
+
+
+def _pieces(parts: Iterable[Part]) -> list[Span]:
+    """Spans; explicit ids as spans of a content that their values name, cut into pieces."""
+    pieces: list[Span] = []
+    ids: array[int] = array("i")
+    for part in (*join_parts(tuple(parts)), None):
+        if isinstance(part, TokenIds):
+            ids.extend(part.ids)
+            continue
+        for start in range(0, len(ids), _ID_CHUNK):
+            chunk = ids[start : start + _ID_CHUNK]
+            pieces.append(Span(xxhash.xxh64_intdigest(chunk.tobytes(), seed=1), 0, len(chunk)))
+        ids = array("i")
+        if part is not None:
+            pieces.append(part)
+    return pieces
+
+
+def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
+    """Goes through the rows once."""
+    digest, share = Fingerprint(), PrefixShare()
+    arrivals_ns, prompts, outputs, hits = array("q"), array("q"), array("q"), array("q")
+    turns_of: dict[str, int] = {}
+    tenants: dict[str, int] = {}
+    num_free = num_cancelled = 0
+    for row in rows:
+        digest.update(row)
+        if row.think_ns is None:
+            arrivals_ns.append(row.arrival_ns)
+        prompts.append(row.num_prompt_tokens)
+        outputs.append(row.num_output_tokens or 0)
+        hits.append(share.add(row))
+        num_free += row.output is None
+        num_cancelled += row.cancel_after_ns is not None
+        if row.session_id is not None:
+            turns_of[row.session_id] = turns_of.get(row.session_id, 0) + 1
+        if row.tenant is not None:
+            tenants[row.tenant] = tenants.get(row.tenant, 0) + 1
+    turns: dict[int, int] = {}
+    for num in turns_of.values():
+        turns[num] = turns.get(num, 0) + 1
+    return TraceSummary(
+        num_requests=len(prompts),
+        fingerprint=digest.hexdigest(),
+        arrivals_s=np.array(arrivals_ns, dtype=np.float64) / 1e9,
+        prompts=np.array(prompts, dtype=np.int64),
+        outputs=np.array(outputs, dtype=np.int64),
+        hits=np.array(hits, dtype=np.int64),
+        num_free_outputs=num_free,
+        turns=dict(sorted(turns.items())),
+        tenants=tenants,
+        num_cancelled=num_cancelled,
+    )

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from analysis.frames import numbers
 from analysis.load import Run, same_trace
@@ -128,6 +127,8 @@ def ranking_agreement(
             sign = FIDELITY_METRICS.get(path, -1)
             sims, reals = zip(*known.values(), strict=True)
             if len(set(sims)) > 1 and len(set(reals)) > 1:
+                from scipy import stats  # slow to import
+
                 row["kendall_tau"] = float(stats.kendalltau(sims, reals).statistic)
             names = list(known)
             row["sim_winner"] = names[int(np.argmax(np.array(sims) * sign))]

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import special, stats
 
 from analysis.frames import FloatArray
 
@@ -74,6 +74,8 @@ def paired_t(baseline: ArrayLike, treatment: ArrayLike, scale: Scale = "differen
     error = float(diff.std(ddof=1)) / math.sqrt(num)
     if error <= 1e-12 * abs(mean):
         return Estimate(mean, mean, mean, num, "paired t", scale, level, 1.0 if mean == 0 else 0.0)
+    from scipy import stats  # slow to import
+
     half = float(stats.t.ppf(0.5 + level / 2, num - 1)) * error
     p_value = 2.0 * float(stats.t.sf(abs(mean / error), num - 1))
     return Estimate(mean, mean - half, mean + half, num, "paired t", scale, level, p_value)
@@ -96,6 +98,8 @@ def paired_bootstrap(
     mean, num = float(diff.mean()), diff.size
     if num < 2:
         return Estimate(mean, -math.inf, math.inf, num, "paired bootstrap", scale, level)
+    from scipy import stats  # slow to import
+
     widen = math.sqrt(num / (num - 1)) * float(stats.t.ppf(0.5 + level / 2, num - 1) / stats.norm.ppf(0.5 + level / 2))
     tail = float(stats.norm.cdf(-widen * stats.norm.ppf(0.5 + level / 2)))
     rng = np.random.default_rng(seed)
@@ -162,7 +166,7 @@ def wilson(successes: int, total: int, level: float = 0.95) -> tuple[float, floa
     """Wilson's score interval for a share (Wilson, 1927). ValueError unless 0 <= successes <= total and total > 0."""
     if not 0 <= successes <= total or total <= 0:
         raise ValueError(f"a share needs 0 <= successes <= total, total > 0; got {successes} of {total}")
-    z = math.sqrt(2.0) * float(special.erfinv(level))
+    z = NormalDist().inv_cdf(0.5 + level / 2)
     share = successes / total
     centre = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))

@@ -249,9 +249,11 @@ def build_sim_backend(config: RunConfig, trace: TraceSource) -> SimBackend:
     """Refuses a whole trace that it cannot serve; of a streamed one, whoever reads it checks the rows."""
     for row in trace if isinstance(trace, Trace) else ():
         check_simulated(row)
+    assert isinstance(config.backend, SimConfig)
     return SimBackend(
-        build_cost(config), seed=config.seed, vocab_size=vocab_size(config), eos_token_id=config.model.eos_token_id
-    )
+        build_cost(config), seed=config.seed, vocab_size=vocab_size(config), eos_token_id=config.model.eos_token_id,
+        schedule_ns=config.backend.schedule_ns, schedule_ns_per_seq=config.backend.schedule_ns_per_seq,
+    )  # fmt: skip
 
 
 def check_token_ids(config: RunConfig, trace: Trace) -> None:

@@ -26,25 +26,26 @@ class _Presses:
 
 
 @contextmanager
-def interruptible(loop: Loop) -> Iterator[Loop]:
-    """The loop, raising KeyboardInterrupt between two steps, or out of a wait. Outside the main thread: unchanged."""
+def interruptible(loops: list[Loop]) -> Iterator[list[Loop]]:
+    """The loops, raising KeyboardInterrupt between two steps, or out of a wait of the only one: where there are others,
+    one of them may be in a step. Outside the main thread: unchanged."""
     if threading.current_thread() is not threading.main_thread():
-        yield loop
+        yield loops
         return
     presses = _Presses()
     before = signal.signal(signal.SIGINT, presses.handle)
     try:
-        yield _watched(loop, presses)
+        yield [_watched(loop, presses, is_alone=len(loops) == 1) for loop in loops]
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _watched(loop: Loop, presses: _Presses) -> Generator[WaitUntil | Execute, Resume, None]:
+def _watched(loop: Loop, presses: _Presses, *, is_alone: bool) -> Generator[WaitUntil | Execute, Resume, None]:
     command = next(loop, None)
     while command is not None:
         if presses.is_pressed:
             raise KeyboardInterrupt
-        presses.is_waiting = isinstance(command, WaitUntil)
+        presses.is_waiting = is_alone and isinstance(command, WaitUntil)
         resume = yield command
         presses.is_waiting = False
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments.settings import unknown
+from sim.routers import ROUTERS
 from testbed.blocks import eviction
 from testbed.errors import ConfigError, TestbedError
 from testbed.policies import admission, oracle, orders, preemption, victim
@@ -80,6 +81,7 @@ GROUPS: Mapping[str, Named] = {
     "scheduler.victim": VICTIMS,
     "scheduler.oracle": ORACLES,
     "cache.eviction": EVICTIONS,
+    "backend.router": ROUTERS,
 }
 
 

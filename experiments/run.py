@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import yaml
 from tqdm import tqdm
 
-from experiments import build
+from experiments import build, engines
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.costs import itemise
@@ -34,10 +34,10 @@ from testbed.errors import RunFolderError, TestbedError
 from testbed.interfaces import Inbox, Recorder, StepView
 from testbed.operators import OPERATORS_FILE, OperatorLedger
 from testbed.plan import Finished
-from testbed.records import RunRecorder, decision
+from testbed.records import decision
 from testbed.request import Request
 from testbed.scheduler import Scheduler
-from testbed.serve import serve
+from testbed.serve import Loop, serve
 from testbed.tape import TapeWriter
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import TraceInbox
@@ -117,11 +117,14 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
         given = _own_trace(config)
     prepared = _prepare_real(config, whole(given)) if config.is_real else _prepare_sim(config, given)
     is_compared = config.is_real or prepared.checker is not None
-    scheduler = build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
+    schedulers = [
+        build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
+        for _ in prepared.inboxes
+    ]
     _claim(folder, config)
     manifest = _manifest(config, given, prepared, command)
     with _log_to(folder / "run.log"):
-        return _run(config, folder, given, prepared, scheduler, manifest)
+        return _run(config, folder, given, prepared, schedulers, manifest)
 
 
 def _own_trace(config: RunConfig) -> _Trace:
@@ -140,11 +143,11 @@ def _reading(config: RunConfig, file: Path) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A backend that is ready to be driven. drive: loop -> None."""
+    """Engines that are ready to be driven: their loops, in order, and the schedulers of these."""
 
-    pools: build.Pools
-    drive: Callable[[Any], object]
-    inbox: Inbox
+    pools: build.Pools  # of each engine
+    drive: Callable[[list[Loop], list[Scheduler]], object]
+    inboxes: Sequence[Inbox]  # one for each engine
     description: dict[str, Any]  # of the manifest
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
     max_steps: int = 1  # of a plan
@@ -156,17 +159,27 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
 
     recorded = build.recorded_run(config)
     if recorded is not None:
+        engines.refuse_fleet(config)
         from experiments.parity import recorded_inputs
 
         inputs = recorded_inputs(Path(recorded), config, whole(trace))
         description = {"cost": "recorded", "attention": None, "device": config.device.name}
-        return _Prepared(inputs.pools, inputs.drive, inputs.inbox, description, inputs.checker, build.max_steps(config))
+        return _Prepared(
+            inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
+            build.max_steps(config),
+        )  # fmt: skip
     priced = build.build_sim_backend(config, trace)
     description = {"cost": config.raw["cost"].get("name"), "attention": None, "device": config.device.name}
+    inbox = _trace_inbox(config, trace)
+    fleet = engines.build_fleet(config, inbox, priced)
     return _Prepared(
-        build.simulated_pools(config), lambda loop: drive(loop, priced), _trace_inbox(config, trace), description,
-        max_steps=build.max_steps(config), cost=priced.cost,
-    )  # fmt: skip
+        build.simulated_pools(config),
+        (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
+        [inbox] if fleet is None else fleet.inboxes,
+        description,
+        max_steps=build.max_steps(config),
+        cost=priced.cost,
+    )
 
 
 def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
@@ -178,7 +191,8 @@ def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
     options = config.backend
     description = {"cost": None, "attention": backend.attention_name, "device": backend.device_description}
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-    return _Prepared(pools, lambda loop: drive(loop, backend, options), _trace_inbox(config, trace), description)
+    inboxes = [_trace_inbox(config, trace)]
+    return _Prepared(pools, lambda loops, _: drive(loops[0], backend, options), inboxes, description)
 
 
 def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
@@ -192,17 +206,17 @@ def _run(
     folder: Path,
     trace: _Trace,
     prepared: _Prepared,
-    scheduler: Scheduler,
+    schedulers: list[Scheduler],
     manifest: dict[str, Any],
 ) -> RunResult:
-    """Drives the loop and closes the folder, whatever happens."""
+    """Drives the loops and closes the folder, whatever happens."""
     log = logging.getLogger("testbed")
     log.info(
         "%s: %s requests, fingerprint %s", *(manifest["trace"][key] for key in ("name", "num_requests", "fingerprint"))
     )
     for note in trace.notes:
         log.info("trace: %s", note)
-    recorder = RunRecorder(folder, token_times=config.record.token_times, decisions=config.record.decisions)
+    records = engines.RunRecords(config, folder, len(schedulers))
     tape = TapeWriter(folder / "tape.jsonl", decision) if config.is_real else None
     if tape is not None or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
@@ -211,15 +225,15 @@ def _run(
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost) else None
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
     more = [extra for extra in (tape, prepared.checker, watch, ledger) if extra is not None]
-    recorders = Recorders(recorder, *more, bar)
+    loops = [
+        serve(inbox, scheduler, Recorders(recorder, *more, bar), prepared.max_steps)
+        for inbox, scheduler, recorder in zip(prepared.inboxes, schedulers, records.recorders, strict=True)
+    ]
     began = time.monotonic()
     failure: BaseException | None = None
     try:
-        with (
-            fewer_collections(),
-            interruptible(serve(prepared.inbox, scheduler, recorders, prepared.max_steps)) as loop,
-        ):
-            prepared.drive(loop)
+        with fewer_collections(), interruptible(loops) as watched:
+            prepared.drive(watched, schedulers)
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         failure = error
     except (Exception, SystemExit) as error:
@@ -227,23 +241,17 @@ def _run(
         if failure is None:
             raise
     finally:
-        late = _close_all(bar, recorder, *(file for file in (tape, ledger) if file is not None))
+        late = _close_all(bar, records, *(file for file in (tape, ledger) if file is not None))
     failure = failure or late
     manifest["trace"] = manifest["trace"] | _read_at_last(trace)
     manifest |= {
         "status": "complete" if failure is None else "partial",
         "wall_s": round(time.monotonic() - began, 3),
-        "num_steps": scheduler.num_steps,
-        "num_sent": recorder.num_sent,
-        "num_unsent": None if trace.num_requests is None else trace.num_requests - recorder.num_sent,
-        "prefix_cache": {
-            "queried_tokens": scheduler.blocks.num_queried_tokens,
-            "hit_tokens": scheduler.blocks.num_hit_tokens,
-        },
-        "digest": f"{scheduler.digest:016x}",
+        **engines.describe_engines(schedulers, records),
+        "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "cost_notes": watch.notes() if watch is not None else [],
     }
-    return _close(config, folder, manifest, recorder, failure)
+    return _close(config, folder, manifest, records, failure)
 
 
 class _Closable(Protocol):
@@ -262,7 +270,11 @@ def _close_all(*files: _Closable) -> OSError | None:
 
 
 def _close(
-    config: RunConfig, folder: Path, manifest: dict[str, Any], recorder: RunRecorder, failure: BaseException | None
+    config: RunConfig,
+    folder: Path,
+    manifest: dict[str, Any],
+    records: engines.RunRecords,
+    failure: BaseException | None,
 ) -> RunResult:
     """Writes manifest and summary; the `done` marker only for a complete run.
 
@@ -275,15 +287,15 @@ def _close(
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
     except (OSError, RunFolderError) as error:
-        raise RunFolderError(_failure_message(failure or error, folder, manifest, recorder)) from None
+        raise RunFolderError(_failure_message(failure or error, folder, manifest, records)) from None
     status, message, exit_status = manifest["status"], "", 0
     if failure is not None:
-        message = _failure_message(failure, folder, manifest, recorder)
+        message = _failure_message(failure, folder, manifest, records)
         exit_status = INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1
-    elif recorder.ignored:
-        first_id, reason = recorder.ignored[0]
+    elif records.ignored:
+        first_id, reason = records.ignored[0]
         message = (
-            f"{len(recorder.ignored)} of {manifest['trace']['num_requests']} requests could never fit and ended as "
+            f"{len(records.ignored)} of {manifest['trace']['num_requests']} requests could never fit and ended as "
             f"'ignored' (first: {first_id!r}: {reason}); the other results are complete. Cut them with "
             "trace.max_prompt_tokens, raise the limit, or accept it with allow_ignored=true"
         )
@@ -309,9 +321,11 @@ def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], recorder: RunRecorder) -> str:
+def _failure_message(
+    failure: BaseException, folder: Path, manifest: dict[str, Any], records: engines.RunRecords
+) -> str:
     total = manifest["trace"]["num_requests"]
-    after = f"after {recorder.num_finished} of {'an unknown number of' if total is None else total} requests"
+    after = f"after {records.num_finished} of {'an unknown number of' if total is None else total} requests"
     if isinstance(failure, KeyboardInterrupt):
         return f"interrupted {after}; partial results kept in {folder}"
     return f"failed {after}: {describe_failure(failure)}; partial results kept in {folder}"
@@ -366,6 +380,7 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         "num_gpu_blocks": prepared.pools.num_gpu_blocks,
         "num_cpu_blocks": prepared.pools.num_cpu_blocks,
         "block_size": config.cache.block_size,
+        **engines.describe_router(config),
         **prepared.description,
     }
 

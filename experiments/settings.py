@@ -112,6 +112,27 @@ class SimConfig:
 
     name: str = "sim"
     fast_forward: bool = True  # take equal steps as one plan, where the policies allow it; the results are the same
+    num_replicas: int = 1  # engines, each with a scheduler and blocks of its own
+    router: Any = "round_robin"  # which replica serves a request: a name, or {_target_: a class of yours}
+    swap_overlap: bool = False  # swaps run on the PCIe link beside the computation; else they are a part of the step
+    replicas_per_link: int = 1  # replicas that share one PCIe link, with swap_overlap
+    schedule_ns: int = 0  # the scheduler's own time on the CPU, in each step before the device starts
+    schedule_ns_per_seq: int = 0  # the same, for each sequence in the step
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_replicas", 1),
+            ("replicas_per_link", 1),
+            ("schedule_ns", 0),
+            ("schedule_ns_per_seq", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.replicas_per_link > self.num_replicas:
+            raise ConfigError(
+                f"backend.replicas_per_link is {self.replicas_per_link}, and there are {self.num_replicas} replicas; "
+                "raise backend.num_replicas, or lower it"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,14 @@ class SimBackend:
         outcomes = self._outcomes(plan) if plan.has_beams else None
         return SimWork((max(1, sum(spans[0])),), spans, outcomes)
 
+    def of_replica(self, number: int) -> SimBackend:
+        """The same prices for another replica, with draws of its own; replica 0 has this one's."""
+        seed = xxh64_intdigest(f"replica/{self._seed}/{number}".encode()) if number else self._seed
+        return SimBackend(
+            self.cost, seed=seed, vocab_size=self._vocab_size, eos_token_id=self._eos_token_id,
+            schedule_ns=self._schedule_ns, schedule_ns_per_seq=self._schedule_ns_per_seq,
+        )  # fmt: skip
+
     def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int:
         """What the link takes to move these blocks: the swap part of the price of a step that does nothing else."""
         return self.cost.price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns

@@ -271,25 +271,27 @@ class Replica:
         assert self._link is not None
         env, swaps, start_ns = self._env, self._swaps, int(self._env.now)
         work = self._backend.start(plan, 1)  # of several steps, one
-        spans = work.spans[0]._replace(swap_ns=0)
+        num_out, num_in = len(plan.swap_out), len(plan.swap_in)
+        moves_ns = self._backend.transfer_ns(num_out, num_in) if num_out or num_in else 0
+        spans = work.spans[0]._replace(swap_ns=max(0, work.spans[0].swap_ns - moves_ns))  # without what the link takes
         if spans.schedule_ns:
             yield env.timeout(spans.schedule_ns)
         if plan.swap_out:
-            out_ns = self._backend.transfer_ns(len(plan.swap_out), 0)
+            out_ns = self._backend.transfer_ns(num_out, 0)
             if out_ns:
                 swaps.add(plan.swap_out, self._link.move_out(out_ns))
         moving_in: list[simpy.Process] = []
         if plan.swap_in:
             sources, targets = zip(*plan.swap_in, strict=True)
             saved = swaps.before_reading(sources) + swaps.before_writing(targets)
-            moving_in = [self._link.move_in(self._backend.transfer_ns(0, len(plan.swap_in)), saved)]
+            moving_in = [self._link.move_in(self._backend.transfer_ns(0, num_in), saved)]
         if swaps:
             yield env.all_of(swaps.before_writing(written_blocks(plan, self._blocks.block_size)))
         yield env.timeout(sum(spans) - spans.schedule_ns)
         yield env.all_of(moving_in)
         end_ns = max(int(env.now), start_ns + 1)
         waited_ns = int(env.now) - start_ns - sum(spans)
-        return StepResult((end_ns,), work.outcomes, spans._replace(swap_ns=waited_ns))
+        return StepResult((end_ns,), work.outcomes, spans._replace(swap_ns=spans.swap_ns + waited_ns))
 
 
 def written_blocks(plan: BatchPlan, block_size: int) -> list[int]:

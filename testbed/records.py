@@ -108,11 +108,14 @@ MANIFEST_KEYS = (
     "num_gpu_blocks",
     "num_cpu_blocks",
     "block_size",
-    "num_steps",
+    "num_replicas",
+    "router",  # name; null where there is one replica
+    "num_steps",  # of all replicas
     "num_sent",  # requests that reached the scheduler
     "num_unsent",  # rows that did not: turns after one that was ignored or aborted, or cut off by a partial run's end
     "prefix_cache",  # {queried_tokens, hit_tokens} of first admissions
-    "digest",  # final decision digest, 16 hex digits
+    "digest",  # final decision digest, 16 hex digits; of several replicas: xxh64 over theirs, in order, 8 bytes each
+    "replicas",  # {num_steps, num_sent, prefix_cache, digest} of each; null where there is one
 )
 
 

@@ -79,6 +79,15 @@ def test_linear_prices_are_positive_integers(shape):
         assert total_ns(spans) >= 1
 
 
+@given(shapes)
+def test_the_terms_of_a_linear_price_add_up_to_it(shape):
+    for config in (NANO, LinearConfig(), LinearConfig(0, 0, 0, 0, 0, 0, 0), LinearConfig(3.3e-10, 0, 1.7e-10)):
+        cost = LinearCost(config)
+        parts = cost.breakdown(shape)
+        assert all(type(part) is int and part >= 0 for part in parts.values())
+        assert sum(parts.values()) == total_ns(cost.price(shape))
+
+
 def test_splitting_a_prompt_into_chunks_keeps_its_pairs():
     whole = attention_pairs_doubled(prefill(1000))
     parts = BatchShape(0, 0, (PrefillChunk(0, 300), PrefillChunk(300, 300), PrefillChunk(600, 400)), 1)

@@ -21,7 +21,7 @@ USAGE = """usage: testbed <command> ...
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate fit <profile>      fit cost=calibrated to measured steps; `calibrate profile` measures them
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
-  bench                        how fast the scheduler and the simulator are
+  bench [core|simulator]       how fast the scheduler and the simulator are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
 """
 
@@ -148,7 +148,7 @@ def _calibrate(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    from experiments.bench.core import main as bench
+    from experiments.bench import main as bench
 
     return bench(arguments)
 

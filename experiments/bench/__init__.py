@@ -1,1 +1,35 @@
-"""Benchmarks: each prints a table; none decides a test."""
+"""Benchmarks. Each prints a table; timings decide no test. Compare numbers of one run only: machines are noisy."""
+
+from __future__ import annotations
+
+import time
+
+from experiments.environment import describe_machine, describe_versions
+from experiments.settings import unknown
+from testbed.errors import ConfigError
+
+BENCHES = ("core", "simulator")
+
+
+def main(arguments: list[str]) -> int:
+    """`testbed bench [core|simulator] [options]`; without a name both, with their defaults."""
+    from experiments.bench import core, simulator
+
+    mains = {"core": core.main, "simulator": simulator.main}
+    name = arguments[0] if arguments else None
+    if name in ("-h", "--help"):
+        print(f"usage: testbed bench [{'|'.join(BENCHES)}] [options]; `testbed bench <name> --help` lists them")
+        return 0
+    if name is not None and name not in mains:
+        raise ConfigError(unknown(f"there is no benchmark {name!r}", name, BENCHES))
+    if not {"-h", "--help"} & set(arguments):
+        machine, versions = describe_machine(), describe_versions()
+        print(
+            f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}\n"
+        )
+    if name is not None:
+        return mains[name](arguments[1:])
+    for run in mains.values():
+        run([])
+        print()
+    return 0

@@ -1,5 +1,4 @@
-"""How fast the core and the simulator are: scheduler steps/s at 256 sequences, what a step costs over queue lengths and
-pool sizes, simulated requests/s on 10,000 requests.
+"""How fast the core is: scheduler steps/s at 256 sequences, what a step costs over queue lengths and pool sizes.
 
 Compare numbers of one run only, as ratios: machines are noisy.
 """
@@ -7,25 +6,17 @@ Compare numbers of one run only, as ratios: machines are noisy.
 from __future__ import annotations
 
 import argparse
-import resource
-import sys
-import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from experiments import build
 from experiments.collector import fewer_collections
 from experiments.compose import compose_config
-from experiments.environment import describe_machine, describe_versions
-from experiments.run import execute
 from testbed.plan import Outcome, StepResult
 from testbed.request import Request, SamplingParams
 from testbed.scheduler import Scheduler
-from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
-from testbed.traces.schema import Span, Trace
+from testbed.traces.schema import Span
 from testbed.traces.synthesis import content_key, synthesize
 
 NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 256, 64, 512, 32_000
@@ -38,19 +29,14 @@ POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("testbed bench", description=__doc__)
+    parser = argparse.ArgumentParser("testbed bench core", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="of the scheduler's measurements; the best counts (5)")
-    parser.add_argument("--requests", type=int, default=10_000, help="simulated requests (10000)")
     options = parser.parse_args(arguments)
-    machine, versions = describe_machine(), describe_versions()
-    print(f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}\n")
     _bench_scheduler(max(1, options.repeats))
     print()
     _bench_queues(max(1, options.repeats))
     print()
     _bench_pools(max(1, options.repeats))
-    print()
-    _bench_simulator(max(1, options.requests))
     return 0
 
 
@@ -167,46 +153,3 @@ def _us_per_step(scheduler: Scheduler, num_steps: int) -> float:
         scheduler.plan(now_ns)
         scheduler.commit(StepResult((now_ns + 1,)), now_ns + 1)
     return (time.perf_counter_ns() - began_ns) / num_steps / 1e3
-
-
-def azure_like(num_requests: int, seed: int = 0) -> Trace:
-    """Lengths like the Azure 2023 conversation trace's (P50 1,020 in, 129 out), bursty arrivals at 8 a second."""
-    return generate(
-        SyntheticConfig(
-            num_requests=num_requests,
-            arrival="gamma",
-            rate=8.0,
-            cv=1.1,
-            prompt=LengthConfig("lognormal", 1020.0, 0.9, 1, 8000),
-            output=LengthConfig("lognormal", 129.0, 0.9, 1, 1500),
-        ),
-        seed,
-    )
-
-
-def _bench_simulator(num_requests: int) -> None:
-    trace = azure_like(num_requests)
-    config = compose_config(
-        [
-            "model=llama3.1_8b", "device=h100", "scheduler=decode_first", "scheduler.max_num_seqs=512",
-            "scheduler.max_num_batched_tokens=512", "cache.num_gpu_blocks=27800",
-        ]
-    )  # fmt: skip
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="testbed-bench-") as scratch:
-        result = execute(config, Path(scratch) / "run", command="testbed bench", trace=trace)
-        manifest: dict[str, Any] = _manifest(result.folder)
-    wall_s = time.perf_counter() - began
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    print(f"simulator: {num_requests:,} Azure-like requests, Llama-3.1-8B on an H100, decode_first, records written")
-    print(f"  {'requests/s':>12}{'steps/s':>12}{'loop s':>10}{'with summary s':>16}{'peak MiB':>10}")
-    loop_s = manifest["wall_s"]
-    rates = f"{num_requests / loop_s:>12,.0f}{manifest['num_steps'] / loop_s:>12,.0f}"
-    print(f"  {rates}{loop_s:>10.2f}{wall_s:>16.2f}{peak_mib:>10,.0f}")
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    import json
-
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return manifest

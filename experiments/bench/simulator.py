@@ -1,0 +1,114 @@
+"""How fast and how large the simulator is, from the start of the interpreter to its end: `testbed run` in a process of
+its own, with the records of every request and step written.
+
+The case that other simulators were measured on: the first 10,000 rows of the Azure 2023 conversation trace (or
+generated requests that look like them), arrivals scaled onto 1,250 s, one Llama-3.1-8B on an H100, 27,800 blocks of 16
+tokens, 512 sequences, budget 512, chunked prefill, prefix caching. And a long generated trace, never held whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from testbed.errors import ConfigError, TestbedError
+
+NUM_ROWS, DURATION_S = 10_000, 1_250
+SETTINGS = (
+    "model=llama3.1_8b", "device=h100", "scheduler=vllm_v1", "scheduler.max_num_seqs=512",
+    "scheduler.max_num_batched_tokens=512", "cache.num_gpu_blocks=27800", "cache.block_size=16",
+)  # fmt: skip
+# lengths as the trace has them (P50 and P90: 1,020 and 2,734 tokens in, 129 and 424 out), gaps a little bursty
+LOOK_ALIKE = (
+    "trace=synthetic", "trace.arrival=gamma", "trace.cv=1.09", "trace.rate=8",
+    "trace.prompt.value=1020", "trace.prompt.sigma=0.77", "trace.prompt.max_tokens=4142",
+    "trace.output.value=129", "trace.output.sigma=0.93", "trace.output.max_tokens=601",
+)  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """One process: wall clock of all of it and of the loop alone, in s; steps; peak resident memory in MiB."""
+
+    num_requests: int
+    wall_s: float
+    loop_s: float
+    num_steps: int
+    peak_mib: float
+    digest: str
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("testbed bench simulator", description=__doc__)
+    parser.add_argument(
+        "--trace", type=Path, help="the Azure 2023 conversation CSV; absent: requests that look like it"
+    )
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of the long generated trace; 0: skip it")
+    parser.add_argument("--repeats", type=int, default=3, help="of the short cases; the best counts (3)")
+    options = parser.parse_args(arguments)
+    if options.trace is not None and not options.trace.is_file():
+        raise ConfigError(f"--trace: no file {options.trace}; give the Azure 2023 conversation CSV, or leave it out")
+    short = _azure(options.trace) if options.trace is not None else [*LOOK_ALIKE, f"trace.num_requests={NUM_ROWS}"]
+    source = "Azure 2023" if options.trace is not None else "Azure-like"
+    print("simulator: `testbed run`, Llama-3.1-8B on an H100, vllm_v1, budget 512, 512 sequences, 27,800 blocks")
+    print(f"  {'case':<38}{'requests/s':>11}{'steps/s':>11}{'steps':>12}{'loop s':>8}{'wall s':>8}{'peak MiB':>10}")
+    start_up = _best(["trace.num_requests=1"], options.repeats)
+    _show("start-up: 1 request", start_up)
+    fast = _best(short, options.repeats)
+    _show(f"{source}, {NUM_ROWS:,}", fast)
+    stepped = _best([*short, "backend.fast_forward=false"], 1)
+    _show(f"{source}, {NUM_ROWS:,}, step by step", stepped)
+    if stepped.digest != fast.digest or stepped.num_steps != fast.num_steps:
+        raise TestbedError(
+            f"fast forward decided otherwise: digests {fast.digest} and {stepped.digest}; please report it"
+        )
+    if options.requests > 0:
+        long = [*LOOK_ALIKE, f"trace.num_requests={options.requests}", "record.token_times=false"]
+        _show(f"generated, {options.requests:,}", _best(long, 1))
+    return 0
+
+
+def _azure(path: Path) -> list[str]:
+    stretched = f"trace.transforms=[{{name: stretch_to, duration_s: {DURATION_S}}}]"
+    return ["trace=azure", f"trace.path={path.absolute()}", f"trace.limit={NUM_ROWS}", stretched]
+
+
+def _best(overrides: list[str], repeats: int) -> Measured:
+    return min((_measure(overrides) for _ in range(max(1, repeats))), key=lambda one: one.wall_s)
+
+
+def _measure(overrides: list[str]) -> Measured:
+    """One run in a process of its own. Raises TestbedError with its last line if it fails."""
+    with tempfile.TemporaryDirectory(prefix="testbed-bench-") as scratch:
+        folder = Path(scratch) / "run"
+        command = [sys.executable, "-m", "experiments", "run", *SETTINGS, *overrides, f"hydra.run.dir={folder}"]
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            raise TestbedError(f"{' '.join(command[1:])} failed: {last}")
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    peak_mib = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return Measured(
+        manifest["num_sent"], wall_s, manifest["wall_s"], manifest["num_steps"], peak_mib, manifest["digest"]
+    )
+
+
+def _show(case: str, one: Measured) -> None:
+    """requests/s and steps/s over the wall clock of the whole process."""
+    print(
+        f"  {case:<38}{one.num_requests / one.wall_s:>11,.0f}{one.num_steps / one.wall_s:>11,.0f}{one.num_steps:>12,}"
+        f"{one.loop_s:>8.2f}{one.wall_s:>8.2f}{one.peak_mib:>10,.0f}",
+        flush=True,
+    )

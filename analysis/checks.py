@@ -51,7 +51,9 @@ def run_checks(requests: pd.DataFrame, steps: pd.DataFrame, manifest: Mapping[st
     """All checks of one run, by name; of a fleet, of each replica by itself. The columns are `testbed.records`'."""
     frame = requests[requests["queued_ns"].notna()]
     from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
-    replicas = sorted(set(steps["replica"].dropna())) if "replica" in steps.columns else []
+    started = frame[frame["first_scheduled_ns"].notna()]  # what was aborted at once may have met no step
+    both = (of["replica"].dropna() for of in (steps, started) if "replica" in of.columns)
+    replicas = sorted({int(number) for column in both for number in column.unique()})
     if len(replicas) < 2:
         checks = _check_engine(frame, steps, from_arrival)
     else:

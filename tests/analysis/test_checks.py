@@ -15,18 +15,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from analysis.checks import CHECKS, Check, failures, outline, run_checks
+from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.linear import LinearConfig, LinearCost
+from sim.fleet import Fleet
+from sim.routers import Random, RoundRobin, RouterContext, bind
 from testbed.blocks.config import KVRules
 from testbed.errors import LivelockError
 from testbed.fast_forward import FAST_FORWARD
 from testbed.policies.config import Limits
 from testbed.request import GREEDY, SamplingParams
 from testbed.traces.arrange import arrange
+from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest
 from tests.properties.policies import COMPOSITIONS
 from tests.properties.setups import Setup, presets, random_setup
-from tests.sim.kit import Records, constant, recorded
+from tests.sim.kit import VOCAB_SIZE, Records, constant, fleet_recorded, recorded
 
 SIM = {"backend": "sim", "cost": "linear"}
 REAL = {"backend": "real", "cost": None}
@@ -158,6 +162,22 @@ def test_what_a_request_finds_cached_beyond_its_own_work_is_allowed_for() -> Non
         if records.requests["finish_reason"].eq("length").all():
             num_skipped.append(work["num_needed_tokens_most"] - work["num_computed_tokens"])
     assert max(num_skipped) > 0
+
+
+def test_every_check_holds_of_every_fleet() -> None:
+    """Replicas behind a router, swaps within steps or on links of their own or shared."""
+    for number in range(25):
+        rng = random.Random(f"fleet/{number}")
+        setup, num_replicas = random_setup(rng), rng.choice((2, 3))
+        router = rng.choice((RoundRobin, Random))()
+        bind(router, RouterContext(number, num_replicas))
+        cost, trace = random_cost(rng), random_trace(rng, 40)
+        fleet = Fleet(
+            TraceInbox(trace, VOCAB_SIZE), router, [SimBackend(cost) for _ in range(num_replicas)],
+            replicas_per_link=rng.choice((None, 1, num_replicas)),
+        )  # fmt: skip
+        records = fleet_recorded(fleet, [setup.scheduler() for _ in range(num_replicas)], rng.choice((1, FAST_FORWARD)))
+        expect_sound(records, f"fleet/{number}: {setup}")
 
 
 # --- records that are wrong ---
@@ -296,6 +316,8 @@ def test_a_fleet_is_checked_replica_by_replica(sound: Records) -> None:
     assert [check["holds"] for check in fleet.values()] == [True, True, True], fleet
     for name, key in (("littles_law", "ns_in_system_by_steps"), ("work_conserved", "num_computed_tokens")):
         assert fleet[name][key] == 2 * one[name][key]
+    lost = run_checks(both[0], both[1][both[1]["replica"] == 0], SIM)
+    assert "replica 1: not applicable: no step was recorded" in str(lost["work_conserved"]["why"])
     change(both[1], 3, "num_running", 1)
     failed = run_checks(*both, SIM)["littles_law"]
     assert failed["holds"] is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.driver import run
+from sim.fleet import Fleet
+from testbed.errors import LivelockError
 from testbed.interfaces import StepView
 from testbed.plan import Finished
 from testbed.records import RunRecorder
@@ -130,5 +133,26 @@ def recorded(
             is_cut = True
         finally:
             recorder.close()
-        frames = [as_frame(pq.read_table(Path(folder) / f"{name}.parquet")) for name in ("requests", "steps")]
-    return Records(frames[0], frames[1], is_cut)
+        return _read(Path(folder), is_cut)
+
+
+def _read(folder: Path, is_cut: bool) -> Records:
+    requests, steps = (as_frame(pq.read_table(folder / f"{name}.parquet")) for name in ("requests", "steps"))
+    return Records(requests, steps, is_cut)
+
+
+def fleet_recorded(fleet: Fleet, schedulers: list[Scheduler], max_steps: int) -> Records:
+    """Runs a fleet; its records as a run folder holds them."""
+    with tempfile.TemporaryDirectory() as folder:
+        recorders: list[RunRecorder] = []
+        for replica in range(len(schedulers)):
+            recorders.append(RunRecorder(Path(folder), replica=replica, beside=recorders[0] if recorders else None))
+        loops = [
+            serve(inbox, scheduler, recorder, max_steps)
+            for inbox, scheduler, recorder in zip(fleet.inboxes, schedulers, recorders, strict=True)
+        ]
+        with suppress(LivelockError):
+            fleet.run(loops, schedulers)
+        for recorder in reversed(recorders):
+            recorder.close()
+        return _read(Path(folder), is_cut=False)

@@ -305,7 +305,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ModelError(f"{file}: 'dtype' is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
-    tied = raw.get("tie_word_embeddings", False)
+    tied = raw.get("tie_word_embeddings", architectures[0] == _OPT)  # as transformers has it where the file is silent
     if not isinstance(tied, bool):
         raise ModelError(f"{file}: 'tie_word_embeddings' is {tied!r}; it must be true or false")
     return {

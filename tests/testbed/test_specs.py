@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.errors import ModelError
+from testbed.errors import ConfigError, ModelError
 from testbed.specs import ModelSpec, load_hf_config
 
 GOOD = {
@@ -76,3 +76,24 @@ def test_another_kind_of_architecture_is_named_before_its_missing_fields(tmp_pat
     message = error_of(tmp_path, json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "vocab_size": 50257}))
     assert "architecture 'GPT2LMHeadModel' is not supported: its config has no hidden_size" in message
     assert "LlamaForCausalLM" in message
+
+
+def test_a_window_and_a_narrow_embedding_are_read(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    config.write_text(json.dumps({"architectures": ["MistralForCausalLM"], "sliding_window": 4096, **shape}))
+    assert load_hf_config(config)["sliding_window"] == 4096
+    config.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 4096, **shape}))
+    assert load_hf_config(config)["sliding_window"] is None  # Qwen's is not used unless its config says so
+    config.write_text(
+        json.dumps({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 32, "ffn_dim": 9, **shape})
+    )
+    spec = ModelSpec("opt", **load_hf_config(config))  # tied, as transformers has it where the file is silent
+    assert spec.num_embedding_parameters == 100 * 32 + 2 * 32 * 64 + (2048 + 2) * 64
+    assert spec.num_mlp_parameters == 2 * 64 * 9
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "word_embed_proj_dim", "head_dim"])
+def test_a_size_of_zero_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{field} is 0; it must be at least 1"):
+        ModelSpec("m", **{field: 0})

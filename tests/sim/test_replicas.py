@@ -1,0 +1,236 @@
+"""Replicas behind a router: the same stepped and fast forwarded; one is the plain driver; order at an instant."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sim.cost.base import CostModel
+from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
+from testbed.errors import ConfigError
+from testbed.fast_forward import FAST_FORWARD
+from testbed.interfaces import StepView
+from testbed.request import Request
+from tests.properties.setups import Setup, random_setup
+from tests.sim.fleets import Watched, drive, go_fleet
+from tests.sim.test_fast_forward import Log, Sessions, go
+
+ANY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+STEP_NS = 10
+ROOMY = Setup(num_blocks=64)
+
+
+def step_of(ns: int = STEP_NS) -> CostModel:
+    return ConstantCost(ConstantConfig(ns / 1e9))
+
+
+def request(name: str, arrival_ns: int, num_output: int, num_prompt: int = 2) -> Request:
+    return Request(name, list(range(2, 2 + num_prompt)), arrival_ns, forced_output=[0] * num_output)
+
+
+class To:
+    """Sends each request where it is told, by id."""
+
+    def __init__(self, **numbers: int) -> None:
+        self._numbers = numbers
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        return self._numbers[request.request_id]
+
+
+def fleet_of(inbox: Sessions, router: Router, num: int, *, fast: bool, setup: Setup = ROOMY) -> list[Log]:
+    return drive(inbox, router, [setup.scheduler() for _ in range(num)], [step_of()] * num, fast=fast)
+
+
+def assert_same(setup: Setup, ours: list[Log], theirs: list[Log], case: object) -> None:
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert one.events == other.events, (setup, case, number)
+        assert one.steps == other.steps, (setup, case, number)
+
+
+# --- fast forward ---
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@ANY
+@given(seed=st.integers(0, 2**32), num=st.integers(1, 4), per_link=st.sampled_from((None, 1, 2)))
+def test_fast_forward_equals_stepping_whatever_the_router(name: str, seed: int, num: int, per_link: int | None) -> None:
+    setup = random_setup(random.Random(seed))
+    stepped, forwarded = (
+        go_fleet(setup, seed, ROUTERS[name](), num, fast=fast, replicas_per_link=per_link) for fast in (False, True)
+    )
+    assert_same(setup, forwarded, stepped, (name, seed, num, per_link))
+    arrived = [event[1] for log in forwarded for event in log.events if event[0] == "arrived"]
+    assert len(arrived) == len(set(arrived)), "a request is served by one replica"
+
+
+@ANY
+@given(seed=st.integers(0, 2**32), num=st.integers(2, 4), name=st.sampled_from(tuple(ROUTERS)))
+def test_a_router_is_shown_the_same_and_what_it_asks_changes_nothing(seed: int, num: int, name: str) -> None:
+    setup = random_setup(random.Random(seed))
+    runs, shown = [], []
+    for fast in (False, True):
+        router = ROUTERS[name]()
+        bind(router, RouterContext(seed, num))
+        watched = Watched(router)
+        runs.append(go_fleet(setup, seed, watched, num, fast=fast))
+        shown.append(watched.seen)
+    assert shown[0] == shown[1], (setup, name, seed, num)
+    assert_same(setup, runs[1], runs[0], (name, seed, num))
+    assert_same(setup, runs[1], go_fleet(setup, seed, ROUTERS[name](), num, fast=True), (name, seed, num))
+
+
+@pytest.mark.parametrize("max_steps", [1, FAST_FORWARD])
+@ANY
+@given(seed=st.integers(0, 2**32))
+def test_one_replica_is_the_plain_driver(max_steps: int, seed: int) -> None:
+    setup = random_setup(random.Random(seed))
+    plain = go(setup, seed, max_steps)
+    assert_same(setup, go_fleet(setup, seed, RoundRobin(), 1, fast=max_steps > 1), [plain], seed)
+
+
+def test_a_run_of_decodes_is_one_plan_on_each_replica() -> None:
+    inbox = Sessions([request("a", 0, 30), request("b", 0, 30)], [], {})
+    logs = fleet_of(inbox, RoundRobin(), 2, fast=True)
+    assert [(log.num_plans, len(log.steps)) for log in logs] == [(2, 30), (2, 30)]
+
+
+# --- events at their instants ---
+
+
+class Journal(Log):
+    """What happens in a whole fleet, in order."""
+
+    def __init__(self, journal: list[tuple[object, ...]], number: int) -> None:
+        super().__init__()
+        self._journal, self._number = journal, number
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        self._journal.append((now_ns, "plan with", request.request_id, self._number))
+
+    def committed(self, step: StepView) -> None:
+        self._journal.append((step.commit_ns, "commit", self._number))
+
+
+def test_the_order_at_one_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits in replica order, session arrivals, routing, plans in replica order."""
+    journal: list[tuple[object, ...]] = []
+    numbers = iter(range(3))
+    monkeypatch.setattr("tests.sim.fleets.Log", lambda: Journal(journal, next(numbers)))
+
+    class Notes(To):
+        def route(self, request: Request, replicas: Replicas) -> int:
+            journal.append((request.arrival_ns, "route", request.request_id, [one.num_requests for one in replicas]))
+            return super().route(request, replicas)
+
+    opened = [request("c", 0, 1), request("a", 0, 1), request("d", STEP_NS, 1)]
+    turns = {"a": request("a+", 0, 1)}  # at once
+    router = Notes(c=2, a=0, d=1, **{"a+": 1})
+    fleet_of(Sessions(opened, [], turns), router, 3, fast=True)
+    assert journal == [
+        (0, "route", "c", [0, 0, 0]), (0, "route", "a", [0, 0, 1]),
+        (0, "plan with", "a", 0), (0, "plan with", "c", 2),
+        (10, "commit", 0), (10, "commit", 2),
+        (10, "route", "d", [0, 0, 0]), (10, "route", "a+", [0, 1, 0]),
+        (10, "plan with", "d", 1), (10, "plan with", "a+", 1),
+        (20, "commit", 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_arrival_is_seen_at_the_first_boundary_of_its_own_replica_alone(fast: bool) -> None:
+    inbox = Sessions([request("a", 0, 9), request("b", 0, 9), request("late", 25, 1)], [], {})
+    first, second = fleet_of(inbox, To(a=0, b=1, late=1), 2, fast=fast)
+    assert ("arrived", "late", 30, 3) in second.events
+    assert first.num_plans == (2 if fast else 9)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_abort_follows_its_request(fast: bool) -> None:
+    arrivals = [request("a", 0, 9), request("b", 0, 9)]
+    inbox = Sessions(arrivals, [(35, "b"), (50, "never came")], {})
+    first, second = fleet_of(inbox, RoundRobin(), 2, fast=fast)
+    assert ("aborted", "b", 40, 4) in second.events
+    assert len(first.steps) == 9
+    assert len(second.steps) == 4
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_steps_that_are_over_count_when_a_router_looks(fast: bool) -> None:
+    """At 35, three steps of a prompt of 2 are over: 5 known tokens, in 2 blocks of 4. At 40 a fourth is over, and
+    the one after it is not planned yet."""
+    inbox = Sessions([request("a", 0, 9), request("b", 35, 1), request("c", 40, 1)], [], {})
+    watched = Watched(To(a=0, b=1, c=1))
+    fleet_of(inbox, watched, 2, fast=fast)
+    (_, _, at_start), (_, _, at_35), (_, _, at_40) = watched.seen
+    assert at_start == [(0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)]
+    assert at_35[0][:5] == (1, 0, 1, 5, 2)
+    assert at_40[0][:5] == (1, 0, 1, 6, 2)
+    assert at_40[1][:5] == (1, 0, 1, 2, 1)
+
+
+# --- ends and errors ---
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_replica_that_nobody_needs_is_idle(fast: bool) -> None:
+    logs = fleet_of(Sessions([request("a", 5, 3)], [], {}), To(a=1), 3, fast=fast)
+    assert [len(log.steps) for log in logs] == [0, 3, 0]
+    assert not logs[0].events
+    assert fleet_of(Sessions([], [], {}), RoundRobin(), 2, fast=fast)[0].events == []
+
+
+class Refuses:
+    """Schedules nothing."""
+
+    is_time_dependent = False
+
+    def compose(self, step: object) -> None: ...
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_work_that_nothing_will_move_is_a_livelock_when_the_others_are_done(fast: bool) -> None:
+    schedulers = [ROOMY.scheduler(), ROOMY.scheduler()]
+    schedulers[1]._composition = Refuses()  # type: ignore[assignment]
+    inbox = Sessions([request("a", 5, 3), request("b", 6, 3)], [], {})
+    logs = drive(inbox, To(a=0, b=1), schedulers, [step_of()] * 2, fast=fast)
+    assert len(logs[0].steps) == 3
+    assert logs[0].events[-1] == (
+        "nothing can be scheduled and nothing will arrive, but 1 requests wait: b; check the policy",
+    )
+
+
+@pytest.mark.parametrize("answer", [2, -1, None, "0", True])
+def test_a_router_that_names_no_replica_is_told_so(answer: object) -> None:
+    class Wrong:
+        def route(self, request: Request, replicas: Replicas) -> int:
+            return answer  # type: ignore[return-value]
+
+    with pytest.raises(ConfigError, match=r"router Wrong sent request 'a' to .*; route\(\) must return the"):
+        fleet_of(Sessions([request("a", 0, 1)], [], {}), Wrong(), 2, fast=True)
+
+
+def test_what_a_loop_raises_ends_the_run_as_it_is() -> None:
+    class Special(Exception):  # noqa: N818
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} {two}")
+
+    class Fails:
+        def route(self, request: Request, replicas: Replicas) -> int:
+            raise Special(1, 2)
+
+    with pytest.raises(Special, match="1 2"):
+        fleet_of(Sessions([request("a", 0, 1)], [], {}), Fails(), 2, fast=True)
+
+
+def test_replicas_may_have_different_prices() -> None:
+    schedulers = [ROOMY.scheduler(), ROOMY.scheduler()]
+    arrivals = [request("a", 0, 4), request("b", 0, 4), replace(request("c", 15, 1), priority=0)]
+    slow, quick = drive(Sessions(arrivals, [], {}), To(a=0, b=1, c=1), schedulers, [step_of(30), step_of(7)])
+    assert [event[4] for event in slow.events if event[0] == "a"] == [120]
+    assert [event[2] for event in quick.events if event[:2] == ("arrived", "c")] == [21]

@@ -1,0 +1,254 @@
+"""ServeGen, lengths and agentic sessions: draws are reproducible, what is given is exact, bad rows are refused."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from testbed.errors import ConfigError, TraceError
+from testbed.traces.arrivals import ArrivalConfig
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.readers import read_agentic, read_lengths, read_servegen
+from testbed.traces.readers.servegen import stream_servegen
+from testbed.traces.schema import Span
+from testbed.traces.synthesis import materialize
+
+S = 10**9
+
+
+def archive(path: Path, files: dict[str, str]) -> Path:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz" if path.name.endswith("gz") else "w") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+    raw = buffer.getvalue()
+    path.write_bytes(zstandard.compress(raw) if path.name.endswith("zst") else raw)
+    return path
+
+
+# --- ServeGen ---
+
+WINDOWS = "0,0.5,1.2,Gamma,0.69,2.9\n600,0,0,,0,0\n1200,0.25,2.0,Weibull,0.6,3\n"
+
+
+def dataset(inputs: str = "{10: 0.5, 20: 0.5}", outputs: str = "{3: 1.0}") -> str:
+    return json.dumps({"0": {"input_tokens": inputs, "output_tokens": outputs, "reason_ratio": "{}"}})
+
+
+def clients(windows: str = WINDOWS, data: str | None = None) -> dict[str, str]:
+    files = {"m/chunk-0-trace.csv": windows, "m/chunk-0-dataset.json": dataset() if data is None else data}
+    return files | {"m/chunk-7-trace.csv": WINDOWS, "m/chunk-7-dataset.json": dataset("{99: 1.0}")}
+
+
+def test_clients_send_what_their_windows_say(tmp_path):
+    trace = read_servegen(archive(tmp_path / "s.tar.gz", clients()), seed=1)
+    assert len(trace) == 2 * (300 + 150)
+    assert trace.notes == ("drawn from 2 clients with seed 1",)
+    assert {row.tenant for row in trace} == {"client-0", "client-7"}
+    mine = [row for row in trace if row.tenant == "client-0"]
+    in_window = [sum(start * S <= row.arrival_ns < (start + 600) * S for row in mine) for start in (0, 600, 1200)]
+    assert in_window == [300, 0, 150]
+    assert {row.num_prompt_tokens for row in mine} == {10, 20}
+    assert {row.num_prompt_tokens for row in trace if row.tenant == "client-7"} == {99}
+    assert {row.num_output_tokens for row in trace} == {3}
+    assert len({row.request_id for row in trace}) == len(trace)
+    assert mine[0].place.endswith("s.tar.gz:m/chunk-0-trace.csv:1")
+
+
+def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
+    first = archive(tmp_path / "s.tar.gz", clients())
+    (tmp_path / "folder").mkdir()
+    for name, text in clients().items():
+        (tmp_path / "folder" / Path(name).name).write_text(text)
+    prints = {fingerprint(read_servegen(path, seed=3)) for path in (
+        first, archive(tmp_path / "s.tar", clients()), archive(tmp_path / "s.tar.zst", clients()), tmp_path / "folder",
+    )}  # fmt: skip
+    assert len(prints) == 1
+    assert fingerprint(read_servegen(first, seed=4)) not in prints
+    assert tuple(stream_servegen(first, 100, 3)) == read_servegen(first, seed=3).rows[:100]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (clients("0,0.5,1.2,Gamma,0.69\n"), r"chunk-0-trace\.csv:1: 5 cells; expected 6"),
+        (clients("0,x,1.2,Gamma,0.69,1\n"), r"csv:1: field 'rate' is 'x'; expected a finite number, 0 or above"),
+        (clients("0,-1,1.2,Gamma,0.69,1\n"), "field 'rate' is '-1'"),
+        (clients("0,1,1.2,Pareto,0.69,1\n"), "field 'pattern' is 'Pareto'; expected Gamma, Weibull or nothing"),
+        (clients("0,1,1.2,,0.69,1\n"), "field 'pattern' is ''; expected Gamma or Weibull, as the rate is above 0"),
+        (clients("0,1,0,Gamma,0.69,1\n"), "field 'CV' is '0'; expected above 0"),
+        (clients("0,1,1,Weibull,0,1\n"), "field 'shape' is '0'; expected 0.01 to 1e6"),
+        (clients("600,0,0,,0,0\n0,0,0,,0,0\n"), r"csv:2: field 'start' is '0'; expected more than 600"),
+        (clients("0,0,0,,0,0\n"), "chunk-7-trace.csv has other windows than the first client"),
+        (clients(""), "no windows"),
+        (clients(data="[]"), r"chunk-0-dataset\.json: found a JSON list"),
+        (clients(data='{"0": {"input_tokens": 3}}'), "field 'input_tokens' is 3; expected a text of"),
+        (clients(data=dataset("{}")), "no window has lengths"),
+        (clients(data=dataset("{10: 0.2}")), r"window 0: field 'tokens' is '\{10: 0.2\}'; expected .* sum to 1"),
+        (clients(data=dataset("{-1: 1.0}")), "whole lengths from 0"),
+        (clients(data=dataset("{a: 1.0}")), "field 'tokens' is"),
+        ({"m/chunk-0-trace.csv": WINDOWS}, r"client 0 has no lengths; expected chunk-0-dataset\.json"),
+        ({"m/chunk-x-trace.csv": WINDOWS}, "the file's name is unknown; expected chunk-N-trace.csv"),
+        ({"readme.md": ""}, "no client; expected files chunk-N-trace.csv"),
+    ],
+)
+def test_bad_servegen_archives_are_refused(tmp_path, files, message):
+    with pytest.raises(TraceError, match=message):
+        read_servegen(archive(tmp_path / "s.tar.gz", files))
+
+
+@pytest.mark.parametrize("name", ["s.tar.gz", "s.tar.zst", "s.tar"])
+def test_damaged_archives_are_refused(tmp_path, name):
+    whole = archive(tmp_path / name, clients()).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 3])
+    with pytest.raises(TraceError, match=r"damaged|no client|has no lengths"):
+        read_servegen(tmp_path / name)
+    (tmp_path / name).write_bytes(b"no archive at all, but long enough to be read as one " * 20)
+    with pytest.raises(TraceError, match="damaged"):
+        read_servegen(tmp_path / name)
+    with pytest.raises(TraceError, match=r"absent\.tar: does not exist"):
+        read_servegen(tmp_path / "absent.tar")
+
+
+# --- lengths ---
+
+
+def test_lengths_take_the_arrivals_that_are_asked_for(tmp_path):
+    file = tmp_path / "l.csv"
+    file.write_text("num_prefill_tokens,num_decode_tokens,pd_ratio\n74,918,0.08\n290,905,0.3\n5,6,1\n")
+    trace = read_lengths(file, arrivals=ArrivalConfig("deterministic", 2.0))
+    assert [(r.arrival_ns, r.num_prompt_tokens, r.num_output_tokens) for r in trace] == [
+        (0, 74, 918), (S // 2, 290, 905), (S, 5, 6)
+    ]  # fmt: skip
+    assert trace.notes == ("arrivals are not the file's: deterministic with seed 0, 2 per second",)
+    assert fingerprint(read_lengths(file, seed=1)) != fingerprint(read_lengths(file, seed=2))
+    with pytest.raises(ConfigError, match="seed is -1"):
+        read_lengths(file, seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_prefill_tokens,num_decode_tokens\n0,1\n", r"l\.csv:2: field 'num_prefill_tokens' is '0'"),
+        ("num_prefill_tokens,num_decode_tokens\n1,-1\n", r"l\.csv:2: field 'num_decode_tokens' is '-1'"),
+        ("num_prefill_tokens\n1\n", "column 'num_decode_tokens' is missing"),
+        ("num_prefill_tokens,num_decode_tokens\n", "no requests"),
+    ],
+)
+def test_bad_length_files_are_refused(tmp_path, text, message):
+    (tmp_path / "l.csv").write_text(text)
+    with pytest.raises(TraceError, match=message):
+        read_lengths(tmp_path / "l.csv")
+
+
+# --- agentic ---
+
+
+def asked(t, num, ids, **more):
+    return {"t": t, "type": "n", "in": num, "out": 7, "hash_ids": ids, "api_time": 1.5, "think_time": 2.0, **more}
+
+
+def session(name: str = "a", requests=None, **more) -> dict[str, str]:
+    nested = {"t": 5.0, "type": "subagent", "agent_id": "sub", "requests": [asked(0, 64, [1]), asked(3, 70, [9])]}
+    entries = [asked(0, 130, [1, 2]), nested, asked(10.0, 200, [1, 2, 3])] if requests is None else requests
+    fields = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": entries, **more}
+    return {f"traces/{name}.json": json.dumps(fields)}
+
+
+def test_agentic_sessions_are_chains_with_sub_agents_of_their_own(tmp_path):
+    file = archive(tmp_path / "a.tar.gz", session() | session("b"))
+    trace = read_agentic(file, arrivals=ArrivalConfig("deterministic", 0.01))
+    rows = {row.request_id: row for row in trace}
+    assert list(rows) == ["a-t0", "a-t1", "a/sub-t0", "a/sub-t1", "b-t0", "b-t1", "b/sub-t0", "b/sub-t1"]
+    assert [(row.session_id, row.turn, row.arrival_ns, row.think_ns) for row in list(trace)[:5]] == [
+        ("a", 0, 0, None), ("a", 1, 0, 2 * S), ("a/sub", 0, 5 * S, None), ("a/sub", 1, 5 * S, 2 * S),
+        ("b", 0, 100 * S, None),
+    ]  # fmt: skip
+    tokens = {name: materialize(row.prompt, 999) for name, row in rows.items()}
+    assert [len(tokens[name]) for name in ("a-t0", "a-t1")] == [130, 200]
+    assert tokens["a-t0"][:128] == tokens["a-t1"][:128]
+    assert tokens["a-t0"][128:] != tokens["a-t1"][128:130]  # what has no id is nobody else's
+    assert tokens["a-t0"][:64] == tokens["a/sub-t0"]
+    assert tokens["a-t0"][:64] != tokens["b-t0"][:64], "ids are local"
+    shared = read_agentic(
+        archive(tmp_path / "g.tar", session(hash_id_scope="global") | session("b", hash_id_scope="global"))
+    )
+    first, second = (next(row for row in shared if row.request_id == f"{name}-t0") for name in "ab")
+    assert first.prompt[0] == second.prompt[0]
+    assert rows["a/sub-t1"].place.endswith("a.tar.gz:traces/a.json:request 2:request 2")
+    assert len(read_agentic(file, limit=1)) == 4
+
+
+def test_agentic_requests_come_when_recorded_in_an_open_loop(tmp_path):
+    file = archive(tmp_path / "a.tar.gz", session())
+    trace = read_agentic(file, arrivals=ArrivalConfig("all_at_once"), closed_loop=False)
+    assert [(row.request_id, row.arrival_ns // S, row.think_ns) for row in trace] == [
+        ("a-t0", 0, None), ("a/sub-t0", 5, None), ("a/sub-t1", 8, None), ("a-t1", 10, None)
+    ]  # fmt: skip
+
+
+def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
+    entries = [asked(0, 64, [1], api_time=None), asked(9, 64, [1], think_time=50), asked(20, 64, [1], think_time=None)]
+    trace = read_agentic(archive(tmp_path / "a.tar", session(requests=entries)))
+    assert [row.think_ns for row in trace] == [None, 9 * S, int(9.5 * S)]
+    assert trace.notes[1].startswith("1 think times did not count from the request before")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            session(requests=[asked(0, 64, [1, 2])]),
+            r"a\.json:request 1: field 'hash_ids' is 'a list of 2'; expected 1 ids",
+        ),
+        (session(requests=[asked(0, 0, [])]), "field 'in' is 0"),
+        (session(requests=[asked(-1, 64, [1])]), "field 't' is -1"),
+        (session(requests=[asked(5, 64, [1]), asked(4, 64, [1])]), "request 2: field 't' is 4; expected at least 5"),
+        (session(requests=[asked(5, 64, [1]), asked(6, 64, [1], think_time=-3)]), "field 'think_time' is -3"),
+        (session(requests=[{"t": 0}]), "request 1: field 'in' is missing"),
+        (session(requests=[3]), "field 'requests' is 3; expected an object"),
+        (session(requests={}), "expected a list of requests"),
+        (session(requests=[]), "no requests"),
+        (session(hash_id_scope="galaxy"), "field 'hash_id_scope' is 'galaxy'; expected local or global"),
+        (session(block_size=0), "field 'block_size' is 0"),
+        ({"x.json": "{"}, r"x\.json: not JSON"),
+    ],
+)
+def test_bad_agentic_sessions_are_refused(tmp_path, files, message):
+    with pytest.raises(TraceError, match=message):
+        read_agentic(archive(tmp_path / "a.tar.gz", files))
+
+
+# --- the published files, where the user has them ---
+
+
+def published(name: str) -> Path:
+    file = Path(os.environ.get("TESTBED_TRACES") or "") / name
+    if not file.is_file():
+        pytest.skip(f"set TESTBED_TRACES to a folder with {name}")
+    return file
+
+
+def test_the_servegen_archive_is_read():
+    trace = read_servegen(published("servegen_reason_deepseek-r1.tar.gz"), limit=5000)
+    assert len(trace) == 5000
+    assert trace.notes == ("drawn from 73 clients with seed 0",)
+
+
+def test_the_lengths_file_is_read_whole():
+    trace = read_lengths(published("lengths_sharegpt8k_llama2tok.csv"))
+    assert len(trace) == 30_731
+    assert (trace.rows[0].num_prompt_tokens, trace.rows[0].num_output_tokens) == (74, 918)
+
+
+def test_the_agentic_archive_is_read_whole():
+    trace = read_agentic(published("agentic_claude_code_verbatim_sample.tar.gz"))
+    sessions = {row.session_id for row in trace}
+    assert (len(trace), len(sessions), sum("/" in name for name in sessions)) == (377, 24, 6)
+    assert isinstance(trace.rows[0].prompt[0], Span)

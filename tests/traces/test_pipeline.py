@@ -1,0 +1,264 @@
+"""Transformations by name: composable, alike on whole and streamed traces, and refused in one line when wrong."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.errors import ConfigError, TraceError
+from testbed.traces import transforms
+from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream_generated
+from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.summary import PrefixShare, summarise
+from testbed.traces.synthesis import materialize
+
+S = 10**9
+CHAT = SyntheticConfig(num_requests=60, rate=2.0, max_turns=4, num_system_prompts=1, num_tenants=2)
+STEPS = [
+    {"name": "scale_rate", "factor": 2}, {"name": "set_rate", "rate": 3.5}, {"name": "thin", "fraction": 0.6},
+    {"name": "set_rate", "rate": 0.5, "by": "thin"}, {"name": "sample_sessions", "num": 12},
+    {"name": "time_warp", "points": [[5, 1], [10, 20]]}, {"name": "stretch_to", "duration_s": 99},
+    {"name": "shift", "offset_s": 3.5}, {"name": "window", "start_s": 0, "end_s": 15},
+    {"name": "limit", "num_requests": 40},
+    {"name": "filter", "max_prompt_tokens": 1500, "max_turn": 2},
+    {"name": "scale_lengths", "prompt": 0.5, "output": 0.5},
+    {"name": "clip_lengths", "max_output_tokens": 20}, {"name": "repeat", "times": 2, "gap_s": 1.0},
+    {"name": "spread"}, {"name": "arrivals", "arrival": "gamma", "cv": 2.0},
+]  # fmt: skip
+
+
+def no_file(name, path):
+    raise AssertionError("nothing to open")
+
+
+def plain(*arrivals_s: float) -> Trace:
+    rows = [TraceRequest(f"r{i}", round(at * S), (Span(i, 0, 8),), Span(i, 8, 4)) for i, at in enumerate(arrivals_s)]
+    return arrange("plain", rows)
+
+
+def test_every_transformation_is_tried_here():
+    assert {step["name"] for step in STEPS} == set(transforms.TRANSFORMS) - {"merge"}
+
+
+@given(st.lists(st.sampled_from(STEPS), max_size=3), st.booleans())
+def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
+    from dataclasses import replace
+
+    config = replace(CHAT, closed_loop=closed_loop)
+    try:
+        expected = transforms.apply_all(generate(config, 1), steps, no_file, 5)
+    except (ConfigError, TraceError) as refused:
+        with pytest.raises(type(refused)):
+            whole(transforms.apply_all(stream_generated(config, 1), steps, no_file, 5))
+        return
+    found = transforms.apply_all(stream_generated(config, 1), steps, no_file, 5)
+    assert fingerprint(found) == fingerprint(expected)
+    if not {"spread", "arrivals"} & {step["name"] for step in steps}:
+        assert isinstance(found, StreamedTrace)
+        assert found.num_requests in (None, len(expected))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ({"name": "thn"}, r"trace\.transforms\[1\]\.name is 'thn'; did you mean 'thin'\? valid: scale_rate"),
+        ({"name": "thin", "fractoin": 1}, r"unknown key 'trace\.transforms\[1\]\.fractoin'; did you mean 'fraction'\?"),
+        ({"name": "thin"}, r"trace\.transforms\[1\] \(thin\) lacks 'fraction'; it has: fraction, seed"),
+        ({"name": "thin", "fraction": "x"}, r"trace\.transforms\[1\]\.fraction is 'x'; it must be a number"),
+        ({"name": "thin", "fraction": True}, r"fraction is True; it must be a number"),
+        ({"name": "limit", "num_requests": 1.5}, "num_requests is 1.5; it must be a whole number"),
+        ({"name": "window", "end_s": []}, r"end_s is \[\]; it must be a number or null"),
+        (
+            {"name": "thin", "fraction": 2},
+            r"trace\.transforms\[1\] \(thin\): fraction is 2; it must be above 0, up to 1",
+        ),
+        ({"name": "filter"}, "filter is empty; it must be given at least one bound"),
+        ({"name": "time_warp", "points": [[1, 2], [1, 3]]}, "points is .*each pair above the one before"),
+        ({"name": "time_warp", "points": [[1]]}, r"points is \[1\]"),
+        ({"name": "set_rate", "rate": 9, "by": "wrap"}, r"by is 'wrap'; did you mean 'warp'\?"),
+        ({"name": "set_rate", "rate": 9, "by": "thin"}, "rate is 9; it must be at most the trace's own 1 per second"),
+        ({"name": "scale_lengths", "prompt": 0}, "prompt is 0; it must be above 0"),
+        ({"name": "shift", "offset_s": float("nan")}, "offset_s is nan"),
+        ({"name": "sample_sessions", "num": 0}, "num is 0; it must be at least 1"),
+        ({"name": "merge", "path": "x", "label": "plain"}, "label is 'plain', which is the name of the first trace"),
+        ("thin", r"trace\.transforms\[1\] is 'thin'; it must be \{name: <one of"),
+    ],
+)
+def test_steps_that_make_no_sense_are_refused(step, message):
+    with pytest.raises(ConfigError, match=message):
+        transforms.apply_all(plain(0, 1, 2), [{"name": "limit", "num_requests": 3}, step], lambda *_: plain(1))
+
+
+def test_thinning_and_warping_are_two_ways_to_one_rate():
+    config = SyntheticConfig(num_requests=4000, arrival="mmpp", rate=10.0, burst_s=5.0, calm_s=20.0)
+    trace = generate(config, 1)
+    warped, thinned = transforms.set_rate(trace, 2.0), transforms.set_rate(trace, 2.0, by="thin")
+    assert summarise(warped).rate == pytest.approx(2.0, rel=1e-6)
+    assert summarise(thinned).rate == pytest.approx(2.0, rel=0.1)
+    assert len(warped) == len(trace)
+    assert summarise(thinned).duration_s == pytest.approx(summarise(trace).duration_s, rel=0.02)
+    assert summarise(warped).dispersion(50.0) == pytest.approx(summarise(trace).dispersion(10.0), rel=0.05)
+
+
+def test_time_is_warped_along_the_curve():
+    warped = transforms.time_warp(plain(0, 2, 4, 6, 8), [[4, 2], [6, 6]])
+    assert [row.arrival_ns / S for row in warped] == [0, 1, 2, 6, 10]
+
+
+def test_scaled_lengths_share_in_proportion():
+    chat = generate(SyntheticConfig(num_requests=80, max_turns=5), 3)
+    half = transforms.scale_lengths(chat, 0.5, 0.5)
+    whole_share, half_share = PrefixShare(), PrefixShare()
+    hits = [(whole_share.add(a), half_share.add(b)) for a, b in zip(chat, half, strict=True)]
+    assert all(abs(b - a / 2) <= 2 for a, b in hits)
+    for before, after in zip(chat, half, strict=True):
+        assert abs(after.num_prompt_tokens - before.num_prompt_tokens / 2) <= 1
+    tiny = transforms.scale_lengths(chat, 1e-9, 1e-9)
+    assert {(row.num_prompt_tokens, row.num_output_tokens) for row in tiny} == {(1, 1)}
+
+
+def test_samples_of_sessions_nest_and_have_the_size_asked_for():
+    chat = generate(CHAT, 1)
+    names = [{row.session_id for row in transforms.sample_sessions(chat, num, 4)} for num in (3, 9)]
+    assert [len(sample) for sample in names] == [3, 9]
+    assert names[0] < names[1]
+    assert len(transforms.sample_sessions(chat, 10**6)) == len(chat)
+
+
+def test_merged_with_another_trace_its_names_are_kept_apart():
+    steps = [{"name": "merge", "path": "f", "format": "azure", "label": "other"}]
+    merged = transforms.apply_all(plain(0, 2), steps, lambda name, path: plain(1, 3))
+    assert [row.request_id for row in merged] == ["plain/r0", "other/r0", "plain/r1", "other/r1"]
+    streamed = transforms.apply_all(StreamedTrace("plain", lambda: iter(plain(0, 2))), steps, lambda *_: plain(1, 3))
+    assert isinstance(streamed, StreamedTrace)
+    assert fingerprint(streamed) == fingerprint(merged)
+
+
+def test_new_starts_move_whole_sessions():
+    chat = generate(SyntheticConfig(num_requests=40, max_turns=4, closed_loop=False), 1)
+    moved = transforms.apply_all(chat, [{"name": "arrivals", "arrival": "deterministic", "rate": 0.5}], no_file)
+    before, after = {r.request_id: r.arrival_ns for r in chat}, {r.request_id: r.arrival_ns for r in moved}
+    starts = [after[row.request_id] for row in chat if row.turn == 0]
+    assert starts == [2 * S * i for i in range(len(starts))]
+    for row in chat:
+        first = f"{row.session_id}-t0"
+        assert after[row.request_id] - after[first] == before[row.request_id] - before[first]
+
+
+# --- generators: what is new ---
+
+
+def instants(**config) -> np.ndarray:
+    trace = stream_generated(SyntheticConfig(num_requests=20_000, output=LengthConfig("constant", 1), **config), 2)
+    return np.array([row.arrival_ns for row in trace]) / S
+
+
+def test_bursts_have_the_rate_and_the_dispersion_of_their_process():
+    times = instants(arrival="mmpp", rate=10.0, burst_factor=5.0, burst_s=5.0, calm_s=20.0)
+    assert len(times) / times[-1] == pytest.approx(10, rel=0.1)
+    assert summary_of(times).dispersion(10.0) > 5
+    assert summary_of(instants(rate=10.0)).dispersion(10.0) == pytest.approx(1, abs=0.25)
+
+
+def summary_of(times):
+    rows = [TraceRequest(str(i), round(at * S), (Span(i, 0, 1),), None) for i, at in enumerate(times)]
+    return summarise(rows)
+
+
+def test_days_have_their_peak_where_it_is_asked_for():
+    times = instants(arrival="diurnal", rate=10.0, amplitude=0.8, period_s=200.0, peak_s=50.0)
+    counts = np.histogram(times % 200, 8, (0, 200))[0] / (times[-1] / 200) / 25
+    middles = np.arange(12.5, 200, 25)
+    assert counts == pytest.approx(10 * (1 + 0.8 * np.cos(2 * np.pi * (middles - 50) / 200)), rel=0.15)
+
+
+def test_users_come_again_after_they_were_served():
+    trace = generate(SyntheticConfig(num_requests=50, arrival="closed_loop", num_users=4, max_turns=3), 1)
+    users = {row.session_id for row in trace}
+    assert users == {"u0", "u1", "u2", "u3"}
+    assert sum(row.think_ns is None for row in trace) == 4
+    assert {row.arrival_ns for row in trace} == {0}
+    turns = [row.turn for row in trace if row.session_id == "u2"]
+    assert turns == list(range(12))
+
+
+def test_zipf_lengths_follow_their_law():
+    from testbed.traces.generators import lengths, stream
+
+    found = lengths(LengthConfig("zipf", exponent=1.0, min_tokens=10, max_tokens=1000), 50_000, stream(0, "x"))
+    counts = np.bincount(found, minlength=1001)
+    norm = sum(1 / n for n in range(10, 1001))
+    assert counts[:10].sum() == 0
+    assert counts[10] / 50_000 == pytest.approx(1 / 10 / norm, rel=0.1)
+    assert counts[10:101].sum() / 50_000 == pytest.approx(sum(1 / n for n in range(10, 101)) / norm, rel=0.03)
+
+
+def test_structure_is_shared_as_it_is_described():
+    config = SyntheticConfig(num_requests=300, num_system_prompts=1, system_prompt_tokens=10,
+                             few_shot=few_shot(2), rag=rag(5, 2))  # fmt: skip
+    trace = generate(config, 1)
+    tasks = {row.prompt[1] for row in trace}
+    documents = {part for row in trace for part in row.prompt[2:-1]}
+    assert (len(tasks), len(documents)) == (2, 5)
+    assert all(1 <= len(row.prompt[2:-1]) <= 2 for row in trace)
+    assert len({tuple(materialize((document,), 999)[:8]) for document in documents}) == 5
+
+
+def few_shot(num):
+    from testbed.traces.generator_config import FewShotConfig
+
+    return FewShotConfig(num_tasks=num)
+
+
+def rag(num, per_prompt):
+    from testbed.traces.generator_config import RagConfig
+
+    return RagConfig(num_documents=num, documents_per_prompt=per_prompt)
+
+
+def test_agents_call_tools_before_they_answer():
+    from testbed.traces.generator_config import AgentConfig
+
+    constant = LengthConfig("constant", 7)
+    agent = AgentConfig(2, 2, call=constant, result=LengthConfig("constant", 11), tool_time_s=0.5)
+    trace = generate(
+        SyntheticConfig(num_requests=30, max_turns=1, agent=agent, output=LengthConfig("constant", 100)), 1
+    )
+    one = [row for row in trace if row.session_id == "s0"]
+    assert [row.num_output_tokens for row in one] == [7, 7, 100]
+    assert [b.num_prompt_tokens - a.num_prompt_tokens for a, b in itertools.pairwise(one)] == [18, 18]
+    assert [row.think_ns is None for row in one] == [True, False, False]
+
+
+def test_tenants_have_a_mix_of_their_own_and_share_the_rate():
+    tenants = (
+        {"name": "chat", "share": 3, "max_turns": 4},
+        {"name": "batch", "prompt": {"kind": "constant", "value": 9}},
+    )
+    trace = generate(SyntheticConfig(num_requests=400, tenants=tenants), 1)
+    by_tenant = {name: [row for row in trace if row.tenant == name] for name in ("chat", "batch")}
+    assert {name: len(rows) for name, rows in by_tenant.items()} == {"chat": 300, "batch": 100}
+    assert {row.num_prompt_tokens for row in by_tenant["batch"]} == {9}
+    other = generate(SyntheticConfig(num_requests=400, tenants=({**tenants[0], "max_turns": 2}, tenants[1])), 1)
+    assert [r for r in other if r.tenant == "batch"] == by_tenant["batch"], "one tenant's knob leaves the others alone"
+
+
+@given(st.sampled_from(["rate", "output", "think_time_s", "rag", "agent", "num_tenants"]))
+def test_a_knob_changes_only_what_it_is_about(knob):
+    from dataclasses import replace
+
+    from testbed.traces.generator_config import AgentConfig
+
+    base = SyntheticConfig(num_requests=50)
+    value = {"rate": 9.0, "output": LengthConfig("constant", 5), "think_time_s": 99.0, "rag": rag(5, 2),
+             "agent": AgentConfig(), "num_tenants": 3}[knob]  # fmt: skip
+    one, two = generate(base, 4), generate(replace(base, **{knob: value}), 4)
+    for a, b in zip(one, two, strict=True):
+        assert knob == "rate" or a.arrival_ns == b.arrival_ns
+        assert knob == "output" or a.num_output_tokens == b.num_output_tokens
+        assert a.prompt[-1].length == b.prompt[-1].length

@@ -1,0 +1,206 @@
+"""A streamed trace is the whole trace, row for row; the inbox serves both alike, and holds only what is live."""
+
+from dataclasses import replace
+from heapq import heappop, heappush
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testbed.errors import TraceError
+from testbed.interfaces import Abort
+from testbed.plan import Finished, FinishReason
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.generator_config import AgentConfig, FewShotConfig, RagConfig
+from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream_generated
+from testbed.traces.inbox import READ_AHEAD, TraceInbox
+from testbed.traces.readers import open_trace, read_trace
+from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.stream import CountedTrace, OutOfOrderError, StreamedTrace, whole
+
+SHORT = LengthConfig("uniform", min_tokens=1, max_tokens=20)
+
+configs = st.builds(
+    SyntheticConfig,
+    num_requests=st.integers(1, 60),
+    arrival=st.sampled_from(SyntheticConfig.kinds()),
+    rate=st.sampled_from([0.1, 2.0, 100.0]),
+    num_users=st.integers(1, 7),
+    prompt=st.just(SHORT),
+    output=st.just(SHORT),
+    max_turns=st.integers(1, 4),
+    closed_loop=st.booleans(),
+    think_time_s=st.sampled_from([0.0, 1.0, 30.0]),
+    max_session_tokens=st.sampled_from([None, 120]),
+    num_system_prompts=st.integers(0, 2),
+    system_prompt_tokens=st.just(9),
+    few_shot=st.sampled_from([FewShotConfig(), FewShotConfig(2, 2, SHORT)]),
+    rag=st.sampled_from([RagConfig(), RagConfig(5, 2, SHORT)]),
+    agent=st.sampled_from([AgentConfig(), AgentConfig(0, 3, SHORT, SHORT)]),
+    num_tenants=st.integers(0, 2),
+    tenants=st.sampled_from([(), ({"name": "a", "share": 2, "max_turns": 3}, {"name": "b", "closed_loop": False})]),
+)
+
+
+@given(configs, st.integers(0, 3))
+def test_a_generated_stream_has_the_rows_of_the_whole_trace(config, seed):
+    stream = stream_generated(config, seed)
+    trace = generate(config, seed)
+    assert tuple(stream) == trace.rows
+    assert tuple(stream) == trace.rows, "it can be gone through again"
+    counted = CountedTrace(stream)
+    assert counted.fingerprint is None
+    assert len(list(counted)) == counted.num_requests == len(trace)
+    assert counted.fingerprint == fingerprint(trace)
+
+
+def serve(trace, durations, reasons):
+    """What an inbox delivers to a server that takes durations[k] ns for its k-th request."""
+    box = TraceInbox(trace, 100)
+    live: list = []
+    requests: dict = {}
+    log = []
+    now = num = 0
+    while True:
+        instants = [at for at in (box.next_ns(), live[0][0] if live else None) if at is not None]
+        if not instants:
+            break
+        now = max(now, min(instants))
+        while live and live[0][0] <= now:
+            _, k, request = heappop(live)
+            if request.request_id in requests:
+                del requests[request.request_id]
+                box.finished([Finished(request, reasons[k % len(reasons)], "", 1, ())], now)
+        for event in box.due(now):
+            if isinstance(event, Abort):
+                request = requests.pop(event.request_id)
+                box.finished([Finished(request, FinishReason.ABORT, "", 0, ())], now)
+                log.append((now, "abort", event.request_id))
+                continue
+            log.append((now, event.request))
+            requests[event.request.request_id] = event.request
+            heappush(live, (now + durations[num % len(durations)], num, event.request))
+            num += 1
+        box.check_invariants()
+    assert box.num_remaining == 0
+    return log, sorted(box.unsent_ids)
+
+
+@given(
+    configs,
+    st.lists(st.integers(1, 10**10), min_size=1, max_size=9),
+    st.lists(st.sampled_from([*[FinishReason.LENGTH] * 6, FinishReason.IGNORED, FinishReason.ABORT]), min_size=1),
+)
+def test_the_inbox_serves_a_stream_as_it_serves_the_whole_trace(config, durations, reasons):
+    counted = CountedTrace(stream_generated(config, 1))
+    trace = generate(config, 1)
+    assert serve(counted, durations, reasons) == serve(trace, durations, reasons)
+    assert counted.fingerprint == fingerprint(trace), "read to its end"
+
+
+@pytest.mark.parametrize(
+    ("more", "at_most"),
+    [({}, 2 * READ_AHEAD), ({"max_turns": 4}, 400), ({"arrival": "closed_loop", "num_users": 8}, 200)],
+)
+def test_memory_follows_what_is_live_and_not_the_trace(more, at_most):
+    config = SyntheticConfig(num_requests=5000, rate=10.0, prompt=SHORT, output=SHORT, think_time_s=1.0, **more)
+    box = TraceInbox(stream_generated(config, 1), 100)
+    now, peak, live = 0, 0, []
+    while live or box.next_ns() is not None:
+        wake = box.next_ns()
+        now = live[0][0] if live and (wake is None or live[0][0] <= wake) else wake
+        while live and live[0][0] <= now:
+            box.finished([Finished(heappop(live)[2], FinishReason.LENGTH, "", 1, ())], now)
+        for number, event in enumerate(box.due(now)):
+            heappush(live, (now + 2 * 10**9, box.num_delivered + number / 1e6, event.request))
+        peak = max(peak, len(box._rows) + len(box._ahead) + len(box._last_turn) + len(box._made))
+    assert box.num_delivered == 5000
+    assert peak <= at_most
+
+
+def row(name, at, **more):
+    return TraceRequest(name, at, (Span(1, 0, 5),), Span(1, 5, 2), **more)
+
+
+def test_a_stream_out_of_order_is_refused_where_it_goes_back():
+    stream = StreamedTrace("x", lambda: iter([row("a", 5, place="f:1"), row("b", 4, place="f:2")]))
+    with pytest.raises(OutOfOrderError, match=r"f:2: the row arrives at 4e-09 s, before .* set trace\.stream=false"):
+        list(stream)
+    assert [r.request_id for r in whole(Trace("x", (row("a", 5),)))] == ["a"]
+
+
+def test_a_stream_without_rows_says_what_was_done_to_it():
+    with pytest.raises(TraceError, match=r"'x' has no requests; expected at least one \(after: cut\)"):
+        list(StreamedTrace("x", lambda: iter(()), ("cut",)))
+
+
+def test_a_closed_loop_turn_away_from_the_turn_before_is_refused():
+    rows = [row("a", 0, session_id="s", turn=0), row("b", 9, session_id="s", turn=1, think_ns=1)]
+    box = TraceInbox(StreamedTrace("x", lambda: iter(rows)), 10)
+    with pytest.raises(TraceError, match="closed-loop turn 1 of 's' does not follow the turn before it"):
+        box.due(10)
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:{i // 60:02}:{i % 60:02}.5,{i + 1},{i + 2}\n" for i in range(300)
+)
+BURST = "Timestamp,Request tokens,Response tokens\n" + "".join(f"{i / 7},{i + 1},{i % 3}\n" for i in range(50))
+MOON = "".join(
+    f'{{"timestamp": {i * 50}, "input_length": {600 + i}, "output_length": 3, "hash_ids": [1, {i}]}}\n'
+    for i in range(50)
+)
+LENGTHS = "num_prefill_tokens,num_decode_tokens,num_total_tokens\n" + "".join(
+    f"{i},{i},{i + i}\n" for i in range(1, 50)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("azure", AZURE), ("burstgpt", BURST), ("mooncake", MOON), ("lengths", LENGTHS)]
+)
+def test_files_are_the_same_read_whole_and_row_by_row(tmp_path, name, text):
+    file = tmp_path / "trace"
+    file.write_text(text)
+    for limit in (None, 20):
+        stream = open_trace(name, file, limit, stream=True)
+        assert isinstance(stream, StreamedTrace)
+        assert tuple(stream) == read_trace(name, file, limit).rows
+
+
+def test_a_large_file_out_of_order_is_read_whole_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("testbed.traces.readers.MAX_WHOLE_BYTES", 100)
+    head, *lines = AZURE.splitlines()
+    file = tmp_path / "a.csv"
+    file.write_text(AZURE)
+    stream = open_trace("azure", file)
+    assert isinstance(stream, StreamedTrace)
+    assert stream.num_requests == 300
+    file.write_text("\n".join([head, *lines[1:5], lines[0], *lines[5:]]))
+    trace = open_trace("azure", file)
+    assert isinstance(trace, Trace)
+    assert trace.notes == ("1 rows were out of order and were sorted",)
+    with pytest.raises(OutOfOrderError, match=r"a\.csv:6"):
+        list(open_trace("azure", file, stream=True))
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**62), st.text("0123456789", min_size=1, max_size=7))
+def test_quick_and_general_instants_agree(seed, fraction):
+    from testbed.traces.readers.azure import _quick_instant, parse_instant
+
+    day, second = seed % 28 + 1, seed % 60
+    text = f"2024-02-{day:02} {seed % 24:02}:{seed % 59:02}:{second:02}.{fraction}"
+    assert _quick_instant(text, {}) == parse_instant(text, "", "")
+    assert _quick_instant(text.replace("2024", "2024x"), {}) is None
+
+
+def test_the_short_form_of_the_fingerprint_is_that_of_the_long_form():
+    from testbed.traces import fingerprint as module
+
+    plain = row("a\u00e9", 7, priority=-3)
+    assert module._encode_plain(plain, plain.prompt[0], plain.output) == module._encode(plain)
+    general = b"".join([
+        module._text(plain.request_id), b"--", module._number(7), module._number(-3), b"---",
+        module._content(plain.prompt), module._content((plain.output,)),
+    ])  # fmt: skip
+    assert module._encode(plain) == general
+    assert module._encode(replace(plain, tenant="t")) != general

@@ -1,0 +1,88 @@
+"""A frozen trace is read back exactly, whole or row by row, and a file that was changed is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.errors import TraceError
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.frozen import freeze_trace, frozen_info
+from testbed.traces.generators import SyntheticConfig, generate, stream_generated
+from testbed.traces.readers import open_trace, read_csv_trace, read_jsonl, read_trace
+from testbed.traces.schema import Trace
+from testbed.traces.serialize import row_from_json, row_to_json, write_csv, write_jsonl
+from testbed.traces.stream import StreamedTrace
+from testbed.traces.transforms import scale_rate
+
+pytest.importorskip("pyarrow")
+CHAT = SyntheticConfig(num_requests=70, max_turns=4, num_system_prompts=2, num_tenants=2)
+
+
+@pytest.mark.parametrize("arrival", ["poisson", "closed_loop"])
+def test_a_frozen_trace_keeps_rows_name_notes_and_fingerprint(tmp_path, arrival):
+    source = scale_rate(stream_generated(SyntheticConfig(num_requests=70, max_turns=3, arrival=arrival), 3), 2.0)
+    info = freeze_trace(source, tmp_path / "t.parquet")
+    assert frozen_info(tmp_path / "t.parquet") == info
+    trace = read_trace("parquet", tmp_path / "t.parquet")
+    assert (trace.name, trace.notes, fingerprint(trace)) == ("synthetic", ("arrival rate x 2",), info.fingerprint)
+    assert info.fingerprint == fingerprint(source)
+    stream = open_trace("parquet", tmp_path / "t.parquet", stream=True)
+    assert isinstance(stream, StreamedTrace)
+    assert (stream.num_requests, stream.closed_tail) == (70, arrival == "closed_loop")
+    assert tuple(stream) == trace.rows
+    assert len(read_trace("parquet", tmp_path / "t.parquet", limit=10)) == 10
+
+
+def test_a_frozen_file_that_was_changed_is_refused(tmp_path):
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "t.parquet"
+    freeze_trace(generate(CHAT, 3), file)
+    table = pq.read_table(file)
+    pq.write_table(table.slice(1), file)
+    with pytest.raises(TraceError, match=r"t\.parquet: 69 requests with fingerprint .* but 70 with .* were frozen"):
+        read_trace("parquet", file)
+    with pytest.raises(TraceError, match="freeze the trace again"):
+        list(open_trace("parquet", file, stream=True))
+    pq.write_table(table.replace_schema_metadata({b"testbed.trace": b"{"}), file)
+    with pytest.raises(TraceError, match="its metadata is damaged"):
+        read_trace("parquet", file)
+    pq.write_table(table.replace_schema_metadata(None), file)
+    assert read_trace("parquet", file).name == "parquet"  # our own schema, no longer frozen
+
+
+def test_a_freeze_that_fails_leaves_no_file(tmp_path):
+    def broken():
+        yield from generate(CHAT, 1).rows[:5]
+        raise TraceError("the disk fell out")
+
+    with pytest.raises(TraceError, match="fell out"):
+        freeze_trace(StreamedTrace("x", broken), tmp_path / "t.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.zst"])
+def test_jsonl_is_written_and_read_back(tmp_path, name):
+    trace = generate(CHAT, 3)
+    write_jsonl(stream_generated(CHAT, 3), tmp_path / name)
+    assert fingerprint(read_jsonl(tmp_path / name)) == fingerprint(trace)
+
+
+@given(st.integers(0, 5), st.booleans())
+def test_csv_and_exact_parts_lose_nothing(seed, exact):
+    import tempfile
+    from array import array
+    from dataclasses import replace
+    from pathlib import Path
+
+    from testbed.traces.schema import TokenIds
+
+    rows = list(generate(CHAT, seed).rows)
+    ids = TokenIds(array("i", [1, 2, 3]))
+    rows[0] = replace(rows[0], prompt=(ids,), output=ids, priority=2, cancel_after_ns=5, deadline_ns=7, cache_salt="s")
+    trace = Trace("x", tuple(rows))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "t.csv.gz"
+        write_csv(trace, file)
+        assert fingerprint(read_csv_trace(file)) == fingerprint(trace)
+    assert [row_from_json(row_to_json(row, exact_parts=exact)) for row in rows] == rows

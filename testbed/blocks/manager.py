@@ -68,8 +68,9 @@ class BlockManager:
         self._tables: dict[int, list[int]] = {}
         self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction)
         self._prefixes = PrefixSharing(
-            self._gpu, self._tables, key_source, block_size=block_size, rules=rules, isolate_tenants=isolate_tenants
-        )
+            self._gpu, self._tables, key_source, block_size=block_size, rules=rules, isolate_tenants=isolate_tenants,
+            sliding_window=sliding_window,
+        )  # fmt: skip
         self._swap = SwapSpace(num_cpu_blocks, by_content=self._prefixes.is_merged)
         # what sequences share is the business of PrefixSharing; these are its methods
         self.lookup = self._prefixes.lookup

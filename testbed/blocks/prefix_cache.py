@@ -3,11 +3,15 @@
 An entry stands for one prefix: a full block's content after the entry of the block before it. It is found by its 64-bit
 key and then confirmed: same content, same parent entry. As parents are confirmed in turn, a collision of keys can never
 join two users' KV. Several blocks may hold the same content (two sequences computed it side by side); each is listed.
+
+Most prefixes are never asked for by anyone else. As long as one sequence alone has published a first block of its key,
+all that it publishes is one `LonePrefix`, and nothing is hashed but that first block.
 """
 
 from __future__ import annotations
 
 from testbed.blocks.eviction import EvictionPolicy
+from testbed.sequence import Sequence
 
 
 class CacheEntry:
@@ -26,16 +30,39 @@ class CacheEntry:
         self.is_computed = True  # False: allocated for this content by the step being planned
 
 
+class LonePrefix:
+    """The first `num_blocks` blocks of a table, whose content no other blocks have: entries that are not yet made.
+
+    They are given up from the deepest on, as LRU does. salt: of the keys, which are made from the sequence's tokens.
+    """
+
+    __slots__ = ("key", "num_blocks", "salt", "seq", "table")
+
+    def __init__(self, key: int, seq: Sequence, table: list[int], salt: str) -> None:
+        self.key = key  # of its first block
+        self.seq = seq
+        self.table = table
+        self.salt = salt
+        self.num_blocks = 0
+
+
 class PrefixCache:
     """Content of blocks, by key."""
 
-    __slots__ = ("entries", "entry_of", "evictable", "num_cached_blocks")
+    __slots__ = ("entries", "entry_of", "evictable", "lone", "num_cached_blocks")
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy) -> None:
         self.entries: dict[int, CacheEntry] = {}  # by key
-        self.entry_of: list[CacheEntry | None] = [None] * num_blocks
+        self.lone: dict[int, LonePrefix] = {}  # by the key of the first block, which no entry has
+        self.entry_of: list[CacheEntry | LonePrefix | None] = [None] * num_blocks
         self.evictable = eviction  # free blocks whose content may still be hit
         self.num_cached_blocks = 0
+
+    def entry(self, block: int) -> CacheEntry | None:
+        """What the block holds, if anything. Its prefix is not kept as a lone one."""
+        entry = self.entry_of[block]
+        assert type(entry) is not LonePrefix, f"block {block} is part of a lone prefix"
+        return entry  # type: ignore[return-value]  # mypy narrows by isinstance alone, which costs more
 
     def find(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
         """The entry of this content after `parent`, if a block holds it."""
@@ -104,6 +131,24 @@ class PrefixCache:
         self.num_cached_blocks += len(blocks)
         return parent
 
+    def extend_lone(self, lone: LonePrefix, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of its table hold the prefix."""
+        entry_of = self.entry_of
+        for block in lone.table[lone.num_blocks : num_blocks]:
+            assert entry_of[block] is None, f"block {block} is published twice"
+            entry_of[block] = lone
+        self.num_cached_blocks += num_blocks - lone.num_blocks
+        lone.num_blocks = num_blocks
+
+    def part(self, lone: LonePrefix) -> list[int]:
+        """The prefix is no longer kept as one; its blocks, which hold nothing until they are published."""
+        blocks = lone.table[: lone.num_blocks]
+        del self.lone[lone.key]
+        for block in blocks:
+            self.entry_of[block] = None
+        self.num_cached_blocks -= len(blocks)
+        return blocks
+
     def _alive(self, entry: CacheEntry) -> CacheEntry:
         """The entry that stands for this prefix now: it may have died with a block that took its own one's place."""
         dead: list[CacheEntry] = []
@@ -138,6 +183,13 @@ class PrefixCache:
                 continue
             entry_of[block] = None
             num_forgotten += 1
+            if type(entry) is LonePrefix:
+                entry.num_blocks -= 1
+                assert entry.table[entry.num_blocks] == block, "the deepest block goes first"
+                if not entry.num_blocks:
+                    del self.lone[entry.key]
+                continue
+            assert isinstance(entry, CacheEntry)
             entry.blocks.remove(block)
             while entry is not None and not entry.num_children and not entry.blocks:
                 del entries[entry.key]
@@ -149,7 +201,13 @@ class PrefixCache:
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]
         assert len(held) == self.num_cached_blocks
-        assert sum(len(entry.blocks) for entry in self.entries.values()) == len(held)
+        num_lone = sum(lone.num_blocks for lone in self.lone.values())
+        assert sum(len(entry.blocks) for entry in self.entries.values()) + num_lone == len(held)
+        for key, lone in self.lone.items():
+            assert lone.key == key
+            assert key not in self.entries, "it is not alone"
+            assert lone.num_blocks
+            assert all(self.entry_of[block] is lone for block in lone.table[: lone.num_blocks])
         for key, entry in self.entries.items():
             assert entry.key == key
             assert entry.blocks or entry.num_children, "an entry that stands for nothing"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.gpu_blocks import GPUBlocks
-from testbed.blocks.keys import KeySource
-from testbed.blocks.prefix_cache import CacheEntry
+from testbed.blocks.keys import KeySource, TokenKeys
+from testbed.blocks.prefix_cache import CacheEntry, LonePrefix
 from testbed.blocks.swap_space import Content
 from testbed.sequence import Sequence
 
@@ -29,20 +29,23 @@ NO_HIT = PrefixHit(0, [], 0)
 
 
 class _Chain:
-    """Keys of a sequence's full blocks, and how many of its blocks are published (`entry` is the last one's)."""
+    """Keys of a sequence's full blocks, and how many of its blocks are published (`entry` is the last one's, or they
+    are a lone prefix together)."""
 
-    __slots__ = ("contents", "entry", "frozen", "is_broken", "keys", "num_published")
+    __slots__ = ("contents", "entry", "frozen", "is_broken", "keys", "lone", "num_published")
 
     def __init__(self) -> None:
         self.keys: list[int] = []
         self.contents: list[bytes] = []
         self.num_published = 0
         self.entry: CacheEntry | None = None
+        self.lone: LonePrefix | None = None
         self.is_broken = False  # a key collision: what follows cannot be cached
         self.frozen: int | None = None  # the hit in tokens that was found first, where the rules keep it
 
     def start(self, num_published: int, entry: CacheEntry | None) -> None:
         self.num_published, self.entry, self.is_broken = num_published, entry, False
+        self.lone = None
 
     def copy(self) -> _Chain:
         twin = _Chain()
@@ -66,6 +69,7 @@ class PrefixSharing:
         block_size: int,
         rules: KVRules,
         isolate_tenants: bool,
+        sliding_window: int | None = None,
     ) -> None:
         self.num_queried_tokens = 0  # of first admissions
         self.num_hit_tokens = 0
@@ -79,6 +83,10 @@ class PrefixSharing:
         self._isolate_tenants = isolate_tenants
         self._is_newest_found = rules.duplicates == "replaced"
         self._counts_hits = type(gpu.evictable) not in (LRU, LRUByLastStep)
+        # what goes by the order of LRU, one block a content; keys that may collide by design are all kept
+        self._keeps_lone = (
+            gpu.is_lru and rules.duplicates == "listed" and sliding_window is None and type(keys) is TokenKeys
+        )
         self._chains: dict[int, _Chain] = {}
         self._fresh: list[CacheEntry] = []  # allocated for their content by the step being planned
 
@@ -95,7 +103,10 @@ class PrefixSharing:
         num_tokens = seq.num_tokens
         is_capped = self._rules.hit_cap == "last_block"
         max_blocks = (num_tokens - 1 if is_capped else num_tokens) // self._block_size
-        chain = self._chain(seq, max_blocks)
+        chain = self._chain(seq, min(1, max_blocks))
+        if self._keeps_lone and not (max_blocks and self._is_known(chain.keys[0])):
+            return NO_HIT
+        self._chain(seq, max_blocks)
         if self._rules.hits_frozen:
             if chain.frozen is None:
                 chain.frozen = self._num_computed_blocks(chain, max_blocks) * self._block_size
@@ -139,7 +150,7 @@ class PrefixSharing:
             self._gpu.reference(block)
         if self._keys is not None:
             chain = self._chains[seq.seq_id]
-            chain.start(len(hit.blocks), self._cache.entry_of[hit.blocks[-1]] if hit.blocks else None)
+            chain.start(len(hit.blocks), self._cache.entry(hit.blocks[-1]) if hit.blocks else None)
             if self._counts_hits:
                 for block in hit.blocks:
                     self._gpu.evictable.hit(block)
@@ -155,6 +166,11 @@ class PrefixSharing:
         chain = self._chains[seq.seq_id]
         if num_full <= chain.num_published or chain.is_broken:
             return
+        if chain.lone is not None or (self._keeps_lone and not chain.num_published and self._is_alone(seq, chain)):
+            assert chain.lone is not None
+            self._cache.extend_lone(chain.lone, num_full)
+            chain.num_published = num_full
+            return
         self._chain(seq, num_full)
         table, cache = self._tables[seq.seq_id], self._cache
         if not (self.is_merged or self._is_newest_found):
@@ -166,7 +182,7 @@ class PrefixSharing:
                 chain.entry, chain.num_published = newest, num_full
                 return
         for index in range(chain.num_published, num_full):
-            entry = cache.entry_of[table[index]]
+            entry = cache.entry(table[index])
             if entry is None:
                 if self.is_merged:
                     entry = self._merge(table, index, chain)
@@ -194,6 +210,10 @@ class PrefixSharing:
             seq_id = seq.seq_id
             table, chain = tables[seq_id], chains[seq_id]
             index = len(table) - 1  # without lookahead the block that is filled is the last one
+            if chain.lone is not None:
+                cache.extend_lone(chain.lone, index + 1)
+                chain.num_published = index + 1
+                continue
             parent = chain.entry
             if chain.num_published == index and parent is not None and not chain.is_broken:
                 # keys of the chain are left as they are: they are made up for if the sequence is looked up again
@@ -213,6 +233,8 @@ class PrefixSharing:
         if self._keys is None:
             return
         chain, table = self._chains[seq.seq_id], self._tables[seq.seq_id]
+        if chain.lone is not None:
+            self._part(chain.lone)
         num_full = num_tokens // self._block_size
         for index in range(chain.num_published - 1, num_full - 1, -1):
             block = table[index]
@@ -222,7 +244,7 @@ class PrefixSharing:
             if self._cache.entry_of[block] is not None:  # None: another block with its content took its place
                 self._cache.forget(block)
             chain.num_published = index
-            chain.entry = self._cache.entry_of[table[index - 1]] if index else None
+            chain.entry = self._cache.entry(table[index - 1]) if index else None
             chain.is_broken = chain.is_broken or (index > 0 and chain.entry is None)
 
     def planned(self) -> None:
@@ -230,6 +252,39 @@ class PrefixSharing:
         for entry in self._fresh:
             entry.is_computed = True
         self._fresh = []
+
+    # --- prefixes that one sequence alone has ---
+
+    def _is_known(self, key: int) -> bool:
+        """Whether a prefix begins with this block. One that was alone is no more: somebody asks."""
+        lone = self._cache.lone.get(key)
+        if lone is not None:
+            self._part(lone)
+        return key in self._cache.entries
+
+    def _is_alone(self, seq: Sequence, chain: _Chain) -> bool:
+        """Whether nobody has published this sequence's first block: then all that it publishes is kept as one."""
+        key = self._chain(seq, 1).keys[0]
+        if self._is_known(key):
+            return False
+        chain.lone = LonePrefix(key, seq, self._tables[seq.seq_id], self.salt_of(seq))
+        self._cache.lone[key] = chain.lone
+        return True
+
+    def _part(self, lone: LonePrefix) -> None:
+        """Publishes the blocks of a prefix that was alone one by one."""
+        assert self._keys is not None
+        keys: list[int] = []
+        contents: list[bytes] = []
+        self._keys.extend(keys, contents, lone.seq.tokens, lone.num_blocks, lone.salt)
+        blocks = self._cache.part(lone)
+        newest = self._cache.publish_new(blocks, keys, contents, None)
+        chain = self._chains.get(lone.seq.seq_id)
+        if chain is None or chain.lone is not lone:
+            return
+        chain.lone, chain.entry = None, newest
+        if newest is None:  # a collision of keys
+            chain.num_published, chain.is_broken = 0, True
 
     # --- merged content ---
 
@@ -321,6 +376,9 @@ class PrefixSharing:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child's blocks are its parent's."""
         if parent.seq_id in self._chains:
+            lone = self._chains[parent.seq_id].lone
+            if lone is not None:
+                self._part(lone)
             self._chains[child.seq_id] = self._chains[parent.seq_id].copy()
 
     def restart(self, seq: Sequence) -> None:
@@ -339,7 +397,7 @@ class PrefixSharing:
         """The sequence holds no blocks: its hit is looked up anew."""
         chain = self._chains.get(seq.seq_id)
         if chain is not None:
-            chain.frozen = None
+            chain.frozen = chain.lone = None
 
     def forget(self, seq: Sequence) -> None:
         """The sequence will not come back."""

@@ -162,16 +162,19 @@ def test_an_abort_follows_its_request(fast: bool) -> None:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_steps_that_are_over_count_when_a_router_looks(fast: bool) -> None:
-    """At 35, three steps of a prompt of 2 are over: 5 known tokens, in 2 blocks of 4. At 40 a fourth is over, and
-    the one after it is not planned yet."""
-    inbox = Sessions([request("a", 0, 9), request("b", 35, 1), request("c", 40, 1)], [], {})
-    watched = Watched(To(a=0, b=1, c=1))
+    """A prompt of 2: after 3 steps 4 tokens are computed and 5 known. At 30 the third is over, and the next not yet
+    planned: one block of 4 is held, and full, so it is cached. At 35 the fourth step has its second block."""
+    same = replace(request("same", 30, 1), prompt_token_ids=[2, 3, 0, 0, 9])
+    inbox = Sessions([request("a", 0, 9), same, request("other", 35, 1, num_prompt=5), request("c", 40, 1)], [], {})
+    watched = Watched(To(a=0, same=1, other=1, c=1))
     fleet_of(inbox, watched, 2, fast=fast)
-    (_, _, at_start), (_, _, at_35), (_, _, at_40) = watched.seen
-    assert at_start == [(0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)]
-    assert at_35[0][:5] == (1, 0, 1, 5, 2)
+    at_0, at_30, at_35, at_40 = (views for _, _, views in watched.seen)
+    assert at_0 == [(0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)]
+    assert at_30[0] == (1, 0, 1, 5, 1, 4)
+    assert at_35[0] == (1, 0, 1, 5, 2, 0), "another prompt, and nothing is left of the look before"
     assert at_40[0][:5] == (1, 0, 1, 6, 2)
-    assert at_40[1][:5] == (1, 0, 1, 2, 1)
+    assert at_35[1][:4] == (1, 0, 1, 5), "it is asked before what is sent now"
+    assert at_40[1][:4] == (1, 1, 0, 5), "seen at 40, when its step is over"
 
 
 # --- ends and errors ---

@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from typing import NamedTuple
 
-from xxhash import xxh64_intdigest
-
 from sim.cost.base import CostModel, price_decodes
 from testbed.errors import RequestError
 from testbed.plan import BatchPlan, BatchShape, Outcome, ScheduledSequence, Spans
+from testbed.streams import draw
 
 
 class SimWork(NamedTuple):
@@ -62,7 +61,7 @@ class SimBackend:
 
     def of_replica(self, number: int) -> SimBackend:
         """The same prices for another replica, with draws of its own; replica 0 has this one's."""
-        seed = xxh64_intdigest(f"replica/{self._seed}/{number}".encode()) if number else self._seed
+        seed = draw(self._seed, "replica", number) if number else self._seed
         return SimBackend(
             self.cost, seed=seed, vocab_size=self._vocab_size, eos_token_id=self._eos_token_id,
             schedule_ns=self._schedule_ns, schedule_ns_per_seq=self._schedule_ns_per_seq,
@@ -103,19 +102,19 @@ class SimBackend:
         rows = [row for row in plan.scheduled if row.samples and not row.forced]
         assert all(row.sampling.beam_width for row in rows), "the simulator draws for beams alone"
         outcomes: list[Outcome] = []
-        for group_id, members in groupby(rows, key=lambda row: row.group_id):
-            outcomes += self._part(group_id, list(members))
+        for _, members in groupby(rows, key=lambda row: row.group_id):
+            outcomes += self._part(list(members))
         return tuple(outcomes) or None
 
-    def _part(self, group_id: int, rows: list[ScheduledSequence]) -> list[Outcome]:
+    def _part(self, rows: list[ScheduledSequence]) -> list[Outcome]:
         """How the beams of one group go on."""
         position = rows[0].start + rows[0].num_tokens
         assert all(row.start + row.num_tokens == position for row in rows), "the beams of a group are of one length"
         num_children = [0] * len(rows)
         for beam in range(rows[0].sampling.beam_width):
-            num_children[self._draw(group_id, position, beam) % len(rows)] += 1
+            num_children[self._draw(rows[0], position, beam) % len(rows)] += 1
         return [
-            _outcome(row.seq_id, self._tokens(row, self._draw(group_id, position, ~index), num))
+            _outcome(row.seq_id, self._tokens(row, self._draw(rows[0], position, ~index), num))
             for index, (row, num) in enumerate(zip(rows, num_children, strict=True))
         ]
 
@@ -129,9 +128,11 @@ class SimBackend:
                 tokens.append(token)
         return tuple(tokens)
 
-    def _draw(self, group_id: int, position: int, index: int) -> int:
-        """64 random bits."""
-        return xxh64_intdigest(f"{self._seed} {group_id} {position} {index}".encode())
+    def _draw(self, row: ScheduledSequence, position: int, index: int) -> int:
+        """64 random bits: by the request's seed (experiments/seeds.py), else by the group's number."""
+        if row.sampling.seed is not None:
+            return draw(row.sampling.seed, "beams", position, index)
+        return draw(self._seed, "beams of group", row.group_id, position, index)
 
 
 def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:

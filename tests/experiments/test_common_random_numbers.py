@@ -106,7 +106,6 @@ def test_requests_that_sample_have_seeds_of_their_own_under_every_policy(tmp_pat
     assert set(greedy.sampling_seeds.values()) == {None}
 
 
-@pytest.mark.xfail(reason="sim/backend.py draws by group id, which the core deals out as requests come", strict=False)
 def test_beams_part_alike_under_every_policy(tmp_path: Path) -> None:
     beams = {"sampling__beam_width": 3, "cache__num_cpu_blocks": 64, "cache__num_gpu_blocks": 200}
     arms = ("baseline", "another composition", "another cost model")

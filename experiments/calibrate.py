@@ -6,6 +6,7 @@ scheduling, input preparation, forward pass, sampling, host overheads.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
@@ -61,7 +62,7 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
     assert isinstance(config.backend, RealConfig)
     is_cpu = resolve_device(config.backend.device).type == "cpu"
     return ProfileManifest(
-        device="cpu" if is_cpu else config.device.name,
+        device="cpu" if is_cpu else library_name(backend.device_description, config.device.name),
         device_description=backend.device_description,
         driver="" if is_cpu else describe_driver(),
         versions=describe_versions(),
@@ -75,6 +76,20 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command,
     )
+
+
+def library_name(description: str, otherwise: str) -> str:
+    """The name in the device library of what a driver calls, say, `NVIDIA H100 80GB HBM3`."""
+    for words, name in _LIBRARY_NAMES.items():
+        if re.search(rf"\b{words}\b", description, re.IGNORECASE):
+            return name
+    return otherwise
+
+
+_LIBRARY_NAMES = {
+    "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "L40S": "l40s", "RTX 4090": "rtx4090",
+    "RTX PRO 6000": "rtx_pro_6000", "MI300X": "mi300x", "T4": "t4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,28 +175,43 @@ class PrefixCache:
 
     def forget_all(self, blocks: list[int]) -> None:
         """These blocks, in this order, no longer hold what they hold, if anything."""
-        entries, entry_of = self.entries, self.entry_of
-        num_forgotten = 0
-        for block in blocks:
-            entry = entry_of[block]
-            if entry is None:
-                continue
-            entry_of[block] = None
-            num_forgotten += 1
+        entry_of = self.entry_of
+        index = 0
+        while index < len(blocks):
+            entry = entry_of[blocks[index]]
             if type(entry) is LonePrefix:
-                entry.num_blocks -= 1
-                assert entry.table[entry.num_blocks] == block, "the deepest block goes first"
-                if not entry.num_blocks:
-                    del self.lone[entry.key]
+                index += self._shorten(entry, blocks[index : index + entry.num_blocks])
                 continue
-            assert isinstance(entry, CacheEntry)
-            entry.blocks.remove(block)
-            while entry is not None and not entry.num_children and not entry.blocks:
-                del entries[entry.key]
-                entry = entry.parent
-                if entry is not None:
-                    entry.num_children -= 1
-        self.num_cached_blocks -= num_forgotten
+            if entry is not None:
+                assert isinstance(entry, CacheEntry)
+                self._leave(entry, blocks[index])
+            index += 1
+
+    def _shorten(self, lone: LonePrefix, blocks: list[int]) -> int:
+        """Forgets those of these blocks, in order, that are the deepest of the prefix; returns how many."""
+        num_left = lone.num_blocks - len(blocks)
+        if blocks != lone.table[num_left : lone.num_blocks][::-1]:
+            assert blocks[0] == lone.table[lone.num_blocks - 1], "the deepest block goes first"
+            blocks, num_left = blocks[:1], lone.num_blocks - 1
+        for block in blocks:
+            self.entry_of[block] = None
+        self.num_cached_blocks -= len(blocks)
+        lone.num_blocks = num_left
+        if not num_left:
+            del self.lone[lone.key]
+        return len(blocks)
+
+    def _leave(self, entry: CacheEntry, block: int) -> None:
+        """The block holds this content no more; entries that stand for nothing go."""
+        self.entry_of[block] = None
+        self.num_cached_blocks -= 1
+        entry.blocks.remove(block)
+        left: CacheEntry | None = entry
+        while left is not None and not left.num_children and not left.blocks:
+            del self.entries[left.key]
+            left = left.parent
+            if left is not None:
+                left.num_children -= 1
 
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]

@@ -26,11 +26,12 @@ import pandas as pd
 
 from analysis.checks import run_checks
 from analysis.frames import BoolArray, FloatArray, as_frame, json_safe, numbers, texts, token_lists
-from analysis.occupancy import run_end_ns, step_metrics
+from analysis.occupancy import run_end_ns
+from analysis.replicas import describe_replicas, fleet_step_metrics, split
 from analysis.statistics import wilson
 from analysis.survival import distribution
 
-SUMMARY_VERSION = 3
+SUMMARY_VERSION = 4
 COMPLETED = ("stop", "length")
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
@@ -156,6 +157,8 @@ def summarise(
     duration_s = max(end_ns - start_ns, 0.0) / 1e9
     metrics = request_metrics(kept)
     limits = SLO.parse(slo)
+    parts = split(frame, step_frame, manifest)
+    of_steps, of_each = fleet_step_metrics(parts, manifest.get("num_gpu_blocks"), start_ns, end_ns)
     result = {
         "summary_version": SUMMARY_VERSION,
         "status": manifest.get("status"),
@@ -171,7 +174,8 @@ def summarise(
         "slo": None if limits is None else _attainment(metrics, limits, duration_s),
         **_cache_and_preemptions(kept, step_frame, whole_run=not warmup_s),
         "fairness": _fairness(kept, metrics),
-        **step_metrics(frame, step_frame, manifest.get("num_gpu_blocks"), start_ns, end_ns),
+        **of_steps,
+        "replicas": describe_replicas(split(kept, step_frame, manifest), of_each, manifest, duration_s),
         "checks": run_checks(frame, step_frame, manifest),
     }
     safe: dict[str, Any] = json_safe(result)

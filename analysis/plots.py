@@ -137,7 +137,10 @@ def timeline(runs: Mapping[str, Run]) -> Figure:
         for column, (label, run) in enumerate(runs.items()):
             upper[column].set_title(label)
             lower[column].set_xlabel("time since the start of the run (s)")
-            if len(run.steps):
+            num_replicas = run.manifest.get("num_replicas") or 1
+            if num_replicas > 1:
+                style.say_empty(upper[column], f"{num_replicas} replicas have no one timeline")
+            elif len(run.steps):
                 _timeline_column(upper[column], lower[column], run)
         upper[0].set_ylim(0, 105)
         upper[0].set_ylabel("KV blocks in use (%)")

@@ -93,6 +93,11 @@ def print_summary(result: RunResult) -> None:
         print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
     hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
     print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemptions")
+    replicas = summary["replicas"]
+    if replicas is not None:
+        uneven = replicas["imbalance"]["computed_tokens"]
+        said = "nothing computed" if uneven is None else f"the busiest computed {uneven:.3g} times the mean"
+        print(f"replicas     {replicas['num']} by {replicas['router']}: {said}")
     for note in result.notes:
         print(f"note         {note}")
     print(f"{result.status:<12} {result.folder}")

@@ -72,7 +72,7 @@ class SimBackend:
         return self.cost.price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
 
     def _run(self, plan: BatchPlan, limit_ns: int | None) -> tuple[Spans, ...]:
-        """Prices of the steps of a run of decodes, in pieces: how many are wanted is known from what they last."""
+        """Prices of the steps of a plan, in pieces: how many are wanted is known from what they last."""
         spans: list[Spans] = []
         left_ns, left = limit_ns, plan.num_steps
         while left and (left_ns is None or left_ns > 0):
@@ -80,7 +80,10 @@ class SimBackend:
             if left_ns is not None:
                 first_ns = sum(spans[-1] if spans else self._scheduled(self.cost.price(plan.shape), plan.shape))
                 piece = min(left, left_ns // max(1, first_ns) + 1)
-            priced = price_decodes(self.cost, plan.shape_of(len(spans)), piece)
+            if plan.shape.prefills:
+                priced = [self.cost.price(plan.shape_of(len(spans) + index)) for index in range(piece)]
+            else:
+                priced = price_decodes(self.cost, plan.shape_of(len(spans)), piece)
             if self._schedule_ns or self._schedule_ns_per_seq:
                 priced = [self._scheduled(one, plan.shape) for one in priced]
             spans += priced
@@ -90,7 +93,7 @@ class SimBackend:
         return tuple(spans)
 
     def _scheduled(self, spans: Spans, shape: BatchShape) -> Spans:
-        """The price with the scheduler's own time; in a run of decodes it is the same for each step."""
+        """The price with the scheduler's own time, which is the same for each step of a plan."""
         if not (self._schedule_ns or self._schedule_ns_per_seq):
             return spans
         own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq

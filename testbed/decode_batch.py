@@ -132,16 +132,20 @@ class DecodeBatch:
         if left >= spare + len(self.members) * (max_steps // self._block_size + 1):
             return max_steps
         for index in range(1, max_steps):
-            num_crossing = len(self._crossing[-(self.tick + index) % self._block_size])
+            num_crossing = self.num_crossing(index)
             if left < num_crossing + spare:
                 return index
             left -= num_crossing
         return max_steps
 
+    def num_crossing(self, index: int) -> int:
+        """How many members need a new block `index` steps from now."""
+        return len(self._crossing[-(self.tick + index) % self._block_size])
+
     def num_quiet_steps(self, max_steps: int) -> int:
         """How many of the next steps neither take blocks nor fill one."""
         for index in range(min(max_steps, self._block_size)):
-            if self._crossing[-(self.tick + index) % self._block_size]:
+            if self.num_crossing(index):
                 return max(0, index - 1)
         return max_steps
 

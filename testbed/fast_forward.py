@@ -1,9 +1,10 @@
 """Fast forward: how many steps can be taken as one plan, because all of them would be decided as the first.
 
-That is a run of decodes: every running sequence computes one token in each step. Nothing changes such a decision but an
-arrival or an abort (the driver cuts the plan there), an end (the plan stops at the first), a shortage of blocks (it
-stops before), or a change of mind about what waits, which is what `_num_settled` is about. A policy whose mind may
-change by anything else is stepped: it is fast forwarded only if it declares `is_time_dependent = False`.
+That is a run of decodes, in which every running sequence computes one token a step, or the chunks of one long prompt
+beside them. Nothing changes such a decision but an arrival or an abort (the driver cuts the plan there), an end (the
+plan stops at the first), a shortage of blocks (it stops before), or a change of mind about what waits, which is what
+`_num_settled` is about. A policy whose mind may change by anything else is stepped: it is fast forwarded only if it
+declares `is_time_dependent = False`.
 """
 
 from __future__ import annotations
@@ -17,25 +18,48 @@ FAST_FORWARD = 1 << 20  # steps that a plan may span at most: in effect, as many
 
 
 def num_steps_ahead(step: Step, core: Core, max_steps: int) -> int:
-    """How many steps, from the decided one on, are the same but for one token more of each sequence; at least 1."""
+    """How many steps, from the decided one on, would be decided alike; at least 1."""
     decodes = core.decodes
-    is_run = (
-        not step.rows
-        and step.decoded is decodes.members
-        and len(step.decoded) == len(core.running) > 0
-        and step.is_eventless
-        and not decodes.num_drawn
-        and core.is_composition_steady
-    )
-    if not is_run:
+    is_all = step.decoded is decodes.members and len(step.decoded) + len(step.rows) == len(core.running) > 0
+    if not (is_all and step.is_eventless and not decodes.num_drawn and core.is_composition_steady):
         return 1
-    num_steps = min(max_steps, decodes.num_steps_to_end())
+    num_steps = min(max_steps, decodes.num_steps_to_end()) if step.decoded else max_steps
+    if step.rows:
+        return _num_chunks(step, core, num_steps)
     if len(core.queue) or core.swapped:
         num_steps = min(num_steps, _num_settled(step, core, num_steps))
     if num_steps <= 1:
         return 1
     spare = 1 if core.blocks.rules.growth_test == "one_per_sequence" else 0
     return decodes.num_steps_with_room(core.blocks.num_free_blocks, spare, num_steps)
+
+
+def _num_chunks(step: Step, core: Core, max_steps: int) -> int:
+    """For how many steps one prompt goes on in equal chunks that leave no budget to anyone else; not its last chunk."""
+    blocks = core.blocks
+    seq, start, num_tokens = step.rows[0]
+    is_chunk = (
+        len(step.rows) == 1
+        and seq.is_prefilling
+        and seq.group is None
+        and not step.token_budget
+        and not step.asked
+        and not core.swapped
+        and step.limits.max_num_partial_prefills == 1
+        and blocks.rules.growth_test == "exact"
+        and (core.is_steady or not len(core.queue))
+    )
+    if not is_chunk:
+        return 1
+    num_steps = min(max_steps, (seq.num_tokens - start - 1) // num_tokens)
+    num_slots, left = seq.num_slots, blocks.num_free_blocks
+    for index in range(1, num_steps):
+        num_new = max(0, blocks.num_blocks_for(start + (index + 1) * num_tokens - num_slots))
+        num_slots += num_new * blocks.block_size
+        left -= num_new + core.decodes.num_crossing(index)
+        if left < 0:
+            return index
+    return max(1, num_steps)
 
 
 def _num_settled(step: Step, core: Core, max_steps: int) -> int:

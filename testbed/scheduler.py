@@ -235,7 +235,8 @@ class Scheduler:
         self.free_blocks.append(self.free_gpu_blocks)
 
     def _run_ahead(self, step: Step, end_ns: tuple[int, ...]) -> None:
-        """Commits these steps, each a decode of all, and plans the one after each: no more than that is to be done."""
+        """Commits these steps, each a decode of all and perhaps one more chunk of a prompt, and plans the one after
+        each: no more than that is to be done."""
         core, blocks, decodes = self._core, self.blocks, self._core.decodes
         decoded = step.decoded
         for now_ns in end_ns:
@@ -243,11 +244,17 @@ class Scheduler:
             decodes.advance(decoded)
             if blocks.caches_prefixes and not blocks.publishes_at_allocation:
                 blocks.publish_each(decodes.crossing(), 0)
+            for seq, start, num_tokens in step.rows:
+                blocks.publish(seq, start + num_tokens)
+                seq.num_computed_tokens = start + num_tokens
             if self._served is not None:
-                for seq in decoded:
-                    self._served(seq, 1, 1, now_ns)
+                for seq, num_tokens, num_emitted in self._service(step):
+                    self._served(seq, num_tokens, num_emitted, now_ns)
             self._add_digest(self._pending_events)
-            self.free_gpu_blocks -= decodes.grow(blocks)
+            decodes.grow(blocks)
+            if step.rows:
+                step.repeat_rows()
+            self.free_gpu_blocks = blocks.num_free_blocks
 
     # --- inside: what a step computed ---
 

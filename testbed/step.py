@@ -116,6 +116,13 @@ class Step:
             self.blocks.scheduled(one, start + num_tokens)
             one.last_step = self._core.num_steps
 
+    def repeat_rows(self) -> None:
+        """The next chunk of each row, as long as the one before; there are enough blocks."""
+        rows, self.rows = self.rows, []
+        for seq, _, num_tokens in rows:
+            self.blocks.grow(seq, num_tokens)
+            self.schedule(seq, num_tokens)
+
     def decode(self, min_budget: int = 1) -> None:
         """One token for each sequence that is done with its prefill, in running order, while the budget is at least
         `min_budget`; preempts where it must. With `reserve` and `schedule` for each it would be the same."""

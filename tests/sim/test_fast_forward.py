@@ -189,6 +189,23 @@ def test_a_run_of_decodes_is_one_plan_up_to_the_next_end() -> None:
     assert (len(log.steps), log.num_plans) == (40, 3)  # the prompts, 29 decodes of both, 10 of the other
 
 
+@pytest.mark.parametrize("composition", ["unified", "decode_first"])
+def test_the_chunks_of_a_long_prompt_are_one_plan(composition: str) -> None:
+    """Budget 8: chunks of 8, and of 7 beside a decode; the last chunk, which emits, is a plan of its own."""
+    setup = replace(ROOMY, composition=composition, limits=Limits(4, 8, 200, 0, 1), num_blocks=100)
+    alone = assert_equal(setup, 0, [forced("long", list(range(100)), [1])])
+    assert (len(alone.steps), alone.num_plans) == (13, 3)  # the admission, eleven chunks, the last one
+    beside = assert_equal(setup, 0, [forced("a", [1] * 4, [2] * 40), forced("long", list(range(100)), [1], 1)])
+    assert [shape.prefills[0].num_tokens for *_, shape, _, _, _, _ in beside.steps[1:15]] == [7] * 14
+    assert beside.num_plans < 8
+
+
+@pytest.mark.parametrize("num_blocks", range(28, 40))
+def test_chunks_stop_where_blocks_run_short(num_blocks: int) -> None:
+    setup = replace(ROOMY, limits=Limits(4, 8, 200, 0, 1), num_blocks=num_blocks)
+    assert_equal(setup, 0, [forced("a", [1] * 4, [2] * 60), forced("long", list(range(100)), [1] * 9, 1)])
+
+
 def test_an_arrival_in_a_run_is_seen_at_the_first_boundary_after_it() -> None:
     late = forced("late", [5] * 4, [6] * 3, arrival_ns=20 * STEP_NS + 1)
     log = assert_equal(ROOMY, 0, [forced("a", [1] * 4, [2] * 60), late])

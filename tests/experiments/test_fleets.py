@@ -1,0 +1,181 @@
+"""Fleets from the command line: their folders, routers of one's own, swaps on the link, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from xxhash import xxh64_hexdigest
+
+from experiments import simulate
+from experiments.engines import fleet_digest, refuse_fleet
+from sim.routers import ROUTERS
+from testbed.errors import ConfigError
+from tests.experiments.kit import SHORT, TINY, config_of, decisions_of, manifest_of, say, table_of
+
+FLEET = (*TINY, *SHORT, "trace.num_requests=24", "backend.num_replicas=3", "hydra.run.dir=run")
+SESSIONS = ("trace.min_turns=3", "trace.max_turns=3", "trace.closed_loop=true", "trace.think_time_s=0.002")
+
+MINE = """
+class EveryOther:
+    def __init__(self, step=2):
+        self.step, self.last = step, 0
+
+    def bind(self, context):
+        self.num = context.num_replicas
+
+    def route(self, request, replicas):
+        assert [replica.number for replica in replicas] == list(range(self.num))
+        self.last = (self.last + self.step) % self.num
+        return self.last
+
+class Lost:
+    def route(self, request, replicas):
+        return "somewhere"
+
+class Broken:
+    def route(self, request, replicas):
+        return request.no_such_thing
+
+class Deaf:
+    pass
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "my_routers.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    yield tmp_path
+    sys.modules.pop("my_routers", None)
+
+
+def steps_of(folder: Path) -> pa.Table:
+    return table_of(folder, "steps").sort_by([("replica", "ascending"), ("step", "ascending")])
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def test_the_folder_of_a_fleet(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", *FLEET, "record.decisions=true", "backend.router=random")
+    assert said.status == 0, said.err
+    assert "replicas     3 by random: the busiest computed" in said.out
+    manifest, requests, steps = manifest_of(home / "run"), table_of(home / "run"), steps_of(home / "run")
+    assert (manifest["num_replicas"], manifest["router"]) == (3, "random")
+    each = manifest["replicas"]
+    for number, one in enumerate(each):
+        own = steps.filter(pc.field("replica") == number)
+        assert own["step"].to_pylist() == list(range(one["num_steps"])), "counted by each replica for itself"
+        assert f"{own['digest'][-1].as_py():016x}" == one["digest"]
+        assert requests.filter(pc.field("replica") == number).num_rows == one["num_sent"]
+        assert [row["step"] for row in decisions_of(home / "run") if row["replica"] == number] == own[
+            "step"
+        ].to_pylist()
+    assert manifest["num_steps"] == sum(one["num_steps"] for one in each) == steps.num_rows
+    assert manifest["num_sent"] == sum(one["num_sent"] for one in each) == 24
+    digests = b"".join(int(one["digest"], 16).to_bytes(8, "little") for one in each)
+    assert manifest["digest"] == (home / "run" / "done").read_text().strip() == xxh64_hexdigest(digests)
+    assert fleet_digest([7]) == f"{7:016x}"
+    summary = summary_of(home / "run")
+    assert summary["replicas"]["num"] == 3
+    assert all(check["holds"] for check in summary["checks"].values()), summary["checks"]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_stepping_makes_the_same_folder(router: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tight = ("cache.num_gpu_blocks=14", "cache.num_cpu_blocks=24", "scheduler.preemption=swap",
+             "scheduler=vllm_v0", "device.host_link_bytes_per_s=1e6", "allow_ignored=true")  # fmt: skip
+    options = (*FLEET, *SESSIONS, *tight, f"backend.router={router}", "backend.swap_overlap=true",
+               "backend.replicas_per_link=2", "backend.schedule_ns=1500", "backend.schedule_ns_per_seq=20")  # fmt: skip
+    made = {}
+    for folder, more in (("stepped", "backend.fast_forward=false"), ("forwarded", "backend.fast_forward=true")):
+        said = say(capsys, "run", *options, more, f"hydra.run.dir={folder}")
+        assert said.status == 0, said.err
+        made[folder] = (
+            manifest_of(home / folder)["digest"],
+            steps_of(home / folder),
+            table_of(home / folder).sort_by("request_id"),
+        )
+    assert made["stepped"][0] == made["forwarded"][0]
+    assert made["stepped"][1].equals(made["forwarded"][1])
+    assert made["stepped"][2].equals(made["forwarded"][2])
+    steps = made["stepped"][1]
+    assert pc.min(steps["schedule_ns"]).as_py() >= 1500
+    assert pc.sum(steps["num_swapped_out"]).as_py() > 0
+    assert pc.sum(steps["swap_ns"]).as_py() > 0
+
+
+def test_a_run_is_made_again_from_its_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    router = "backend.router={_target_: sim.routers.PowerOfTwo, measure: tokens}"
+    assert say(capsys, "run", *FLEET, router).status == 0
+    said = say(capsys, "run", "from=run", "hydra.run.dir=again")
+    assert said.status == 0, said.err
+    assert manifest_of(home / "again")["digest"] == manifest_of(home / "run")["digest"]
+    assert manifest_of(home / "again")["router"] == "sim.routers.PowerOfTwo"
+
+
+def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", *FLEET, "backend.router={_target_: my_routers.EveryOther}")
+    assert said.status == 0, said.err
+    requests = table_of(home / "run").sort_by("arrival_ns")
+    assert requests["replica"].to_pylist() == [2, 1, 0] * 8
+    nested = "backend.router={_target_: sim.routers.SessionSticky, others: {_target_: my_routers.EveryOther, step: 1}}"
+    said = say(capsys, "run", *FLEET, *SESSIONS, nested, "hydra.run.dir=sticky")
+    assert said.status == 0, said.err
+    table = table_of(home / "sticky").select(["session_id", "replica"]).to_pylist()
+    homes = {(row["session_id"], row["replica"]) for row in table}
+    assert len(homes) == len({row["session_id"] for row in table}) == 8
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("router={_target_: my_routers.Lost}", "router Lost sent request 'r0' to 'somewhere'; route() must return the"),
+        ("router={_target_: my_routers.Broken}", "my_routers.py:20: AttributeError: 'Request' object has no attribute"),
+        ("router={_target_: my_routers.Deaf}", "backend.router: my_routers.Deaf lacks route"),
+        ("router=round_robbin", "backend.router is 'round_robbin'; did you mean 'round_robin'? valid: round_robin,"),
+        (
+            "router={_target_: sim.routers.LeastLoaded, measure: token}",
+            "measure of router least_loaded is 'token'; did",
+        ),
+        ("num_replicas=0", "backend.num_replicas is 0; it must be at least 1"),
+        ("replicas_per_link=4", "backend.replicas_per_link is 4, and there are 3 replicas; raise backend.num_replicas"),
+        ("schedule_ns=-1", "backend.schedule_ns is -1; it must be at least 0"),
+        ("routers=random", "unknown key 'backend.routers'; did you mean 'backend.router'?"),
+    ],
+)
+def test_what_is_refused(option: str, message: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = say(capsys, "run", *FLEET, f"backend.{option}").error()
+    assert message in error
+
+
+def test_a_tape_is_of_one_engine() -> None:
+    for key, value in (("num_replicas", 2), ("swap_overlap", True), ("schedule_ns", 5)):
+        with pytest.raises(ConfigError, match=f"backend.{key} is {value}, but cost=recorded replays what one real"):
+            refuse_fleet(config_of(**{f"backend__{key}": value}))
+    refuse_fleet(config_of())
+
+
+def test_a_link_changes_nothing_without_swaps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = (*TINY, *SHORT)
+    assert say(capsys, "run", *one, "hydra.run.dir=plain").status == 0
+    assert say(capsys, "run", *one, "backend.swap_overlap=true", "hydra.run.dir=link").status == 0
+    assert steps_of(home / "plain").equals(steps_of(home / "link"))
+    assert manifest_of(home / "plain")["replicas"] is manifest_of(home / "link")["replicas"] is None
+
+
+def test_from_python() -> None:
+    rows = [{"request_id": str(i), "arrival_time": 0.0, "prompt_tokens": 9, "output_tokens": 3} for i in range(6)]
+    run = simulate(rows, backend={"num_replicas": 2, "router": "shortest_queue"}, model="tiny")
+    assert run.requests.sort_values("request_id")["replica"].tolist() == [0, 1] * 3
+    assert run.summary["replicas"]["imbalance"]["requests"] == 1.0

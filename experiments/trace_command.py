@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from experiments.settings import unknown
 from testbed.errors import ConfigError, RunFolderError
 from testbed.traces.frozen import freeze_trace
 from testbed.traces.readers import READERS, open_trace
-from testbed.traces.readers.open_text import format_suffix, watching
+from testbed.traces.readers.open_text import format_suffix
 from testbed.traces.schema import TraceRequest, TraceSource
 from testbed.traces.serialize import write_csv, write_jsonl
 from testbed.traces.stream import CountedTrace
@@ -97,9 +96,7 @@ def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[s
         raise ConfigError(f"{options.out}: a trace is frozen to a Parquet file; name it <out>.parquet")
     _check_out(options.out, options.overwrite)
     overrides = [*defaults, *(_in_trace_group(item) for item in options.overrides)]
-    with _progress("read"):
-        source = build_source(compose_config(overrides))
-    _write(source, options.out)
+    _write(build_source(compose_config(overrides)), options.out)
     return 0
 
 
@@ -230,7 +227,9 @@ def _open(options: argparse.Namespace) -> TraceSource:
         more["tokenizer"] = load_tokenizer(options.tokenizer)
     if options.limit is not None:
         _check_at_least_1(options.limit, "--limit")
-    with _progress("read"):
+    from experiments.traces import reading
+
+    with reading():
         return open_trace(options.format, options.file, options.limit, **more)
 
 
@@ -266,10 +265,3 @@ def _shown(trace: TraceSource, label: str) -> Iterable[TraceRequest]:
 
 def _bar(rows: Iterable[TraceRequest], total: int | None, label: str) -> Iterable[TraceRequest]:
     return tqdm(rows, total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[None]:
-    """Shows how many lines of text files are read meanwhile."""
-    with tqdm(desc=label, unit="line", disable=None, leave=False, delay=0.5) as bar, watching(bar.update):
-        yield

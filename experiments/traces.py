@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, cast
+
+from tqdm import tqdm
 
 from experiments.config import RunConfig
 from experiments.policies import instantiate
@@ -24,18 +27,28 @@ from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generators import SyntheticConfig, generate, stream_generated
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
+from testbed.traces.readers.open_text import watching
 from testbed.traces.schema import Trace, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 
 
 def build_trace(config: RunConfig) -> Trace:
     """Reads or generates the trace whole, then applies what the `trace` group asks for."""
-    return whole(_build(config, stream=False))
+    with reading():
+        return whole(_build(config, stream=False))
 
 
 def build_source(config: RunConfig) -> TraceSource:
     """As build_trace, but row by row where `trace.stream` says so (null: where it is long) and it is possible."""
-    return _build(config, config.trace.stream)
+    with reading():
+        return _build(config, config.trace.stream)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Shows how many lines of text files are read meanwhile; silent when standard error is no terminal."""
+    with tqdm(desc="read", unit="line", disable=None, leave=False, delay=0.5) as bar, watching(bar.update):
+        yield
 
 
 def _build(config: RunConfig, stream: bool | None) -> TraceSource:

@@ -127,3 +127,21 @@ def test_mistakes_are_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_streamed_trace_with_a_bad_row_keeps_what_was_served_before(
+    capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path
+) -> None:
+    lines = AZURE.splitlines()
+    lines[200] = "2023-11-16 18:03:19.5,-4,3"
+    azure.write_text("\n".join(lines))
+    run = ["run", "trace=azure", f"trace.path={azure}", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert main([*run, "trace.stream=true"]) == 1
+    error = capsys.readouterr().err
+    assert "azure.csv:201: field 'ContextTokens' is '-4'; expected a whole number of tokens" in error
+    assert "partial results kept in" in error
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert (manifest["status"], manifest["trace"]["fingerprint"], manifest["num_unsent"]) == ("partial", None, None)
+    assert manifest["num_sent"] > 100
+    assert main([*run, "overwrite=true"]) == 1
+    assert "partial results" not in capsys.readouterr().err, "read whole, it is refused before anything runs"

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 
 from sim.cost.base import CostModel
+from sim.routers import Replicas, Router
 from testbed.blocks.eviction import EvictionPolicy
 from testbed.blocks.manager import Verdict
 from testbed.interfaces import Estimator
@@ -21,6 +22,7 @@ from testbed.policies.orders import KeyedQueue
 from testbed.policies.preemption import PreemptionChoice
 from testbed.policies.queue_order import FCFS, WaitingQueue
 from testbed.policies.victim import VictimChoice
+from testbed.request import Request
 from testbed.sequence import Sequence
 from testbed.step import Step
 
@@ -222,6 +224,21 @@ class FewPrefills:
         return None
 
 
+# --- a router, in front of several simulated replicas ---
+
+
+class ShortPromptsApart:
+    """Prompts of at most `max_tokens` tokens have replica 0 to themselves; the others go where the fewest wait."""
+
+    def __init__(self, max_tokens: int = 256) -> None:
+        self._max_tokens = max_tokens
+
+    def route(self, request: Request, replicas: Replicas) -> int:
+        if len(request.prompt_token_ids) <= self._max_tokens or len(replicas) == 1:
+            return 0
+        return min(replicas[1:], key=lambda one: (one.num_waiting, one.num_tokens, one.number)).number
+
+
 # --- a cost model of the simulator ---
 
 
@@ -243,4 +260,5 @@ _mode: PreemptionChoice = SwapWhatIsLarge()
 _eviction: EvictionPolicy = DeepestFirst()
 _oracle: LengthOracle = ByTenant({})
 _composition: Composition = FewPrefills()
+_router: Router = ShortPromptsApart()
 _cost: CostModel = SlowPrefill()

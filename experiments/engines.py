@@ -10,14 +10,18 @@ from typing import Any
 from xxhash import xxh64_hexdigest
 
 from experiments.config import RunConfig
+from experiments.costs import itemise
 from experiments.policies import make_policy
 from experiments.settings import SimConfig
 from sim.backend import SimBackend
+from sim.cost.base import CostModel
 from sim.fleet import Fleet
 from sim.routers import RouterContext
 from sim.routers import bind as bind_router
 from testbed.errors import ConfigError
 from testbed.interfaces import Inbox
+from testbed.operators import Itemise
+from testbed.plan import BatchShape, Spans
 from testbed.records import RunRecorder
 from testbed.scheduler import Scheduler
 
@@ -54,6 +58,22 @@ def refuse_fleet(config: RunConfig) -> None:
                 f"backend.{name} is {getattr(config.backend, name)}, but cost=recorded replays what one real engine "
                 f"did; leave it at {getattr(standard, name)}, or choose another cost model"
             )
+
+
+def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:
+    """As `experiments.costs.itemise`; what the scheduler itself takes, by configuration, is `scheduler`."""
+    of_cost, settings = itemise(cost), config.backend
+    if of_cost is None or not isinstance(settings, SimConfig):
+        return of_cost
+    ns, ns_per_seq = settings.schedule_ns, settings.schedule_ns_per_seq
+    if not (ns or ns_per_seq):
+        return of_cost
+
+    def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
+        own_ns = ns + (shape.num_decodes + len(shape.prefills)) * ns_per_seq
+        return {"scheduler": own_ns} | of_cost(shape, spans._replace(schedule_ns=spans.schedule_ns - own_ns))
+
+    return of_step
 
 
 class RunRecords:

@@ -21,7 +21,6 @@ from tqdm import tqdm
 from experiments import build, engines
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
-from experiments.costs import itemise
 from experiments.environment import describe_machine, describe_versions
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible
@@ -223,7 +222,7 @@ def _run(
     bar = ProgressBar(trace.num_requests, manifest["backend"])
     _write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost) else None
-    ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
+    ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
     more = [extra for extra in (tape, prepared.checker, watch, ledger) if extra is not None]
     loops = [
         serve(inbox, scheduler, Recorders(recorder, *more, bar), prepared.max_steps)

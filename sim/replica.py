@@ -8,6 +8,7 @@ nothing came between, it decides there what it would have decided then.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
@@ -66,27 +67,27 @@ class ReplicaInbox:
     def __init__(self, tell: Callable[[list[Finished], int], None]) -> None:
         self.is_open = True  # until nothing will ever move
         self.num_requests = 0  # sent there and not ended
-        self._events: list[Event] = []
-        self._sent_ns = 0
+        self._events: deque[tuple[int, Event]] = deque()  # with the instant at which it was sent
         self._tell = tell
 
     def put(self, event: Event, now_ns: int) -> None:
-        self._sent_ns = self._sent_ns if self._events else now_ns
-        self._events.append(event)
+        self._events.append((now_ns, event))
         self.num_requests += isinstance(event, Arrive)
 
     @property
     def unseen(self) -> list[Request]:
         """Requests that were sent there since the loop last looked."""
-        return [event.request for event in self._events if isinstance(event, Arrive)]
+        return [event.request for _, event in self._events if isinstance(event, Arrive)]
 
     def due(self, now_ns: int) -> list[Event]:
-        """All that was sent: the router sends at the instant of each event."""
-        events, self._events = self._events, []
+        """What was sent up to `now_ns`: a loop that is settled looks at a boundary in the past."""
+        events = []
+        while self._events and self._events[0][0] <= now_ns:
+            events.append(self._events.popleft()[1])
         return events
 
     def next_ns(self) -> int | None:
-        return self._sent_ns if self._events else None
+        return self._events[0][0] if self._events else None
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
         self.num_requests -= len(requests)
@@ -166,7 +167,9 @@ class Replica:
     def _take(self, command: WaitUntil | Execute | None, now_ns: int = 0) -> None:
         self._command = command
         if isinstance(command, Execute) and not self._meets_transfers(command.plan):
-            self._flight = result_of(self._backend.start(command.plan), now_ns, None)
+            wake_ns = command.wake_ns
+            limit_ns = None if wake_ns is None else max(1, wake_ns - now_ns)
+            self._flight = result_of(self._backend.start(command.plan, limit_ns), now_ns, wake_ns)
 
     def _land(self, num_steps: int) -> None:
         """Commits the first steps of the plan in flight."""

@@ -174,6 +174,26 @@ def test_a_link_changes_nothing_without_swaps(home: Path, capsys: pytest.Capture
     assert manifest_of(home / "plain")["replicas"] is manifest_of(home / "link")["replicas"] is None
 
 
+def test_the_operators_of_a_fleet_add_up(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the scheduler takes, and what hid behind the computation, are parts of their own."""
+    slow = ("scheduler=vllm_v0", "scheduler.preemption=swap", "cache.num_gpu_blocks=14", "cache.num_cpu_blocks=24",
+            "device.host_link_bytes_per_s=1e6", "allow_ignored=true")  # fmt: skip
+    options = (
+        "backend.swap_overlap=true",
+        "backend.schedule_ns=700",
+        "record.operators=true",
+        "trace.arrival=all_at_once",
+    )
+    said = say(capsys, "run", *FLEET, *slow, *options)
+    assert said.status == 0, said.err
+    phases = json.loads((home / "run" / "operators.json").read_text())["phases"]
+    steps = steps_of(home / "run")
+    assert sum(phase["ns"]["scheduler"] for phase in phases.values()) == 700 * steps.num_rows
+    assert any(phase["ns"].get("link") for phase in phases.values())
+    spans = sum(pc.sum(steps[f"{name}_ns"]).as_py() for name in ("schedule", "prepare", "swap", "forward", "sample"))
+    assert sum(sum(phase["ns"].values()) for phase in phases.values()) == spans
+
+
 def test_from_python() -> None:
     rows = [{"request_id": str(i), "arrival_time": 0.0, "prompt_tokens": 9, "output_tokens": 3} for i in range(6)]
     run = simulate(rows, backend={"num_replicas": 2, "router": "shortest_queue"}, model="tiny")

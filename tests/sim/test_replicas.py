@@ -177,6 +177,23 @@ def test_steps_that_are_over_count_when_a_router_looks(fast: bool) -> None:
     assert at_40[1][:4] == (1, 1, 0, 5), "seen at 40, when its step is over"
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_what_came_with_the_look_is_not_seen_before_it(fast: bool) -> None:
+    """At 35, `b` goes to replica 0, `x` there is aborted, and then a router looks: at 30, neither was known."""
+    inbox = Sessions(
+        [request("a", 0, 9), request("x", 0, 9), request("b", 35, 1), request("c", 35, 1)],
+        [(35, "x")],
+        {"x": request("x+", 0, 1)},
+    )
+    watched = Watched(To(a=0, x=0, b=0, c=1, **{"x+": 1}))
+    first, second = fleet_of(inbox, watched, 2, fast=fast)
+    assert [event for event in first.events if event[0] in ("arrived", "aborted")] == [
+        ("arrived", "a", 0, 0), ("arrived", "x", 0, 0), ("arrived", "b", 40, 4), ("aborted", "x", 40, 4),
+    ]  # fmt: skip
+    assert ("arrived", "x+", 45, 1) in second.events, "it came at 40, when the abort was seen"
+    assert [views[0][:4] for _, _, views in watched.seen[2:4]] == [(2, 0, 2, 10), (3, 1, 2, 12)]
+
+
 # --- ends and errors ---
 
 

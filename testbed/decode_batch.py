@@ -33,13 +33,14 @@ class DecodeBatch:
 
     __slots__ = (
         "_block_size", "_crossing", "_disordered", "_drawn", "_drawn_of", "_ending", "_is_lent", "_is_stale",
-        "_members", "_running", "context_tokens", "num_drawn", "stop_tokens", "tick",
+        "_members", "_running", "context_tokens", "last_step", "num_drawn", "stop_tokens", "tick",
     )  # fmt: skip
 
     def __init__(self, block_size: int, running: dict[int, Sequence]) -> None:
         self.tick = 0  # decode steps so far
         self.context_tokens = 0  # sum of num_tokens: the positions that a decode of all attends to
         self.num_drawn = 0  # members that are not forced
+        self.last_step = -1  # the last one that scheduled all members at once
         self.stop_tokens: set[int] = set()  # of every sequence that was ever here; asked, never iterated
         self._block_size = block_size
         self._running = running
@@ -89,6 +90,7 @@ class DecodeBatch:
         del self._crossing[self._border(seq)][seq.seq_id]
         self._unschedule_end(seq)
         self.num_drawn -= not seq.is_forced
+        seq.last_step = max(seq.last_step, self.last_step)
         seq.leave()
 
     def drawn(self, decoded: list[Sequence]) -> Drawn:

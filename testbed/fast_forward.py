@@ -43,8 +43,6 @@ def _num_chunks(step: Step, core: Core, max_steps: int) -> int:
         and seq.is_prefilling
         and seq.group is None
         and not step.token_budget
-        and not step.asked
-        and not core.swapped
         and step.limits.max_num_partial_prefills == 1
         and blocks.rules.growth_test == "exact"
         and (core.is_steady or not len(core.queue))

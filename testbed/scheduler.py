@@ -255,6 +255,7 @@ class Scheduler:
             if step.rows:
                 step.repeat_rows()
             self.free_gpu_blocks = blocks.num_free_blocks
+        decodes.last_step = core.num_steps
 
     # --- inside: what a step computed ---
 

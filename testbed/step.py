@@ -136,6 +136,7 @@ class Step:
         if (crossing and blocks.num_free_blocks < len(crossing) + spare) or (spare and not blocks.num_free_blocks):
             return self._decode_one_by_one(min_budget)
         decodes.grow(blocks)
+        decodes.last_step = self._core.num_steps
         self.decoded = members
         self.token_budget -= len(members)
         return None

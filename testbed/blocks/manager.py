@@ -93,8 +93,7 @@ class BlockManager:
     @property
     def is_plain(self) -> bool:
         """Whether a decoding sequence needs nothing but a new block at each border, whoever comes first."""
-        is_odd = self._prefixes.is_merged or self._gpu.last_steps is not None
-        return not (is_odd or self.lookahead_slots or self.sliding_window)
+        return not (self._prefixes.is_merged or self.lookahead_slots or self.sliding_window)
 
     @property
     def caches_prefixes(self) -> bool:

@@ -80,7 +80,7 @@ class DecodeFirst:
             return
         running = {seq.unit_id: seq for seq in step.running()}
         if self._in_running_order:
-            scheduled = dict.fromkeys(row[0].unit_id for row in step.rows)
+            scheduled = dict.fromkeys(seq.unit_id for seq in (*step.decoded, *(row[0] for row in step.rows)))
             wanted = [*(seq for seq in running.values() if seq.unit_id not in scheduled), *wanted]
         order = [seq for seq in wanted if running.pop(seq.unit_id, None) is not None]
         step.reorder([*order, *running.values()])

@@ -1,9 +1,9 @@
 """Replicas behind a router, in SimPy time: one process for each engine, one for the router.
 
 Order at one instant: transfers that end, commits in replica order, the session arrivals that they cause, routing, plans
-in replica order. It is kept by priorities of SimPy's events, never by the order in which processes were scheduled, so
-stepping and fast forward see the same. A plan of several steps is cut at the first boundary at or after an event that
-is routed to its replica; steps that are over when a router asks are committed first.
+in replica order (`sim.replica.Phases`). It is kept by priorities of SimPy's events, never by the order in which
+processes were scheduled, so stepping and fast forward see the same. A plan of several steps is cut at the first
+boundary at or after an event that is routed to its replica; steps that are over when a router asks are committed first.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ class Fleet:
             if home is None:
                 return  # it has ended, or never came
             number = home
+        if self._phases.is_late:
+            self._replicas[number].settle()  # its plan of this instant is made
         self.inboxes[number].put(event, now_ns)
         self._replicas[number].wake()
 

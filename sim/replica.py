@@ -1,6 +1,6 @@
 """One replica of a fleet: its loop, the plan in flight, and what a router may see of it. A SimPy process.
 
-A run of decodes is one plan and one event, its end. It may be cut before: at a boundary at or after an event that comes
+A plan of several steps (a run of decodes, the chunks of a prompt) is one event, its end. It may be cut before: at a boundary at or after an event that comes
 to the replica, or where a router looks at it. The loop then goes on at that boundary, which may lie in the past; as
 nothing came between, it decides there what it would have decided then.
 """
@@ -45,17 +45,32 @@ class _At(simpy.Event):
 
 
 class Phases:
-    """The order of what happens at one instant in a fleet of `num_replicas`."""
+    """The order of what happens at one instant in a fleet of `num_replicas`.
+
+    An abort is seen by a plan. What it brings at that very instant is routed when all plans of the instant are made,
+    and they do not see it.
+    """
 
     def __init__(self, env: simpy.Environment, num_replicas: int) -> None:
         self.env = env
         self._num_replicas = num_replicas
+        self._planned_ns = -1
+
+    @property
+    def is_late(self) -> bool:
+        """Whether replicas have planned at this instant."""
+        return self._planned_ns == int(self.env.now)
+
+    def planning(self) -> None:
+        """A replica plans now."""
+        self._planned_ns = int(self.env.now)
 
     def at_commit(self, instant_ns: int, replica: int) -> simpy.Event:
         return _At(self.env, instant_ns, replica)
 
     def at_routing(self, instant_ns: int) -> simpy.Event:
-        return _At(self.env, instant_ns, self._num_replicas)
+        is_after_plans = self.is_late and instant_ns == int(self.env.now)
+        return _At(self.env, instant_ns, self._num_replicas * (2 if is_after_plans else 1) + is_after_plans)
 
     def at_plan(self, instant_ns: int, replica: int) -> simpy.Event:
         return _At(self.env, instant_ns, self._num_replicas + 1 + replica)
@@ -136,6 +151,7 @@ class Replica:
             try:
                 if isinstance(self._command, WaitUntil):
                     yield self._boundary(self._command.until_ns)
+                    self._phases.planning()
                     self._resume(Resume(int(env.now)))
                 elif self._flight is not None:
                     yield self._phases.at_commit(self._flight.end_ns[-1], self.number)
@@ -212,7 +228,7 @@ class Replica:
         assert num_over < len(self._flight.end_ns), "the end of a plan is an event of its own"
         end_ns = self._flight.end_ns[num_over - 1]
         self._land(num_over)
-        if end_ns < now_ns:
+        if end_ns < now_ns or self._phases.is_late:
             self._resume(Resume(end_ns))
             assert self._flight is not None
             assert self._flight.end_ns[0] > now_ns, "decides as it has decided"
@@ -238,14 +254,14 @@ class Replica:
 
     @property
     def num_tokens(self) -> int:
-        """Without settling: in a run of decodes each sequence has one token more after each step."""
+        """Without settling: in a plan of several steps the same rows emit a token in each."""
         known = sum([len(request.prompt_token_ids) for request in self._inbox.unseen])
         known += sum([seq.num_tokens for seq in self._scheduler.unfinished()])
         if self._flight is None or len(self._flight.end_ns) == 1:
             return known
         assert isinstance(self._command, Execute)
         num_over = bisect_right(self._flight.end_ns, int(self._env.now))
-        return known + num_over * self._command.plan.shape.num_decodes
+        return known + num_over * self._command.plan.shape.num_samples
 
     @property
     def num_kv_blocks(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
+from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.driver import run
 from sim.fleet import Fleet
 from sim.routers import Replicas, Router, RouterContext, bind
 from testbed.errors import LivelockError
@@ -17,7 +19,7 @@ from testbed.request import Request
 from testbed.scheduler import Scheduler
 from testbed.serve import serve
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup
-from tests.sim.test_fast_forward import Log, Sessions, price, world
+from tests.sim.test_fast_forward import STEP_NS, Log, Sessions, price, world
 
 
 @dataclass
@@ -66,6 +68,40 @@ def drive(
     return logs
 
 
+def _on_boundaries(
+    arrivals: list[Request], aborts: list[tuple[int, str]], turns: dict[str, Request]
+) -> tuple[list[Request], list[tuple[int, str]], dict[str, Request]]:
+    """The same with all instants at whole and half steps."""
+
+    def near(instant_ns: int) -> int:
+        return instant_ns // (STEP_NS // 2) * (STEP_NS // 2)
+
+    return (
+        [replace(one, arrival_ns=near(one.arrival_ns)) for one in arrivals],
+        [(near(instant_ns), name) for instant_ns, name in aborts],
+        {name: replace(one, arrival_ns=near(one.arrival_ns)) for name, one in turns.items()},
+    )
+
+
+def inputs(seed: int) -> tuple[Sessions, CostModel]:
+    """The random world of `seed` and its prices; in half of them, events fall on boundaries of steps."""
+    if random.Random(seed).random() < 0.5:
+        return Sessions(*_on_boundaries(*world(seed))), ConstantCost(ConstantConfig(STEP_NS / 1e9))
+    return Sessions(*world(seed)), price(random.Random(seed))
+
+
+def go_plain(setup: Setup, seed: int, max_steps: int) -> Log:
+    """The same on the driver of one engine."""
+    inbox, cost = inputs(seed)
+    scheduler, log = setup.scheduler(), Log()
+    backend = SimBackend(cost, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    try:
+        run(serve(inbox, scheduler, log, max_steps), backend)
+    except LivelockError as error:
+        log.events.append((str(error),))
+    return log
+
+
 def go_fleet(
     setup: Setup,
     seed: int,
@@ -75,11 +111,11 @@ def go_fleet(
     fast: bool,
     replicas_per_link: int | None = None,
 ) -> list[Log]:
-    """The random world of `seed` on replicas of `setup`."""
+    """`inputs` on replicas of `setup`."""
     bind(router, RouterContext(seed, num_replicas))
     schedulers = [setup.scheduler() for _ in range(num_replicas)]
-    cost = price(random.Random(seed))
+    inbox, cost = inputs(seed)
     return drive(
-        Sessions(*world(seed)), router, schedulers, [cost] * num_replicas, fast=fast,
+        inbox, router, schedulers, [cost] * num_replicas, fast=fast,
         replicas_per_link=replicas_per_link, seed=seed,
     )  # fmt: skip

@@ -17,8 +17,8 @@ from testbed.fast_forward import FAST_FORWARD
 from testbed.interfaces import StepView
 from testbed.request import Request
 from tests.properties.setups import Setup, random_setup
-from tests.sim.fleets import Watched, drive, go_fleet
-from tests.sim.test_fast_forward import Log, Sessions, go
+from tests.sim.fleets import Watched, drive, go_fleet, go_plain
+from tests.sim.test_fast_forward import Log, Sessions
 
 ANY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 STEP_NS = 10
@@ -90,7 +90,7 @@ def test_a_router_is_shown_the_same_and_what_it_asks_changes_nothing(seed: int, 
 @given(seed=st.integers(0, 2**32))
 def test_one_replica_is_the_plain_driver(max_steps: int, seed: int) -> None:
     setup = random_setup(random.Random(seed))
-    plain = go(setup, seed, max_steps)
+    plain = go_plain(setup, seed, max_steps)
     assert_same(setup, go_fleet(setup, seed, RoundRobin(), 1, fast=max_steps > 1), [plain], seed)
 
 
@@ -192,6 +192,16 @@ def test_what_came_with_the_look_is_not_seen_before_it(fast: bool) -> None:
     ]  # fmt: skip
     assert ("arrived", "x+", 45, 1) in second.events, "it came at 40, when the abort was seen"
     assert [views[0][:4] for _, _, views in watched.seen[2:4]] == [(2, 0, 2, 10), (3, 1, 2, 12)]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_what_an_abort_brings_is_routed_after_the_plans_of_its_instant(fast: bool) -> None:
+    """At 40 replica 1 sees that `x` is aborted; `x+` follows at once, when replica 0 has planned."""
+    inbox = Sessions([request("a", 0, 9), request("x", 0, 9)], [(35, "x")], {"x": request("x+", 0, 1)})
+    first, second = fleet_of(inbox, To(a=0, x=1, **{"x+": 0}), 2, fast=fast)
+    assert ("aborted", "x", 40, 4) in second.events
+    assert ("arrived", "x+", 50, 5) in first.events
+    assert first.num_plans == (4 if fast else 9)
 
 
 # --- ends and errors ---

@@ -11,26 +11,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pyarrow.parquet as pq
 import yaml
 
 from analysis.frames import as_frame
 from analysis.metrics import SLO, SUMMARY_VERSION, summarise
+from analysis.request_columns import STRINGS
+from analysis.rows import FileRows, whole
 from testbed.errors import RunFolderError
 from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
-
-# What a summary needs of the steps: a long run has millions, and most columns are for plots.
-SUMMARY_STEP_COLUMNS = (
-    "replica", "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_emitted", "num_running",
-    "num_waiting", "num_swapped", "free_gpu_blocks", "num_cached_tokens", "num_preempted", "num_ignored",
-    "schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,8 @@ class Run:
     @cached_property
     def has_swapped(self) -> bool:
         """Whether any step swapped a sequence out; reads that one column."""
-        return bool(_read_numbers(self.path / "steps.parquet", ("num_swapped_out",))["num_swapped_out"].any())
+        batches = FileRows(self.path / "steps.parquet").batches(["num_swapped_out"])
+        return any(whole(array).any() for (array,) in batches)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -84,9 +82,8 @@ class Run:
         return self._under[slo]
 
     def _summarise(self, slo: SLO | None) -> dict[str, Any]:
-        """From the records, without keeping them: a sweep's frames together may not fit in memory."""
-        requests = _read_frame(self.path / "requests.parquet", REQUEST_COLUMNS)
-        steps = _read_numbers(self.path / "steps.parquet", SUMMARY_STEP_COLUMNS)
+        """From the files, gone through in batches: neither a long run nor a sweep need fit in memory."""
+        requests, steps = FileRows(self.path / "requests.parquet", STRINGS), FileRows(self.path / "steps.parquet")
         return summarise(requests, steps, self.manifest, slo)
 
     def summarise(self) -> dict[str, Any]:
@@ -110,6 +107,8 @@ class Sweep:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """One row a run: `run` (relative path), the config keys that differ, and the summary's numbers, dotted."""
+        import pandas as pd  # not at the top: it is slow to import
+
         keys = swept_keys(self.runs)
         rows = []
         for run in self.runs:
@@ -253,16 +252,6 @@ def _read_frame(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
         return as_frame(pq.ParquetFile(file).read(columns=list(columns)))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file}: cannot be read as Parquet ({_one_line(error)})") from error
-
-
-def _read_numbers(file: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """Numeric columns without nulls, one after the other: never all of them twice in memory."""
-    try:
-        source = pq.ParquetFile(file)
-        arrays = {name: source.read(columns=[name]).column(0).to_numpy() for name in columns}
-    except (OSError, ValueError, KeyError) as error:
-        raise RunFolderError(f"{file}: cannot be read as Parquet ({_one_line(error)})") from error
-    return pd.DataFrame(arrays, copy=False)
 
 
 def _one_line(error: BaseException) -> str:

@@ -17,22 +17,26 @@ the summary states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from analysis.checks import run_checks
-from analysis.frames import BoolArray, FloatArray, as_frame, json_safe, numbers, texts, token_lists
+from analysis.frames import as_frame, json_safe
 from analysis.occupancy import run_end_ns
-from analysis.replicas import describe_replicas, fleet_step_metrics, split
+from analysis.replicas import describe_replicas, fleet_step_metrics, measure, split
+from analysis.request_columns import RequestColumns
+from analysis.rows import BoolArray, Codes, FloatArray, as_rows
 from analysis.statistics import wilson
 from analysis.survival import distribution
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 SUMMARY_VERSION = 4
-COMPLETED = ("stop", "length")
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 
@@ -53,6 +57,11 @@ class SLO:
         return slo if slo is not None and any(limit is not None for limit in asdict(slo).values()) else None
 
 
+LATENCIES = (
+    "ttft_s", "tpot_s", "tpot_incl_first_s", "itl_max_s", "e2e_s", "queueing_s", "normalised_latency_s"
+)  # fmt: skip
+
+
 def request_metrics(requests: Any) -> pd.DataFrame:
     """One row a request: every latency of this module's definitions in seconds, NaN where it has none.
 
@@ -60,69 +69,63 @@ def request_metrics(requests: Any) -> pd.DataFrame:
     queueing_s, normalised_latency_s (s per output token). The tokens of a group
     that come in one step count as one. E2E is of completed requests only (stop, length).
     """
+    import pandas as pd
+
     frame = as_frame(requests)
-    arrival, first = numbers(frame, "arrival_ns"), numbers(frame, "first_token_ns")
-    n = numbers(frame, "num_token_steps")  # the sequences of a group emit together
-    last, itl_max = _last_token_ns(frame)
-    reason = texts(frame, "finish_reason", "unfinished")
-    e2e = np.where(np.isin(reason, COMPLETED), numbers(frame, "finish_ns") - arrival, np.nan) / 1e9
-    columns = {
-        "request_id": texts(frame, "request_id"),
-        "finish_reason": reason,
-        "ttft_s": (first - arrival) / 1e9,
-        "tpot_s": np.where(n >= 2, (last - first) / np.maximum(n - 1, 1), np.nan) / 1e9,
-        "tpot_incl_first_s": np.where(n >= 1, (last - arrival) / np.maximum(n, 1), np.nan) / 1e9,
-        "itl_max_s": itl_max / 1e9,
-        "e2e_s": e2e,
-        "queueing_s": (numbers(frame, "first_scheduled_ns") - arrival) / 1e9,
-        "normalised_latency_s": np.where(n >= 1, e2e / np.maximum(n, 1), np.nan),
-    }
-    return pd.DataFrame(columns, index=frame.index)
+    columns = RequestColumns.of(frame)
+    texts = {"request_id": columns.codes("request_id").texts(), "finish_reason": columns.reasons.texts()}
+    return pd.DataFrame(texts | {name: latency(columns, name) for name in LATENCIES}, index=frame.index)
+
+
+def latency(requests: RequestColumns, name: str) -> FloatArray:
+    """One of LATENCIES of each request, seconds `[num_requests]`; NaN where it has none."""
+    arrival = requests.numbers("arrival_ns")
+    if name == "ttft_s":
+        return (requests.numbers("first_token_ns") - arrival) / 1e9
+    if name == "queueing_s":
+        return (requests.numbers("first_scheduled_ns") - arrival) / 1e9
+    if name == "itl_max_s":
+        tokens = requests.tokens
+        return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
+    n = requests.numbers("num_token_steps")  # the sequences of a group emit together
+    if name in ("e2e_s", "normalised_latency_s"):
+        e2e = np.where(requests.is_completed, requests.numbers("finish_ns") - arrival, np.nan) / 1e9
+        return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
+    last = _last_token_ns(requests)
+    if name == "tpot_incl_first_s":
+        return np.where(n >= 1, (last - arrival) / np.maximum(n, 1), np.nan) / 1e9
+    assert name == "tpot_s", name
+    first = requests.numbers("first_token_ns")
+    return np.where(n >= 2, (last - first) / np.maximum(n - 1, 1), np.nan) / 1e9
 
 
 def itl_pooled(requests: Any) -> FloatArray:
     """Every gap between two tokens of one request, in seconds `[num_gaps]`; empty where token times were not kept."""
-    lists = token_lists(as_frame(requests))
-    if lists is None or lists[0].size < 2:
-        return np.empty(0)
-    flat, offsets = lists
-    inside = np.ones(flat.size - 1, dtype=bool)
-    borders = offsets[1:-1]
-    inside[borders[(borders > 0) & (borders < flat.size)] - 1] = False
-    return np.asarray(np.diff(flat)[inside] / 1e9, dtype=np.float64)
+    gaps = list(RequestColumns.of(requests).gaps_ns())
+    return np.concatenate(gaps) / 1e9 if gaps else np.empty(0)
 
 
-def _last_token_ns(frame: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
-    """Last token's instant and the largest gap, ns, NaN for none; without token times the first follows from TPOT."""
-    first, n = numbers(frame, "first_token_ns"), numbers(frame, "num_token_steps")
-    missing = np.full(len(frame), np.nan)
-    lists = token_lists(frame)
-    if lists is None:
-        tpot_ns = np.where(n >= 2, numbers(frame, "tpot_s") * 1e9, 0.0)
-        return np.where(n >= 1, first + tpot_ns * (n - 1), np.nan), missing
-    flat, offsets = lists
-    counts = np.diff(offsets)
-    has = counts > 0
-    last, largest = missing.copy(), missing.copy()
-    if has.any():
-        last[has] = flat[offsets[1:][has] - 1]
-        gaps = np.diff(flat, prepend=flat[0])
-        gaps[offsets[:-1][has]] = -1.0  # a first token closes no gap
-        largest[has] = np.maximum.reduceat(gaps, offsets[:-1][has])
-    return last, np.where(counts >= 2, largest, np.nan)
+def _last_token_ns(requests: RequestColumns) -> FloatArray:
+    """Last token's instant, ns, NaN for none; without token times it follows from TPOT."""
+    if requests.tokens is not None:
+        return requests.tokens.last_ns
+    n, first = requests.numbers("num_token_steps"), requests.numbers("first_token_ns")
+    tpot_ns = np.where(n >= 2, requests.numbers("tpot_s") * 1e9, 0.0)
+    return np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
 
 
-def meets_slo(metrics: pd.DataFrame, slo: SLO) -> BoolArray:
-    """Which rows of `request_metrics` keep every limit `[num_requests]`. One that is not completed keeps none.
+def meets_slo(requests: Any, slo: SLO) -> BoolArray:
+    """Which requests of the records keep every limit `[num_requests]`. One that is not completed keeps none.
 
     A limit on TPOT or ITL does not bind a request of one token, which has neither.
     """
-    met = np.isin(texts(metrics, "finish_reason"), COMPLETED)
+    columns = RequestColumns.of(requests)
+    met = columns.is_completed
     for name, limit in asdict(slo).items():
         if limit is not None:
-            value = numbers(metrics, name)
+            value = latency(columns, name)
             met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s") else False)
-    return np.asarray(met, dtype=np.bool_)
+    return met
 
 
 def jain_index(values: FloatArray) -> float | None:
@@ -144,77 +147,77 @@ def summarise(
 ) -> dict[str, Any]:
     """The headline numbers of one run, nested, JSON-safe; None means "not reached" or "not recorded".
 
-    Frames are pandas or Arrow, as in `testbed.records`. `warmup_s` drops the requests that arrive in the first seconds
-    after the first arrival, and starts the time base there. "checks" (`analysis.checks`) are of the whole run.
+    Records are a pandas frame, an Arrow table or `analysis.rows.Rows` of a file, as in `testbed.records`; memory does
+    not grow with the steps, and by some columns with the requests. `warmup_s` drops the requests that arrive in the
+    first seconds after the first arrival, and starts the time base there. "checks" (`analysis.checks`) are of the
+    whole run.
     """
-    frame, step_frame = as_frame(requests), as_frame(steps)
-    end_ns = run_end_ns(frame, step_frame)
-    arrival = numbers(frame, "arrival_ns")
-    start_ns = (float(np.nanmin(arrival)) if len(frame) else 0.0) + warmup_s * 1e9
+    everything, step_rows = RequestColumns.of(requests), as_rows(steps)
+    end_ns = run_end_ns(everything, step_rows)
+    arrival = everything.whole("arrival_ns")
+    start_ns = (int(arrival.min()) if arrival.size else 0) + round(warmup_s * 1e9)
     sent = arrival <= end_ns
     counted = sent & (arrival >= start_ns)
-    kept = frame[counted]
-    duration_s = max(end_ns - start_ns, 0.0) / 1e9
-    metrics = request_metrics(kept)
+    kept = everything.where(counted)
+    duration_s = max(end_ns - start_ns, 0) / 1e9
     limits = SLO.parse(slo)
-    parts = split(frame, step_frame, manifest)
-    of_steps, of_each = fleet_step_metrics(parts, manifest.get("num_gpu_blocks"), start_ns, end_ns)
+    measured = measure(split(everything, manifest), step_rows, manifest.get("num_gpu_blocks"), start_ns, end_ns)
+    of_steps, of_each = fleet_step_metrics(measured, duration_s)
+    computed = None if warmup_s or not step_rows.num_rows else [one.num_computed_tokens for one in measured]
     result = {
         "summary_version": SUMMARY_VERSION,
         "status": manifest.get("status"),
         "backend": manifest.get("backend"),
-        **_counts(metrics),
+        **_counts(kept.reasons),
         "num_not_sent": int((~sent).sum()),
         "num_unsent": manifest.get("num_unsent"),
         "num_in_warmup": int((sent & ~counted).sum()),
         "duration_s": duration_s,
         "time_base": TIME_BASE + (f", without the first {warmup_s:g} s" if warmup_s else ""),
-        **_latencies(kept, metrics, end_ns),
-        "throughput": _throughput(frame, start_ns, end_ns),
-        "slo": None if limits is None else _attainment(metrics, limits, duration_s),
-        **_cache_and_preemptions(kept, step_frame, whole_run=not warmup_s),
-        "fairness": _fairness(kept, metrics),
+        **_latencies(kept, end_ns),
+        "throughput": _throughput(everything, start_ns, end_ns),
+        "slo": None if limits is None else _attainment(kept, limits, duration_s),
+        **_cache_and_preemptions(kept, computed),
+        "fairness": _fairness(kept),
         **of_steps,
-        "replicas": describe_replicas(split(kept, step_frame, manifest), of_each, manifest, duration_s),
-        "checks": run_checks(frame, step_frame, manifest),
+        "replicas": describe_replicas(split(kept, manifest), measured, of_each, manifest, duration_s),
+        "checks": run_checks(everything, step_rows, manifest),
     }
     safe: dict[str, Any] = json_safe(result)
     return safe
 
 
-def _counts(metrics: pd.DataFrame) -> dict[str, Any]:
-    reasons = texts(metrics, "finish_reason")
-    by_reason = {name: int((reasons == name).sum()) for name in FINISH_REASONS}
+def _counts(reasons: Codes) -> dict[str, Any]:
+    by_reason = {name: int(reasons.among((name,)).sum()) for name in FINISH_REASONS}
     return {
-        "num_requests": len(metrics),
+        "num_requests": reasons.codes.size,
         "num_finished": by_reason["stop"] + by_reason["length"],
         "num_unfinished": by_reason["unfinished"],
         "finish_reasons": by_reason,
     }
 
 
-def _latencies(frame: pd.DataFrame, metrics: pd.DataFrame, end_ns: float) -> dict[str, Any]:
+def _latencies(requests: RequestColumns, end_ns: int) -> dict[str, Any]:
     """Every latency's distribution; what is open at a request's abort or the run's end is censored there."""
-    reason = texts(metrics, "finish_reason")
-    arrival = numbers(frame, "arrival_ns")
-    cut_ns = np.where(reason == "abort", numbers(frame, "finish_ns"), end_ns)
-    cut = np.isin(reason, ("abort", "unfinished"))
-    waited_s = (cut_ns - arrival) / 1e9
-    open_gap_s = (cut_ns - _last_token_ns(frame)[0]) / 1e9
+    cut = requests.reasons.among(("abort", "unfinished"))
+    aborted = requests.reasons.among(("abort",))
+    cut_ns = np.where(aborted, requests.numbers("finish_ns"), float(end_ns))[cut]
+    waited_s = (cut_ns - requests.numbers("arrival_ns")[cut]) / 1e9
+    open_gap_s = (cut_ns - _last_token_ns(requests)[cut]) / 1e9
     result = {}
     for name in ("ttft_s", "e2e_s", "queueing_s"):
-        value = numbers(metrics, name)
-        result[name] = distribution(value, waited_s[np.isnan(value) & cut])
+        value = latency(requests, name)
+        result[name] = distribution(value, waited_s[np.isnan(value[cut])])
     for name in ("tpot_s", "tpot_incl_first_s", "normalised_latency_s"):
-        value = numbers(metrics, name)
-        result[name] = distribution(value) | {"num_partial": int((cut & ~np.isnan(value)).sum())}
-    largest = numbers(metrics, "itl_max_s")
-    result["itl_s"] = distribution(itl_pooled(frame), open_gap_s[cut])
-    result["itl_max_s"] = distribution(largest[~cut], np.fmax(largest, open_gap_s)[cut])
+        value = latency(requests, name)
+        result[name] = distribution(value) | {"num_partial": int((~np.isnan(value[cut])).sum())}
+    result["itl_s"] = distribution(itl_pooled(requests), open_gap_s)
+    largest = latency(requests, "itl_max_s")
+    result["itl_max_s"] = distribution(largest[~cut], np.fmax(largest[cut], open_gap_s))
     return result
 
 
-def _throughput(frame: pd.DataFrame, start_ns: float, end_ns: float) -> dict[str, Any]:
+def _throughput(requests: RequestColumns, start_ns: int, end_ns: int) -> dict[str, Any]:
     """Completed requests, emitted and prompt tokens per second of the time base, and the rate that was offered.
 
     A prompt counts when its first token is out, cached tokens included, as serving benchmarks count input tokens.
@@ -223,19 +226,17 @@ def _throughput(frame: pd.DataFrame, start_ns: float, end_ns: float) -> dict[str
     if duration_s <= 0:
         names = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "total_tokens_per_s", "offered_per_s")
         return dict.fromkeys(names)
-    completed = np.isin(texts(frame, "finish_reason", "unfinished"), COMPLETED)
-    requests = (completed & (numbers(frame, "finish_ns") >= start_ns)).sum()
-    started = numbers(frame, "first_token_ns") >= start_ns
-    prompt = numbers(frame, "num_prompt_tokens")[started].sum()
-    output = numbers(frame, "num_output_tokens")[started].sum()
-    lists = token_lists(frame)
-    if lists is not None:
-        output = (lists[0] >= start_ns).sum()
-    arrival = numbers(frame, "arrival_ns")
+    completed = (requests.is_completed & (requests.numbers("finish_ns") >= start_ns)).sum()
+    started = requests.numbers("first_token_ns") >= start_ns
+    prompt = requests.whole("num_prompt_tokens")[started].sum()
+    output = requests.whole("num_output_tokens")[started].sum()
+    if requests.tokens is not None:
+        output = requests.num_tokens_since(start_ns)
+    arrival = requests.whole("arrival_ns")
     inside = arrival[(arrival >= start_ns) & (arrival <= end_ns)]
     window_s = (inside.max() - inside.min()) / 1e9 if inside.size > 1 else 0.0
     return {
-        "requests_per_s": requests / duration_s,
+        "requests_per_s": completed / duration_s,
         "output_tokens_per_s": output / duration_s,
         "prompt_tokens_per_s": prompt / duration_s,
         "total_tokens_per_s": (prompt + output) / duration_s,
@@ -243,9 +244,9 @@ def _throughput(frame: pd.DataFrame, start_ns: float, end_ns: float) -> dict[str
     }
 
 
-def _attainment(metrics: pd.DataFrame, slo: SLO, duration_s: float) -> dict[str, Any]:
+def _attainment(requests: RequestColumns, slo: SLO, duration_s: float) -> dict[str, Any]:
     """Share of the requests sent that kept every limit, its Wilson interval, and the goodput (requests/s)."""
-    met, sent = int(meets_slo(metrics, slo).sum()), len(metrics)
+    met, sent = int(meets_slo(requests, slo).sum()), len(requests)
     low, high = wilson(met, sent) if sent else (None, None)
     return {
         "limits": {name: limit for name, limit in asdict(slo).items() if limit is not None},
@@ -256,42 +257,53 @@ def _attainment(metrics: pd.DataFrame, slo: SLO, duration_s: float) -> dict[str,
     }
 
 
-def _cache_and_preemptions(frame: pd.DataFrame, steps: pd.DataFrame, whole_run: bool) -> dict[str, Any]:
-    admitted = frame[frame["first_scheduled_ns"].notna()]
-    prompt, cached = numbers(admitted, "num_prompt_tokens").sum(), numbers(admitted, "num_cached_tokens").sum()
-    preempted = numbers(frame, "num_preemptions")
-    recomputed = numbers(frame, "num_recomputed_tokens").sum()
-    if whole_run and len(steps):
-        computed = numbers(steps, "num_prefill_tokens").sum() + numbers(steps, "num_decode_tokens").sum()
-    else:
-        computed = prompt - cached + numbers(admitted, "num_output_tokens").sum() + recomputed
+def _cache_and_preemptions(requests: RequestColumns, num_computed: list[int | None] | None) -> dict[str, Any]:
+    """num_computed: tokens that each replica's steps computed; None: as the requests tell, of a part of the run."""
+    admitted = requests.is_known("first_scheduled_ns")
+    prompt = requests.numbers("num_prompt_tokens")[admitted].sum()
+    cached = requests.numbers("num_cached_tokens")[admitted].sum()
+    preempted, recomputed = requests.whole("num_preemptions"), requests.whole("num_recomputed_tokens").sum()
+    computed = prompt - cached + requests.whole("num_output_tokens")[admitted].sum() + recomputed
+    if num_computed is not None:
+        known = [tokens for tokens in num_computed if tokens is not None]
+        computed = sum(known) if len(known) == len(num_computed) else 0
     return {
         "prefix_hit_rate": cached / prompt if prompt > 0 else None,
         "preemptions": {
             "total": int(preempted.sum()),
-            "requests_share": float((preempted > 0).mean()) if len(frame) else None,
+            "requests_share": float((preempted > 0).mean()) if len(requests) else None,
             "recomputed_tokens": int(recomputed),
             "recomputed_share": recomputed / computed if computed > 0 else None,
         },
     }
 
 
-def _fairness(frame: pd.DataFrame, metrics: pd.DataFrame) -> dict[str, Any] | None:
+def _fairness(requests: RequestColumns) -> dict[str, Any] | None:
     """Jain's index over tenants: of the service got (prompt + output tokens) and of the mean normalised latency.
 
     None with fewer than two tenants. Service is what each got in this run: tenants that ask for less also get less.
     """
-    tenant = texts(frame, "tenant", "")
-    if len(set(tenant)) < 2:
+    tenants = requests.codes("tenant")
+    if np.unique(tenants.codes).size < 2:
         return None
-    started = frame["first_token_ns"].notna().to_numpy(dtype=bool)
-    service = np.where(started, numbers(frame, "num_prompt_tokens"), 0.0) + numbers(frame, "num_output_tokens")
-    per_tenant = pd.Series(service).groupby(tenant).sum()
-    latency = pd.Series(numbers(metrics, "normalised_latency_s")).groupby(tenant).mean().dropna()
-    tokens = np.asarray(per_tenant, dtype=np.float64)
+    started = requests.is_known("first_token_ns")
+    service = np.where(started, requests.whole("num_prompt_tokens"), 0) + requests.whole("num_output_tokens")
+    tokens = np.array([part.sum() for part in _by_label(tenants, service)], dtype=np.float64)
+    value = latency(requests, "normalised_latency_s")
+    known = [part[~np.isnan(part)] for part in _by_label(tenants, value)]
+    means = np.array([math.fsum(part) / part.size for part in known if part.size])
     return {
-        "num_tenants": len(per_tenant),
+        "num_tenants": tokens.size,
         "jain_service": jain_index(tokens),
         "max_min_service_gap_tokens": float(tokens.max() - tokens.min()),
-        "jain_normalised_latency": jain_index(np.asarray(latency, dtype=np.float64)),
+        "jain_normalised_latency": jain_index(means),
     }
+
+
+def _by_label(codes: Codes, values: Any) -> Iterator[Any]:
+    """The values of each label that occurs, labels in alphabetical order."""
+    order = np.argsort(codes.codes, kind="stable")
+    present, first = np.unique(codes.codes[order], return_index=True)
+    parts = dict(zip(present.tolist(), np.split(values[order], first[1:]), strict=True))
+    for number in sorted(parts, key=codes.labels.__getitem__):
+        yield parts[number]

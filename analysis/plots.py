@@ -17,10 +17,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import style
-from analysis.frames import FloatArray, numbers
+from analysis.frames import numbers
 from analysis.load import Run
 from analysis.metrics import request_metrics
 from analysis.occupancy import kv_usage, run_end_ns, spans
+from analysis.rows import FloatArray
 from analysis.statistics import Estimate, Verdict, verdict
 from analysis.survival import km_steps
 

@@ -10,40 +10,42 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from analysis.frames import FloatArray, numbers, texts
-from analysis.occupancy import step_metrics
+from analysis.occupancy import STEP_COLUMNS, Occupancy
+from analysis.request_columns import RequestColumns
+from analysis.rows import FloatArray, Rows
+from analysis.timeline import step_runs
 
-COMPLETED = ("stop", "length")
 SUMS = ("num_steps", "mean_running", "mean_waiting", "mean_swapped")
 
 
-def split(
-    requests: pd.DataFrame, steps: pd.DataFrame, manifest: Mapping[str, Any]
-) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """The requests and the steps of each replica, those included that did nothing; steps in order of time."""
+def split(requests: RequestColumns, manifest: Mapping[str, Any]) -> list[RequestColumns]:
+    """The requests of each replica, those included that did nothing."""
     num = max(int(manifest.get("num_replicas") or 1), 1)
     if num == 1:
-        return [(requests, steps)]
-    whose, of_step = numbers(requests, "replica"), numbers(steps, "replica")
-    parts = []
-    for number in range(num):
-        own = steps[of_step == number]
-        parts.append((requests[whose == number], own.sort_values("start_ns", kind="stable")))
-    return parts
+        return [requests]
+    whose = requests.numbers("replica")
+    return [requests.where(whose == number) for number in range(num)]
 
 
-def fleet_step_metrics(
-    parts: list[tuple[pd.DataFrame, pd.DataFrame]], num_gpu_blocks: int | None, start_ns: float, end_ns: float
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`step_metrics` of the fleet, and of each replica, over [start_ns, end_ns]. num_gpu_blocks: of one replica."""
-    each = [step_metrics(requests, steps, num_gpu_blocks, start_ns, end_ns) for requests, steps in parts]
+def measure(
+    parts: list[RequestColumns], steps: Rows, num_gpu_blocks: int | None, start_ns: int, end_ns: int
+) -> list[Occupancy]:
+    """Each replica's steps, summed up over [start_ns, end_ns]. num_gpu_blocks: of one replica."""
+    each = [Occupancy(part, num_gpu_blocks, start_ns, end_ns) for part in parts]
+    for number, run in step_runs(steps, STEP_COLUMNS, range(len(parts)) if len(parts) > 1 else None):
+        each[number].add(run)
+    return each
+
+
+def fleet_step_metrics(measured: list[Occupancy], duration_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The part of a summary that comes from steps: of the fleet, and of each replica."""
+    each = [one.metrics() for one in measured]
     if len(each) == 1:
         return each[0], each
-    for one, (_, steps) in zip(each, parts, strict=True):
-        if not len(steps) and end_ns > start_ns:
-            _be_idle(one, (end_ns - start_ns) / 1e9, knows_pool=bool(num_gpu_blocks))
+    for one, of in zip(each, measured, strict=True):
+        if not of.num_steps and duration_s > 0:
+            _be_idle(one, duration_s, knows_pool=of.knows_pool)
     fleet: dict[str, Any] = {name: _joined([one[name] for one in each], sum) for name in SUMS}
     fleet["busy_share"] = _joined([one["busy_share"] for one in each], _mean)
     fleet["kv"] = {
@@ -57,7 +59,8 @@ def fleet_step_metrics(
 
 
 def describe_replicas(
-    parts: list[tuple[pd.DataFrame, pd.DataFrame]],
+    parts: list[RequestColumns],
+    measured: list[Occupancy],
     each: list[dict[str, Any]],
     manifest: Mapping[str, Any],
     duration_s: float,
@@ -69,7 +72,10 @@ def describe_replicas(
     """
     if len(parts) == 1:
         return None
-    rows = [_replica(*part, steps, duration_s) for part, steps in zip(parts, each, strict=True)]
+    rows = [
+        _replica(part, one.num_computed_tokens, metrics, duration_s)
+        for part, one, metrics in zip(parts, measured, each, strict=True)
+    ]
     busy = np.array([row["busy_share"] or 0.0 for row in rows])
     tokens = np.array([row["num_computed_tokens"] for row in rows], dtype=np.float64)
     sent = np.array([row["num_requests"] for row in rows], dtype=np.float64)
@@ -82,21 +88,22 @@ def describe_replicas(
     }
 
 
-def _replica(requests: pd.DataFrame, steps: pd.DataFrame, metrics: dict[str, Any], duration_s: float) -> dict[str, Any]:
-    done = np.isin(texts(requests, "finish_reason", "unfinished"), COMPLETED)
-    started = requests["first_scheduled_ns"].notna().to_numpy(dtype=bool)
-    prompt, output = numbers(requests, "num_prompt_tokens"), numbers(requests, "num_output_tokens")
-    cached = np.nan_to_num(numbers(requests, "num_cached_tokens"))
-    ttft = numbers(requests, "ttft_s")
-    computed = numbers(steps, "num_prefill_tokens").sum() + numbers(steps, "num_decode_tokens").sum()
+def _replica(
+    requests: RequestColumns, num_computed: int | None, metrics: dict[str, Any], duration_s: float
+) -> dict[str, Any]:
+    done = int(requests.is_completed.sum())
+    started = requests.is_known("first_scheduled_ns")
+    prompt, output = requests.numbers("num_prompt_tokens"), requests.numbers("num_output_tokens")
+    cached = np.nan_to_num(requests.numbers("num_cached_tokens"))
+    ttft = requests.numbers("ttft_s")
     return {
         "num_requests": len(requests),
-        "num_finished": int(done.sum()),
-        "num_computed_tokens": int(computed),
-        "requests_per_s": done.sum() / duration_s if duration_s > 0 else None,
+        "num_finished": done,
+        "num_computed_tokens": num_computed,
+        "requests_per_s": done / duration_s if duration_s > 0 else None,
         "output_tokens_per_s": output.sum() / duration_s if duration_s > 0 else None,
         "prefix_hit_rate": cached[started].sum() / prompt[started].sum() if started.any() else None,
-        "num_preemptions": int(numbers(requests, "num_preemptions").sum()),
+        "num_preemptions": int(requests.numbers("num_preemptions").sum()),
         "ttft_mean_s": float(np.nanmean(ttft)) if (~np.isnan(ttft)).any() else None,
         **{name: metrics[name] for name in ("num_steps", "mean_running", "mean_waiting", "busy_share", "kv")},
     }

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from analysis.frames import FloatArray
+from analysis.rows import FloatArray
 
 Scale = Literal["difference", "log_ratio"]
 Verdict = Literal["identical", "equivalent", "inside the noise", "higher", "lower", "unknown"]

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.frames import FloatArray, json_safe
+from analysis.frames import json_safe
+from analysis.rows import FloatArray
 
 QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 

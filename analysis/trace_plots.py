@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from analysis import style
-from analysis.frames import FloatArray
+from analysis.rows import FloatArray
 
 IntArray = NDArray[np.int64]
 _MAX_POINTS = 20_000  # of a scatter: more are drawn by even steps through the trace

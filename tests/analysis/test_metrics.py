@@ -110,7 +110,7 @@ def test_attainment_is_over_requests_sent():
         {"arrival_ns": 1 * S, "token_ns": [2 * S]},
     )
     slo = {"ttft_s": 2.0, "tpot_s": 2.0}
-    assert meets_slo(request_metrics(rows), SLO(**slo)).tolist() == [True, False, True, False]
+    assert meets_slo(rows, SLO(**slo)).tolist() == [True, False, True, False]
     summary = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, slo)["slo"]
     assert summary["attainment"] == 0.5
     assert summary["goodput_per_s"] == 2 / 8

@@ -9,6 +9,7 @@ import pytest
 
 from analysis.metrics import summarise
 from analysis.replicas import split
+from analysis.request_columns import RequestColumns
 from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table
 
@@ -77,5 +78,6 @@ def test_a_replica_that_did_nothing_counts() -> None:
 
 
 def test_without_a_fleet_nothing_is_split() -> None:
-    requests, steps, manifest = simulate(seed=3, num_requests=5)
-    assert split(requests, steps, manifest) == [(requests, steps)]
+    requests, _, manifest = simulate(seed=3, num_requests=5)
+    columns = RequestColumns.of(requests)
+    assert split(columns, manifest) == [columns]

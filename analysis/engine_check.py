@@ -1,0 +1,257 @@
+"""The checks of one engine (see `analysis.checks`), summed up while its steps pass by in order of time.
+
+Of each request a few numbers are held: its instants, sorted, and what the steps said at them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from analysis.request_columns import RequestColumns
+from analysis.rows import IntArray, exact_sum, product_sum
+from analysis.timeline import Instants, StepRun
+
+REQUEST_COLUMNS = (
+    "arrival_ns", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_preemptions",
+    "num_recomputed_tokens",
+)  # that are never null # fmt: skip
+STEP_COLUMNS = (
+    "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_emitted", "num_running", "num_waiting",
+    "num_swapped", "num_cached_tokens", "num_preempted", "num_ignored",
+)  # fmt: skip
+_SUMS = ("num_prefill_tokens", "num_decode_tokens", "num_emitted", "num_cached_tokens", "num_preempted")
+_IN_SYSTEM = ("num_running", "num_waiting", "num_swapped", "num_ignored")
+_NEVER = np.iinfo(np.int64).max
+
+Check = dict[str, Any]
+
+
+def verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
+    return {"holds": holds, "why": why, **numbers}
+
+
+class EngineCheck:
+    """Little's law, conservation of work and never being idle, of one engine's requests and steps.
+
+    requests: those that reached the scheduler. from_arrival: the engine may not be idle from a request's arrival on;
+    else from the step boundary that first saw it.
+    """
+
+    def __init__(self, requests: RequestColumns, from_arrival: bool) -> None:
+        self._requests, self._from_arrival = requests, from_arrival
+        self.start_ns: int | None = None  # of the first step
+        self.end_ns = 0  # of the newest one
+        self._num_steps = 0
+        self._nulls = [name for name in REQUEST_COLUMNS if not requests.is_known(name).all()]
+        self._step_nulls: frozenset[str] = frozenset()
+        self._is_fit = not self._nulls and len(requests) > 0  # until steps overlap
+        if self._is_fit:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        requests = self._requests
+        arrival, finish = requests.whole("arrival_ns"), requests.whole("finish_ns", _NEVER)
+        ended = np.flatnonzero(finish != _NEVER)
+        self._arrival, self._queued = Instants(arrival), Instants(requests.whole("queued_ns"))
+        self._finish = Instants(finish[ended], ended)
+        self._has_groups = bool((requests.whole("num_output_tokens") != requests.whole("num_token_steps")).any())
+        preempted = np.flatnonzero(requests.whole("num_preemptions") > 0)
+        self._scheduled = Instants(requests.whole("first_scheduled_ns", _NEVER)[preempted], preempted)
+        self._first_token = Instants(requests.whole("first_token_ns", _NEVER)[preempted], preempted)
+        # by request: no step's end may lie between arrival and queued; time in the system that no step covers, ns;
+        # preemptions of others or itself between its first step and its first token
+        self._num_passed = np.zeros(len(requests), dtype=np.int64)
+        self._idle_ns = np.zeros(len(requests), dtype=np.int64)
+        self._num_between = np.zeros(len(requests), dtype=np.int64)
+        self._sums = dict.fromkeys(_SUMS, 0)
+        self._busy_ns = 0  # total length of the steps
+        self._busy_at_queued_ns = self._busy_at_finish_ns = 0  # summed over requests
+        self._in_system_ns = 0  # counts of the steps times their length
+        self._num_wrong = 0
+        self._first_wrong: tuple[int, int, int, int] | None = None  # row, start, count by the step, by the requests
+
+    # --- steps ---
+
+    def add(self, run: StepRun) -> None:
+        """The steps that follow those before."""
+        self.start_ns = int(run.start[0]) if self.start_ns is None else min(self.start_ns, int(run.start.min()))
+        self.end_ns = max(self.end_ns, int(run.end.max()))
+        self._step_nulls = run.with_nulls
+        self._is_fit = self._is_fit and not ((run.following < run.end).any() or (run.end <= run.start).any())
+        if self._is_fit:
+            self._add_times(run)
+            self._add_counts(run)
+            for name in _SUMS:
+                self._sums[name] += int(run.columns[name].sum())
+            self._busy_ns += int((run.end - run.start).sum())
+        self._num_steps += len(run)
+
+    def _add_times(self, run: StepRun) -> None:
+        """What these steps say at the requests' instants."""
+        enter, leave = self._arrival, self._finish
+        for instants, sign in ((enter, -1), (self._queued, 1)):
+            at, requests = instants.within(run)
+            self._num_passed[requests] += sign * (self._num_steps + np.searchsorted(run.start, at, side="left"))
+            busy = self._busy(run, at)
+            if instants is self._queued:
+                self._busy_at_queued_ns += exact_sum(busy)
+            if instants is (self._arrival if self._from_arrival else self._queued):
+                self._idle_ns[requests] -= at - busy
+        at, requests = leave.within(run)
+        busy = self._busy(run, at)
+        self._busy_at_finish_ns += exact_sum(busy)
+        self._idle_ns[requests] += at - busy
+        before = self._sums["num_preempted"] + np.append(0, np.cumsum(run.columns["num_preempted"]))
+        for instants, sign in ((self._scheduled, -1), (self._first_token, 1)):
+            at, requests = instants.within(run)
+            self._num_between[requests] += sign * before[np.searchsorted(run.start, at, side="left")]
+
+    def _busy(self, run: StepRun, at: IntArray) -> IntArray:
+        """How much of the time up to each instant lay within steps, ns."""
+        length = run.end - run.start
+        index = np.searchsorted(run.start, at, side="right") - 1
+        known = np.maximum(index, 0)
+        inside = np.minimum(at, run.end[known]) - run.start[known]
+        return np.where(index >= 0, self._busy_ns + (np.cumsum(length) - length)[known] + inside, self._busy_ns)
+
+    def _add_counts(self, run: StepRun) -> None:
+        # a request that is ignored leaves the queues with the plan, and the system with that plan's commit
+        by_steps: IntArray = np.stack([run.columns[name] for name in _IN_SYSTEM]).sum(axis=0)
+        come = np.searchsorted(self._queued.sorted, run.start, side="right")
+        by_requests = come - np.searchsorted(self._finish.sorted, run.start, side="right")
+        self._in_system_ns += product_sum(by_steps, run.end - run.start)
+        wrong = np.flatnonzero(by_steps < by_requests if self._has_groups else by_steps != by_requests)
+        self._num_wrong += wrong.size
+        if wrong.size and self._first_wrong is None:
+            row = int(wrong[0])
+            counts = int(by_steps[row]), int(by_requests[row])
+            self._first_wrong = self._num_steps + row, int(run.start[row]), *counts
+
+    # --- verdicts ---
+
+    def verdicts(self) -> tuple[Check, Check, Check]:
+        """Little's law, conservation of work, never idle; after the last step."""
+        why = self._unfit()
+        if why:
+            return verdict(None, why), verdict(None, why), verdict(None, why)
+        return self._littles_law(), self._work_conserved(), self._never_idle()
+
+    def _unfit(self) -> str:
+        """Why there is nothing to check; empty: there is something."""
+        if not self._num_steps:
+            return "not applicable: no step was recorded"
+        if not len(self._requests):
+            return "not applicable: no request reached the scheduler"
+        nulls = [name for name in STEP_COLUMNS if name in self._step_nulls] + self._nulls
+        if nulls:
+            return f"not applicable: {', '.join(nulls)} not recorded"
+        return (
+            ""
+            if self._is_fit
+            else ("not applicable: steps overlap or last no time, so they are not those of one engine")
+        )
+
+    def _littles_law(self) -> Check:
+        """Counts by steps against sojourns by requests; within steps, as no step's count speaks of the time between."""
+        num_open = len(self._requests) - self._finish.sorted.size
+        requests_ns = self._busy_at_finish_ns + num_open * self._busy_ns - self._busy_at_queued_ns
+        steps_ns = self._in_system_ns
+        numbers = {
+            "num_requests": len(self._requests),
+            "num_steps": self._num_steps,
+            "ns_in_system_by_steps": steps_ns,
+            "ns_in_system_by_requests": requests_ns,
+        }
+        late = self._seen_late()
+        if late:
+            return verdict(False, late, **numbers)
+        if self._first_wrong is not None:
+            row, start_ns, by_steps, by_requests = self._first_wrong
+            why = (
+                f"{self._num_wrong} of {self._num_steps} steps count another number of requests than are in the "
+                f"system; the first is row {row} of steps.parquet, at {start_ns / 1e9:.6f} s: {by_steps} by the step, "
+                f"{by_requests} by the requests"
+            )
+            return verdict(False, why, **numbers)
+        if self._has_groups:
+            return verdict(None, "not applicable: steps count every sequence of a parallel or beam request", **numbers)
+        if steps_ns != requests_ns:
+            why = f"requests spent {requests_ns} ns in steps by their own instants, and {steps_ns} ns by steps' counts"
+            return verdict(False, why, **numbers)
+        return verdict(True, None, **numbers)
+
+    def _seen_late(self) -> str:
+        """What is wrong with the boundary at which requests were first seen; empty: nothing."""
+        early = self._requests.whole("queued_ns") < self._requests.whole("arrival_ns")
+        wrong = int(((self._num_passed != 0) | early).sum())
+        if wrong:
+            return f"{wrong} requests entered before their arrival, or after a step that could have seen them"
+        return ""
+
+    def _work_conserved(self) -> Check:
+        """Tokens that steps computed and emitted against what the requests needed and got."""
+        computed = self._sums["num_prefill_tokens"] + self._sums["num_decode_tokens"]
+        emitted, got = self._sums["num_emitted"], int(self._requests.whole("num_output_tokens").sum())
+        numbers: dict[str, Any] = {"num_computed_tokens": computed, "num_emitted_tokens": emitted}
+        if emitted != got:
+            return verdict(False, f"steps emitted {emitted} tokens, and requests got {got}", **numbers)
+        if self._has_groups:
+            why = "not applicable: the sequences of a parallel or beam request share what is computed of its prompt"
+            return verdict(None, why, **numbers)
+        least, most = self._needed()
+        numbers |= {"num_needed_tokens_least": least, "num_needed_tokens_most": most}
+        if not least <= computed <= most:
+            needed = f"{least}" if least == most else f"from {least} to {most}"
+            return verdict(False, f"steps computed {computed} tokens, and requests needed {needed}", **numbers)
+        return verdict(True, None, **numbers)
+
+    def _needed(self) -> tuple[int, int]:
+        """Bounds on the tokens that the requests' work took; equal unless the records leave something open.
+
+        Open is how far a request came that was cut short (aborted, ignored after a start, unfinished) without having
+        emitted, or while it recomputed; and what a request that was preempted before its first token found in the
+        cache, when it came back, beyond what it had computed itself.
+        """
+        requests = self._requests
+        output, preemptions = requests.whole("num_output_tokens"), requests.whole("num_preemptions")
+        prompt, cached = requests.whole("num_prompt_tokens"), requests.whole("num_cached_tokens")
+        ground = prompt - cached + output - 1  # each token but the newest, once
+        full = ground + requests.whole("num_recomputed_tokens")
+        is_started = requests.is_known("first_scheduled_ns")
+        has_output = output > 0
+        is_plain = requests.is_completed | (has_output & (preemptions == 0))
+        least = np.where(is_plain, full, np.where(has_output, ground, 0))
+        most = np.where(is_plain | has_output, full, np.maximum(full, 0))
+        skipped = self._skipped_at_most(prompt, cached, preemptions)
+        return int(least[is_started].sum()) - skipped, int(most[is_started].sum())
+
+    def _skipped_at_most(self, prompt: IntArray, cached: IntArray, preemptions: IntArray) -> int:
+        """Most tokens that neither a first admission found cached nor anyone computed for the request in need of them.
+
+        Once a request has emitted, all its known tokens but the newest have been computed, and the cache can give it
+        back no others. So only a preemption before the first token can be followed by a larger hit.
+        """
+        resumed_hits = self._sums["num_cached_tokens"] - int(cached.sum())
+        if resumed_hits <= 0:
+            return 0
+        may_skip = (preemptions > 0) & (self._num_between > 0)
+        return min(resumed_hits, int((prompt - cached - 1)[may_skip].sum()))
+
+    def _never_idle(self) -> Check:
+        """Time in the system that no step covers, summed over requests."""
+        enter = self._requests.whole("arrival_ns" if self._from_arrival else "queued_ns")
+        is_open = ~self._requests.is_known("finish_ns")
+        idle = self._idle_ns
+        idle[is_open] += np.maximum(enter[is_open], self.end_ns) - self._busy_ns
+        num_waiting = int((idle != 0).sum())
+        numbers = {"since": "arrival" if self._from_arrival else "queued", "num_requests_idle": num_waiting}
+        if num_waiting:
+            worst = int(np.argmax(np.abs(idle)))
+            why = (
+                f"no step ran while {num_waiting} requests were in the system, up to {idle[worst] / 1e9:.6f} s for "
+                "one: the policy idled, or steps are missing"
+            )
+            return verdict(False, why, **numbers)
+        return verdict(True, None, **numbers)

@@ -1,0 +1,167 @@
+"""The requests of a run, column by column: each is read when it is asked for, and none is kept.
+
+A million requests are 8 MB a column. Token instants, which may be a hundred times as many, are gone through batch by
+batch: what is kept of them is each request's last instant and largest gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from analysis.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
+
+TOKEN_ROWS = 1024  # requests whose token instants are in memory at once
+STRINGS = ("finish_reason", "tenant")
+COMPLETED = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """Of each request `[num_requests]`: ns of its last token and largest gap, NaN for none; whether it was recorded."""
+
+    last_ns: FloatArray
+    largest_gap_ns: FloatArray
+    is_recorded: BoolArray
+
+
+class RequestColumns:
+    """Columns of `testbed.records.REQUEST_COLUMNS` of some requests, `[num_requests]` each."""
+
+    def __init__(self, rows: Rows, chosen: BoolArray | None = None, parent: RequestColumns | None = None) -> None:
+        self.rows = rows
+        self._chosen, self._parent = chosen, parent
+        self._num = rows.num_rows if chosen is None else int(chosen.sum())
+
+    @classmethod
+    def of(cls, data: Any) -> RequestColumns:
+        """Of a frame, table, rows, or of columns themselves."""
+        return data if isinstance(data, RequestColumns) else cls(as_rows(data))
+
+    def __len__(self) -> int:
+        return self._num
+
+    def where(self, chosen: BoolArray) -> RequestColumns:
+        """Only those requests. chosen: `[num_requests]` of these columns."""
+        if chosen.all():
+            return self
+        if self._chosen is not None:
+            among, chosen = chosen, self._chosen.copy()
+            chosen[chosen] = among
+        return RequestColumns(self.rows, chosen, self._parent or self)
+
+    def numbers(self, name: str) -> FloatArray:
+        """float64, NaN for null."""
+        result = np.empty(self.rows.num_rows, dtype=np.float64)
+        for low, array in self._arrays(name):
+            result[low : low + len(array)] = numbers(array)
+        return result if self._chosen is None else result[self._chosen]
+
+    def whole(self, name: str, missing: int = 0) -> IntArray:
+        """int64, exactly; `missing` for null."""
+        result = np.empty(self.rows.num_rows, dtype=np.int64)
+        for low, array in self._arrays(name):
+            result[low : low + len(array)] = whole(array, missing)
+        return result if self._chosen is None else result[self._chosen]
+
+    def is_known(self, name: str) -> BoolArray:
+        """Which are not null."""
+        result = np.empty(self.rows.num_rows, dtype=np.bool_)
+        for low, array in self._arrays(name):
+            result[low : low + len(array)] = is_known(array)
+        return result if self._chosen is None else result[self._chosen]
+
+    def codes(self, name: str, missing: str = "") -> Codes:
+        """A column of strings, as codes."""
+        codes = Codes((array for _, array in self._arrays(name)), missing)
+        if self._chosen is not None:
+            codes.codes = codes.codes[self._chosen]
+        return codes
+
+    @cached_property
+    def reasons(self) -> Codes:
+        """Why each ended; "unfinished" for null."""
+        return self.codes("finish_reason", "unfinished")
+
+    @property
+    def is_completed(self) -> BoolArray:
+        return self.reasons.among(COMPLETED)
+
+    def _arrays(self, name: str) -> Iterator[tuple[int, Any]]:
+        low = 0
+        for (array,) in self.rows.batches([name]):
+            yield low, array
+            low += len(array)
+
+    # --- token instants ---
+
+    @cached_property
+    def tokens(self) -> TokenTimes | None:
+        """None where no token's instant was recorded."""
+        if self._parent is not None:
+            times, chosen = self._parent.tokens, self._chosen
+            if times is None or not times.is_recorded[chosen].any():
+                return None
+            return TokenTimes(times.last_ns[chosen], times.largest_gap_ns[chosen], times.is_recorded[chosen])
+        if "token_ns" not in self.rows.names:
+            return None
+        last, largest = np.full(len(self), np.nan), np.full(len(self), np.nan)
+        is_recorded = np.empty(len(self), dtype=np.bool_)
+        for low, flat, offsets, known in self._token_batches():
+            rows = slice(low, low + len(known))
+            is_recorded[rows] = known
+            last[rows], largest[rows] = _last_and_largest(flat, offsets)
+        return TokenTimes(last, largest, is_recorded) if is_recorded.any() else None
+
+    def num_tokens_since(self, start_ns: int) -> int:
+        """How many tokens have an instant at or after `start_ns`."""
+        return sum(int((flat >= start_ns).sum()) for flat, _ in self._chosen_tokens())
+
+    def gaps_ns(self) -> Iterator[IntArray]:
+        """Every gap between two tokens of one request, ns, in batches."""
+        for flat, offsets in self._chosen_tokens():
+            if flat.size > 1:
+                inside = np.ones(flat.size - 1, dtype=np.bool_)
+                borders = offsets[1:-1]
+                inside[borders[(borders > 0) & (borders < flat.size)] - 1] = False
+                yield np.diff(flat)[inside]
+
+    def _chosen_tokens(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """(instants of all tokens, offsets `[num_requests + 1]` of each request's), in batches of requests."""
+        for low, flat, offsets, known in self._token_batches():
+            if self._chosen is None:
+                yield flat, offsets
+            else:
+                chosen, lengths = self._chosen[low : low + len(known)], np.diff(offsets)
+                yield flat[np.repeat(chosen, lengths)], np.append(0, np.cumsum(lengths[chosen]))
+
+    def _token_batches(self) -> Iterator[tuple[int, IntArray, IntArray, BoolArray]]:
+        """(first row, instants, offsets, which are recorded) of batches of all rows."""
+        low = 0
+        if "token_ns" not in self.rows.names:
+            return
+        for (array,) in self.rows.batches(["token_ns"], TOKEN_ROWS):
+            known = is_known(array)
+            if known.any():
+                lengths = np.where(known, np.diff(whole(array.offsets)), 0)
+                yield low, whole(array.flatten()), np.append(0, np.cumsum(lengths)), known
+            else:
+                yield low, np.empty(0, dtype=np.int64), np.zeros(len(array) + 1, dtype=np.int64), known
+            low += len(array)
+
+
+def _last_and_largest(flat: IntArray, offsets: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Each request's last instant and largest gap between two tokens, ns; NaN for none."""
+    counts = np.diff(offsets)
+    has = counts > 0
+    last, largest = np.full(counts.size, np.nan), np.full(counts.size, np.nan)
+    if has.any():
+        last[has] = flat[offsets[1:][has] - 1]
+        gaps = np.diff(flat, prepend=flat[0])
+        gaps[offsets[:-1][has]] = -1  # a first token closes no gap
+        largest[has] = np.maximum.reduceat(gaps, offsets[:-1][has])
+    return last, np.where(counts >= 2, largest, np.nan)

@@ -1,0 +1,205 @@
+"""Records as numpy columns, batch by batch: from a pandas frame, an Arrow table or a Parquet file alike.
+
+Owns the reading and exact conversions (an Arrow buffer is an array; null is apart from every number), not what is done
+with the rows. Never all columns of a file at once: memory is that of a batch, or of the one column that is asked for.
+pandas is not imported for files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from testbed.errors import RunFolderError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+BATCH_ROWS = 1 << 15
+_LOW_BITS = 20
+
+
+class Rows(Protocol):
+    """Records of one kind. Columns come as Arrow arrays; `whole`, `numbers` and `Codes` make numpy arrays of them."""
+
+    num_rows: int
+    names: frozenset[str]
+
+    def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
+        """The columns `names` of the next rows, at most `num_rows` (None: as many as are good), in their order."""
+        ...
+
+    def by_time(self) -> Rows:
+        """The same rows by `start_ns`, ties in their order. Of a file: as they are (see `FileRows`)."""
+        ...
+
+
+def as_rows(data: Any) -> Rows:
+    """Rows from a pandas frame, an Arrow table, or rows themselves. TypeError for anything else."""
+    if isinstance(data, MemoryRows | FileRows):
+        return data
+    if not isinstance(data, pa.Table) and not hasattr(data, "columns"):
+        raise TypeError(f"records are a pandas DataFrame or a pyarrow Table, not {type(data).__name__}")
+    return MemoryRows(data)
+
+
+class MemoryRows:
+    """Rows of a frame or table that is in memory. batch_rows: at most so many at once, None: all."""
+
+    def __init__(
+        self, data: pd.DataFrame | pa.Table, batch_rows: int | None = None, order: IntArray | None = None
+    ) -> None:
+        self.num_rows = len(data)
+        self.names = frozenset(data.column_names if isinstance(data, pa.Table) else data.columns)
+        self._data, self._batch_rows, self._order = data, batch_rows, order
+
+    def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
+        arrays = [self._column(name) for name in names]
+        size = min(self._batch_rows or self.num_rows or 1, num_rows or self.num_rows or 1)
+        for low in range(0, self.num_rows, size):
+            yield [array.slice(low, size) for array in arrays]
+
+    def by_time(self) -> MemoryRows:
+        order = np.argsort(whole(self._column("start_ns")), kind="stable")
+        return MemoryRows(self._data, self._batch_rows, order)
+
+    def _column(self, name: str) -> Any:
+        kind = pa.list_(pa.int64()) if name == "token_ns" else None
+        if isinstance(self._data, pa.Table):
+            column = self._data.column(name)
+        else:
+            column = pa.array(self._data[name], type=kind, from_pandas=True)
+        if isinstance(column, pa.ChunkedArray):
+            column = column.combine_chunks()
+        return column if self._order is None else column.take(pa.array(self._order))
+
+
+class FileRows:
+    """Rows of a Parquet file, read as they are asked for. RunFolderError for one that cannot be read.
+
+    strings: columns of strings that may be asked for. The steps of each replica lie in the order of time there, as the
+    recorder writes them, which `by_time` counts on.
+    """
+
+    def __init__(self, file: Path, strings: Sequence[str] = (), batch_rows: int = BATCH_ROWS) -> None:
+        self._file, self._batch_rows = file, batch_rows
+        with _reading(file):
+            self._source = pq.ParquetFile(file, read_dictionary=list(strings))
+            self.num_rows = int(self._source.metadata.num_rows)
+            self.names = frozenset(self._source.schema_arrow.names)
+
+    def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
+        size = min(self._batch_rows, num_rows or self._batch_rows)
+        with _reading(self._file):
+            for batch in self._source.iter_batches(size, columns=list(names)):
+                yield [batch.column(name) for name in names]
+
+    def by_time(self) -> FileRows:
+        return self
+
+
+class _reading:  # noqa: N801  (a context, read as a verb)
+    """Says of what goes wrong in reading a file which one it was."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError | ValueError | KeyError):  # Arrow's own are such
+            text = " ".join(str(error).split())[:200]
+            raise RunFolderError(f"{self._file}: cannot be read as Parquet ({text})") from error
+
+
+# --- one Arrow array into numpy ---
+
+
+def is_known(array: Any) -> BoolArray:
+    """Which values of an Arrow array are not null `[num_rows]`."""
+    if pa.types.is_dictionary(array.type):
+        return is_known(array.indices)
+    if array.null_count == 0:
+        return np.ones(len(array), dtype=np.bool_)
+    if array.null_count == len(array):
+        return np.zeros(len(array), dtype=np.bool_)
+    bits = np.frombuffer(array.buffers()[0], dtype=np.uint8)
+    first, last = array.offset, array.offset + len(array)
+    known = np.unpackbits(bits[first // 8 : (last + 7) // 8], bitorder="little")
+    return known[first % 8 : first % 8 + len(array)].astype(np.bool_)
+
+
+def _raw(array: Any) -> NDArray[Any]:
+    """The numbers of an Arrow array as they lie there, anything where they are null."""
+    if array.null_count == len(array):
+        return np.zeros(len(array), dtype=np.int64)
+    values = np.frombuffer(array.buffers()[1], dtype=array.type.to_pandas_dtype())
+    return values[array.offset : array.offset + len(array)]
+
+
+def numbers(array: Any) -> FloatArray:
+    """float64 `[num_rows]`, NaN for null."""
+    values = _raw(array).astype(np.float64)
+    if array.null_count:
+        values[~is_known(array)] = np.nan
+    return values
+
+
+def whole(array: Any, missing: int = 0) -> IntArray:
+    """int64 `[num_rows]`, exactly; `missing` for null. ValueError for a fraction."""
+    raw = _raw(array)
+    known = is_known(array) if array.null_count else None
+    if raw.dtype.kind == "f":
+        raw = raw if known is None else np.where(known, raw, 0.0)
+        if (raw != np.rint(raw)).any():
+            raise ValueError("a column of whole numbers has a fraction")
+    values = raw.astype(np.int64, copy=False)
+    return values if known is None else np.where(known, values, missing)
+
+
+class Codes:
+    """A column of strings as numbers: `codes` int32 `[num_rows]`, whose texts are `labels`; `missing` for null."""
+
+    def __init__(self, arrays: Iterable[Any], missing: str) -> None:
+        index: dict[str, int] = {}
+        parts = [np.empty(0, dtype=np.int32)]
+        for array in arrays:
+            if not pa.types.is_dictionary(array.type):
+                array = array.dictionary_encode()
+            texts = array.dictionary.to_pylist()
+            table = np.array([index.setdefault(text, len(index)) for text in texts] + [0], dtype=np.int32)
+            codes = table[whole(array.indices, len(texts))]
+            if array.null_count:
+                codes[~is_known(array)] = index.setdefault(missing, len(index))
+            parts.append(codes)
+        self.codes = np.concatenate(parts)
+        self.labels = list(index)
+
+    def among(self, texts: Sequence[str]) -> BoolArray:
+        """Which rows have one of these texts."""
+        return np.isin(self.codes, [number for number, label in enumerate(self.labels) if label in texts])
+
+    def texts(self) -> NDArray[np.object_]:
+        """The strings, as Python's."""
+        return np.array([*self.labels, None], dtype=object)[self.codes]
+
+
+def exact_sum(values: IntArray) -> int:
+    """sum(values), none of them negative, exact: many instants in ns may exceed 64 bits."""
+    return product_sum(np.ones_like(values), values)
+
+
+def product_sum(first: IntArray, second: IntArray) -> int:
+    """sum(first * second), exact: counts times ns may exceed 64 bits. The second one is not negative."""
+    high, low = second >> _LOW_BITS, second & ((1 << _LOW_BITS) - 1)
+    return (int((first * high).sum()) << _LOW_BITS) + int((first * low).sum())

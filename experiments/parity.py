@@ -107,7 +107,8 @@ def check_parity(
 ) -> ParityReport:
     """Replays the tape of a real run's folder and compares every step.
 
-    fast_forward: equal steps are one plan. wrap_scheduler: for tests that break parity on purpose. Raises RunFolderError for a folder that is no real run.
+    fast_forward: equal steps are one plan. wrap_scheduler: for tests that break parity on purpose. Raises
+    RunFolderError for a folder that is no real run.
     """
     config = RunConfig.from_container(read_config(folder))
     if not config.is_real:

@@ -24,9 +24,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(unknown(f"there is no benchmark {name!r}", name, BENCHES))
     if not {"-h", "--help"} & set(arguments):
         machine, versions = describe_machine(), describe_versions()
-        print(
-            f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}\n"
-        )
+        where = f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}"
+        print(f"{where}, {time.strftime('%Y-%m-%d')}\n", flush=True)
     if name is not None:
         return mains[name](arguments[1:])
     for run in mains.values():

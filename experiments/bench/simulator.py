@@ -50,20 +50,26 @@ def main(arguments: list[str]) -> int:
         "--trace", type=Path, help="the Azure 2023 conversation CSV; absent: requests that look like it"
     )
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the long generated trace; 0: skip it")
+    parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"of the trace ({NUM_ROWS})")
     parser.add_argument("--repeats", type=int, default=3, help="of the short cases; the best counts (3)")
     options = parser.parse_args(arguments)
     if options.trace is not None and not options.trace.is_file():
         raise ConfigError(f"--trace: no file {options.trace}; give the Azure 2023 conversation CSV, or leave it out")
-    short = _azure(options.trace) if options.trace is not None else [*LOOK_ALIKE, f"trace.num_requests={NUM_ROWS}"]
+    if options.rows < 1:
+        raise ConfigError(f"--rows is {options.rows}; it must be at least 1")
+    num_rows = options.rows
+    short = [*LOOK_ALIKE, f"trace.num_requests={num_rows}"]
+    if options.trace is not None:
+        short = _azure(options.trace, num_rows)
     source = "Azure 2023" if options.trace is not None else "Azure-like"
     print("simulator: `testbed run`, Llama-3.1-8B on an H100, vllm_v1, budget 512, 512 sequences, 27,800 blocks")
     print(f"  {'case':<38}{'requests/s':>11}{'steps/s':>11}{'steps':>12}{'loop s':>8}{'wall s':>8}{'peak MiB':>10}")
     start_up = _best(["trace.num_requests=1"], options.repeats)
     _show("start-up: 1 request", start_up)
     fast = _best(short, options.repeats)
-    _show(f"{source}, {NUM_ROWS:,}", fast)
+    _show(f"{source}, {num_rows:,}", fast)
     stepped = _best([*short, "backend.fast_forward=false"], 1)
-    _show(f"{source}, {NUM_ROWS:,}, step by step", stepped)
+    _show(f"{source}, {num_rows:,}, step by step", stepped)
     if stepped.digest != fast.digest or stepped.num_steps != fast.num_steps:
         raise TestbedError(
             f"fast forward decided otherwise: digests {fast.digest} and {stepped.digest}; please report it"
@@ -74,9 +80,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _azure(path: Path) -> list[str]:
-    stretched = f"trace.transforms=[{{name: stretch_to, duration_s: {DURATION_S}}}]"
-    return ["trace=azure", f"trace.path={path.absolute()}", f"trace.limit={NUM_ROWS}", stretched]
+def _azure(path: Path, num_rows: int) -> list[str]:
+    stretched = f"trace.transforms=[{{name: stretch_to, duration_s: {DURATION_S * num_rows / NUM_ROWS}}}]"
+    return ["trace=azure", f"trace.path={path.absolute()}", f"trace.limit={num_rows}", stretched]
 
 
 def _best(overrides: list[str], repeats: int) -> Measured:

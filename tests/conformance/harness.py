@@ -10,7 +10,7 @@ from sim.backend import SimBackend
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.recorded import RecordedBackend
-from sim.cost.roofline import RooflineConfig, RooflineCost
+from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
 from testbed.interfaces import Execute, Resume, StepView, WaitUntil
@@ -153,7 +153,9 @@ class Real(Simulated):
 
 
 BACKENDS: dict[str, Callable[[], Simulated]] = {
-    "roofline": lambda: Simulated(RooflineCost(SPEC, DeviceSpec("h100"), RooflineConfig(), block_bytes=1024)),
+    "roofline": lambda: Simulated(
+        RooflineCost(SPEC, DeviceSpec("h100"), RooflineConfig(), kv_layout=KVLayout(BLOCK_SIZE))
+    ),
     "linear": lambda: Simulated(LinearCost(LinearConfig())),
     "constant": lambda: Simulated(ConstantCost(ConstantConfig())),
     "recorded": Recorded,

@@ -245,13 +245,13 @@ class FullDisk:
         return call
 
 
-@pytest.mark.parametrize("place", ["_Table._flush", "_Table.close", "TapeWriter.committed"])
+@pytest.mark.parametrize("place", ["RowTable.write", "RowTable.close", "TapeWriter.committed"])
 def test_a_full_disk_is_one_line_and_what_was_written_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    from testbed import records, tape
+    from testbed import record_tables, tape
 
-    owner = tape.TapeWriter if place.startswith("Tape") else records._Table
+    owner = tape.TapeWriter if place.startswith("Tape") else record_tables.RowTable
     if owner is tape.TapeWriter:
         pytest.importorskip("torch")
     name = place.partition(".")[2]

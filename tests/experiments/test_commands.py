@@ -65,11 +65,17 @@ def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "nowhere" in say(capsys, "report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b.html")).error()
 
 
-def test_bench_prints_both_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "bench", "--repeats", "1", "--requests", "200")
+def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "bench", "core", "--repeats", "1")
     assert said.status == 0, said.err
     assert "steps/s" in said.out
+    said = say(capsys, "bench", "simulator", "--repeats", "1", "--rows", "60", "--requests", "90")
+    assert said.status == 0, said.err
     assert "requests/s" in said.out
+    for case in ("start-up: 1 request", "Azure-like, 60 ", "Azure-like, 60, step by step", "generated, 90"):
+        assert case in said.out
+    assert "did you mean 'core'" in say(capsys, "bench", "cor").error()
+    assert "no file" in say(capsys, "bench", "simulator", "--trace", "nowhere.csv").error()
 
 
 def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,10 @@ class WeakKeys(TokenKeys):
         self._num_values = num_values
 
     def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
-        with patch("testbed.blocks.keys.xxh64_intdigest", lambda data, seed=0: xxh64_intdigest(data, seed) % self._num_values):
+        def weak(data: bytes, seed: int = 0) -> int:
+            return xxh64_intdigest(data, seed) % self._num_values
+
+        with patch("testbed.blocks.keys.xxh64_intdigest", weak):
             super().extend(keys, contents, tokens, num_blocks, salt)
 
 

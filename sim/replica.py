@@ -1,8 +1,8 @@
 """One replica of a fleet: its loop, the plan in flight, and what a router may see of it. A SimPy process.
 
-A plan of several steps (a run of decodes, the chunks of a prompt) is one event, its end. It may be cut before: at a boundary at or after an event that comes
-to the replica, or where a router looks at it. The loop then goes on at that boundary, which may lie in the past; as
-nothing came between, it decides there what it would have decided then.
+A plan of several steps (a run of decodes, the chunks of a prompt) is one event, its end. It may be cut before: at a
+boundary at or after an event that comes to the replica, or where a router looks at it. The loop then goes on at that
+boundary, which may lie in the past; as nothing came between, it decides there what it would have decided then.
 """
 
 from __future__ import annotations

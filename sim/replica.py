@@ -225,7 +225,6 @@ class Replica:
         num_over = bisect_right(self._flight.end_ns, now_ns)
         if not num_over:
             return
-        assert num_over < len(self._flight.end_ns), "the end of a plan is an event of its own"
         end_ns = self._flight.end_ns[num_over - 1]
         self._land(num_over)
         if end_ns < now_ns or self._phases.is_late:

@@ -195,6 +195,16 @@ def test_what_came_with_the_look_is_not_seen_before_it(fast: bool) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
+def test_a_plan_that_an_arrival_cut_at_this_instant_is_over_for_the_next_look(fast: bool) -> None:
+    """At 30, `b` cuts the plan of `a` there, and then `c` has its replica looked at."""
+    inbox = Sessions([request("a", 0, 9), request("b", 30, 1), request("c", 30, 1)], [], {})
+    watched = Watched(To(a=0, b=0, c=1))
+    first, _ = fleet_of(inbox, watched, 2, fast=fast)
+    assert watched.seen[2][2][0] == (2, 1, 1, 7, 1, 0)
+    assert ("arrived", "b", 30, 3) in first.events
+
+
+@pytest.mark.parametrize("fast", [False, True])
 def test_what_an_abort_brings_is_routed_after_the_plans_of_its_instant(fast: bool) -> None:
     """At 40 replica 1 sees that `x` is aborted; `x+` follows at once, when replica 0 has planned."""
     inbox = Sessions([request("a", 0, 9), request("x", 0, 9)], [(35, "x")], {"x": request("x+", 0, 1)})

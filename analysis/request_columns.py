@@ -145,12 +145,12 @@ class RequestColumns:
         if "token_ns" not in self.rows.names:
             return
         for (array,) in self.rows.batches(["token_ns"], TOKEN_ROWS):
-            known = is_known(array)
-            if known.any():
-                lengths = np.where(known, np.diff(whole(array.offsets)), 0)
-                yield low, whole(array.flatten()), np.append(0, np.cumsum(lengths)), known
-            else:
-                yield low, np.empty(0, dtype=np.int64), np.zeros(len(array) + 1, dtype=np.int64), known
+            known, offsets = is_known(array), whole(array.offsets)
+            flat, offsets = whole(array.values)[offsets[0] : offsets[-1]], offsets - offsets[0]
+            if not known.all():  # what lies behind a null counts for nothing
+                lengths = np.diff(offsets)
+                flat, offsets = flat[np.repeat(known, lengths)], np.append(0, np.cumsum(np.where(known, lengths, 0)))
+            yield low, flat, offsets, known
             low += len(array)
 
 

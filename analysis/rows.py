@@ -25,7 +25,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-BATCH_ROWS = 1 << 15
+BATCH_ROWS = 8192  # as many as a recorder writes in one group
 _LOW_BITS = 20
 
 
@@ -94,14 +94,14 @@ class FileRows:
     def __init__(self, file: Path, strings: Sequence[str] = (), batch_rows: int = BATCH_ROWS) -> None:
         self._file, self._batch_rows = file, batch_rows
         with _reading(file):
-            self._source = pq.ParquetFile(file, read_dictionary=list(strings))
+            self._source = pq.ParquetFile(file, read_dictionary=list(strings), pre_buffer=False)
             self.num_rows = int(self._source.metadata.num_rows)
             self.names = frozenset(self._source.schema_arrow.names)
 
     def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
         size = min(self._batch_rows, num_rows or self._batch_rows)
         with _reading(self._file):
-            for batch in self._source.iter_batches(size, columns=list(names)):
+            for batch in self._source.iter_batches(size, columns=list(names), use_threads=False):
                 yield [batch.column(name) for name in names]
 
     def by_time(self) -> FileRows:

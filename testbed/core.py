@@ -19,10 +19,13 @@ class Core:
         "admission",
         "blocks",
         "decodes",
-        "is_composition_steady", "is_steady",
+        "is_composition_steady",
+        "is_steady",
         "limits",
+        "next_seq_id",
         "num_admissions",
-        "num_groups", "num_long_waiting",
+        "num_groups",
+        "num_long_waiting",
         "num_steps",
         "preemption",
         "prefilling",
@@ -62,6 +65,7 @@ class Core:
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running sequences whose prefill is unfinished, by seq_id
         self.decodes = DecodeBatch(blocks.block_size, self.running)
+        self.next_seq_id = 0
         self.num_groups = 0  # running units that are, or will be, several sequences
         self.num_long_waiting = 0  # waiting sequences with a long prefill before them
         self.num_admissions = 0

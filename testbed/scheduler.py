@@ -9,13 +9,11 @@ One plan is in flight at most. Given the same configuration, calls and outcomes,
 
 from __future__ import annotations
 
-from itertools import chain
-
 from testbed.blocks.manager import BlockManager
 from testbed.core import Core
-from testbed.digest import Digest, abort_event, finish_event, fork_event, plan_events
+from testbed.digest import Digest, abort_event, finish_event, plan_events
 from testbed.errors import RequestError
-from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, StepResult
+from testbed.plan import BatchPlan, Finished, FinishReason, StepResult
 from testbed.planning import make_plan
 from testbed.policies.admission import Admission, Watermark
 from testbed.policies.compositions import Composition
@@ -23,11 +21,10 @@ from testbed.policies.config import Limits
 from testbed.policies.preemption import Auto, PreemptionChoice
 from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import VictimChoice
+from testbed.progress import Progress
 from testbed.request import Request
-from testbed.sequence import Sequence, SequenceGroup, SequenceState
+from testbed.sequence import Sequence, SequenceState
 from testbed.step import Step
-
-Ending = tuple[Sequence, FinishReason]
 
 
 class Scheduler:
@@ -56,6 +53,7 @@ class Scheduler:
             limits, blocks, queue, victims, admission or Watermark(), preemption or Auto(),
             is_composition_steady=not getattr(composition, "is_time_dependent", True),
         )  # fmt: skip
+        self._progress = Progress(self._core)
         self._composition = composition
         self._eos_token_id = eos_token_id
         self._record_decisions = record_decisions
@@ -64,13 +62,11 @@ class Scheduler:
         self._tells_victims_time = hasattr(victims, "now_ns")
         self._live: dict[str, list[Sequence]] = {}  # members that have not ended, by request id
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
-        self._next_seq_id = 0
         self._digest = Digest()
         self._pending_events: list[int] = []
         self._step: Step | None = None  # the plan in flight
         self._num_planned = 0  # its steps
         self._composition_hash = 0
-        self.emitters: list[Sequence] = []  # emitted a token in each step of the last commit, in the order scheduled
         self.digests: list[int] = []  # after each step of the last commit
         self.free_blocks: list[int] = []  # GPU blocks after the plan of each
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
@@ -107,6 +103,12 @@ class Scheduler:
         return len(self._core.swapped)
 
     @property
+    def emitters(self) -> list[Sequence]:
+        """Emitted a token in each step of the last commit, in the order scheduled; the same list while it does not
+        change."""
+        return self._progress.emitters
+
+    @property
     def emitted(self) -> list[str]:
         """Ids of the requests that emitted tokens in the last step, in the order scheduled, once for each token."""
         return [seq.request.request_id for seq in self.emitters]
@@ -121,9 +123,11 @@ class Scheduler:
         """Queues a request. Raises RequestError for an id that is live; one too long for the model ends as ignored."""
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
-        seq = Sequence(self._next_seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
+        seq = Sequence(self._core.next_seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
         is_beam = request.sampling.beam_width > 1
-        self._next_seq_id += 1 if is_beam else request.sampling.num_seqs  # parallel samples: theirs are kept for them
+        self._core.next_seq_id += (
+            1 if is_beam else request.sampling.num_seqs
+        )  # parallel samples: theirs are kept for them
         self._live[request.request_id] = [seq] if seq.group is None else seq.group.members
         reason = self._exceeds_limits(seq)
         if not reason and self.blocks.rules.never_fits_at == "add":
@@ -211,12 +215,9 @@ class Scheduler:
         events = self._pending_events + plan_events(step)
         ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
         finished = [item for item in ended if item is not None]
-        outcomes = result.outcomes or ()
-        num_drawn = self._num_drawn(step.decoded)
-        ending = self._advance_decodes(step.decoded, outcomes[:num_drawn], num_drawn)
-        ending += self._advance_rows(step, outcomes[num_drawn:], events)
+        ending = self._progress.advance(step, result.outcomes or (), events)
         if self._served is not None:
-            for seq, num_tokens, num_emitted in self._service(step):
+            for seq, num_tokens, num_emitted in self._progress.service(step):
                 self._served(seq, num_tokens, num_emitted, now_ns)
         for seq, reason in ending:
             if seq.state is SequenceState.RUNNING:
@@ -238,17 +239,11 @@ class Scheduler:
         """Commits these steps, each a decode of all and perhaps one more chunk of a prompt, and plans the one after
         each: no more than that is to be done."""
         core, blocks, decodes = self._core, self.blocks, self._core.decodes
-        decoded = step.decoded
         for now_ns in end_ns:
             core.num_steps += 1
-            decodes.advance(decoded)
-            if blocks.caches_prefixes and not blocks.publishes_at_allocation:
-                blocks.publish_each(decodes.crossing(), 0)
-            for seq, start, num_tokens in step.rows:
-                blocks.publish(seq, start + num_tokens)
-                seq.num_computed_tokens = start + num_tokens
+            self._progress.repeat(step)
             if self._served is not None:
-                for seq, num_tokens, num_emitted in self._service(step):
+                for seq, num_tokens, num_emitted in self._progress.service(step):
                     self._served(seq, num_tokens, num_emitted, now_ns)
             self._add_digest(self._pending_events)
             decodes.grow(blocks)
@@ -256,167 +251,6 @@ class Scheduler:
                 step.repeat_rows()
             self.free_gpu_blocks = blocks.num_free_blocks
         decodes.last_step = core.num_steps
-
-    # --- inside: what a step computed ---
-
-    def _num_drawn(self, decoded: list[Sequence]) -> int:
-        """Decodes whose token the backend draws."""
-        decodes = self._core.decodes
-        if decoded is decodes.members:
-            return decodes.num_drawn
-        return sum(1 for seq in decoded if not seq.is_forced)
-
-    def _advance_decodes(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...], num_drawn: int) -> list[Ending]:
-        """One more token for each decode; those that end with it."""
-        self.emitters = decoded
-        if not decoded:
-            return []
-        decodes, blocks = self._core.decodes, self.blocks
-        assert len(outcomes) == num_drawn, f"{num_drawn} sequences drew a token, and {len(outcomes)} outcomes came"
-        stopped = self._take_drawn(decoded, outcomes) if num_drawn else {}
-        decodes.advance(decoded)
-        if blocks.caches_prefixes and not blocks.publishes_at_allocation:
-            blocks.publish_each(decodes.crossing(), 0)
-        ending = decodes.ending()
-        if not ending and not stopped:
-            return []
-        reasons = dict.fromkeys((seq.seq_id for seq in ending), FinishReason.LENGTH) | stopped
-        return [(seq, reasons[seq.seq_id]) for seq in decoded if seq.seq_id in reasons]
-
-    def _take_drawn(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> dict[int, FinishReason]:
-        """Appends the tokens that were drawn; the sequences that they stop. By column: a step's cost lies here."""
-        drawn = self._core.decodes.drawn(decoded)
-        seq_ids, tokens, stops, forks, dropped = zip(*outcomes, strict=True)
-        assert drawn.seq_ids == seq_ids, "outcomes come in the order scheduled"
-        assert forks == drawn.no_forks, "only the members of a group part"
-        assert dropped == drawn.no_drops, "only beams are dropped"
-        for append, (token,) in zip(drawn.appends, tokens, strict=True):
-            append(token)
-        stopped: dict[int, FinishReason] = {}
-        if stops != drawn.no_stops:
-            stopped = {seq_id: stop for seq_id, stop in zip(seq_ids, stops, strict=True) if stop is not None}
-        stop_tokens = self._core.decodes.stop_tokens
-        if stop_tokens and not stop_tokens.isdisjoint(chain.from_iterable(tokens)):
-            for seq, (token,) in zip(drawn.seqs, tokens, strict=True):
-                if token in seq.stop_tokens:
-                    stopped.setdefault(seq.seq_id, FinishReason.STOP)
-        return stopped
-
-    def _advance_rows(self, step: Step, outcomes: tuple[Outcome, ...], events: list[int]) -> list[Ending]:
-        """Counts the rows as computed, and takes what they emit; the sequences that end with it."""
-        if not step.rows:
-            assert not outcomes, "more outcomes than sampled rows"
-            return []
-        drawn = iter(outcomes)
-        ending: list[Ending] = []
-        emitted: list[Sequence] = []
-        in_step: list[Sequence] = []
-        parted: list[tuple[Sequence, tuple[int, ...]]] = []
-        for seq, start, num_tokens in step.rows:
-            num_computed = start + num_tokens
-            self.blocks.publish(seq, num_computed)
-            outcome = None
-            if num_computed == seq.num_tokens and not seq.is_forced:
-                outcome = next(drawn, None)
-                assert outcome is not None, f"no outcome for {seq}"
-                assert outcome.seq_id == seq.seq_id, "outcomes come in the order scheduled"
-            if seq.is_in_step:  # a decode that was scheduled as a row of its own
-                in_step.append(seq)
-                reason = self._row_emits(seq, outcome)
-                emitted.append(seq)
-                if reason is not None:
-                    ending.append((seq, reason))
-                continue
-            seq.num_computed_tokens = num_computed
-            if num_computed < seq.num_tokens:
-                continue
-            forks = self._forks(seq, outcome)
-            if outcome is not None and outcome.dropped:
-                ending.append((seq, FinishReason.DROPPED))
-            else:
-                reason = self._row_emits(seq, outcome)
-                emitted.append(seq)
-                if reason is not None:
-                    ending.append((seq, reason))
-            if seq.group is not None:
-                seq.group.has_parted = True
-            if forks:
-                parted.append((seq, forks))
-            self._prefilled(seq, is_ending=bool(ending) and ending[-1][0] is seq)
-        assert next(drawn, None) is None, "more outcomes than sampled rows"
-        if in_step:
-            self._core.decodes.advance(in_step)
-        for parent, tokens in parted:
-            ending += self._part(parent, tokens, emitted, events)
-        if emitted:
-            self.emitters = [*self.emitters, *emitted]
-        return ending
-
-    def _row_emits(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
-        """One more known token; the reason if the sequence ends with it."""
-        num_tokens = seq.num_tokens + 1
-        if outcome is None:
-            if not seq.is_in_step:
-                seq.emit(0)
-            return FinishReason.LENGTH if num_tokens >= seq.token_limit else None
-        (token,) = outcome.tokens
-        if seq.is_in_step:
-            seq.tokens.append(token)
-        else:
-            seq.emit(token)
-        if outcome.stop is not None:
-            return outcome.stop
-        if token in seq.stop_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= seq.token_limit else None
-
-    def _prefilled(self, seq: Sequence, *, is_ending: bool = False) -> None:
-        """The sequence is done with its prefill: alone in its group, it decodes in step with the others."""
-        core = self._core
-        core.prefilling.pop(seq.seq_id, None)
-        seq.is_prefilling = False
-        if seq.group is None and not is_ending:
-            core.decodes.join(seq)
-
-    # --- inside: groups ---
-
-    def _forks(self, seq: Sequence, outcome: Outcome | None) -> tuple[int, ...]:
-        """First tokens of the members that part from the sequence here."""
-        if seq.group is None:
-            return ()
-        if outcome is not None:
-            return outcome.forks
-        return (0,) * (seq.num_samples - 1)  # forced: each member emits the same tokens
-
-    def _part(
-        self, parent: Sequence, tokens: tuple[int, ...], emitted: list[Sequence], events: list[int]
-    ) -> list[Ending]:
-        """New members of a group, after those that are there; the ones that end with their first token."""
-        group = parent.group
-        assert group is not None
-        ending: list[Ending] = []
-        siblings = parent.together
-        for token in tokens:
-            child = parent.fork(self._new_member_id(group), token)
-            child.is_prefilling = False
-            self.blocks.fork(parent, child)
-            siblings = [*siblings, child]
-            group.members.append(child)
-            emitted.append(child)
-            events += fork_event(parent.seq_id, child.seq_id)
-            if not child.is_forced and token in child.stop_tokens:
-                ending.append((child, FinishReason.STOP))
-            elif child.num_tokens >= child.token_limit:
-                ending.append((child, FinishReason.LENGTH))
-        for one in siblings:
-            one.siblings = siblings
-        return ending
-
-    def _new_member_id(self, group: SequenceGroup) -> int:
-        if not group.is_beam:  # independent of what else arrives, as a sampler's draws may go by it
-            return group.group_id + len(group.members)
-        self._next_seq_id += 1
-        return self._next_seq_id - 1
 
     def _stop_running(self, seq: Sequence) -> None:
         """Takes one running sequence out: its siblings go on."""
@@ -457,12 +291,6 @@ class Scheduler:
         return Finished(
             request, last or reason, message, sum(map(len, outputs)), outputs[0] if outputs else (), outputs
         )
-
-    def _service(self, step: Step) -> list[tuple[Sequence, int, int]]:
-        """(sequence, tokens computed, tokens emitted) of everything in the step."""
-        emitters = {seq.seq_id for seq in self.emitters}
-        served = [(seq, 1, 1) for seq in step.decoded]
-        return served + [(seq, num_tokens, int(seq.seq_id in emitters)) for seq, _, num_tokens in step.rows]
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""

@@ -80,7 +80,10 @@ class RunRecords:
     """The recorders of a run, one for each engine; all write into the files of the first."""
 
     def __init__(self, config: RunConfig, folder: Path, num_engines: int) -> None:
-        make = partial(RunRecorder, folder, token_times=config.record.token_times, decisions=config.record.decisions)
+        record = config.record
+        make = partial(
+            RunRecorder, folder, token_times=record.token_times, decisions=record.decisions, steps=record.steps
+        )
         first = make(replica=0 if num_engines > 1 else None)
         self.recorders = [first, *(make(replica=number, beside=first) for number in range(1, num_engines))]
 

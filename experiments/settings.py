@@ -103,6 +103,7 @@ class RecordConfig:
 
     decisions: bool = False  # decisions.jsonl, one line a step
     token_times: bool = True  # every token's instant in requests.parquet
+    steps: bool = True  # a row for each step in steps.parquet; without, the summary has nothing of steps
     operators: bool = False  # operators.json: where the time went, by operator (`testbed costs`)
 
 

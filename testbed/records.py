@@ -4,7 +4,7 @@ A run folder holds:
     config.yaml        the resolved configuration
     manifest.json      what made the run: code and package versions, device, seed, trace fingerprint, decision digest
     requests.parquet   REQUEST_COLUMNS, one row a request, unfinished ones included
-    steps.parquet      STEP_COLUMNS, one row a step
+    steps.parquet      STEP_COLUMNS, one row a step; none with record.steps=false
     summary.json       the headline numbers (analysis.metrics.summarise)
     decisions.jsonl    with record.decisions=true: one line a step
     operators.json     with record.operators=true: where the time went, by operator (testbed/operators.py)
@@ -138,6 +138,7 @@ class RunRecorder:
         *,
         token_times: bool = True,
         decisions: bool = False,
+        steps: bool = True,
         replica: int | None = None,
         beside: RunRecorder | None = None,
     ) -> None:
@@ -153,6 +154,7 @@ class RunRecorder:
         else:
             self._requests, self._steps, self._decisions = beside._requests, beside._steps, beside._decisions
         self._token_times = token_times
+        self._keeps_steps = steps
         self._open: dict[str, _OpenRequest] = {}
         # When the sequences emitted that emit in each step: from the ends of those steps, and since when each is there.
         self._ends = array("q")
@@ -185,7 +187,8 @@ class RunRecorder:
         for request_id in self._in_groups:
             live[request_id].member_emitted(step.commit_ns)
         num_recomputed = sum([1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE])
-        self._steps.append(step, num_recomputed, len(preempted) - num_recomputed, self._replica or 0)
+        if self._keeps_steps:
+            self._steps.append(step, num_recomputed, len(preempted) - num_recomputed, self._replica or 0)
         if self._decisions is not None:
             for one in step.each():
                 whose = {} if self._replica is None else {"replica": self._replica}

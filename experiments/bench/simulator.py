@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
     _show("start-up: 1 request", start_up)
     fast = _best(short, options.repeats)
     _show(f"{source}, {num_rows:,}", fast)
+    _show(f"{source}, {num_rows:,}, requests alone", _best([*short, "record.steps=false"], options.repeats))
     stepped = _best([*short, "backend.fast_forward=false"], 1)
     _show(f"{source}, {num_rows:,}, step by step", stepped)
     if stepped.digest != fast.digest or stepped.num_steps != fast.num_steps:

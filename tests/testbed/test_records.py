@@ -259,3 +259,15 @@ def test_recorders_of_several_replicas_write_into_the_same_files(tmp_path: Path)
     ]  # fmt: skip
     lines = (tmp_path / "decisions.jsonl").read_text().splitlines()
     assert [json.loads(line)["replica"] for line in lines] == [0, 0, 1, 1, 1]
+
+
+def test_without_steps_only_their_rows_are_missing(tmp_path: Path) -> None:
+    tables = {}
+    for name, steps in (("with", True), ("without", False)):
+        (tmp_path / name).mkdir()
+        recorder = RunRecorder(tmp_path / name, steps=steps)
+        run_steps(recorder, make_scheduler(), [make_request("a", 4, 3), make_request("b", 4, 5)])
+        recorder.close()
+        tables[name] = rows(tmp_path / name / "requests.parquet")
+    assert rows(tmp_path / "without" / "steps.parquet") == []
+    assert tables["with"] == tables["without"]

@@ -27,6 +27,7 @@ import numpy as np
 from analysis.checks import run_checks
 from analysis.frames import as_frame, json_safe
 from analysis.occupancy import run_end_ns
+from analysis.pooled import pooled_distribution
 from analysis.replicas import describe_replicas, fleet_step_metrics, measure, split
 from analysis.request_columns import RequestColumns
 from analysis.rows import BoolArray, Codes, FloatArray, as_rows
@@ -203,7 +204,7 @@ def _latencies(requests: RequestColumns, end_ns: int) -> dict[str, Any]:
     aborted = requests.reasons.among(("abort",))
     cut_ns = np.where(aborted, requests.numbers("finish_ns"), float(end_ns))[cut]
     waited_s = (cut_ns - requests.numbers("arrival_ns")[cut]) / 1e9
-    open_gap_s = (cut_ns - _last_token_ns(requests)[cut]) / 1e9
+    open_gap_ns = cut_ns - _last_token_ns(requests)[cut]
     result = {}
     for name in ("ttft_s", "e2e_s", "queueing_s"):
         value = latency(requests, name)
@@ -211,9 +212,9 @@ def _latencies(requests: RequestColumns, end_ns: int) -> dict[str, Any]:
     for name in ("tpot_s", "tpot_incl_first_s", "normalised_latency_s"):
         value = latency(requests, name)
         result[name] = distribution(value) | {"num_partial": int((~np.isnan(value[cut])).sum())}
-    result["itl_s"] = distribution(itl_pooled(requests), open_gap_s)
+    result["itl_s"] = pooled_distribution(requests.gaps_ns, open_gap_ns)
     largest = latency(requests, "itl_max_s")
-    result["itl_max_s"] = distribution(largest[~cut], np.fmax(largest[cut], open_gap_s))
+    result["itl_max_s"] = distribution(largest[~cut], np.fmax(largest[cut], open_gap_ns / 1e9))
     return result
 
 

@@ -15,18 +15,22 @@ import numpy as np
 
 from analysis.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
 
-TOKEN_ROWS = 1024  # requests whose token instants are in memory at once
+TOKEN_ROWS = 256  # requests whose token instants are in memory at once
 STRINGS = ("finish_reason", "tenant")
 COMPLETED = ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """Of each request `[num_requests]`: ns of its last token and largest gap, NaN for none; whether it was recorded."""
+    """Of each request `[num_requests]`: ns of its last token and largest gap, NaN for none; how many there are.
+
+    earliest_ns: of all tokens of the run.
+    """
 
     last_ns: FloatArray
     largest_gap_ns: FloatArray
-    is_recorded: BoolArray
+    num: IntArray  # -1: not recorded
+    earliest_ns: int
 
 
 class RequestColumns:
@@ -104,21 +108,26 @@ class RequestColumns:
         """None where no token's instant was recorded."""
         if self._parent is not None:
             times, chosen = self._parent.tokens, self._chosen
-            if times is None or not times.is_recorded[chosen].any():
+            if times is None or not (times.num[chosen] >= 0).any():
                 return None
-            return TokenTimes(times.last_ns[chosen], times.largest_gap_ns[chosen], times.is_recorded[chosen])
+            return TokenTimes(
+                times.last_ns[chosen], times.largest_gap_ns[chosen], times.num[chosen], times.earliest_ns
+            )  # fmt: skip
         if "token_ns" not in self.rows.names:
             return None
         last, largest = np.full(len(self), np.nan), np.full(len(self), np.nan)
-        is_recorded = np.empty(len(self), dtype=np.bool_)
+        num, earliest = np.empty(len(self), dtype=np.int64), np.iinfo(np.int64).max
         for low, flat, offsets, known in self._token_batches():
             rows = slice(low, low + len(known))
-            is_recorded[rows] = known
+            num[rows] = np.where(known, np.diff(offsets), -1)
+            earliest = int(flat.min(initial=earliest))
             last[rows], largest[rows] = _last_and_largest(flat, offsets)
-        return TokenTimes(last, largest, is_recorded) if is_recorded.any() else None
+        return TokenTimes(last, largest, num, earliest) if (num >= 0).any() else None
 
     def num_tokens_since(self, start_ns: int) -> int:
         """How many tokens have an instant at or after `start_ns`."""
+        if self.tokens is None or start_ns <= self.tokens.earliest_ns:
+            return 0 if self.tokens is None else int(np.maximum(self.tokens.num, 0).sum())
         return sum(int((flat >= start_ns).sum()) for flat, _ in self._chosen_tokens())
 
     def gaps_ns(self) -> Iterator[IntArray]:

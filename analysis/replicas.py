@@ -43,8 +43,9 @@ def fleet_step_metrics(measured: list[Occupancy], duration_s: float) -> tuple[di
     each = [one.metrics() for one in measured]
     if len(each) == 1:
         return each[0], each
+    is_recorded = any(of.num_steps for of in measured)  # else steps were not kept, or nothing ran
     for one, of in zip(each, measured, strict=True):
-        if not of.num_steps and duration_s > 0:
+        if is_recorded and not of.num_steps and duration_s > 0:
             _be_idle(one, duration_s, knows_pool=of.knows_pool)
     fleet: dict[str, Any] = {name: _joined([one[name] for one in each], sum) for name in SUMS}
     fleet["busy_share"] = _joined([one["busy_share"] for one in each], _mean)
@@ -72,12 +73,13 @@ def describe_replicas(
     """
     if len(parts) == 1:
         return None
+    is_recorded = any(one.num_steps for one in measured)
     rows = [
-        _replica(part, one.num_computed_tokens, metrics, duration_s)
+        _replica(part, one.num_computed_tokens if is_recorded else None, metrics, duration_s)
         for part, one, metrics in zip(parts, measured, each, strict=True)
     ]
     busy = np.array([row["busy_share"] or 0.0 for row in rows])
-    tokens = np.array([row["num_computed_tokens"] for row in rows], dtype=np.float64)
+    tokens = np.array([row["num_computed_tokens"] or 0 for row in rows], dtype=np.float64)
     sent = np.array([row["num_requests"] for row in rows], dtype=np.float64)
     return {
         "num": len(rows),

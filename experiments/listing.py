@@ -95,8 +95,10 @@ def print_summary(result: RunResult) -> None:
     print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemptions")
     replicas = summary["replicas"]
     if replicas is not None:
-        uneven = replicas["imbalance"]["computed_tokens"]
-        said = "nothing computed" if uneven is None else f"the busiest computed {uneven:.3g} times the mean"
+        uneven, done = replicas["imbalance"]["computed_tokens"], "computed"
+        if uneven is None:  # steps were not kept
+            uneven, done = replicas["imbalance"]["requests"], "was sent"
+        said = "nothing came" if uneven is None else f"the busiest {done} {uneven:.3g} times the mean"
         print(f"replicas     {replicas['num']} by {replicas['router']}: {said}")
     for note in result.notes:
         print(f"note         {note}")

@@ -194,6 +194,16 @@ def test_the_operators_of_a_fleet_add_up(home: Path, capsys: pytest.CaptureFixtu
     assert sum(sum(phase["ns"].values()) for phase in phases.values()) == spans
 
 
+def test_a_fleet_without_records_of_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", *FLEET, "record.steps=false")
+    assert said.status == 0, said.err
+    assert "replicas     3 by round_robin: the busiest was sent 1 times the mean" in said.out
+    replicas = summary_of(home / "run")["replicas"]
+    assert replicas["imbalance"] == {"requests": 1.0, "computed_tokens": None, "busy": None}
+    assert [one["num_computed_tokens"] for one in replicas["each"]] == [None] * 3
+    assert [one["busy_share"] for one in replicas["each"]] == [None] * 3
+
+
 def test_from_python() -> None:
     rows = [{"request_id": str(i), "arrival_time": 0.0, "prompt_tokens": 9, "output_tokens": 3} for i in range(6)]
     run = simulate(rows, backend={"num_replicas": 2, "router": "shortest_queue"}, model="tiny")

@@ -23,7 +23,7 @@ class RowTable:
         types = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
         self._schema = pa.schema([(name, types.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
         self._make = pa.record_batch
-        self._array = pa.array
+        self._arrays = ArrowArrays()
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
         self._rows: list[tuple[Any, ...]] = []
         self._flush_rows = flush_rows
@@ -40,12 +40,68 @@ class RowTable:
 
     def write(self, columns: list[Any]) -> None:
         """One group of rows, by column."""
-        arrays = [self._array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        arrays = [self._arrays.of(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
         self._writer.write_batch(self._make(arrays, schema=self._schema))
 
     def close(self) -> None:
         self.flush()
         self._writer.close()
+
+
+class ArrowArrays:
+    """Arrow arrays from columns of Python's values or numpy arrays; None is null.
+
+    By way of buffers: pyarrow's own conversion imports pandas where there is one, which takes longer than a short run,
+    and goes through lists of instants one by one.
+    """
+
+    def __init__(self) -> None:
+        import numpy as np
+        import pyarrow as pa
+
+        self._np, self._pa = np, pa
+
+    def of(self, column: Any, kind: Any) -> Any:
+        """kind: the Arrow type. OverflowError if a number does not fit."""
+        if kind == self._pa.string():
+            return self._strings(column)
+        if kind == self._pa.list_(self._pa.int64()):
+            return self._lists(column, kind)
+        dtype = kind.to_pandas_dtype()
+        if not isinstance(column, self._np.ndarray):
+            known = self._known(column)
+            values = column if known is None else [0 if value is None else value for value in column]
+            return self._array(kind, len(column), known, self._np.array(values, dtype=dtype))
+        numbers = self._np.ascontiguousarray(column, dtype=dtype)
+        if numbers.dtype != column.dtype and (numbers != column).any():
+            raise OverflowError(f"a number does not fit into {kind}")
+        return self._array(kind, len(column), None, numbers)
+
+    def _strings(self, column: Any) -> Any:
+        texts = [b"" if text is None else text.encode() for text in column]
+        offsets = self._offsets(texts)
+        return self._array(self._pa.string(), len(texts), self._known(column), offsets, b"".join(texts))
+
+    def _lists(self, column: Any, kind: Any) -> Any:
+        np = self._np
+        lists = [np.array(() if one is None else one, dtype=np.int64) for one in column]
+        flat = np.concatenate(lists)
+        child = self._array(kind.value_type, len(flat), None, flat)
+        return self._array(kind, len(lists), self._known(column), self._offsets(lists), children=[child])
+
+    def _offsets(self, items: Any) -> Any:
+        lengths = self._np.fromiter(map(len, items), self._np.int64, len(items))
+        return self._np.append(0, self._np.cumsum(lengths)).astype(self._np.int32)
+
+    def _known(self, column: Any) -> Any:
+        """Which are not None, as bits; None: all."""
+        if None not in column:
+            return None
+        return self._np.packbits([value is not None for value in column], bitorder="little")
+
+    def _array(self, kind: Any, num_rows: int, *buffers: Any, children: Any = None) -> Any:
+        made = [None if buffer is None else self._pa.py_buffer(buffer) for buffer in buffers]
+        return self._pa.Array.from_buffers(kind, num_rows, made, children=children)
 
 
 class StepTable:

@@ -50,6 +50,8 @@ def _num_chunks(step: Step, core: Core, max_steps: int) -> int:
     if not is_chunk:
         return 1
     num_steps = min(max_steps, (seq.num_tokens - start - 1) // num_tokens)
+    if num_tokens == 1 and start < seq.num_prompt_tokens:  # beyond the prompt such a chunk is priced as a decode
+        num_steps = min(num_steps, seq.num_prompt_tokens - start)
     num_slots, left = seq.num_slots, blocks.num_free_blocks
     for index in range(1, num_steps):
         num_new = max(0, blocks.num_blocks_for(start + (index + 1) * num_tokens - num_slots))

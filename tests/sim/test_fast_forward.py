@@ -200,6 +200,15 @@ def test_the_chunks_of_a_long_prompt_are_one_plan(composition: str) -> None:
     assert beside.num_plans < 8
 
 
+def test_a_recomputed_sequence_in_chunks_of_one_token_is_priced_as_in_stepping() -> None:
+    """Within the prompt such a chunk is a prefill, beyond it a decode. A world that was found at random."""
+    arrivals = {"r7": 276_784, "r2": 9_850_979, "r6": 20_680_378, "r0": 22_045_607}
+    known = {request.request_id: request for request in world(700153)[0]}
+    requests = [replace(known[name], arrival_ns=instant) for name, instant in sorted(arrivals.items(), reverse=True)]
+    log = assert_equal(random_setup(random.Random(700153)), 700153, requests)
+    assert any(decided["preempted"] for decided, *_ in log.steps)
+
+
 @pytest.mark.parametrize("num_blocks", range(28, 40))
 def test_chunks_stop_where_blocks_run_short(num_blocks: int) -> None:
     setup = replace(ROOMY, limits=Limits(4, 8, 200, 0, 1), num_blocks=num_blocks)

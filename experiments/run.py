@@ -299,7 +299,7 @@ def _close(
             "trace.max_prompt_tokens, raise the limit, or accept it with allow_ignored=true"
         )
         exit_status = 0 if config.allow_ignored else 1
-    from analysis.checks import failures  # not at the top: pandas is slow to import
+    from analysis.checks import failures  # not at the top: Arrow is slow to import
 
     log = logging.getLogger("testbed")
     failed = failures(summary["checks"])

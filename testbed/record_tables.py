@@ -24,7 +24,8 @@ class RowTable:
         self._schema = pa.schema([(name, types.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
         self._make = pa.record_batch
         self._arrays = ArrowArrays()
-        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        texts = [name for name, kind in columns.items() if kind == "string"]  # instants rarely come twice
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
         self._rows: list[tuple[Any, ...]] = []
         self._flush_rows = flush_rows
 

@@ -54,7 +54,7 @@ REQUEST_COLUMNS: dict[str, str] = {
 }
 
 STEP_COLUMNS: dict[str, str] = {
-    "replica": "int32",  # whose step it is; 0 where there is only one. Rows of several replicas are not in one order
+    "replica": "int32",  # whose step it is; 0 where there is only one. Rows of several are mixed, each one's in its order
     "step": "int64",  # counted by each replica for itself
     "start_ns": "int64",  # the instant given to plan
     "end_ns": "int64",  # the instant given to commit
@@ -130,6 +130,7 @@ class RunRecorder:
     """
 
     FLUSH_ROWS = 8192
+    FLUSH_REQUESTS = 1024  # each has an instant for every token
     MAX_ENDS = 1 << 16  # ends of steps that are kept for sequences that emit together, until each has its own
 
     def __init__(
@@ -148,7 +149,7 @@ class RunRecorder:
         self._replica = replica
         self._is_first = beside is None
         if beside is None:
-            self._requests = RowTable(folder / "requests.parquet", REQUEST_COLUMNS, self.FLUSH_ROWS)
+            self._requests = RowTable(folder / "requests.parquet", REQUEST_COLUMNS, self.FLUSH_REQUESTS)
             self._steps = StepTable(folder / "steps.parquet", STEP_COLUMNS, self.FLUSH_ROWS)
             self._decisions = (folder / "decisions.jsonl").open("w", encoding="utf-8") if decisions else None
         else:

@@ -168,6 +168,7 @@ def test_rows_are_flushed_in_groups_so_that_memory_does_not_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunRecorder, "FLUSH_ROWS", 4)
+    monkeypatch.setattr(RunRecorder, "FLUSH_REQUESTS", 4)
     recorder = RunRecorder(tmp_path)
     scheduler = make_scheduler()
     for number in range(10):

@@ -54,7 +54,7 @@ REQUEST_COLUMNS: dict[str, str] = {
 }
 
 STEP_COLUMNS: dict[str, str] = {
-    "replica": "int32",  # whose step it is; 0 where there is only one. Rows of several are mixed, those of each in order
+    "replica": "int32",  # whose step it is; 0 where there is only one. Several are mixed, each in its own order
     "step": "int64",  # counted by each replica for itself
     "start_ns": "int64",  # the instant given to plan
     "end_ns": "int64",  # the instant given to commit

@@ -1,4 +1,7 @@
-"""Ctrl-C at a step's boundary: what is recorded ends with a whole step, and the manifest's digest is that step's."""
+"""Ctrl-C at a step's boundary: what is recorded ends with a whole step, and the manifest's digest is that step's.
+
+SIGTERM, which a cluster sends, is taken as Ctrl-C is.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from testbed.interfaces import Execute, Resume, WaitUntil
 from testbed.serve import Loop
@@ -33,11 +37,29 @@ def interruptible(loops: list[Loop]) -> Iterator[list[Loop]]:
         yield loops
         return
     presses = _Presses()
-    before = signal.signal(signal.SIGINT, presses.handle)
-    try:
+    with _handled(presses.handle):
         yield [_watched(loop, presses, is_alone=len(loops) == 1) for loop in loops]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within, Ctrl-C has no effect: records are being closed, and an impatient second press would lose them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _handled(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handled(handler: Any) -> Iterator[None]:
+    """Within, both signals are `handler`'s."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def _watched(loop: Loop, presses: _Presses, *, is_alone: bool) -> Generator[WaitUntil | Execute, Resume, None]:

@@ -23,7 +23,7 @@ from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from experiments.foreign import policy_failure
-from experiments.interrupt import interruptible
+from experiments.interrupt import interruptible, undisturbed
 from experiments.seeds import SeededInbox, needs_seed
 from experiments.settings import TraceConfig
 from real.config import RealConfig
@@ -240,7 +240,8 @@ def _run(
         if failure is None:
             raise
     finally:
-        late = _close_all(bar, records, *(file for file in (tape, ledger) if file is not None))
+        with undisturbed():
+            late = _close_all(bar, records, *(file for file in (tape, ledger) if file is not None))
     failure = failure or late
     manifest["trace"] = manifest["trace"] | _read_at_last(trace)
     manifest |= {
@@ -250,7 +251,8 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "cost_notes": watch.notes() if watch is not None else [],
     }
-    return _close(config, folder, manifest, records, failure)
+    with undisturbed():
+        return _close(config, folder, manifest, records, failure)
 
 
 class _Closable(Protocol):

@@ -121,14 +121,14 @@ class SimConfig:
     schedule_ns_per_seq: int = 0  # the same, for each sequence in the step
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_replicas", 1),
-            ("replicas_per_link", 1),
-            ("schedule_ns", 0),
-            ("schedule_ns_per_seq", 0),
+        for name, least, most in (
+            ("num_replicas", 1, 10_000),
+            ("replicas_per_link", 1, 10_000),
+            ("schedule_ns", 0, 10**15),
+            ("schedule_ns_per_seq", 0, 10**12),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be at least {least}")
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be from {least} to {most:,}")
         if self.replicas_per_link > self.num_replicas:
             raise ConfigError(
                 f"backend.replicas_per_link is {self.replicas_per_link}, and there are {self.num_replicas} replicas; "

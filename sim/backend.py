@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from sim.cost.base import CostModel, price_decodes
-from testbed.errors import RequestError
+from testbed.errors import ConfigError, RequestError
 from testbed.plan import BatchPlan, BatchShape, Outcome, ScheduledSequence, Spans
 from testbed.streams import draw
 
@@ -54,10 +54,19 @@ class SimBackend:
         """limit_ns: of several steps, none is priced that begins so long after the first, or later."""
         if plan.num_steps > 1:
             spans = self._run(plan, limit_ns)
+            if min(map(min, spans)) < 0:
+                raise self._negative(spans)
             return SimWork(tuple([max(1, sum(one)) for one in spans]), spans)
         spans = (self._scheduled(self.cost.price(plan.shape), plan.shape),)
+        if min(spans[0]) < 0:
+            raise self._negative(spans)
         outcomes = self._outcomes(plan) if plan.has_beams else None
         return SimWork((max(1, sum(spans[0])),), spans, outcomes)
+
+    def _negative(self, spans: tuple[Spans, ...]) -> ConfigError:
+        worst = min(spans, key=min)
+        name, value = min(worst._asdict().items(), key=lambda item: item[1])
+        return ConfigError(f"cost: {type(self.cost).__name__} returned {name}={value}; a span is 0 ns or more")
 
     def of_replica(self, number: int) -> SimBackend:
         """The same prices for another replica, with draws of its own; replica 0 has this one's."""

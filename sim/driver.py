@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import simpy
 
 from sim.backend import SimWork
-from testbed.errors import LivelockError
+from testbed.errors import ConfigError, LivelockError
 from testbed.interfaces import Execute, Resume
 from testbed.plan import BatchPlan, StepResult
 from testbed.serve import Loop
+
+MAX_NS = 2**62  # of an instant: sums of two still fit into 64 bits
 
 
 class PricedBackend(Protocol):
@@ -53,11 +55,21 @@ def _engine(env: simpy.Environment, loop: Loop, backend: PricedBackend) -> Gener
 
 
 def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
-    """What becomes of work that starts now: its steps up to the first that ends at or after `wake_ns`."""
+    """What becomes of work that starts now: its steps up to the first that ends at or after `wake_ns`.
+
+    Raises ConfigError for prices that lead beyond what instants can say.
+    """
     durations_ns, spans = work.durations_ns, work.spans
     if len(durations_ns) == 1:
-        return StepResult((start_ns + durations_ns[0],), work.outcomes, spans[0])
-    ends = list(accumulate(durations_ns, initial=start_ns))[1:]
-    if wake_ns is not None and ends[-1] > wake_ns:
-        ends = ends[: bisect_left(ends, wake_ns) + 1]
+        ends = [start_ns + durations_ns[0]]
+    else:
+        ends = list(accumulate(durations_ns, initial=start_ns))[1:]
+        if wake_ns is not None and ends[-1] > wake_ns:
+            ends = ends[: bisect_left(ends, wake_ns) + 1]
+    if ends[-1] > MAX_NS:
+        longest_s = max(durations_ns) / 1e9
+        raise ConfigError(
+            f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {longest_s:.2e} s; check the prices (cost, "
+            "the device's rates, backend.schedule_ns)"
+        )
     return StepResult(tuple(ends), work.outcomes, spans[0], spans[1 : len(ends)])

@@ -38,6 +38,7 @@ COLUMNS: dict[str, str] = {
     "total_ns": "int64",  # from plan to commit; spans may overlap, and leave gaps
     "repeat": "int32",  # 0, 1, …: of steps of the same shape
 }
+MAX_STEP_NS = 3_600_000_000_000  # of one measured step
 _NUMBERS = tuple(name for name in COLUMNS if name != "prefills")
 
 # fields of a model on which what a step costs depends
@@ -223,6 +224,8 @@ def read_profile(path: str | Path) -> Profile:
 def _step(row: dict[str, Any], place: str) -> MeasuredStep:
     for name in _NUMBERS:
         _expect(place, name, row[name], least=1 if name == "total_ns" else 0)
+        if name.endswith("_ns") and row[name] > MAX_STEP_NS:
+            raise ProfileError(f"{place}: {name} is {row[name]}; expected at most {MAX_STEP_NS:,}, an hour")
     if row["prefills"] is None:
         raise ProfileError(f"{place}: prefills is null; expected a list, which may be empty")
     chunks = []

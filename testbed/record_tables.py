@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class RowTable:
-    """Rows that become a Parquet file, group by group. The file exists, complete, once closed."""
+    """Rows that become a Parquet file, group by group. The file exists, complete, once closed.
+
+    What could not be written raises OSError with the file's name, again when it is closed.
+    """
 
     def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
         import pyarrow as pa  # not at the top: the core runs without it
@@ -28,6 +31,8 @@ class RowTable:
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
         self._rows: list[tuple[Any, ...]] = []
         self._flush_rows = flush_rows
+        self._path = path
+        self._failure: OSError | None = None
 
     def append(self, row: tuple[Any, ...]) -> None:
         self._rows.append(row)
@@ -42,11 +47,25 @@ class RowTable:
     def write(self, columns: list[Any]) -> None:
         """One group of rows, by column."""
         arrays = [self._arrays.of(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
-        self._writer.write_batch(self._make(arrays, schema=self._schema))
+        try:
+            self._writer.write_batch(self._make(arrays, schema=self._schema))
+        except OSError as error:
+            raise self._failed(error) from None
 
     def close(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         self.flush()
-        self._writer.close()
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> OSError:
+        """The file is given up: pyarrow, asked to close it again, would say something else."""
+        self._writer.is_open = False
+        self._failure = OSError(error.errno, error.strerror or str(error), str(self._path))
+        return self._failure
 
 
 class ArrowArrays:

@@ -365,3 +365,50 @@ def test_turns_that_are_never_sent_are_told(capsys: pytest.CaptureFixture[str], 
     assert said.status == 0
     assert "1 turns were never sent" in said.out
     assert manifest_of(tmp_path / "run")["num_unsent"] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("device.flops_per_s=1", "the simulated clock passes"),
+        ("backend.schedule_ns=9000000000000000000", "backend.schedule_ns is 9000000000000000000; it must be from 0 to"),
+        ("backend.num_replicas=1000000000", "backend.num_replicas is 1000000000; it must be from 1 to 10,000"),
+    ],
+)
+def test_prices_and_sizes_beyond_all_bounds_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    said = say(capsys, "run", override, "trace.num_requests=5", f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.status != 0
+    assert message in said.error()
+
+
+def test_a_cost_model_that_returns_a_negative_span_is_told() -> None:
+    from sim.backend import SimBackend
+    from testbed.errors import ConfigError
+    from testbed.plan import BatchShape, Spans
+    from tests.testbed.core_kit import make_request, make_scheduler
+
+    class Backwards:
+        def price(self, shape: BatchShape) -> Spans:
+            return Spans(1_000, -5, 0, 2_000, 0)
+
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 4, 9))
+    with pytest.raises(ConfigError, match="Backwards returned prepare_ns=-5; a span is 0 ns or more"):
+        SimBackend(Backwards()).start(scheduler.plan(0))
+
+
+def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    from testbed.record_tables import RowTable
+
+    table = RowTable(tmp_path / "t.parquet", {"a": "int64"}, 1)
+    monkeypatch.setattr(table._writer, "write_batch", FullDisk(lambda *_: None, after=0).__get__(None, object))
+    for attempt in (lambda: table.append((1,)), table.close):
+        with pytest.raises(OSError, match=r"t\.parquet") as caught:
+            attempt()
+        assert caught.value.errno == errno.ENOSPC

@@ -148,9 +148,9 @@ def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) ->
             "router={_target_: sim.routers.LeastLoaded, measure: token}",
             "measure of router least_loaded is 'token'; did",
         ),
-        ("num_replicas=0", "backend.num_replicas is 0; it must be at least 1"),
+        ("num_replicas=0", "backend.num_replicas is 0; it must be from 1 to 10,000"),
         ("replicas_per_link=4", "backend.replicas_per_link is 4, and there are 3 replicas; raise backend.num_replicas"),
-        ("schedule_ns=-1", "backend.schedule_ns is -1; it must be at least 0"),
+        ("schedule_ns=-1", "backend.schedule_ns is -1; it must be from 0 to"),
         ("routers=random", "unknown key 'backend.routers'; did you mean 'backend.router'?"),
     ],
 )

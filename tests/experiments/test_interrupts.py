@@ -23,8 +23,10 @@ BACKENDS = [
 ]
 
 
-def interrupted(folder: Path, *arguments: str) -> tuple[int, list[str]]:
-    """Exit status and lines of standard error of a run that gets SIGINT once it steps."""
+def interrupted(
+    folder: Path, *arguments: str, signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
+) -> tuple[int, list[str]]:
+    """Exit status and lines of standard error of a run that gets these signals, a moment apart, once it steps."""
     command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=_default_sigint
@@ -33,7 +35,9 @@ def interrupted(folder: Path, *arguments: str) -> tuple[int, list[str]]:
     while time.monotonic() < deadline and not _has_stepped(folder):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.1 * (len(signals) > 1))
     error = process.communicate(timeout=60)[1]
     return process.returncode, [line for line in error.splitlines() if line.strip()]
 
@@ -70,6 +74,19 @@ def test_ctrl_c_keeps_partial_results(
         said = say(capsys, "parity", str(folder))
         assert said.status == 0, said.out
         assert f"identical: {len(run.steps)} steps" in said.out
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT,) * 3], ids=["SIGTERM", "impatient Ctrl-C"])
+def test_a_cluster_s_signal_and_an_impatient_user_lose_nothing(
+    tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
+    folder = tmp_path / "run"
+    _, lines = interrupted(folder, "record.decisions=true", f"hydra.run.dir={folder}", signals=signals)
+    assert len(lines) == 1, lines
+    run = load_run(folder)
+    assert run.manifest["status"] == "partial"
+    assert len(run.steps) == run.manifest["num_steps"] > 10
+    assert (folder / "summary.json").exists()
 
 
 def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:

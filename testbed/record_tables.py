@@ -46,6 +46,8 @@ class RowTable:
 
     def write(self, columns: list[Any]) -> None:
         """One group of rows, by column."""
+        if self._failure is not None:
+            raise self._failure
         arrays = [self._arrays.of(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
         try:
             self._writer.write_batch(self._make(arrays, schema=self._schema))

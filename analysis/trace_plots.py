@@ -15,6 +15,7 @@ from analysis import style
 from analysis.rows import FloatArray
 
 IntArray = NDArray[np.int64]
+_MIN_GAP_SPAN = 10.0  # longest gap over shortest; below it the axis goes so many times further either way
 _MAX_POINTS = 20_000  # of a scatter: more are drawn by even steps through the trace
 
 
@@ -57,11 +58,15 @@ def _gap_panel(axes: Axes, gaps: FloatArray) -> None:
         style.say_empty(axes, "no gaps")
         return
     above = (len(positive) - np.arange(len(positive))) / len(gaps)
+    low, high = float(positive[0]), float(positive[-1])
+    if high < _MIN_GAP_SPAN * low:  # batches: nearly all gaps are alike
+        low, high = low / _MIN_GAP_SPAN, high * _MIN_GAP_SPAN
+        positive, above = np.append(low, positive), np.append(above[0], above)
     axes.plot(positive, above, color=style.BLUE, label="trace")
-    grid = np.geomspace(positive[0], positive[-1], 200)
+    grid = np.geomspace(low, high, 200)
     axes.plot(grid, np.exp(-grid / gaps.mean()), color=style.GREY, linestyle="--", linewidth=0.8, label="Poisson")
     axes.set(xlabel="gap (s)", ylabel="share of longer gaps", ylim=(max(0.5 / len(gaps), 1e-6), 1.5))
-    axes.set_xscale("log")
+    style.set_log(axes.xaxis, low, high)
     axes.set_yscale("log")
     axes.legend()
 
@@ -126,10 +131,12 @@ def prefixes(trace: TraceColumns) -> Figure:
 
 
 def all_plots(trace: TraceColumns, windows_s: Sequence[float], values: Sequence[float | None]) -> dict[str, Any]:
-    """The figures by file name."""
-    return {
+    """The figures by file name; no prefixes where nothing is shared."""
+    figures = {
         "arrivals": arrivals(trace),
         "lengths": lengths(trace),
         "dispersion": dispersion(trace, windows_s, values),
-        "prefixes": prefixes(trace),
     }
+    if trace.hits.any():
+        figures["prefixes"] = prefixes(trace)
+    return figures

@@ -213,6 +213,10 @@ def _plot(name: str, summary: TraceSummary, folder: Path) -> None:
     for stem, figure in all_plots(columns, WINDOWS_S, values).items():
         png, _ = style.save(figure, folder / stem)
         print(f"  {png} and .svg")
+    if not summary.hits.any():
+        for kind in ("png", "svg"):
+            (folder / f"prefixes.{kind}").unlink(missing_ok=True)  # of a trace that was here before
+        print("  no figure of prefixes: no prompt shares one")
 
 
 def _open(options: argparse.Namespace) -> TraceSource:

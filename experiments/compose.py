@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from experiments.config import GROUPS, RunConfig, register
-from experiments.messages import is_hydras, options, translate, unknown_key
+from experiments.messages import is_hydras, not_a_list, options, translate, unknown_key
 from experiments.settings import unknown
 from testbed.errors import ConfigError
 
@@ -74,6 +74,8 @@ def _lay_over(node: DictConfig, override: str, overrides: list[str]) -> None:
     except (ConfigKeyError, ConfigAttributeError):
         raise unknown_key(key, overrides) from None
     except (OmegaConfBaseException, yaml.YAMLError) as error:
+        if "ListConfig" in str(error):
+            raise not_a_list(override) from None
         raise ConfigError(f"{override}: {str(error).splitlines()[0]}") from None
 
 

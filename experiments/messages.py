@@ -31,7 +31,10 @@ def translate(error: Exception, overrides: list[str]) -> ConfigError:
             )
         )
     if match := re.search(r"Error merging override ([^\n]+)", text):
-        return ConfigError(f"{match[1]}: {_detail(cause.partition(match[0])[2])}")
+        detail = cause.partition(match[0])[2]
+        if re.search(r"is not a ListConfig|Cannot merge \w+ with ListConfig", detail):
+            return not_a_list(match[1])
+        return ConfigError(f"{match[1]}: {_detail(detail)}")
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
         return ConfigError(f"{match[1]} has several values: add -m to run each of them, or write a list as key=[a,b]")
     if isinstance(error, OverrideParseException):
@@ -43,6 +46,20 @@ def translate(error: Exception, overrides: list[str]) -> ConfigError:
     if isinstance(error, yaml.YAMLError):
         return ConfigError(f"a configuration file is not YAML: {' '.join(text.split())}")
     return ConfigError(_detail(text) if text.strip() else type(error).__name__)
+
+
+_LISTS = {  # examples of keys that have a list
+    "trace.transforms": "[{name: thin, fraction: 0.5}]",
+    "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
+}
+
+
+def not_a_list(override: str) -> ConfigError:
+    """For key=value where the key has a list."""
+    key, _, value = override.partition("=")
+    key = key.lstrip("+")
+    example = _LISTS.get(key, "[a, b]")
+    return ConfigError(f"{key} is {value!r}; it must be a list, as in '{key}={example}' (quoted for the shell)")
 
 
 def _in_file(option: str, text: str, overrides: list[str]) -> ConfigError:

@@ -28,7 +28,7 @@ from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generators import SyntheticConfig, generate, stream_generated
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
 from testbed.traces.readers.open_text import watching
-from testbed.traces.schema import Trace, TraceSource
+from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 
 
@@ -86,6 +86,31 @@ def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource
 def _transformed(source: TraceSource, settings: TraceConfig) -> TraceSource:
     """Window, rate and lengths, in this order."""
     trace: Any = source if isinstance(source, Trace | StreamedTrace) else whole(source)
+    with _of_group():
+        made = _windowed_and_scaled(trace, settings)
+    if made is trace or not isinstance(made, StreamedTrace):
+        return made
+
+    def rows() -> Iterator[TraceRequest]:
+        with _of_group():
+            yield from made
+
+    return made.derived(rows, None, made.num_requests)
+
+
+@contextmanager
+def _of_group() -> Iterator[None]:
+    """Within: what a transformation calls by its parameter's name is called by the group's key."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).startswith("trace."):
+            raise
+        key, rest = str(error).split(" ", 1)
+        raise ConfigError(f"trace.{'rate_scale' if key == 'factor' else key} {rest}") from None
+
+
+def _windowed_and_scaled(trace: Any, settings: TraceConfig) -> TraceSource:
     if settings.start_s or settings.end_s is not None:
         trace = transforms.window(trace, settings.start_s, settings.end_s)
     if settings.rate_scale != 1.0:

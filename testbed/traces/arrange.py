@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from testbed.errors import TraceError
-from testbed.traces.schema import Trace, TraceRequest
+from testbed.traces.schema import MAX_NS, Trace, TraceRequest
 
 
 def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) -> Trace:
     """Checks and sorts `rows` into a Trace; rows that were out of order are counted in its notes.
 
     A closed-loop turn (think_ns set) has no arrival of its own: it is given, and sorted by, that of the turn before it.
-    Raises TraceError, naming the place, on no rows, a duplicate id, an empty prompt or output, and broken sessions: a
-    gap or a repetition of turns (they may begin at any number), a first turn without an arrival, turns that go back in
-    time.
+    Raises TraceError, naming the place, on no rows, a duplicate id, an arrival beyond MAX_NS, an empty prompt or
+    output, and broken sessions: a gap or a repetition of turns (they may begin at any number), a first turn without an
+    arrival, turns that go back in time.
     """
     given = list(rows)
     if not given:
@@ -47,6 +47,14 @@ def sessions_of(rows: Sequence[TraceRequest]) -> dict[str, list[int]]:
     return sessions
 
 
+def too_late(row: TraceRequest) -> TraceError:
+    """The error for an arrival that is beyond any clock."""
+    return TraceError(
+        f"{row.place or f'request {row.request_id!r}'}: the request arrives at {row.arrival_ns / 1e9:.4g} s; "
+        f"expected at most {MAX_NS // 10**9:,} s"
+    )
+
+
 def _check_rows(rows: list[TraceRequest]) -> None:
     seen: dict[str, str] = {}
     for row in rows:
@@ -58,6 +66,8 @@ def _check_rows(rows: list[TraceRequest]) -> None:
                 + (f" (first at {first})" if first else "")
             )
         seen[row.request_id] = row.place
+        if row.arrival_ns > MAX_NS:
+            raise too_late(row)
         if row.num_prompt_tokens < 1:
             raise TraceError(f"{where}: the prompt is empty; expected at least one token")
         if row.output is not None and row.output.num_tokens < 1:

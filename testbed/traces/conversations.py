@@ -17,7 +17,7 @@ from testbed.errors import ConfigError
 from testbed.traces.draws import Stream, endless, zipf_ranks
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.lengths import JointLengths, endless_lengths, length_stream, table_of_lengths
-from testbed.traces.schema import Part, Span
+from testbed.traces.schema import MAX_NS, Part, Span
 from testbed.traces.synthesis import content_key
 
 
@@ -89,7 +89,12 @@ def _waits(mean_s: float, kind: str, rng: np.random.Generator) -> Iterator[int]:
     mean_ns = mean_s * 1e9
     if kind == "constant":
         return repeat(round(mean_ns))
-    return endless(lambda num: np.rint(rng.standard_exponential(num) * mean_ns).astype(np.int64).tolist())
+
+    def draw(num: int) -> list[int]:
+        waits = np.minimum(rng.standard_exponential(num) * mean_ns, MAX_NS)
+        return np.rint(waits).astype(np.int64).tolist()  # type: ignore[no-any-return]  # numpy's tolist
+
+    return endless(draw)
 
 
 def _counts(low: int, high: int, rng: np.random.Generator) -> Iterator[int]:

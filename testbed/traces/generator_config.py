@@ -10,6 +10,7 @@ from testbed.errors import ConfigError
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
 from testbed.traces.draws import check, choose, nearest
 from testbed.traces.lengths import MAX_TOKENS, LengthConfig
+from testbed.traces.stream import MAX_STREAMED_ROWS
 
 THINK_TIMES = ("constant", "exponential")
 _MAX_ITEMS = 10_000_000
@@ -27,6 +28,8 @@ class FewShotConfig:
     def __post_init__(self) -> None:
         _check_count("trace.few_shot.num_tasks", self.num_tasks)
         _check_count("trace.few_shot.num_examples", self.num_examples)
+        total, most = self.num_tasks * self.num_examples, f"at most {_MAX_ITEMS:,} examples in all (num_tasks of them)"
+        check("trace.few_shot.num_examples", self.num_examples, total <= _MAX_ITEMS, most)
         _check_skew("trace.few_shot.skew", self.skew)
 
 
@@ -60,6 +63,7 @@ class AgentConfig:
         check("trace.agent.min_calls", self.min_calls, self.min_calls >= 0, "0 or above")
         expected = f"at least min_calls ({self.min_calls})"
         check("trace.agent.max_calls", self.max_calls, self.max_calls >= self.min_calls, expected)
+        _check_count("trace.agent.max_calls", self.max_calls)
         check("trace.agent.tool_time_s", self.tool_time_s, 0 <= self.tool_time_s <= 1e9, "0 or above")
 
 
@@ -96,13 +100,15 @@ class SyntheticConfig(ArrivalConfig):
         ArrivalConfig.__post_init__(self)
         choose("trace.think", self.think, THINK_TIMES)
         _check_count("trace.num_users", self.num_users, least=1)
-        check("trace.num_requests", self.num_requests, self.num_requests >= 1, "at least 1")
+        num, most = self.num_requests, MAX_STREAMED_ROWS
+        check("trace.num_requests", num, num >= 1, "at least 1")
+        check("trace.num_requests", num, num <= most, f"at most {most:,}")
         check("trace.min_turns", self.min_turns, self.min_turns >= 1, "at least 1")
         turns = f"at least min_turns ({self.min_turns})"
         check("trace.max_turns", self.max_turns, self.max_turns >= self.min_turns, turns)
         check("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 or above")
-        for name in ("num_system_prompts", "num_tenants"):
-            check(f"trace.{name}", getattr(self, name), getattr(self, name) >= 0, "0 or above")
+        for name in ("max_turns", "num_system_prompts", "num_tenants"):
+            _check_count(f"trace.{name}", getattr(self, name))
         size = self.system_prompt_tokens
         check("trace.system_prompt_tokens", size, 1 <= size <= MAX_TOKENS, f"1 to {MAX_TOKENS:,}")
         _check_skew("trace.system_prompt_skew", self.system_prompt_skew)

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import final
 
-from testbed.errors import TraceError
-from testbed.traces.arrange import arrange
+from testbed.errors import ConfigError, TraceError
+from testbed.traces.arrange import arrange, too_late
 from testbed.traces.fingerprint import Fingerprint
-from testbed.traces.schema import Trace, TraceRequest, TraceSource
+from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
+
+MAX_HELD_ROWS = 10_000_000  # of a trace in memory: more would fill it
+MAX_STREAMED_ROWS = 1_000_000_000  # of a trace that is made row by row: more would never end
 
 
 class OutOfOrderError(TraceError):
@@ -25,7 +28,8 @@ class StreamedTrace:
 
     make: gives the same rows each time, in order of arrival, with unique ids (nobody can check that without holding
     all ids); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
-    Iterating raises OutOfOrderError at a row that is earlier than the one before it, and TraceError on no rows.
+    Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows and at an
+    arrival beyond MAX_NS.
     """
 
     def __init__(
@@ -62,7 +66,9 @@ class StreamedTrace:
     def __iter__(self) -> Iterator[TraceRequest]:
         latest_ns = -1
         for row in self._make():
-            if row.arrival_ns < latest_ns:
+            if not latest_ns <= row.arrival_ns <= MAX_NS:
+                if row.arrival_ns > MAX_NS:
+                    raise too_late(row)
                 raise OutOfOrderError(
                     f"{row.place or row.request_id}: the row arrives at {row.arrival_ns / 1e9} s, before the one "
                     f"before it at {latest_ns / 1e9} s; set trace.stream=false: it is then read whole and sorted"
@@ -134,5 +140,11 @@ class CountedTrace:
 
 
 def whole(source: TraceSource) -> Trace:
-    """The source as a Trace in memory, all rows checked."""
+    """The source as a Trace in memory, all rows checked. Raises ConfigError if it is known to have too many."""
+    num = source.num_requests
+    if num is not None and num > MAX_HELD_ROWS:
+        raise ConfigError(
+            f"trace {source.name!r} has {num:,} requests; at most {MAX_HELD_ROWS:,} are held in memory: "
+            "lower their number, or set trace.stream=true and leave out what needs the whole trace"
+        )
     return source if isinstance(source, Trace) else arrange(source.name, source, source.notes)

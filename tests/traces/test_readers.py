@@ -117,7 +117,7 @@ def test_files_without_rows_are_refused(tmp_path, text, message):
 
 
 def test_absent_files_and_folders_are_refused(tmp_path):
-    with pytest.raises(TraceError, match=r"nowhere\.csv: does not exist; set trace\.path"):
+    with pytest.raises(TraceError, match=r"nowhere\.csv: does not exist; expected the path of a trace file"):
         read_azure(tmp_path / "nowhere.csv")
     with pytest.raises(TraceError, match="is a folder; expected a file"):
         read_azure(tmp_path)
@@ -300,7 +300,7 @@ def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):
 
 def test_formats_are_found_by_name(tmp_path):
     assert len(read_trace("azure", write(tmp_path, "a.csv", AZURE), limit=1)) == 1
-    with pytest.raises(TraceError, match="unknown trace format 'azzure'; choose one of azure, burstgpt"):
+    with pytest.raises(TraceError, match=r"unknown trace format 'azzure'; did you mean 'azure'\? choose one of azure"):
         read_trace("azzure", tmp_path)
     with pytest.raises(TraceError, match=r"trace\.limit is 0; it must be at least 1"):
         read_trace("azure", tmp_path, limit=0)

@@ -3,19 +3,21 @@
 Formats in STREAMS can also be read row by row, as long as the file is in order of arrival.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
+from testbed.traces.draws import nearest
 from testbed.traces.readers.agentic import read_agentic
 from testbed.traces.readers.azure import read_azure, stream_azure
 from testbed.traces.readers.bailian import read_bailian
 from testbed.traces.readers.burstgpt import read_burstgpt, stream_burstgpt
+from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.lengths_csv import read_lengths, stream_lengths
 from testbed.traces.readers.mooncake import read_mooncake, stream_mooncake
-from testbed.traces.readers.open_text import existing_file
-from testbed.traces.readers.own import read_csv_trace, read_jsonl, read_own, read_parquet
+from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_lines
+from testbed.traces.readers.own import foreign_format, read_csv_trace, read_jsonl, read_own, read_parquet
 from testbed.traces.readers.servegen import read_servegen, stream_servegen
 from testbed.traces.readers.sharegpt import read_sharegpt
 from testbed.traces.schema import Trace, TraceSource
@@ -57,9 +59,25 @@ MAX_WHOLE_ROWS = 100_000  # at most so many rows are held whole, where their num
 
 
 def read_trace(format_name: str, path: str | Path, limit: int | None = None, **options: Any) -> Trace:
-    """Reads `path` as one of READERS, or as "auto": our own schema, by extension. Raises TraceError if unknown."""
+    """Reads `path` as one of READERS, or as "auto": our own schema by extension, or what is recognised.
+
+    Raises TraceError if unknown.
+    """
     reader = _reader(format_name, limit)
+    if format_name == "auto" and (name := recognise(path)) is not None:
+        reader = READERS[name]
     return reader(path, limit, **options)
+
+
+def recognise(path: str | Path) -> str | None:
+    """The format of a CSV or JSONL file of another schema than ours, by the names in its first line; else None."""
+    names: Iterable[str] = ()
+    if existing_file(path) and format_suffix(path) == ".csv":
+        names = csv_header(path)
+    elif format_suffix(path) in (".jsonl", ".ndjson"):
+        first = next(read_lines(path), None)
+        names = () if first is None else json_object(first[1], f"{path}:{first[0]}")
+    return foreign_format(names)
 
 
 def open_trace(
@@ -72,6 +90,8 @@ def open_trace(
     is read whole and sorted.
     """
     reader = _reader(format_name, limit)
+    if format_name == "auto" and (name := recognise(path)) is not None:
+        format_name, reader = name, READERS[name]
     opener = STREAMS.get(format_name)
     if stream is False or opener is None:
         return reader(path, limit, **options)
@@ -92,7 +112,8 @@ def _reader(format_name: str, limit: int | None) -> Callable[..., Trace]:
         raise TraceError(f"trace.limit is {limit}; it must be at least 1, or absent")
     reader = read_own if format_name == "auto" else READERS.get(format_name)
     if reader is None:
-        raise TraceError(f"unknown trace format {format_name!r}; choose one of {', '.join(READERS)}")
+        near = nearest(format_name, list(READERS))
+        raise TraceError(f"unknown trace format {format_name!r}; {near}choose one of {', '.join(READERS)}, auto")
     return reader
 
 
@@ -119,4 +140,5 @@ __all__ = [
     "read_servegen",
     "read_sharegpt",
     "read_trace",
+    "recognise",
 ]

@@ -16,7 +16,7 @@ from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import refuse, token_count
 from testbed.traces.readers.open_text import read_csv
-from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 
@@ -38,6 +38,9 @@ def read_azure(path: str | Path, limit: int | None = None) -> Trace:
     if not rows:
         raise no_rows(path)
     start_ns = min(row[0] for row in rows)
+    last = max(rows, key=lambda row: row[0])
+    if last[0] - start_ns > MAX_NS:
+        raise _too_late(path, last[3])
     return arrange("azure", (_request(i, row, start_ns) for i, row in enumerate(rows)))
 
 
@@ -48,6 +51,8 @@ def stream_azure(path: str | Path, limit: int | None = None) -> StreamedTrace:
         start_ns: int | None = None
         for i, row in enumerate(_rows(path, limit)):
             start_ns = row[0] if start_ns is None else start_ns
+            if row[0] - start_ns > MAX_NS:
+                raise _too_late(path, row[3])
             yield _request(i, row, start_ns)
         if start_ns is None:
             raise no_rows(path)
@@ -57,6 +62,12 @@ def stream_azure(path: str | Path, limit: int | None = None) -> StreamedTrace:
 
 def no_rows(path: str | Path) -> TraceError:
     return TraceError(f"{path}: no requests; expected at least one row after the header")
+
+
+def _too_late(path: str | Path, place: str) -> TraceError:
+    """The error for a row that no clock reaches from the first; its instant is read again as the file has it."""
+    stamp = next(cells[0] for where, cells in read_csv(path, ("TIMESTAMP",)) if where == place)
+    return refuse(place, "TIMESTAMP", stamp, f"an instant at most {MAX_NS // 10**9:,} s after the first")
 
 
 def _rows(path: str | Path, limit: int | None) -> Iterator[_Row]:

@@ -96,10 +96,27 @@ def name_text(value: object, place: str, field: str) -> str:
     return value
 
 
+class _TwiceError(ValueError):
+    """An object has a name twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for i, name in enumerate(names) if name in names[:i]))
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
 def json_object(line: str, place: str) -> dict[str, Any]:
-    """The object on one line of JSONL."""
+    """The object on one line of JSONL. Raises TraceError on anything else, and on a name that occurs twice."""
     try:
-        found = json.loads(line)
+        found = _DECODER.decode(line)
+    except _TwiceError as error:
+        raise TraceError(f"{place}: field {error.args[0]!r} occurs twice; expected each name once") from None
     except (ValueError, RecursionError) as error:
         reason = f"not JSON: {json_reason(error)}"
         raise TraceError(f"{place}: {reason}; expected one whole object on each line") from None

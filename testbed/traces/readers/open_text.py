@@ -6,7 +6,7 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -34,7 +34,7 @@ def existing_file(path: str | Path) -> Path:
     file = Path(path)
     if file.is_file():
         return file
-    what = "is a folder; expected a file" if file.is_dir() else "does not exist; set trace.path to a trace file"
+    what = "is a folder; expected a file" if file.is_dir() else "does not exist; expected the path of a trace file"
     raise TraceError(f"{path}: {what}")
 
 
@@ -61,7 +61,8 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line.rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}:{number + 1}: not UTF-8 text ({error.reason}); expected a text file") from None
+        bad = _undecodable_line(file) or number + 1
+        raise TraceError(f"{path}:{bad}: not UTF-8 text ({error.reason}); expected a text file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceError(f"{path}:{number + 1}: damaged compressed file: {error}") from None
     except OSError as error:
@@ -72,14 +73,21 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
         raise TraceError(f"{path}:{number + 1}: damaged compressed file: {error}") from None
 
 
-def open_text(file: Path) -> TextIO:
-    """The file as text, unpacked by its extension."""
+def _undecodable_line(file: Path) -> int | None:
+    """The number of the first line that is not UTF-8: the stream that failed was ahead of the lines that it gave."""
+    with open_text(file, errors="surrogateescape") as stream:
+        numbered = enumerate(stream, 1)
+        return next((number for number, line in numbered if any("\udc80" <= c <= "\udcff" for c in line)), None)
+
+
+def open_text(file: Path, errors: str = "strict") -> TextIO:
+    """The file as text, unpacked by its extension. errors: what to do with bytes that are not UTF-8, as in `open`."""
     suffix = file.suffix.lower()
     if suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig")
+        return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors)
     if suffix == ".zst":
-        return io.TextIOWrapper(io.BufferedReader(ZstdFile(file)), encoding="utf-8-sig")
-    return file.open("rt", encoding="utf-8-sig")
+        return io.TextIOWrapper(io.BufferedReader(ZstdFile(file)), encoding="utf-8-sig", errors=errors)
+    return file.open("rt", encoding="utf-8-sig", errors=errors)
 
 
 class ZstdFile(io.RawIOBase):
@@ -125,8 +133,8 @@ def read_csv(
 ) -> Iterator[tuple[str, list[str | None]]]:
     """Yields (place, cells) of each row: those of `required`, then of `optional` (None: no such column, or empty).
 
-    Columns are found by the header's names. Raises TraceError on a missing column, a row with more or fewer cells than
-    the header, or quotes that do not end.
+    Columns are found by the header's names. Raises TraceError on a column that is missing or there twice, a row
+    with more or fewer cells than the header, or quotes that do not end.
     """
     numbers = [0]
     reader = csv.reader(_numbered(path, numbers), strict=True)
@@ -134,6 +142,7 @@ def read_csv(
         header = [name.strip() for name in next(reader, [])]
         if not header:
             raise TraceError(f"{path}: the file is empty; expected a header and rows")
+        _check_once([name for name in header if name], path)
         missing = [name for name in required if name not in header]
         if missing:
             raise TraceError(
@@ -156,10 +165,14 @@ def read_csv(
 def csv_header(path: str | Path) -> tuple[str, ...]:
     """The names of a CSV's columns. Raises TraceError if a name occurs twice."""
     names = tuple(name.strip() for name in next(csv.reader(_numbered(path, [0])), []))
+    _check_once(names, path)
+    return names
+
+
+def _check_once(names: Sequence[str], path: str | Path) -> None:
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
         raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once")
-    return names
 
 
 def _numbered(path: str | Path, numbers: list[int]) -> Iterator[str]:

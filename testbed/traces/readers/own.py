@@ -60,6 +60,7 @@ _FOREIGN = {  # trace=<name>: fields by which a file of another schema is known
     "bailian": {"chat_id", "hash_ids"},
     "mooncake": {"timestamp", "hash_ids"},
     "sharegpt": {"conversations"},
+    "lengths": {"num_prefill_tokens", "num_decode_tokens"},
 }
 _KEY = re.compile("[0-9a-f]{16}")
 Record = tuple[str, dict[str, Any]]  # (place, the fields that are there)
@@ -211,11 +212,20 @@ def _draft(fields: dict[str, Any], place: str, default_id: str) -> _Draft:
     return _Draft(row, num_prompt, num_output)
 
 
+def foreign_format(names: Iterable[str]) -> str | None:
+    """The format of READERS whose fields these are, if they are those of no row of ours."""
+    given = set(names)
+    if given & {*FIELDS, *EXACT_FIELDS}:
+        return None
+    return next((name for name, marks in _FOREIGN.items() if marks <= given), None)
+
+
 def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:
     """The error for a record of another schema, with a hint at what it may be."""
     shown = ", ".join(map(repr, given)) or "nothing"
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    hint = next((f"; read it with trace={name}" for name, marks in _FOREIGN.items() if marks <= given.keys()), "")
+    foreign = foreign_format(given)
+    hint = "" if foreign is None else f"; read it with trace={foreign}"
     if len(given) == 1 and any(separator in next(iter(given)) for separator in ";\t|"):
         hint = "; separate the columns by commas"
     return TraceError(f"{place}: no known field; expected arrival_time, prompt_tokens, …, found {shown}{hint}")

@@ -27,7 +27,7 @@ from testbed.traces.draws import streams
 from testbed.traces.readers.fields import json_object, refuse, whole_number
 from testbed.traces.readers.open_archive import archive_files
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
-from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.stream import MAX_HELD_ROWS, StreamedTrace, whole
 from testbed.traces.synthesis import numbered_keys
 
 _TRACE, _DATASET = "-trace.csv", "-dataset.json"
@@ -126,7 +126,25 @@ def _windows(text: str, place: str) -> dict[int, _Window]:
         previous = start
     if not found:
         raise TraceError(f"{place}: no windows; expected a row for each")
+    for start, length in zip(found, _window_lengths(list(found)), strict=True):
+        _check_window(found[start], length)
     return found
+
+
+def _window_lengths(starts: list[int]) -> list[int]:
+    """In s, of each window; the last is as long as the one before."""
+    lengths = [after - start for start, after in pairwise(starts)]
+    return [*lengths, lengths[-1] if lengths else 600]
+
+
+def _check_window(window: _Window, length_s: int) -> None:
+    """Refuses a window that ends after any clock, or that has more requests than are drawn at once."""
+    last_s = MAX_NS // 10**9 - length_s
+    if window.start_s > last_s:
+        raise refuse(window.place, "start", window.start_s, f"at most {last_s:,}, as its window is {length_s:,} s long")
+    if window.rate * length_s > MAX_HELD_ROWS:
+        most = MAX_HELD_ROWS / length_s
+        raise refuse(window.place, "rate", window.rate, f"at most {most:g} in a window of {length_s:,} s")
 
 
 def _check_process(cells: list[str], cv: float, shape: float, where: str) -> None:
@@ -230,9 +248,7 @@ def _requests(clients: list[_Client], seed: int) -> Iterator[TraceRequest]:
     drawn = [_Drawn(client, seed) for client in clients]
     keys = [numbered_keys("servegen", seed, client.number) for client in clients]
     starts = list(clients[0].windows)
-    lengths = [after - start for start, after in pairwise(starts)]
-    lengths.append(lengths[-1] if lengths else 600)  # the last window is as long as the one before
-    for start_s, length_s in zip(starts, lengths, strict=True):
+    for start_s, length_s in zip(starts, _window_lengths(starts), strict=True):
         found: list[tuple[int, int, int, int]] = []  # (arrival, client, prompt, output)
         for index, client in enumerate(drawn):
             instants, prompts, outputs = client.draw(start_s, length_s)

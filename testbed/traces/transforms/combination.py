@@ -8,7 +8,7 @@ from heapq import merge as merge_sorted
 
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
-from testbed.traces.stream import StreamedTrace
+from testbed.traces.stream import MAX_HELD_ROWS, MAX_STREAMED_ROWS, StreamedTrace
 from testbed.traces.transforms.common import MAX_S, S, derived, marked, renamed, require
 
 
@@ -19,6 +19,12 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
     in a prefix cache.
     """
     require(times >= 1, "times", times, "at least 1")
+    held = isinstance(trace, Trace)
+    num_once = trace.num_requests or 1
+    most = max(1, (MAX_HELD_ROWS if held else MAX_STREAMED_ROWS) // num_once)
+    how = " in memory (trace.stream=true for more)" if held else ""
+    limit = f"at most {most:,}, for {num_once:,} requests each time{how}"
+    require(times <= most, "times", times, limit)
     require(0 <= gap_s <= MAX_S, "gap_s", gap_s, f"0 to {MAX_S:.1e}")
     gap_ns = round(gap_s * 1e9)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import Any, get_args
 
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.draws import nearest
-from testbed.traces.schema import Trace, TraceSource
-from testbed.traces.stream import whole
+from testbed.traces.schema import Trace, TraceRequest, TraceSource
+from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.transforms import combination, selection, sizes, timing
 
 Step = Mapping[str, Any]
@@ -49,7 +49,11 @@ def _arrivals(
     seed: int = 0,
 ) -> Trace:
     given = locals()
-    return timing.restart(trace, ArrivalConfig(**{item.name: given[item.name] for item in fields(ArrivalConfig)}), seed)
+    try:
+        config = ArrivalConfig(**{item.name: given[item.name] for item in fields(ArrivalConfig)})
+        return timing.restart(trace, config, seed)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("trace.")) from None
 
 
 def _merge(
@@ -90,16 +94,36 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
     for position, step in enumerate(steps):
         where = f"trace.transforms[{position}]"
         transform, values = _checked(step, where)
+        told = f"{where} ({step['name']}): "
         if "seed" in transform.parameters():
             values.setdefault("seed", seed)
         try:
             if transform.apply is _merge:
-                trace = _merge_with(trace, values, open_trace)
+                trace = _merge_with(trace, values, open_trace, told)
             else:
                 trace = transform.apply(trace if transform.is_streamed else whole(trace), **values)
         except ConfigError as error:
-            raise ConfigError(f"{where} ({step['name']}): {error}") from None
+            raise _told(error, told) from None
+        if isinstance(trace, StreamedTrace):
+            trace = _telling(trace, told)
     return trace
+
+
+def _told(error: ConfigError, told: str) -> ConfigError:
+    """The error with the step in front, unless it names a setting of the trace, such as an earlier step."""
+    return error if str(error).startswith("trace.") else ConfigError(f"{told}{error}")
+
+
+def _telling(trace: StreamedTrace, told: str) -> StreamedTrace:
+    """The stream, whose errors name the step when its rows are asked for."""
+
+    def rows() -> Iterator[TraceRequest]:
+        try:
+            yield from trace
+        except ConfigError as error:
+            raise _told(error, told) from None
+
+    return trace.derived(rows, None, trace.num_requests)
 
 
 def check_steps(steps: Iterable[Step]) -> None:
@@ -108,8 +132,11 @@ def check_steps(steps: Iterable[Step]) -> None:
         _checked(step, f"trace.transforms[{position}]")
 
 
-def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrace) -> TraceSource:
-    other = open_trace(values.get("format", "auto"), values["path"])
+def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrace, told: str) -> TraceSource:
+    try:
+        other = open_trace(values.get("format", "auto"), values["path"])
+    except TraceError as error:
+        raise TraceError(f"{told}{error}") from None
     label = values.get("label") or other.name
     if label == trace.name:
         raise ConfigError(f"label is {label!r}, which is the name of the first trace; set another label")

@@ -17,9 +17,9 @@ def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
 
     A closed-loop turn goes with the turn before it. An open session may be cut; its turns keep their prompts.
     """
-    require(0 <= start_s <= MAX_S, "trace.start_s", start_s, f"0 to {MAX_S:.1e}")
+    require(0 <= start_s <= MAX_S, "start_s", start_s, f"0 to {MAX_S:.1e}")
     expected = f"above start_s ({start_s}), up to {MAX_S:.1e}, or absent"
-    require(end_s is None or start_s < end_s <= MAX_S, "trace.end_s", end_s, expected)
+    require(end_s is None or start_s < end_s <= MAX_S, "end_s", end_s, expected)
     start_ns, end_ns = round(start_s * 1e9), None if end_s is None else round(end_s * 1e9)
 
     def rows() -> Iterator[TraceRequest]:
@@ -34,7 +34,7 @@ def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
 
 def limit(trace: S, num_requests: int) -> S:
     """The first `num_requests` rows; sessions may lose their last turns."""
-    require(num_requests >= 1, "limit", num_requests, "at least 1")
+    require(num_requests >= 1, "num_requests", num_requests, "at least 1")
     known = trace.num_requests
     if known is not None and num_requests >= known:
         return trace

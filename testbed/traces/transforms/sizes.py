@@ -69,12 +69,12 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:
-            parts = join_parts([_scaled(part, prompt, row) for part in row.prompt])
+            parts = join_parts([_scaled(part, prompt, row, "prompt") for part in row.prompt])
             if not parts:
                 parts = (cut_part(row.prompt[0], 1),)
             answer = row.output
             if answer is not None:
-                answer = _scaled(answer, output, row)
+                answer = _scaled(answer, output, row, "output")
                 answer = answer if answer.num_tokens else cut_part(row.output, 1)  # type: ignore[arg-type]  # not None
             yield replace(row, prompt=parts, output=answer)
 
@@ -82,12 +82,12 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
     return derived(trace, rows, note, num_requests=trace.num_requests)
 
 
-def _scaled(part: Part, factor: float, row: TraceRequest) -> Part:
+def _scaled(part: Part, factor: float, row: TraceRequest, name: str) -> Part:
     if isinstance(part, Span):
         start = round(part.start * factor)
         return Span(part.key, start, round((part.start + part.length) * factor) - start)
     expected = f"at most 1 for the explicit token ids of {row.place or row.request_id}: there are no more of them"
-    require(factor <= 1, "scale_lengths", factor, expected)
+    require(factor <= 1, name, factor, expected)
     return cut_part(part, round(part.num_tokens * factor))
 
 

@@ -17,15 +17,15 @@ from testbed.traces.transforms.selection import thin
 
 def scale_rate(trace: S, factor: float) -> S:
     """Arrivals come `factor` times as fast: every arrival is divided by it. Think times and cancellations stay."""
-    require(math.isfinite(factor) and factor > 0, "trace.rate_scale", factor, "above 0")
+    require(math.isfinite(factor) and factor > 0, "factor", factor, "above 0")
     late = f"large enough that the last arrival comes before {MAX_S:.1e} s"
     if isinstance(trace, Trace):
-        require(trace.rows[-1].arrival_ns / factor <= MAX_NS, "trace.rate_scale", factor, late)
+        require(trace.rows[-1].arrival_ns / factor <= MAX_NS, "factor", factor, late)
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:
             arrival_ns = row.arrival_ns / factor
-            require(arrival_ns <= MAX_NS, "trace.rate_scale", factor, late)
+            require(arrival_ns <= MAX_NS, "factor", factor, late)
             yield replace(row, arrival_ns=round(arrival_ns))
 
     return derived(trace, rows, f"arrival rate x {factor:g}", num_requests=trace.num_requests)
@@ -117,8 +117,8 @@ def shift(trace: S, offset_ns: int, note: bool = True) -> S:
     def rows() -> Iterator[TraceRequest]:
         for number, row in enumerate(trace):
             if number == 0:
-                least = f"at least {-row.arrival_ns} ns, so that no arrival is below 0"
-                require(row.arrival_ns + offset_ns >= 0, "shift", offset_ns, least)
+                least = f"at least {-row.arrival_ns / 1e9} s, so that no arrival is below 0"
+                require(row.arrival_ns + offset_ns >= 0, "offset_s", offset_ns / 1e9, least)
             yield replace(row, arrival_ns=row.arrival_ns + offset_ns)
 
     return derived(trace, rows, f"shifted by {offset_ns / 1e9:g} s" if note else None, num_requests=trace.num_requests)

@@ -183,10 +183,10 @@ class RunRecorder:
             self._change_emitters(step.emitters)
         if self._since:
             self._ends.extend(step.result.end_ns)
-            if len(self._ends) > self.MAX_ENDS:
-                self._change_emitters([])
         for request_id in self._in_groups:
             live[request_id].member_emitted(step.commit_ns)
+        if len(self._ends) > self.MAX_ENDS:
+            self._change_emitters([])
         num_recomputed = sum([1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE])
         if self._keeps_steps:
             self._steps.append(step, num_recomputed, len(preempted) - num_recomputed, self._replica or 0)

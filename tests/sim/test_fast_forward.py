@@ -6,7 +6,9 @@ import random
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,11 +22,11 @@ from sim.driver import run
 from testbed.blocks.config import KVRules
 from testbed.errors import LivelockError
 from testbed.fast_forward import FAST_FORWARD
-from testbed.interfaces import Abort, Arrive, Event, StepView
+from testbed.interfaces import Abort, Arrive, Event, Recorder, StepView
 from testbed.plan import Finished
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits
-from testbed.records import decision
+from testbed.records import RunRecorder, decision
 from testbed.request import Request, SamplingParams
 from testbed.serve import serve
 from testbed.specs import DeviceSpec, ModelSpec
@@ -99,6 +101,29 @@ class Log:
             self.events.append(
                 (item.request.request_id, item.reason, item.message, list(item.output_token_ids), now_ns)
             )
+
+
+class Both:
+    """Two recorders as one."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        for recorder in self._recorders:
+            recorder.arrived(request, now_ns, step)
+
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
+        for recorder in self._recorders:
+            recorder.aborted(request_id, now_ns, step)
+
+    def committed(self, step: StepView) -> None:
+        for recorder in self._recorders:
+            recorder.committed(step)
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        for recorder in self._recorders:
+            recorder.ended(finished, now_ns)
 
 
 def price(rng: random.Random) -> CostModel:
@@ -253,3 +278,50 @@ def test_tokens_that_are_drawn_and_policies_that_do_not_say_are_stepped() -> Non
         step(scheduler, {0: 7} if output is None else None)
         is_forwarded = type(composition) is Unified and output is not None
         assert scheduler.plan(1, FAST_FORWARD).num_steps == (19 if is_forwarded else 1)
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_the_files_of_a_run_are_those_of_stepping(
+    composition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row, over groups of rows and of instants that end in the middle of plans; groups of sequences beside."""
+    monkeypatch.setattr(RunRecorder, "FLUSH_ROWS", 7)
+    monkeypatch.setattr(RunRecorder, "MAX_ENDS", 11)
+    num_long = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        setup = replace(ROOMY, composition=composition, num_blocks=rng.choice((30, 60, 200)), num_cpu_blocks=40)
+        requests = [
+            replace(forced(f"r{i}", [i] * rng.randint(1, 30), [2] * rng.randint(1, 60), rng.randrange(90) * STEP_NS),
+                    sampling=SamplingParams(n=rng.choice((1, 1, 1, 2))))
+            for i in range(8)
+        ]  # fmt: skip
+        tables = {}
+        for name, max_steps in (("stepped", 1), ("forwarded", FAST_FORWARD)):
+            folder = tmp_path / f"{name}{seed}"
+            folder.mkdir()
+            recorder = RunRecorder(folder)
+            log = Log()
+            loop = serve(
+                Sessions(requests, [(40 * STEP_NS, "r0")], {}), setup.scheduler(), Both(recorder, log), max_steps
+            )
+            run(loop, SimBackend(price(random.Random(seed)), seed=seed, vocab_size=VOCAB_SIZE))
+            recorder.close()
+            tables[name] = [pq.read_table(folder / f"{kind}.parquet") for kind in ("steps", "requests")]
+            if name == "forwarded":
+                num_long += len(log.steps) > log.num_plans
+        for stepped, forwarded in zip(tables["stepped"], tables["forwarded"], strict=True):
+            assert forwarded.equals(stepped), (composition, seed)
+    assert num_long > 6, "too few plans of several steps"
+
+
+def test_a_head_that_shares_the_chunked_prompt_is_let_in_when_it_is_in_stepping() -> None:
+    """Chunks below the budget leave it to others, whose hit grows with what is computed: no run of chunks then."""
+    text = [(7 * i) % VOCAB_SIZE for i in range(100)]
+    for composition in ("unified", "decode_first"):
+        for num_blocks in range(20, 60):
+            setup = Setup(
+                composition=composition, limits=Limits(4, 64, 300, 4, 1), num_blocks=num_blocks,
+                rules=KVRules(full_length_must_fit=True),
+            )  # fmt: skip
+            assert_equal(setup, 0, [forced("w", text[:80], [1] * 8), forced("r", text[:76], [3] * 2, arrival_ns=1)])

@@ -58,9 +58,11 @@ def main(arguments: list[str]) -> int:
     if options.rows < 1:
         raise ConfigError(f"--rows is {options.rows}; it must be at least 1")
     num_rows = options.rows
-    short = [*LOOK_ALIKE, f"trace.num_requests={num_rows}"]
+    rows = [*LOOK_ALIKE, f"trace.num_requests={num_rows}"]
     if options.trace is not None:
-        short = _azure(options.trace, num_rows)
+        rows = ["trace=azure", f"trace.path={options.trace.absolute()}", f"trace.limit={num_rows}"]
+    duration_s = DURATION_S * num_rows / NUM_ROWS
+    short = [*rows, f"trace.transforms=[{{name: stretch_to, duration_s: {duration_s}}}]"]
     source = "Azure 2023" if options.trace is not None else "Azure-like"
     print("simulator: `testbed run`, Llama-3.1-8B on an H100, vllm_v1, budget 512, 512 sequences, 27,800 blocks")
     print(f"  {'case':<38}{'requests/s':>11}{'steps/s':>11}{'steps':>12}{'loop s':>8}{'wall s':>8}{'peak MiB':>10}")
@@ -79,11 +81,6 @@ def main(arguments: list[str]) -> int:
         long = [*LOOK_ALIKE, f"trace.num_requests={options.requests}", "record.token_times=false"]
         _show(f"generated, {options.requests:,}", _best(long, 1))
     return 0
-
-
-def _azure(path: Path, num_rows: int) -> list[str]:
-    stretched = f"trace.transforms=[{{name: stretch_to, duration_s: {DURATION_S * num_rows / NUM_ROWS}}}]"
-    return ["trace=azure", f"trace.path={path.absolute()}", f"trace.limit={num_rows}", stretched]
 
 
 def _best(overrides: list[str], repeats: int) -> Measured:

@@ -7,6 +7,7 @@ whole and sorted by `arrange` instead. Both have the same rows, and the same fin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import final
 
 from testbed.errors import ConfigError, TraceError
@@ -140,11 +141,15 @@ class CountedTrace:
 
 
 def whole(source: TraceSource) -> Trace:
-    """The source as a Trace in memory, all rows checked. Raises ConfigError if it is known to have too many."""
-    num = source.num_requests
-    if num is not None and num > MAX_HELD_ROWS:
+    """The source as a Trace in memory, all rows checked. Raises ConfigError if it has too many."""
+    if isinstance(source, Trace):
+        return source
+    has_too_many = (source.num_requests or 0) > MAX_HELD_ROWS  # said without making them
+    rows = [] if has_too_many else list(islice(source, MAX_HELD_ROWS + 1))
+    if has_too_many or len(rows) > MAX_HELD_ROWS:
+        num = f"{source.num_requests:,}" if has_too_many else f"more than {MAX_HELD_ROWS:,}"
         raise ConfigError(
-            f"trace {source.name!r} has {num:,} requests; at most {MAX_HELD_ROWS:,} are held in memory: "
+            f"trace {source.name!r} has {num} requests; at most {MAX_HELD_ROWS:,} are held in memory: "
             "lower their number, or set trace.stream=true and leave out what needs the whole trace"
         )
-    return source if isinstance(source, Trace) else arrange(source.name, source, source.notes)
+    return arrange(source.name, rows, source.notes)

@@ -23,8 +23,8 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
     num_once = trace.num_requests or 1
     most = max(1, (MAX_HELD_ROWS if held else MAX_STREAMED_ROWS) // num_once)
     how = " in memory (trace.stream=true for more)" if held else ""
-    limit = f"at most {most:,}, for {num_once:,} requests each time{how}"
-    require(times <= most, "times", times, limit)
+    each = "" if trace.num_requests is None else f", for {num_once:,} requests each time{how}"
+    require(times <= most, "times", times, f"at most {most:,}{each}")
     require(0 <= gap_s <= MAX_S, "gap_s", gap_s, f"0 to {MAX_S:.1e}")
     gap_ns = round(gap_s * 1e9)
 

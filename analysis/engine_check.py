@@ -36,15 +36,19 @@ class EngineCheck:
     """Little's law, conservation of work and never being idle, of one engine's requests and steps.
 
     requests: those that reached the scheduler. from_arrival: the engine may not be idle from a request's arrival on;
-    else from the step boundary that first saw it.
+    else from the step boundary that first saw it. is_one_engine: the records say whose each step is, so that steps that
+    overlap or last no time contradict themselves; else they may be those of several engines, and nothing is checked.
     """
 
-    def __init__(self, requests: RequestColumns, from_arrival: bool) -> None:
+    def __init__(self, requests: RequestColumns, from_arrival: bool, is_one_engine: bool = True) -> None:
         self._requests, self._from_arrival = requests, from_arrival
+        self._is_one_engine = is_one_engine
         self.start_ns: int | None = None  # of the first step
         self.end_ns = 0  # of the newest one
         self._num_steps = 0
         self._nulls = [name for name in REQUEST_COLUMNS if not requests.is_known(name).all()]
+        self._num_impossible = 0  # steps that end after the next one starts, or not after their own start
+        self._first_impossible = (0, 0, 0)  # row, start, end
         self._step_nulls: frozenset[str] = frozenset()
         self._is_fit = not self._nulls and len(requests) > 0  # until steps overlap
         if self._is_fit:
@@ -79,7 +83,13 @@ class EngineCheck:
         self.start_ns = int(run.start[0]) if self.start_ns is None else min(self.start_ns, int(run.start.min()))
         self.end_ns = max(self.end_ns, int(run.end.max()))
         self._step_nulls = run.with_nulls
-        self._is_fit = self._is_fit and not ((run.following < run.end).any() or (run.end <= run.start).any())
+        impossible = np.flatnonzero((run.following < run.end) | (run.end <= run.start))
+        if impossible.size:
+            if not self._num_impossible:
+                row = int(impossible[0])
+                self._first_impossible = self._num_steps + row, int(run.start[row]), int(run.end[row])
+            self._num_impossible += impossible.size
+            self._is_fit = False
         if self._is_fit:
             self._add_times(run)
             self._add_counts(run)
@@ -136,6 +146,9 @@ class EngineCheck:
         why = self._unfit()
         if why:
             return verdict(None, why), verdict(None, why), verdict(None, why)
+        why = self._contradiction()
+        if why:
+            return verdict(False, why), verdict(False, why), verdict(False, why)
         return self._littles_law(), self._work_conserved(), self._never_idle()
 
     def _unfit(self) -> str:
@@ -147,10 +160,21 @@ class EngineCheck:
         nulls = [name for name in STEP_COLUMNS if name in self._step_nulls] + self._nulls
         if nulls:
             return f"not applicable: {', '.join(nulls)} not recorded"
+        if self._num_impossible and not self._is_one_engine:
+            return (
+                "not applicable: steps overlap or last no time, and no replica is recorded: whose they are is unknown"
+            )
+        return ""
+
+    def _contradiction(self) -> str:
+        """Why the steps cannot be those of one engine; empty: they can. No sum over such steps means anything."""
+        if not self._num_impossible:
+            return ""
+        row, start_ns, end_ns = self._first_impossible
         return (
-            ""
-            if self._is_fit
-            else ("not applicable: steps overlap or last no time, so they are not those of one engine")
+            f"{self._num_impossible} of {self._num_steps} steps overlap the one after, or last no time; an engine "
+            f"takes one step at a time: the records contradict themselves. The first is row {row} of steps.parquet, from "
+            f"{start_ns} ns to {end_ns} ns"
         )
 
     def _littles_law(self) -> Check:

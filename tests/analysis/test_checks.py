@@ -293,13 +293,54 @@ def test_what_cannot_be_checked_says_why(sound: Records) -> None:
     cases = {
         "no step": (sound.requests, sound.steps.iloc[:0]),
         "no request": (sound.requests.iloc[:0], sound.steps),
-        "steps overlap": (sound.requests, pd.concat([sound.steps, sound.steps])),
+        "no replica is recorded": (
+            sound.requests,
+            pd.concat([sound.steps, sound.steps]).drop(columns="replica"),
+        ),
         "num_ignored not recorded": (sound.requests, sound.steps.assign(num_ignored=None)),
     }
     for why, (requests, steps) in cases.items():
         for check in run_checks(requests, steps, SIM).values():
             assert check["holds"] is None
             assert why in str(check["why"])
+
+
+IMPOSSIBLE: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
+    "a step ends a nanosecond late": lambda steps: changed(steps, 7, "end_ns", 1),
+    "a step lasts no time": lambda steps: changed(
+        steps, 7, "end_ns", int((steps["start_ns"] - steps["end_ns"]).iloc[7])
+    ),
+    "a step is written twice": lambda steps: pd.concat([steps.iloc[:8], steps.iloc[7:]]),
+    "every step is written twice": lambda steps: pd.concat([steps, steps]),
+}
+
+
+def changed(frame: pd.DataFrame, row: int, column: str, by: int) -> pd.DataFrame:
+    frame = frame.copy()
+    change(frame, row, column, by)
+    return frame
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+@pytest.mark.parametrize("of_fleet", [False, True])
+def test_steps_of_one_replica_that_overlap_or_last_no_time_fail_every_check(
+    name: str, of_fleet: bool, sound: Records
+) -> None:
+    requests, steps = sound.requests, sound.steps
+    row = next(row for row in range(7, len(steps)) if steps["end_ns"].iloc[row] == steps["start_ns"].iloc[row + 1])
+    assert row == 7  # no gap after it, so that a nanosecond is an overlap
+    wrong = IMPOSSIBLE[name](steps)
+    if of_fleet:  # the other one's records are in order
+        requests = pd.concat([requests, requests.assign(replica=1)])
+        wrong = pd.concat([wrong, steps.assign(replica=1)])
+    checks = run_checks(requests, wrong, SIM)
+    for check in checks.values():
+        assert check["holds"] is False
+        why = str(check["why"])
+        assert "overlap the one after, or last no time" in why
+        assert why.startswith("replica 0: ") if of_fleet else "row " in why
+        assert "replica 1" not in why
+    assert len(failures(checks)) == len(CHECKS)
 
 
 def test_a_fleet_is_checked_replica_by_replica(sound: Records) -> None:

@@ -173,8 +173,8 @@ class EngineCheck:
         row, start_ns, end_ns = self._first_impossible
         return (
             f"{self._num_impossible} of {self._num_steps} steps overlap the one after, or last no time; an engine "
-            f"takes one step at a time: the records contradict themselves. The first is row {row} of steps.parquet, from "
-            f"{start_ns} ns to {end_ns} ns"
+            f"takes one step at a time: the records contradict themselves. The first is row {row} of steps.parquet, "
+            f"from {start_ns} ns to {end_ns} ns"
         )
 
     def _littles_law(self) -> Check:

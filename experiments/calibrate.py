@@ -107,7 +107,9 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
     write_profile(folder / "profile.parquet", *measured)
     calibration = calibrate(measured)
     save_calibration(calibration, folder / "calibrated-cost.json")
-    linear = fit_linear([(step.shape, step.total_ns) for step in measured.steps])
+    linear = fit_linear(
+        [(step.shape, step.total_ns) for step in measured.steps], sliding_window=measured.manifest.sliding_window
+    )
     about = {"model": measured.manifest.model["name"], "block_size": measured.manifest.block_size}
     save_fit(linear, folder / "linear-cost.json", **about)
     best = calibration.quality["all"]

@@ -45,7 +45,7 @@ def build_cost(config: RunConfig) -> CostModel:
     if name == "constant":
         return ConstantCost(freeze(ConstantConfig, "cost", values))
     if name == "linear":
-        return LinearCost(freeze(LinearConfig, "cost", values))
+        return LinearCost(freeze(LinearConfig, "cost", values), sliding_window(config))
     if name == "calibrated":
         return _calibrated(config, freeze(CalibratedConfig, "cost", values))
     if name == "roofline":

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.cost.base import attention_pairs_doubled
+from sim.cost.base import attention_pairs_doubled, pairs_doubled
 from testbed.errors import ConfigError
 from testbed.plan import BatchShape, Spans
 
@@ -65,9 +65,13 @@ class LinearFit:
 
 
 class LinearCost:
-    """Prices a step by LinearConfig: swaps as swap_ns, all else as forward_ns, at least 1 ns."""
+    """Prices a step by LinearConfig: swaps as swap_ns, all else as forward_ns, at least 1 ns.
 
-    def __init__(self, config: LinearConfig) -> None:
+    sliding_window: what attention looks back at; None: everything.
+    """
+
+    def __init__(self, config: LinearConfig, sliding_window: int | None = None) -> None:
+        self._window = sliding_window
         self.config = config = config if config.path is None else load_linear(config.path)
         self._base_ns = config.base_s * 1e9
         self._prefill_ns = config.per_prefill_token_s * 1e9
@@ -82,9 +86,10 @@ class LinearCost:
         forward = self._base_ns + num_decodes * self._decode_ns + context * self._context_ns
         if prefills:
             num_tokens = doubled_pairs = 0
+            window = self._window
             for start, length in prefills:
                 num_tokens += length
-                doubled_pairs += length * (2 * start + length + 1)
+                doubled_pairs += pairs_doubled(start, length, window)
             forward = forward + num_tokens * self._prefill_ns + doubled_pairs * self._half_pair_ns
         if num_copied:
             forward = forward + num_copied * self._copy_ns
@@ -98,7 +103,7 @@ class LinearCost:
             "decodes": shape.num_decodes * self._decode_ns,
             "decode_context": shape.decode_context_tokens * self._context_ns,
             "prefill_tokens": shape.num_prefill_tokens * self._prefill_ns,
-            "prefill_attention": attention_pairs_doubled(shape) * self._half_pair_ns,
+            "prefill_attention": attention_pairs_doubled(shape, self._window) * self._half_pair_ns,
             "block_copy": shape.num_blocks_copied * self._copy_ns,
         }
         parts, running, rounded = {}, 0.0, 0
@@ -117,7 +122,7 @@ class LinearCost:
         return Spans(forward_ns=forward_ns[0]), forward_ns
 
 
-def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5) -> LinearFit:
+def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5, *, sliding_window: int | None = None) -> LinearFit:
     """Fits the coefficients by non-negative least squares on the relative error, and cross-validates the fit.
 
     Folds are dealt by a fixed permutation, so the same steps give the same fit. A coefficient whose feature never
@@ -130,7 +135,9 @@ def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5) -> LinearFit:
             raise ConfigError(f"measured step {position} took {measured_ns} ns; it must be above 0")
     if not 2 <= num_folds <= len(steps):
         raise ConfigError(f"num_folds is {num_folds}; it must be from 2 to the number of steps ({len(steps)})")
-    features = np.array([_features(shape) for shape, _ in steps], dtype=np.float64)  # [num_steps, num_coefficients]
+    features = np.array(
+        [_features(shape, sliding_window) for shape, _ in steps], dtype=np.float64
+    )  # [num_steps, num_coefficients]
     measured = np.array([measured_ns for _, measured_ns in steps], dtype=np.float64)  # [num_steps]
     fold = np.random.Generator(np.random.PCG64(0)).permutation(len(steps)) % num_folds
     errors = np.empty(len(steps))
@@ -180,14 +187,14 @@ def load_linear(path: str | Path) -> LinearConfig:
         raise ConfigError(f"cost.path: {path}: {error}") from None
 
 
-def _features(shape: BatchShape) -> tuple[float, ...]:
+def _features(shape: BatchShape, window: int | None) -> tuple[float, ...]:
     """What each coefficient multiplies, in the order of COEFFICIENTS."""
     return (
         1,
         shape.num_prefill_tokens,
         shape.num_decodes,
         shape.decode_context_tokens,
-        attention_pairs_doubled(shape) / 2,
+        attention_pairs_doubled(shape, window) / 2,
         shape.num_blocks_swapped_out + shape.num_blocks_swapped_in,
         shape.num_blocks_copied,
     )

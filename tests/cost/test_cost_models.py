@@ -94,6 +94,23 @@ def test_splitting_a_prompt_into_chunks_keeps_its_pairs():
     assert attention_pairs_doubled(parts) == whole == 1000 * 1001
 
 
+@pytest.mark.parametrize("window", [None, 64, 20_000])
+def test_a_linear_prompt_has_the_pairs_that_its_window_leaves(window):
+    pairs = sum(min(position + 1, window or position + 1) for position in range(8192))
+    cost = LinearCost(LinearConfig(0, 0, 0, 0, 2e-9, 0, 0), window)
+    assert cost.price(prefill(8192)) == Spans(forward_ns=2 * pairs)
+    assert cost.breakdown(prefill(8192))["prefill_attention"] == 2 * pairs
+
+
+def test_a_linear_fit_counts_the_pairs_that_a_window_leaves():
+    shapes = [prefill(16 * n) for n in range(1, 60)]
+    cost = LinearCost(LinearConfig(1e-3, 1e-6, 0, 0, 1e-7, 0, 0), 64)
+    steps = [(shape, total_ns(cost.price(shape))) for shape in shapes]
+    fit = fit_linear(steps, sliding_window=64)
+    assert fit.config.per_prefill_attention_pair_s == pytest.approx(1e-7, rel=1e-3)
+    assert fit.p90_relative_error < 1e-5 < fit_linear(steps).p90_relative_error
+
+
 def measured(config: LinearConfig, noise: float = 0.0, num: int = 120) -> list[tuple[BatchShape, int]]:
     rng = np.random.default_rng(5)
     cost = LinearCost(config)

@@ -4,10 +4,10 @@ import pytest
 
 from experiments import build, costs
 from experiments.compose import compose_config
-from sim.cost.base import CostModel
+from sim.cost.base import CostModel, Itemised
 from sim.cost.roofline import RooflineCost
 from testbed.errors import ConfigError
-from testbed.plan import BatchShape
+from testbed.plan import BatchShape, PrefillChunk
 from testbed.specs import ModelSpec, num_kv_blocks
 
 LLAMA = ["model=llama3.1_8b", "device=h100"]
@@ -99,3 +99,18 @@ def test_a_models_own_window_holds_unless_the_cache_says_otherwise():
 def test_not_one_block_is_one_clear_line():
     with pytest.raises(Exception, match="no room for one KV block of 10 bytes: 100 bytes x"):
         num_kv_blocks(memory_bytes=100, utilization=0.9, weight_bytes=85, activation_bytes=0, block_bytes=10)
+
+
+def attention_of_a_prompt(cost: str, *overrides: str) -> int:
+    model = price(f"cost={cost}", *overrides)
+    assert isinstance(model, Itemised)
+    parts = model.breakdown(BatchShape(0, 0, (PrefillChunk(0, 8192),), 1))
+    return parts["prefill_attention" if cost == "linear" else "attention_prefill"]
+
+
+def test_every_model_that_counts_pairs_is_told_the_window():
+    """A prompt far longer than the window: its attention grows with its length, not with the square of it."""
+    window = "cache.sliding_window=64"
+    for cost in ("roofline", "linear"):
+        assert attention_of_a_prompt(cost, window) < attention_of_a_prompt(cost) / 10
+    assert attention_of_a_prompt("linear", window) == pytest.approx(64 * 65 // 2 + (8192 - 64) * 64, abs=1)  # 1 ns each

@@ -11,10 +11,11 @@ from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration, C
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration, save_calibration
 from sim.cost.linear import fit_linear
-from sim.cost.profiled_range import outside, profiled_ranges
+from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
 from testbed.errors import ConfigError, ProfileError
-from testbed.plan import BatchShape, PrefillChunk, Spans
+from testbed.interfaces import StepView
+from testbed.plan import BatchPlan, BatchShape, PrefillChunk, Spans, StepResult
 from testbed.profiles import MeasuredStep, Profile
 from testbed.specs import DeviceSpec, ModelSpec
 from tests.cost.profiling import MODEL, grid, manifest, measured
@@ -131,6 +132,24 @@ def test_a_region_that_was_never_profiled_is_priced_by_the_other_curve_and_is_ou
     assert fit.prefill_curve == fit.decode_curve
     found = outside(fit.ranges, BatchShape(0, 0, (PrefillChunk(0, 64),), 1))
     assert [str(item) for item in found] == ["prefill steps (never profiled)"]
+
+
+@pytest.mark.parametrize(("num_steps", "num_outside"), [(1, 0), (5, 0), (6, 1), (9, 4)])
+@pytest.mark.parametrize("policy", ["warn", "refuse"])
+def test_a_fast_forwarded_plan_may_leave_the_range_on_its_way(num_steps, num_outside, policy):
+    """Two decodes whose contexts grow from 40 by 2 a step; the profile reaches to 48, their fifth step."""
+    watch = RangeWatch(profiled_ranges([BatchShape(2, 30, (), 2), BatchShape(2, 48, (), 2)]), policy)
+    plan = BatchPlan(7, num_steps, BatchShape(2, 40, (), 2), tuple, None)
+    step = StepView(plan, 0, StepResult(tuple(10 * (i + 1) for i in range(num_steps))), [], [], 2, 0, 0, [], 0)
+    if num_outside and policy == "refuse":
+        with pytest.raises(
+            ConfigError, match="step 12 leaves the profiled range: decode decode_context_tokens up to 50"
+        ):
+            watch.committed(step)
+        return
+    watch.committed(step)
+    assert (watch.num_steps, watch.num_outside) == (num_steps, num_outside)
+    assert bool(watch.notes()) == bool(num_outside)
 
 
 def test_the_range_is_that_of_each_feature():

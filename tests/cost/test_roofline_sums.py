@@ -1,6 +1,7 @@
 """The roofline's work counted again, independently: token by token and row by row, from what a transformer computes."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,8 @@ OPT = ModelSpec("o", architecture="OPTForCausalLM", hidden_size=64, intermediate
                 num_attention_heads=4, num_key_value_heads=4, head_dim=16, vocab_size=500)  # fmt: skip
 FP8 = ModelSpec("f", hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=8,
                 num_key_value_heads=2, head_dim=16, vocab_size=1000, dtype="fp8")  # fmt: skip
+
+FLOAT32 = replace(QWEN, dtype="float32")
 
 
 def rows_of(seed: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -114,6 +117,78 @@ def test_bytes_are_those_of_every_row(seed, window, kv_dtype, model, size):
     qkv = sum(h * out * weight + num_tokens * 2 * out for out in (q, kv, kv)) + num_tokens * 2 * h
     assert cost["qkv"] == pytest.approx(model.num_hidden_layers * qkv, abs=1)
     assert cost["o"] == pytest.approx(model.num_hidden_layers * (q * h * weight + num_tokens * 2 * (q + h)), abs=1)
+
+
+def elementwise_and_embedding(model: ModelSpec, num_tokens: int, size: int, width: int) -> tuple[int, int]:
+    """Bytes of what is no product, on one of `size` ranks; width: bytes of an activation."""
+    q, kv = (
+        model.num_attention_heads // size * model.head_dim,
+        max(1, model.num_key_value_heads // size) * model.head_dim,
+    )
+    inner, is_opt = model.intermediate_size // size, model.architecture == "OPTForCausalLM"
+    elementwise = embedding = 0
+    for _ in range(num_tokens):
+        embedding += (1 + 1) * model.hidden_size * width  # reads its row of the table, writes it
+        for _ in range(model.num_hidden_layers):
+            for _ in range(2):  # norms: read the stream and what is added to it, write the stream and its norm
+                elementwise += (2 + 2) * model.hidden_size * width
+            elementwise += (1 + 1) * (q + kv + kv) * width  # rotary and the store of K and V: read and write
+            elementwise += ((1 if is_opt else 2) + 1) * inner * width  # activation: reads up (and gate), writes one
+    return elementwise, embedding
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 40, 333])
+@pytest.mark.parametrize(
+    ("model", "size", "width"), [(QWEN, 1, 2), (QWEN, 4, 2), (OPT, 2, 2), (FP8, 1, 2), (FLOAT32, 2, 4)]
+)
+def test_bytes_of_what_is_no_product_are_those_of_every_token(num_tokens, model, size, width):
+    cost = RooflineCost(model, MEMORY, BARE, tensor_parallel_size=size)
+    elementwise, embedding = elementwise_and_embedding(model, num_tokens, size, width)
+    as_prompt, as_decodes = BatchShape(0, 0, (PrefillChunk(0, num_tokens),), 1), BatchShape(num_tokens, 999, (), 1)
+    for shape in (as_prompt, as_decodes):
+        parts = cost.breakdown(shape)
+        assert (parts["elementwise"], parts["embedding"]) == (elementwise, embedding)
+
+
+KERNELS = ("norm", "qkv", "norm of q and k", "rotary", "store K and V", "attention", "o", "norm", "gate and up",
+           "activation", "down")  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "size"), [(QWEN, 1), (QWEN, 2), (OPT, 1), (OPT, 4)])
+def test_an_eager_step_waits_for_the_launch_of_every_kernel(model, size):
+    """Where the device computes in no time, a step lasts as long as the host takes to launch its kernels."""
+    launches = ["embedding", *(["all-reduce"] if size > 1 else [])]
+    for _ in range(model.num_hidden_layers):
+        launches += KERNELS
+        launches += ["all-reduce"] * 2 if size > 1 else []  # after o, after the MLP
+    launches += ["norm", "LM head", *(["gather"] if size > 1 else []), "sampler"]
+    at_once = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e30, **EXACT)
+    config = RooflineConfig(cuda_graphs=False, kernel_launch_ns=1000)
+    cost = RooflineCost(model, at_once, config, tensor_parallel_size=size)
+    for shape in (BatchShape(3, 30, (), 3), BatchShape(0, 0, (PrefillChunk(0, 9),), 1)):
+        assert cost.breakdown(shape)["launch"] == 1000 * len(launches)
+        assert cost.price(shape).forward_ns == 1000 * len(launches)
+
+
+@pytest.mark.parametrize("num_samples", [1, 5, 64])
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_0_tells_the_others_each_sampled_token(num_samples, size):
+    """Links of 1 ns a byte, or of 1000 ns a hop: a token is 8 bytes; the faster of a binomial tree and of a ring."""
+    depth = {2: 1, 4: 2}[size]
+    free = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e9, **EXACT)
+    far = replace(free, interconnect_bytes_per_s=1e30, interconnect_latency_ns=1000)
+    num_bytes = sum(8 for _ in range(num_samples))
+    expected = {
+        ("gather", free): min(depth * num_bytes, 2 * (size - 1) * num_bytes / size),
+        ("gather", far): depth * 1000,
+        ("all_gather", free): 0,  # each rank has all logits, and samples
+        ("all_gather", far): 0,
+    }
+    for (logits, device), value in expected.items():
+        config = replace(BARE, logits=logits)
+        cost = RooflineCost(QWEN, device, config, tensor_parallel_size=size)
+        shape = BatchShape(num_samples, 10 * num_samples, (), num_samples)
+        assert cost.breakdown(shape)["sampler"] == cost.price(shape).sample_ns == value, (logits, device)
 
 
 @given(st.integers(0, 300), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 400)))

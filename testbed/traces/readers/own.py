@@ -214,10 +214,10 @@ def _draft(fields: dict[str, Any], place: str, default_id: str) -> _Draft:
 
 def foreign_format(names: Iterable[str]) -> str | None:
     """The format of READERS whose fields these are, if they are those of no row of ours."""
-    given = set(names)
-    if given & {*FIELDS, *EXACT_FIELDS}:
+    found = set(names)
+    if found & {*FIELDS, *EXACT_FIELDS}:
         return None
-    return next((name for name, marks in _FOREIGN.items() if marks <= given), None)
+    return next((name for name, marks in _FOREIGN.items() if marks <= found), None)
 
 
 def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:

@@ -8,6 +8,7 @@ pandas is not imported for files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,14 +94,14 @@ class FileRows:
 
     def __init__(self, file: Path, strings: Sequence[str] = (), batch_rows: int = BATCH_ROWS) -> None:
         self._file, self._batch_rows = file, batch_rows
-        with _reading(file):
+        with _naming(file):
             self._source = pq.ParquetFile(file, read_dictionary=list(strings), pre_buffer=False)
             self.num_rows = int(self._source.metadata.num_rows)
             self.names = frozenset(self._source.schema_arrow.names)
 
     def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
         size = min(self._batch_rows, num_rows or self._batch_rows)
-        with _reading(self._file):
+        with _naming(self._file):
             for batch in self._source.iter_batches(size, columns=list(names), use_threads=False):
                 yield [batch.column(name) for name in names]
 
@@ -108,18 +109,14 @@ class FileRows:
         return self
 
 
-class _reading:  # noqa: N801  (a context, read as a verb)
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
     """Says of what goes wrong in reading a file which one it was."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError | ValueError | KeyError):  # Arrow's own are such
-            text = " ".join(str(error).split())[:200]
-            raise RunFolderError(f"{self._file}: cannot be read as Parquet ({text})") from error
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:  # Arrow's own are such
+        text = " ".join(str(error).split())[:200]
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({text})") from error
 
 
 # --- one Arrow array into numpy ---

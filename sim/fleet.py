@@ -50,6 +50,7 @@ class Fleet:
         self._homes: dict[str, int] = {}  # of the requests that have not ended
         self._replicas: list[Replica] = []
         self._over = self._env.event()
+        self._failure: BaseException | None = None  # what a process ended with
         self._num_left = len(backends)  # loops that have not ended
         self._routing: simpy.Process | None = None
         self._routes_at: int | None = None
@@ -73,6 +74,8 @@ class Fleet:
         finally:
             for loop in loops:
                 loop.close()
+        if self._failure is not None:
+            raise self._failure
         return int(env.now)
 
     # --- processes ---
@@ -106,8 +109,9 @@ class Fleet:
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001  # raised again by `run`, whatever it is
+            self._failure = self._failure or error
             if not self._over.triggered:
-                self._over.fail(error)  # type: ignore[arg-type]  # an interrupt by the user is one too
+                self._over.succeed()
 
     # --- routing ---
 

@@ -61,8 +61,8 @@ class PrefixCache:
     def entry(self, block: int) -> CacheEntry | None:
         """What the block holds, if anything. Its prefix is not kept as a lone one."""
         entry = self.entry_of[block]
-        assert type(entry) is not LonePrefix, f"block {block} is part of a lone prefix"
-        return entry  # type: ignore[return-value]  # mypy narrows by isinstance alone, which costs more
+        assert not isinstance(entry, LonePrefix), f"block {block} is part of a lone prefix"
+        return entry
 
     def find(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
         """The entry of this content after `parent`, if a block holds it."""

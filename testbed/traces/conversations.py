@@ -92,7 +92,8 @@ def _waits(mean_s: float, kind: str, rng: np.random.Generator) -> Iterator[int]:
 
     def draw(num: int) -> list[int]:
         waits = np.minimum(rng.standard_exponential(num) * mean_ns, MAX_NS)
-        return np.rint(waits).astype(np.int64).tolist()  # type: ignore[no-any-return]  # numpy's tolist
+        rounded: list[int] = np.rint(waits).astype(np.int64).tolist()
+        return rounded
 
     return endless(draw)
 

@@ -48,7 +48,8 @@ def zipf_ranks(num: int, skew: float, rng: np.random.Generator) -> Iterator[int]
 
     def draw(size: int) -> list[int]:
         ranks = np.searchsorted(cumulated, rng.random(size), side="right")
-        return np.minimum(ranks, num - 1).tolist()  # type: ignore[no-any-return]  # numpy's tolist
+        drawn: list[int] = np.minimum(ranks, num - 1).tolist()
+        return drawn
 
     return endless(draw)
 

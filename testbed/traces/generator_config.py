@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from testbed.errors import ConfigError
@@ -163,7 +163,7 @@ def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
             present = LengthConfig()  # turn_prompt
         if is_dataclass(present):
             if not isinstance(value, Mapping):
-                expected = ", ".join(asdict(present))  # type: ignore[arg-type]  # an instance
+                expected = ", ".join(item.name for item in fields(present))
                 raise ConfigError(f"{where}.{key} is {value!r}; it must be a group with keys of {expected}")
             value = overlaid(present, value, f"{where}.{key}")
         elif type(present) is not type(value) and not _is_number_for(present, value):

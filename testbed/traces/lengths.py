@@ -75,7 +75,8 @@ def _sampler(config: LengthConfig, rng: np.random.Generator) -> Callable[[int], 
 
 
 def _whole(samples: NDArray[np.generic], low: int, high: int) -> list[int]:
-    return np.clip(np.rint(samples), low, high).astype(np.int64).tolist()  # type: ignore[no-any-return]
+    lengths: list[int] = np.clip(np.rint(samples), low, high).astype(np.int64).tolist()
+    return lengths
 
 
 class JointLengths:
@@ -95,7 +96,8 @@ class JointLengths:
 
         def sample(size: int) -> list[int]:
             found = self._pairs[source.integers(0, num, size), side]
-            return np.clip(found, config.min_tokens, config.max_tokens).tolist()  # type: ignore[no-any-return]
+            clipped: list[int] = np.clip(found, config.min_tokens, config.max_tokens).tolist()
+            return clipped
 
         return endless(sample)
 

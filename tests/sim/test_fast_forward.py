@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from experiments.run import Recorders
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
@@ -22,7 +23,7 @@ from sim.driver import run
 from testbed.blocks.config import KVRules
 from testbed.errors import LivelockError
 from testbed.fast_forward import FAST_FORWARD
-from testbed.interfaces import Abort, Arrive, Event, Recorder, StepView
+from testbed.interfaces import Abort, Arrive, Event, StepView
 from testbed.plan import Finished
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits
@@ -101,29 +102,6 @@ class Log:
             self.events.append(
                 (item.request.request_id, item.reason, item.message, list(item.output_token_ids), now_ns)
             )
-
-
-class Both:
-    """Two recorders as one."""
-
-    def __init__(self, *recorders: Recorder) -> None:
-        self._recorders = recorders
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None:
-        for recorder in self._recorders:
-            recorder.arrived(request, now_ns, step)
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
-        for recorder in self._recorders:
-            recorder.aborted(request_id, now_ns, step)
-
-    def committed(self, step: StepView) -> None:
-        for recorder in self._recorders:
-            recorder.committed(step)
-
-    def ended(self, finished: list[Finished], now_ns: int) -> None:
-        for recorder in self._recorders:
-            recorder.ended(finished, now_ns)
 
 
 def price(rng: random.Random) -> CostModel:
@@ -303,7 +281,7 @@ def test_the_files_of_a_run_are_those_of_stepping(
             recorder = RunRecorder(folder)
             log = Log()
             loop = serve(
-                Sessions(requests, [(40 * STEP_NS, "r0")], {}), setup.scheduler(), Both(recorder, log), max_steps
+                Sessions(requests, [(40 * STEP_NS, "r0")], {}), setup.scheduler(), Recorders(recorder, log), max_steps
             )
             run(loop, SimBackend(price(random.Random(seed)), seed=seed, vocab_size=VOCAB_SIZE))
             recorder.close()

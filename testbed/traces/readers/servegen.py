@@ -241,7 +241,8 @@ class _Drawn:
             self._pdfs_of = chosen
         sizes, cumulated = self._pdfs[field]
         picks = np.searchsorted(cumulated, self._sides[field].random(num), side="right")
-        return sizes[np.minimum(picks, len(sizes) - 1)].tolist()  # type: ignore[no-any-return]  # numpy's tolist
+        drawn: list[int] = sizes[np.minimum(picks, len(sizes) - 1)].tolist()
+        return drawn
 
 
 def _requests(clients: list[_Client], seed: int) -> Iterator[TraceRequest]:

@@ -28,7 +28,8 @@ class Transform:
 
     def parameters(self) -> dict[str, Parameter]:
         """By name: those that a configuration may set."""
-        return {name: item for name, item in list(signature(self.apply, eval_str=True).parameters.items())[1:]}  # noqa: C416
+        _, *own = signature(self.apply, eval_str=True).parameters.items()
+        return dict(own)
 
 
 def _shift(trace: Any, offset_s: float) -> Any:

@@ -74,8 +74,8 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
                 parts = (cut_part(row.prompt[0], 1),)
             answer = row.output
             if answer is not None:
-                answer = _scaled(answer, output, row, "output")
-                answer = answer if answer.num_tokens else cut_part(row.output, 1)  # type: ignore[arg-type]  # not None
+                scaled = _scaled(answer, output, row, "output")
+                answer = scaled if scaled.num_tokens else cut_part(answer, 1)
             yield replace(row, prompt=parts, output=answer)
 
     note = f"prompts x {prompt:g}, outputs x {output:g} in length"

@@ -22,7 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.compose import compose_from
 from experiments.config import RunConfig, read_config, register
 from experiments.messages import is_hydras, translate
-from experiments.run import INTERRUPTED, TRACE_FILE, RunResult, execute, has_run, set_aside
+from experiments.run import INTERRUPTED, RunResult, execute
+from experiments.run_folder import TRACE_FILE, has_run, set_aside
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
 

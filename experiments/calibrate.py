@@ -19,7 +19,7 @@ from experiments import build
 from experiments.config import RunConfig
 from experiments.costs import sliding_window
 from experiments.environment import describe_driver, describe_versions
-from experiments.run import ProgressBar, Recorders
+from experiments.recorders import ProgressBar, Recorders
 from real.config import RealConfig
 from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except (OSError, MemoryError) as error:
-        from experiments.run import describe_failure
+        from experiments.run_folder import describe_failure
 
         print(f"error: {describe_failure(error)}", file=sys.stderr)
         return 1

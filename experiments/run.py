@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
-
-import yaml
-from tqdm import tqdm
 
 from experiments import build, engines
 from experiments.collector import fewer_collections
@@ -24,17 +17,17 @@ from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible, undisturbed
+from experiments.recorders import ProgressBar, Recorders
+from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
 from experiments.seeds import SeededInbox, needs_seed
 from experiments.settings import TraceConfig
 from real.config import RealConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
 from testbed.errors import RunFolderError, TestbedError
-from testbed.interfaces import Inbox, Recorder, StepView
-from testbed.operators import OPERATORS_FILE, OperatorLedger
-from testbed.plan import Finished
+from testbed.interfaces import Inbox, Recorder
+from testbed.operators import OperatorLedger
 from testbed.records import decision
-from testbed.request import Request
 from testbed.scheduler import Scheduler
 from testbed.serve import Loop, serve
 from testbed.tape import TapeWriter
@@ -45,7 +38,6 @@ from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import CountedTrace, whole
 
 _Trace = Trace | CountedTrace  # whole, or gone through once as the run goes on
-TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
@@ -61,46 +53,6 @@ class RunResult:
     notes: tuple[str, ...] = ()  # checks that failed, what was done to the trace, settings without effect, turns unsent
 
 
-class Recorders:
-    """Shows the loop's events to several recorders, in order."""
-
-    def __init__(self, *recorders: Recorder) -> None:
-        self._recorders = recorders
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None:
-        for recorder in self._recorders:
-            recorder.arrived(request, now_ns, step)
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
-        for recorder in self._recorders:
-            recorder.aborted(request_id, now_ns, step)
-
-    def committed(self, step: StepView) -> None:
-        for recorder in self._recorders:
-            recorder.committed(step)
-
-    def ended(self, finished: list[Finished], now_ns: int) -> None:
-        for recorder in self._recorders:
-            recorder.ended(finished, now_ns)
-
-
-class ProgressBar:
-    """Finished requests, with rate and ETA; silent when standard error is no terminal. A `Recorder`."""
-
-    def __init__(self, total: int | None, label: str) -> None:
-        self._bar: tqdm[Any] = tqdm(total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
-
-    def ended(self, finished: list[Finished], now_ns: int) -> None:
-        self._bar.update(len(finished))
-
-    def close(self) -> None:
-        self._bar.close()
-
-
 def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace | None = None) -> RunResult:
     """Runs `config` into `folder`. trace: instead of the configuration's own (from Python).
 
@@ -108,7 +60,7 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
     folder partial.
     """
     folder = folder.absolute()
-    _refuse_overwrite(folder, config.overwrite)
+    refuse_overwrite(folder, config.overwrite)
     if trace is not None:
         config = _reading(config, folder / TRACE_FILE)
         given: _Trace = trace
@@ -120,9 +72,9 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
         build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
         for _ in prepared.inboxes
     ]
-    _claim(folder, config)
+    claim(folder, config)
     manifest = _manifest(config, given, prepared, command)
-    with _log_to(folder / "run.log"):
+    with log_to(folder / "run.log"):
         return _run(config, folder, given, prepared, schedulers, manifest)
 
 
@@ -220,7 +172,7 @@ def _run(
     if tape is not None or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     bar = ProgressBar(trace.num_requests, manifest["backend"])
-    _write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
+    write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost) else None
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
     more = [extra for extra in (tape, prepared.checker, watch, ledger) if extra is not None]
@@ -282,9 +234,9 @@ def _close(
     Raises RunFolderError if they cannot be written; the run's own failure, if there was one, is what it says.
     """
     try:
-        _write_json(folder / "manifest.json", manifest)
+        write_json(folder / "manifest.json", manifest)
         summary = _summarise(folder)
-        _write_json(folder / "summary.json", summary)
+        write_json(folder / "summary.json", summary)
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
     except (OSError, RunFolderError) as error:
@@ -332,19 +284,6 @@ def _failure_message(
     return f"failed {after}: {describe_failure(failure)}; partial results kept in {folder}"
 
 
-def describe_failure(error: BaseException) -> str:
-    """One line for whatever ended a run."""
-    import errno
-
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk is full ({error.filename or 'while writing'}); free some space and run again"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; choose another folder or file (hydra.run.dir, --out)"
-    if isinstance(error, MemoryError):
-        return "out of memory; lower trace.limit, or record.token_times=false"
-    return str(error) or type(error).__name__
-
-
 def _summarise(folder: Path) -> dict[str, Any]:
     from analysis.load import load_run
 
@@ -384,68 +323,3 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         **engines.describe_router(config),
         **prepared.description,
     }
-
-
-def has_run(folder: Path) -> bool:
-    """Whether a run, whole or partial, is in the folder."""
-    return any((folder / name).exists() for name in ("done", "manifest.json", "requests.parquet"))
-
-
-def _refuse_overwrite(folder: Path, overwrite: bool) -> None:
-    if has_run(folder) and not overwrite:
-        raise RunFolderError(
-            f"{folder} already holds a run, and runs are not overwritten; choose another hydra.run.dir or pass "
-            "overwrite=true"
-        )
-
-
-def _claim(folder: Path, config: RunConfig) -> None:
-    """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
-             "tape.jsonl", OPERATORS_FILE, TRACE_FILE, "run.log", "config.yaml")  # fmt: skip
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.raw, sort_keys=False))
-
-
-def set_aside(folder: Path) -> Path:
-    """Moves a partial run out of the way, so that the point is run again; nothing is lost."""
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.partial-{number}")).exists():
-        number += 1
-    shutil.move(folder, target)
-    return target
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-class _LogFile(logging.FileHandler):
-    """A log that cannot be written ends the run as any other file of its folder does, instead of printing a trace."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        raise
-
-
-@contextmanager
-def _log_to(path: Path) -> Iterator[None]:
-    log = logging.getLogger("testbed")
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()

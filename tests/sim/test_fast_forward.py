@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments.run import Recorders
+from experiments.recorders import Recorders
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost

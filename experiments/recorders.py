@@ -1,0 +1,51 @@
+"""Recorders of a run beside its files: several at once, and the progress bar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tqdm import tqdm
+
+from testbed.interfaces import Recorder, StepView
+from testbed.plan import Finished
+from testbed.request import Request
+
+
+class Recorders:
+    """Shows the loop's events to several recorders, in order."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        for recorder in self._recorders:
+            recorder.arrived(request, now_ns, step)
+
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
+        for recorder in self._recorders:
+            recorder.aborted(request_id, now_ns, step)
+
+    def committed(self, step: StepView) -> None:
+        for recorder in self._recorders:
+            recorder.committed(step)
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        for recorder in self._recorders:
+            recorder.ended(finished, now_ns)
+
+
+class ProgressBar:
+    """Finished requests, with rate and ETA; silent when standard error is no terminal. A `Recorder`."""
+
+    def __init__(self, total: int | None, label: str) -> None:
+        self._bar: tqdm[Any] = tqdm(total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        self._bar.update(len(finished))
+
+    def close(self) -> None:
+        self._bar.close()

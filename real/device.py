@@ -10,15 +10,17 @@ from typing import NamedTuple, Protocol
 import torch
 
 from real.config import DTYPES
+from real.parallel.group import SINGLE, TensorGroup
 from testbed.errors import ConfigError, DeviceError
 from testbed.specs import ModelSpec
 
 
 class Placement(NamedTuple):
-    """Where tensors live and in which format."""
+    """Where tensors live, in which format, and among which ranks they are shared out."""
 
     device: torch.device
     dtype: torch.dtype
+    group: TensorGroup = SINGLE
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one process per rank, the driver sends the plan."""

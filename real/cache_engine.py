@@ -1,11 +1,13 @@
 """KV memory on the device and on the host, and the block moves that a plan asks for.
 
-Owns the tensors; which block belongs to whom is the core's business. Block ids are those of the core's pools.
+Owns the tensors; which block belongs to whom is the core's business. Block ids are those of the core's pools. On a GPU
+swaps run on a stream of their own, layer by layer: a layer's attention waits for that layer's blocks alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -15,74 +17,222 @@ from testbed.errors import DeviceError
 from testbed.plan import BatchPlan
 from testbed.specs import ModelSpec
 
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8": torch.float8_e4m3fn,
+}
+
 Pairs = Sequence[tuple[int, int]]
 
 
-def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block's keys and values over all layers."""
-    per_token = 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """Bytes of one block's keys and values over all layers, on one rank."""
+    per_token = 2 * spec.num_hidden_layers * spec.num_kv_heads_per_rank(num_ranks) * spec.head_dim
     return per_token * block_size * dtype.itemsize
 
 
-class CacheEngine:
-    """Per layer a GPU tensor and a CPU tensor, [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim].
+class LayerCaches(Sequence[Tensor]):
+    """The KV tensor of each layer. Taking one makes the current stream wait for the swaps of that layer."""
 
-    `GPU` is the core's word for the device's pool, also where the device is a CPU. Memory starts as zeros: positions
-    that are masked out are multiplied by 0, so they must be finite.
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
+        self._layers = list(whole.unbind(0))
+        self._moved: list[torch.cuda.Event] | None = None  # by layer; None: nothing is on its way
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[layer] for layer in range(*index.indices(len(self)))]
+        if self._moved is not None:
+            self._moved[index].wait()
+        return self._layers[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[layer] for layer in range(len(self)))
+
+    def will_be_moved(self, events: list[torch.cuda.Event]) -> None:
+        """events: by layer, each is recorded behind the layer's swaps. Valid until `wait`."""
+        self._moved = events
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the swaps of every layer."""
+        if self._moved is not None:
+            self._moved[-1].wait()
+            self._moved = None
+
+
+class CacheEngine:
+    """A pool on the device and one on the host, each [num_layers, 2 (key, value), num_blocks, block_size, num_kv_heads,
+    head_dim]; `gpu` and `cpu` are their layers.
+
+    `GPU` is the core's word for the device's pool, also where the device is a CPU. It has one block more than the core
+    knows, `scratch_block`: rows that only pad a batch write there. Memory starts as zeros: positions that are masked
+    out are multiplied by 0, so they must be finite. dtype: of K and V; None is the placement's.
     """
 
     def __init__(
-        self, spec: ModelSpec, placement: Placement, *, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int
+        self,
+        spec: ModelSpec,
+        placement: Placement,
+        *,
+        block_size: int,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
-        tail = (block_size, spec.num_key_value_heads, spec.head_dim)
+        self.scratch_block = num_gpu_blocks
+        dtype = dtype or placement.dtype
+        tail = (block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)
         is_cuda = placement.device.type == "cuda"
+        layers = spec.num_hidden_layers
         try:
-            self.gpu = [
-                torch.zeros((2, num_gpu_blocks, *tail), device=placement.device, dtype=placement.dtype)
-                for _ in range(spec.num_hidden_layers)
-            ]
-            self.cpu = [
-                torch.empty(
-                    (2, num_cpu_blocks, *tail), dtype=placement.dtype, pin_memory=is_cuda and num_cpu_blocks > 0
-                )
-                for _ in range(spec.num_hidden_layers)
-            ]
+            gpu = torch.zeros((layers, 2, num_gpu_blocks + 1, *tail), device=placement.device, dtype=dtype)
+            cpu = torch.empty(
+                (layers, 2, num_cpu_blocks, *tail), dtype=dtype, pin_memory=is_cuda and num_cpu_blocks > 0
+            )
         except RuntimeError as error:  # torch has no narrower one for host memory
-            size = block_bytes(spec, block_size, placement.dtype)
+            size = block_bytes(spec, block_size, dtype, placement.group.size)
             first_line = str(error).partition("\n")[0]
             raise DeviceError(
                 f"no memory for {num_gpu_blocks} KV blocks on {placement.device} and {num_cpu_blocks} in host memory, "
                 f"{size:,} bytes each ({first_line}); lower cache.num_gpu_blocks or cache.num_cpu_blocks"
             ) from None
+        self.gpu = LayerCaches(gpu)
+        self.cpu = list(cpu.unbind(0))
+        self._swaps = SwapStream(placement.device, layers) if is_cuda and num_cpu_blocks else None
 
     def execute(self, plan: BatchPlan) -> None:
-        """Swaps out, then swaps in, then copies."""
-        if plan.swap_out:
-            self.swap_out(plan.swap_out)
-        if plan.swap_in:
-            self.swap_in(plan.swap_in)
+        """Swaps out, then swaps in, then copies. On a GPU the swaps may still be under way when it returns: `gpu`
+        knows."""
+        if plan.swap_out or plan.swap_in:
+            if self._swaps is None:
+                self.swap_out(plan.swap_out)
+                self.swap_in(plan.swap_in)
+            else:
+                self.gpu.will_be_moved(self._swaps.launch(self.gpu.whole, self.cpu, plan.swap_out, plan.swap_in))
         if plan.copies:
+            self.gpu.wait()
             self.copy(plan.copies)
+
+    def swap_ns(self) -> int:
+        """Time that the last plan's swaps took on their own stream, once it is over; 0 where there is none."""
+        return 0 if self._swaps is None else self._swaps.elapsed_ns()
 
     def swap_out(self, pairs: Pairs) -> None:
         """(GPU block, CPU block): moves blocks to the host."""
-        _move(self.gpu, self.cpu, pairs)
+        _move(list(self.gpu), self.cpu, pairs)
 
     def swap_in(self, pairs: Pairs) -> None:
         """(CPU block, GPU block): moves blocks back."""
-        _move(self.cpu, self.gpu, pairs)
+        _move(self.cpu, list(self.gpu), pairs)
 
     def copy(self, pairs: Pairs) -> None:
         """(GPU block, GPU block): copies on write. All sources are read before any destination is written."""
-        _move(self.gpu, self.gpu, pairs)
+        whole = self.gpu.whole
+        sources, destinations = zip(*pairs, strict=True)
+        if whole.is_cuda and has_triton() and not set(sources) & set(destinations):
+            from real.kernels.block_copy import copy_blocks
+
+            copy_blocks(whole, _to_device(list(pairs), whole.device))
+            return
+        ids = _to_device([list(sources), list(destinations)], whole.device)
+        raw = _raw(whole)
+        raw.index_copy_(2, ids[1], raw.index_select(2, ids[0]))
 
 
-def _move(sources: list[Tensor], destinations: list[Tensor], pairs: Pairs) -> None:
+class SwapStream:
+    """Moves blocks between the device and pinned host memory beside the stream that computes.
+
+    Runs of consecutive blocks are one asynchronous copy each, of keys and of values.
+    """
+
+    def __init__(self, device: torch.device, num_layers: int) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._moved = [torch.cuda.Event() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._is_measured = True
+
+    def launch(self, gpu: Tensor, cpu: Sequence[Tensor], swap_out: Pairs, swap_in: Pairs) -> list[torch.cuda.Event]:
+        """Starts both, out before in; returns for each layer the event behind its moves.
+
+        Waits for what the current stream has launched: the step that wrote the blocks.
+        """
+        out_runs, in_runs = runs(swap_out), runs(swap_in)
+        self._stream.wait_stream(torch.cuda.current_stream(gpu.device))
+        with torch.cuda.stream(self._stream):
+            self._began.record()
+            for layer, moved in enumerate(self._moved):
+                for part in range(2):  # keys, values
+                    device, host = gpu[layer, part], cpu[layer][part]
+                    for source, destination, length in out_runs:
+                        host[destination : destination + length].copy_(
+                            device[source : source + length], non_blocking=True
+                        )
+                    for source, destination, length in in_runs:
+                        device[destination : destination + length].copy_(
+                            host[source : source + length], non_blocking=True
+                        )
+                moved.record()
+            self._ended.record()
+        self._is_measured = False
+        return self._moved
+
+    def elapsed_ns(self) -> int:
+        """Of the last launch, told once; waits for it."""
+        if self._is_measured:
+            return 0
+        self._is_measured = True
+        self._ended.synchronize()
+        return int(self._began.elapsed_time(self._ended) * 1e6)  # ms -> ns
+
+
+def runs(pairs: Pairs) -> list[tuple[int, int, int]]:
+    """(source, destination, length) of the stretches in which both ids go up one by one."""
+    found: list[tuple[int, int, int]] = []
+    for source, destination in pairs:
+        if found:
+            first, onto, length = found[-1]
+            if source == first + length and destination == onto + length:
+                found[-1] = (first, onto, length + 1)
+                continue
+        found.append((source, destination, 1))
+    return found
+
+
+def has_triton() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
+
+
+def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Pairs) -> None:
     """One gather, one transfer and one scatter a layer; a layer at a time bounds the memory in between."""
+    if not pairs:
+        return
     source_ids = torch.tensor([source for source, _ in pairs], device=sources[0].device)
     destination_ids = torch.tensor([destination for _, destination in pairs], device=destinations[0].device)
     for source, destination in zip(sources, destinations, strict=True):
-        blocks = source.index_select(1, source_ids)  # [2, num_pairs, block_size, num_kv_heads, head_dim]
-        destination.index_copy_(1, destination_ids, blocks.to(destination.device))
+        blocks = _raw(source).index_select(1, source_ids)  # [2, num_pairs, block_size, num_kv_heads, head_dim]
+        _raw(destination).index_copy_(1, destination_ids, blocks.to(destination.device))
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """FP8 as bytes: torch gathers and scatters those."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _to_device(ids: list[tuple[int, int]] | list[list[int]], device: torch.device) -> Tensor:
+    tensor = torch.tensor(ids)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

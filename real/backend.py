@@ -10,6 +10,7 @@ from torch import Tensor
 
 from real.attention.interface import AttentionSpec
 from real.attention.registry import choose_attention
+from real.batch import Layout
 from real.beams import BeamSearch, Candidates, best_continuations, is_beam
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
@@ -116,10 +117,8 @@ class RealBackend:
             model,
             choice.provider,
             placement,
-            block_size=block_size,
-            vocab_size=spec.vocab_size,
+            layout=Layout(block_size, spec.vocab_size, sliding_window),
             seed=seed,
-            sliding_window=sliding_window,
         )
         limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_position_embeddings)
         if num_gpu_blocks is None:

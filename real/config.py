@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from testbed.errors import ConfigError
@@ -22,7 +23,9 @@ class RealConfig:
     takes the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors when
     the model's path is a folder and draws random weights otherwise. cpu_kv_bytes: KV memory when the device is the CPU.
     num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals,
-    `as_fast_as_possible` moves the clock forward instead of waiting.
+    `as_fast_as_possible` moves the clock forward instead of waiting. cuda_graphs: steps of decodes only, up to
+    max_captured_size rows, are captured when the engine starts and replayed (CUDA only). k_scale, v_scale: what keys
+    and values are divided by before they are stored as cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
     """
 
     device: str = "auto"
@@ -32,6 +35,10 @@ class RealConfig:
     cpu_kv_bytes: int = 256 * 1024**2
     num_threads: int | None = None
     pace: str = "real_time"
+    cuda_graphs: bool = True
+    max_captured_size: int = 512
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, DEVICES)
@@ -40,8 +47,12 @@ class RealConfig:
         _check_choice("attention", self.attention, ATTENTION_NAMES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("pace", self.pace, PACES)
-        if self.cpu_kv_bytes < 1:
-            raise ConfigError(f"backend.cpu_kv_bytes is {self.cpu_kv_bytes}; it must be at least 1")
+        for name in ("cpu_kv_bytes", "max_captured_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("k_scale", "v_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be a finite number above 0")
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_NUM_THREADS:
             raise ConfigError(f"backend.num_threads is {self.num_threads}; it must be 1 to {MAX_NUM_THREADS}, or null")
 

@@ -9,7 +9,7 @@ import torch
 from real.attention.interface import AttentionMetadata
 from real.cache_engine import CacheEngine, block_bytes
 from real.device import Placement
-from real.runner import ModelRunner, StepInputs
+from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampler import SamplingInputs, sample
 from testbed.errors import DeviceError
 from testbed.specs import ModelSpec, num_kv_blocks
@@ -125,4 +125,4 @@ def _synthetic_load(load: list[tuple[int, int]], num_samples: int, block_size: i
         torch.ones(num_samples, device=device),
         torch.zeros(num_samples, dtype=torch.int64, device=device),
     )
-    return StepInputs(zeros, zeros, metadata, sample_tokens, sampling)
+    return StepInputs(EagerInputs(zeros, zeros, metadata), sample_tokens, sampling)

@@ -158,7 +158,9 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
     loads = []
     logits = backend.runner.logits
     monkeypatch.setattr(
-        backend.runner, "logits", lambda inputs, caches: loads.append(inputs.attention) or logits(inputs, caches)
+        backend.runner,
+        "logits",
+        lambda inputs, caches: loads.append(inputs.forward.attention) or logits(inputs, caches),
     )
     limits = profiling.Limits(4, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
     placement = Placement(torch.device("cpu"), torch.float32)

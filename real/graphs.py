@@ -1,0 +1,178 @@
+"""Decode steps replayed as CUDA graphs: captured once at a few batch sizes, a batch runs in the smallest that holds it.
+
+A graph reads and writes the same memory at each replay. So each size has its own inputs on the device, which a step
+overwrites in one copy; rows that only pad the batch read and write the cache's scratch block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from real.attention.interface import AttentionMetadata, AttentionProvider
+from real.batch import FlatBatch, cumulative
+from real.cache_engine import LayerCaches
+from real.models.interface import CausalLM
+from real.staging import layout, views, write
+
+Work = Callable[[], Tensor]  # on fixed memory; its result lies in the same place each time
+
+
+class Capture(Protocol):
+    """Turns work into something that is launched at once. Called from the largest to the smallest."""
+
+    def __call__(self, work: Work) -> Work: ...
+
+
+class CudaCapture:
+    """Captures on the current device; all graphs share one pool of memory, as only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Work) -> Work:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # loads kernels and picks algorithms, which a capture must not do
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def call_again(work: Work) -> Work:
+    """Captures nothing: the work is done anew. For devices without graphs; the results are the same."""
+    return work
+
+
+def captured_sizes(largest: int) -> list[int]:
+    """1, 2, 4, then multiples of 8, up to the largest batch, which is itself captured."""
+    sizes = [size for size in (1, 2, 4, *range(8, largest + 1, 8)) if size < largest]
+    return [*sizes, largest]
+
+
+class GraphInputs:
+    """The fixed memory of one batch size: pinned on the host, its twin on the device."""
+
+    def __init__(self, size: int, max_blocks: int, scratch_slot: int, scratch_block: int, device: torch.device) -> None:
+        self.size = size
+        self._batch = FlatBatch(
+            token_ids=np.zeros(size, dtype=np.int64),
+            positions=np.zeros(size, dtype=np.int64),
+            slots=np.full(size, scratch_slot, dtype=np.int64),
+            query_lens=np.ones(size, dtype=np.int64),
+            context_lens=np.ones(size, dtype=np.int32),
+            block_tables=np.full((size, max_blocks), scratch_block, dtype=np.int32),
+        )
+        self._scratch_slot, self._scratch_block = scratch_slot, scratch_block
+        batch = self._batch
+        self._arrays = [
+            batch.token_ids, batch.positions, batch.slots, batch.context_lens,
+            cumulative(batch.query_lens), cumulative(batch.context_lens), batch.block_tables,
+        ]  # fmt: skip
+        self._offsets, total = layout(self._arrays)
+        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._twin = torch.empty(total, dtype=torch.uint8, device=device)
+        (
+            self.token_ids, self.positions, self._slots, self._context_lens,
+            self._query_starts, self._context_starts, self._block_tables,
+        ) = views(self._arrays, self._offsets, self._twin)  # fmt: skip
+        self._send()
+
+    def metadata(self, max_model_len: int) -> AttentionMetadata:
+        """For the host every row is as long as a row can be; how long it is, the device reads at each replay."""
+        return AttentionMetadata(
+            query_lens=(1,) * self.size,
+            context_lens=(max_model_len,) * self.size,
+            query_starts=self._query_starts,
+            context_starts=self._context_starts,
+            context_lens_tensor=self._context_lens,
+            slot_mapping=self._slots,
+            block_tables=self._block_tables,
+        )
+
+    def load(self, batch: FlatBatch) -> None:
+        """Overwrites the inputs with a batch of at most `size` decodes, padded. Does not wait for the copy."""
+        num, own = batch.num_rows, self._batch
+        own.token_ids[:num], own.token_ids[num:] = batch.token_ids, 0
+        own.positions[:num], own.positions[num:] = batch.positions, 0
+        own.slots[:num], own.slots[num:] = batch.slots, self._scratch_slot
+        own.context_lens[:num], own.context_lens[num:] = batch.context_lens, 1
+        own.block_tables[:num, : batch.block_tables.shape[1]] = batch.block_tables
+        own.block_tables[num:, 0] = self._scratch_block
+        self._arrays[5] = cumulative(own.context_lens)
+        self._send()
+
+    def _send(self) -> None:
+        write(self._arrays, self._offsets, self._host.numpy())
+        self._twin.copy_(self._host, non_blocking=True)
+
+
+class Captured(NamedTuple):
+    inputs: GraphInputs
+    replay: Work  # -> final hidden states [size, hidden]
+
+
+class DecodeGraphs:
+    """The captured decode steps of one model over one KV cache.
+
+    sizes: batch sizes, ascending. max_model_len: the longest context of any row. capture: how; CudaCapture on a GPU.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionProvider,
+        caches: LayerCaches,
+        *,
+        sizes: list[int],
+        block_size: int,
+        max_model_len: int,
+        scratch_block: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._caches = caches
+        self._max_model_len = max_model_len
+        self._sizes = sizes
+        max_blocks = -(-max_model_len // block_size)
+        self._max_blocks = max_blocks
+        self._captured: dict[int, Captured] = {}
+        for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
+            inputs = GraphInputs(size, max_blocks, scratch_block * block_size, scratch_block, device)
+            self._captured[size] = Captured(inputs, capture(partial(self._forward, inputs)))
+
+    def _forward(self, inputs: GraphInputs) -> Tensor:
+        attention = self._attention.prepare(inputs.metadata(self._max_model_len))
+        return self._model.hidden_states(inputs.token_ids, inputs.positions, self._caches, attention)
+
+    def holds(self, batch: FlatBatch) -> bool:
+        """Whether the batch runs in a graph: decodes only, not too many, none too long."""
+        is_short = batch.block_tables.shape[1] <= self._max_blocks
+        return batch.is_decode and is_short and batch.num_rows <= self._sizes[-1]
+
+    def load(self, batch: FlatBatch) -> int:
+        """Sends a batch that `holds`; returns the size that it runs in. Does not wait."""
+        size = self._sizes[bisect_left(self._sizes, batch.num_rows)]
+        self._captured[size].inputs.load(batch)
+        return size
+
+    def replay(self, size: int) -> Tensor:
+        """Final hidden states [size, hidden] of what was loaded; the rows behind the batch mean nothing."""
+        self._caches.wait()
+        return self._captured[size].replay()

@@ -1,0 +1,60 @@
+"""The way of a step's small inputs to the device: written into pinned memory side by side, sent in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; vector loads of the kernels that read them
+
+
+class Staging:
+    """Pinned host memory and its twin on the device, as large as the largest step so far.
+
+    What `send` returns is valid until the next `send`; one step is under way at a time, and its end is waited for. On a
+    CPU there is nothing to send.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._twin = self._host
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """The arrays as tensors on the device, of the same shapes and number formats. Does not wait."""
+        if self._device.type != "cuda":
+            return [torch.from_numpy(array) for array in arrays]
+        offsets, total = layout(arrays)
+        if total > self._host.numel():
+            size = max(1 << 16, 1 << (total - 1).bit_length())
+            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._twin = torch.empty(size, dtype=torch.uint8, device=self._device)
+        write(arrays, offsets, self._host.numpy())
+        self._twin[:total].copy_(self._host[:total], non_blocking=True)
+        return views(arrays, offsets, self._twin)
+
+
+def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """Where each begins when they lie side by side, aligned, and how many bytes they take in all."""
+    offsets, end = [], 0
+    for array in arrays:
+        offsets.append(end)
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def write(arrays: Sequence[np.ndarray], offsets: Sequence[int], memory: np.ndarray) -> None:
+    """Copies each to its place in `memory`, uint8 [bytes]."""
+    for array, offset in zip(arrays, offsets, strict=True):
+        memory[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+
+
+def views(arrays: Sequence[np.ndarray], offsets: Sequence[int], memory: Tensor) -> list[Tensor]:
+    """Tensors over `memory`, uint8 [bytes], in the shapes and number formats of the arrays."""
+    return [
+        memory[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, offset in zip(arrays, offsets, strict=True)
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from real.config import RealConfig
 from testbed.errors import LivelockError
@@ -76,23 +76,48 @@ def run(
     an interrupt included, passes through; records of committed steps are the recorder's and stay.
     """
     clock = clock or (RealTimeClock() if config.pace == "real_time" else SkippingClock())
-    resume: Resume | None = None
-    last_ns, schedule_ns, sent_ns = 0, 0, 0
-    while True:
+    drive = Drive(loop, backend, clock)
+    while not drive.is_over:
+        drive.step()
+    return drive.result
+
+
+class Drive(Generic[Result]):
+    """A loop whose commands are carried out one by one, for callers who do something between them.
+
+    is_waiting: the next command is a wait, so no plan is in flight; the loop of an open inbox waits after each step.
+    """
+
+    def __init__(
+        self, loop: Generator[WaitUntil | Execute, Resume, Result], backend: RunningBackend, clock: Clock
+    ) -> None:
+        self.result: Result  # once it is over
+        self.is_over = False
+        self.is_waiting = False
+        self._loop, self._backend, self._clock = loop, backend, clock
+        self._last_ns, self._schedule_ns = 0, 0
+        self._command: WaitUntil | Execute
+        self._ask(None)
+        clock.start()
+
+    def step(self) -> None:
+        """Carries the next command out, and hears the one after it."""
+        if isinstance(self._command, Execute):
+            plan = self._command.plan
+            resume = _execute(plan, self._backend, self._clock, self._last_ns, self._schedule_ns)
+        else:
+            resume = _wait(self._command, self._clock, self._last_ns)
+        sent_ns = self._clock.now_ns()
+        self._ask(resume)
+        self._last_ns, self._schedule_ns = resume.now_ns, self._clock.now_ns() - sent_ns
+
+    def _ask(self, resume: Resume | None) -> None:
         try:
-            command = next(loop) if resume is None else loop.send(resume)
+            self._command = next(self._loop) if resume is None else self._loop.send(resume)
         except StopIteration as end:
-            result: Result = end.value
-            return result
-        if resume is None:
-            clock.start()
-        else:
-            last_ns, schedule_ns = resume.now_ns, clock.now_ns() - sent_ns
-        if isinstance(command, Execute):
-            resume = _execute(command.plan, backend, clock, last_ns, schedule_ns)
-        else:
-            resume = _wait(command, clock, last_ns)
-        sent_ns = clock.now_ns()
+            self.result = end.value
+            self.is_over = True
+        self.is_waiting = not self.is_over and isinstance(self._command, WaitUntil)
 
 
 def _wait(command: WaitUntil, clock: Clock, last_ns: int) -> Resume:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,12 @@ from real.beams import BeamSearch, Candidates, best_continuations, is_beam
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
 from real.device import Placement, Stopwatch, describe_device, resolve_device, resolve_dtype, stopwatch
+from real.graphs import CudaCapture, captured_sizes
 from real.host_memory import check_fits
 from real.loader import load_weights
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
-from real.profiling import Limits, fitting_num_blocks, warm_up
+from real.profiling import Limits, capture_decodes, fitting_num_blocks, warm_up
 from real.runner import ModelRunner, StepInputs
 from real.sampler import draw, draws_of, sample
 from testbed.errors import ConfigError, DeviceError
@@ -44,16 +46,19 @@ class RealWork:
         beam_search: BeamSearch,
         clock: Stopwatch,
         prepare_ns: int,
+        swap_ns: Callable[[], int],
     ) -> None:
         self._sampled = sampled
         self._drawn = drawn
         self._beam_search = beam_search
         self._clock = clock
         self._prepare_ns = prepare_ns
+        self._swap_ns = swap_ns  # of swaps beside the stream of the clock, once that has finished
 
     def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
         """Blocks until the device is done: outcomes of the rows that were not forced (None: there are none), times."""
         swap_ns, forward_ns, sample_ns = self._clock.finish()
+        swap_ns += self._swap_ns()
         spans = Spans(prepare_ns=self._prepare_ns, swap_ns=swap_ns, forward_ns=forward_ns, sample_ns=sample_ns)
         if self._drawn is None or all(row.forced for row in self._sampled):
             return None, spans
@@ -139,6 +144,9 @@ class RealBackend:
         self._device = placement.device
         self._beam_search = BeamSearch(spec.eos_token_id)
         warm_up(self.runner, self.cache, placement, limits)
+        if config.cuda_graphs and self._device.type == "cuda" and choice.provider.supports_graphs:
+            sizes = captured_sizes(min(config.max_captured_size, max_num_seqs, max_num_batched_tokens))
+            self.runner.graphs = capture_decodes(self.runner, self.cache, placement, limits, sizes, CudaCapture())
 
     @torch.inference_mode()
     def start(self, plan: BatchPlan) -> RealWork:
@@ -157,7 +165,7 @@ class RealBackend:
         sampled = [row for row in rows if row.samples]
         drawn = _draw(logits, inputs) if sampled and inputs is not None and logits is not None else None
         clock.mark()
-        return RealWork(sampled, drawn, self._beam_search, clock, prepare_ns)
+        return RealWork(sampled, drawn, self._beam_search, clock, prepare_ns, self.cache.swap_ns)
 
 
 def _draw(logits: Tensor, inputs: StepInputs) -> Drawn:

@@ -19,7 +19,7 @@ from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import FlatBatch, cumulative
 from real.cache_engine import LayerCaches
 from real.models.interface import CausalLM
-from real.staging import layout, views, write
+from real.staging import layout, memory_pair, views, write
 
 Work = Callable[[], Tensor]  # on fixed memory; its result lies in the same place each time
 
@@ -34,7 +34,7 @@ class CudaCapture:
     """Captures on the current device; all graphs share one pool of memory, as only one runs at a time."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -84,8 +84,7 @@ class GraphInputs:
             cumulative(batch.query_lens), cumulative(batch.context_lens), batch.block_tables,
         ]  # fmt: skip
         self._offsets, total = layout(self._arrays)
-        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._twin = torch.empty(total, dtype=torch.uint8, device=device)
+        self._host, self._twin = memory_pair(total, device)
         (
             self.token_ids, self.positions, self._slots, self._context_lens,
             self._query_starts, self._context_starts, self._block_tables,

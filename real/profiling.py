@@ -9,6 +9,7 @@ import torch
 from real.attention.interface import AttentionMetadata
 from real.cache_engine import CacheEngine, block_bytes
 from real.device import Placement
+from real.graphs import Capture, DecodeGraphs
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampler import SamplingInputs, sample
 from testbed.errors import DeviceError
@@ -99,6 +100,26 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
         sample(runner.logits(inputs, cache.gpu), inputs.sampling)
     for layer in cache.gpu:
         layer.zero_()
+
+
+@torch.inference_mode()
+def capture_decodes(
+    runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: Limits, sizes: list[int], capture: Capture
+) -> DecodeGraphs:
+    """Decode steps of these batch sizes over the cache, ready to be replayed; the KV memory is zeros again."""
+    graphs = DecodeGraphs(
+        runner.model,
+        runner.attention,
+        cache.gpu,
+        sizes=sizes,
+        block_size=limits.block_size,
+        max_model_len=limits.max_model_len,
+        scratch_block=cache.scratch_block,
+        device=placement.device,
+        capture=capture,
+    )
+    cache.gpu.whole[:, :, cache.scratch_block].zero_()
+    return graphs
 
 
 def _synthetic_load(load: list[tuple[int, int]], num_samples: int, block_size: int, device: torch.device) -> StepInputs:

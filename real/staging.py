@@ -30,11 +30,17 @@ class Staging:
         offsets, total = layout(arrays)
         if total > self._host.numel():
             size = max(1 << 16, 1 << (total - 1).bit_length())
-            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            self._twin = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._host, self._twin = memory_pair(size, self._device)
         write(arrays, offsets, self._host.numpy())
         self._twin[:total].copy_(self._host[:total], non_blocking=True)
         return views(arrays, offsets, self._twin)
+
+
+@torch.inference_mode(False)
+def memory_pair(num_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Host memory, pinned for a GPU, and as much on the device. Ordinary tensors: they may be written to anywhere."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return host, torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:

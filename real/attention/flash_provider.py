@@ -45,6 +45,7 @@ class FlashAttention:
     """One varlen call a layer, for prefills, chunks and decodes alike."""
 
     name = "flash_attn"
+    supports_graphs = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

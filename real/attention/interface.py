@@ -72,6 +72,12 @@ class AttentionProvider(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether a step of decodes can be captured: launches depend on the batch size and on what the host tuples of
+        the metadata say (the most that a row can have); what differs from replay to replay is read on the device."""
+        ...
+
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         """Does once a step what every layer needs: index tensors, tiling, workspaces."""
         ...

@@ -45,6 +45,7 @@ class TorchAttention:
     """Gathers keys and values by block table and calls scaled_dot_product_attention."""
 
     name = "torch"
+    supports_graphs = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -37,7 +37,7 @@ from analysis.survival import distribution
 if TYPE_CHECKING:
     import pandas as pd
 
-SUMMARY_VERSION = 4
+SUMMARY_VERSION = 5
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 
@@ -181,11 +181,22 @@ def summarise(
         **_cache_and_preemptions(kept, computed),
         "fairness": _fairness(kept),
         **of_steps,
+        "host_share": _host_share(of_steps["time_s"]),
+        "replay": manifest.get("replay"),
         "replicas": describe_replicas(split(kept, manifest), measured, of_each, manifest, duration_s),
         "checks": run_checks(everything, step_rows, manifest),
     }
     safe: dict[str, Any] = json_safe(result)
     return safe
+
+
+def _host_share(time_s: Mapping[str, float] | None) -> float | None:
+    """The share of the steps' time in which the device neither moves blocks nor computes: the host's, not hidden."""
+    if time_s is None:
+        return None
+    device_s = time_s["swap"] + time_s["forward"] + time_s["sample"]
+    length_s = device_s + time_s["schedule"] + time_s["prepare"] + time_s["other"] - time_s["overlap"]
+    return max(0.0, length_s - device_s) / length_s if length_s > 0 else None
 
 
 def _counts(reasons: Codes) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments import build
 from experiments.config import RunConfig, read_config
+from experiments.forcing import FORCED, forcing
 from sim.backend import SimWork
 from sim.cost.recorded import RecordedBackend
 from sim.driver import run as drive
@@ -99,7 +100,7 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
         )
     pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
     checker = _Checker(tape, RecordedBackend(tape), is_whole=manifest["status"] == "complete")
-    return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace)), pools)
+    return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)
 
 
 def check_parity(
@@ -200,14 +201,19 @@ def _plan_part(plan: BatchPlan) -> dict[str, Any]:
     }
 
 
-def _request_maker(config: RunConfig, trace: Trace) -> Callable[[str, int], Request]:
+def _forced(folder: Path) -> str:
+    """What of the outputs the real run forced: its tape has the rest."""
+    return str(read_config(folder)["trace"].get("forced", FORCED[0]))
+
+
+def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[str, int], Request]:
     rows = {row.request_id: row for row in trace.rows}
     vocab_size, sampling = build.vocab_size(config), build.sampling_params(config)
 
     def make(request_id: str, arrival_ns: int) -> Request:
         if request_id not in rows:
             raise RunFolderError(f"the tape names request {request_id!r}, which the trace does not have")
-        return to_request(rows[request_id], vocab_size, arrival_ns, sampling)
+        return forcing(to_request(rows[request_id], vocab_size, arrival_ns, sampling), forced)
 
     return make
 

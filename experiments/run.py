@@ -15,9 +15,11 @@ from experiments import build, engines
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
+from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible, undisturbed
 from experiments.recorders import ProgressBar, Recorders
+from experiments.replay import ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
 from experiments.seeds import SeededInbox, needs_seed
 from experiments.settings import TraceConfig
@@ -88,7 +90,8 @@ def _own_trace(config: RunConfig) -> _Trace:
 
 def _reading(config: RunConfig, file: Path) -> RunConfig:
     """The configuration that says of a trace handed over in Python where the run folder keeps it: `from=` finds it."""
-    settings = TraceConfig(name="jsonl", path=str(file), vocab_size=config.trace.vocab_size)
+    kept = config.trace
+    settings = TraceConfig(name="jsonl", path=str(file), vocab_size=kept.vocab_size, forced=kept.forced)
     return replace(config, trace=settings, raw={**config.raw, "trace": asdict(settings)})
 
 
@@ -103,6 +106,7 @@ class _Prepared:
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
     max_steps: int = 1  # of a plan
     cost: CostModel | None = None  # what prices the steps
+    replay: ReplayLog | None = None  # of a real run
 
 
 def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
@@ -119,6 +123,7 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
             inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
             build.max_steps(config),
         )  # fmt: skip
+    check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
     description = {"cost": config.raw["cost"].get("name"), "attention": None, "device": config.device.name}
     inbox = _trace_inbox(config, trace)
@@ -142,14 +147,19 @@ def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
     options = config.backend
     description = {"cost": None, "attention": backend.attention_name, "device": backend.device_description}
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-    inboxes = [_trace_inbox(config, trace)]
-    return _Prepared(pools, lambda loops, _: drive(loops[0], backend, options), inboxes, description)
+    inboxes = [_trace_inbox(config, at_speed(trace, options.speed))]
+    log = ReplayLog(options)
+    return _Prepared(
+        pools, lambda loops, _: drive(loops[0], backend, options, log=log.host), inboxes, description, replay=log
+    )
 
 
 def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
     sampling = build.sampling_params(config)
-    inbox = TraceInbox(trace, build.vocab_size(config), sampling)
-    return SeededInbox(inbox, config.seed) if needs_seed(sampling) else inbox
+    inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
+    if needs_seed(sampling):
+        inbox = SeededInbox(inbox, config.seed)
+    return ForcedInbox(inbox, config.trace.forced) if config.is_real else inbox
 
 
 def _run(
@@ -175,7 +185,8 @@ def _run(
     write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost) else None
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
-    more = [extra for extra in (tape, prepared.checker, watch, ledger) if extra is not None]
+    lag = None if prepared.replay is None else prepared.replay.lag
+    more = [extra for extra in (tape, prepared.checker, watch, ledger, lag) if extra is not None]
     loops = [
         serve(inbox, scheduler, Recorders(recorder, *more, bar), prepared.max_steps)
         for inbox, scheduler, recorder in zip(prepared.inboxes, schedulers, records.recorders, strict=True)
@@ -202,6 +213,7 @@ def _run(
         **engines.describe_engines(schedulers, records),
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "cost_notes": watch.notes() if watch is not None else [],
+        **({} if prepared.replay is None else prepared.replay.describe()),
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure)
@@ -259,14 +271,14 @@ def _close(
     failed = failures(summary["checks"])
     for sentence in failed:
         log.warning("%s", sentence)
-    for sentence in manifest["cost_notes"]:
+    for sentence in warnings_of(manifest):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
     return RunResult(folder, status, exit_status, message, summary, (*failed, *_notes(config, manifest)))
 
 
 def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
-    notes = [*manifest["cost_notes"], *manifest["trace"]["notes"], *build.unused_settings(config)]
+    notes = [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
     if manifest["status"] == "complete" and manifest["num_unsent"]:
         notes.append(
             f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.forcing import FORCED
 from testbed.errors import ConfigError
 from testbed.traces.transforms import check_steps
 
@@ -28,8 +29,10 @@ class TraceConfig:
     transforms: tuple[Any, ...] = ()  # [{name: thin, fraction: 0.5}, ...] in order; `testbed list transform` names them
     seed: int | None = None  # of all that is drawn for the trace; null: the run's
     stream: bool | None = None  # row by row instead of whole in memory; null: where the trace is long
+    forced: str = "tokens"  # what a replay forces of recorded outputs: tokens, lengths, nothing
 
     def __post_init__(self) -> None:
+        check_choice("trace.forced", self.forced, FORCED)
         for name in ("limit", "max_prompt_tokens", "max_output_tokens", "vocab_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -95,6 +98,20 @@ class SamplingConfig:
     n: int = 1  # sequences for each request
     best_of: int | None = None  # as many instead; which n of them are best is not decided here
     beam_width: int = 0  # beam search over so many beams; 0: none
+    top_p: float = 1.0  # draw from the smallest set of likeliest tokens whose probabilities sum to this
+    top_k: int = 0  # draw from so many of the likeliest tokens; 0 or -1: all
+    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
+    presence_penalty: float = 0.0  # off the logit of each token that was emitted
+    frequency_penalty: float = 0.0  # the same, for each time it was
+    repetition_penalty: float = 1.0  # divides (negative: multiplies) the logits of tokens in prompt and output
+    logit_bias: tuple[Any, ...] = ()  # [[token id, added to its logit], ...]
+    min_tokens: int = 0  # no token that ends the sequence before so many
+    logprobs: int | None = None  # log-probabilities of the emitted tokens and of so many likeliest; null: none
+    prompt_logprobs: int | None = None  # the same of the prompt, which is then computed whole whatever is cached
+    stop: tuple[str, ...] = ()  # strings that end a sequence, where there is text
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # in text
+    length_penalty: float = 1.0  # beams are ranked by their summed log-probability / length ** this
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,10 @@ class RealConfig:
     takes the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors when
     the model's path is a folder and draws random weights otherwise. cpu_kv_bytes: KV memory when the device is the CPU.
     num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals,
-    `as_fast_as_possible` moves the clock forward instead of waiting. cuda_graphs: steps of decodes only, up to
-    max_captured_size rows, are captured when the engine starts and replayed (CUDA only). k_scale, v_scale: what keys
-    and values are divided by before they are stored as cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
+    `as_fast_as_possible` moves the clock forward instead of waiting. speed: 2.0 replays a trace twice as fast: arrivals
+    and think times are divided by it; all that is recorded stays in the engine's own time. cuda_graphs: steps of
+    decodes only, up to max_captured_size rows, are captured when the engine starts and replayed (CUDA only). k_scale,
+    v_scale: what keys and values are divided by before they are stored as cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
     """
 
     device: str = "auto"
@@ -35,6 +36,7 @@ class RealConfig:
     cpu_kv_bytes: int = 256 * 1024**2
     num_threads: int | None = None
     pace: str = "real_time"
+    speed: float = 1.0
     cuda_graphs: bool = True
     max_captured_size: int = 512
     k_scale: float = 1.0
@@ -53,6 +55,8 @@ class RealConfig:
         for name in ("k_scale", "v_scale"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be a finite number above 0")
+        if not 0 < self.speed < math.inf:
+            raise ConfigError(f"backend.speed is {self.speed}; it must be above 0: 2 replays a trace twice as fast")
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_NUM_THREADS:
             raise ConfigError(f"backend.num_threads is {self.num_threads}; it must be 1 to {MAX_NUM_THREADS}, or null")
 

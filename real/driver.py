@@ -7,15 +7,17 @@ needs no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Generic, Protocol, TypeVar
 
 from real.config import RealConfig
+from real.replay import HostTimes
 from testbed.errors import LivelockError
 from testbed.interfaces import Execute, Resume, WaitUntil
 from testbed.plan import BatchPlan, Outcome, Spans, StepResult
 
 SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
+SPIN_NS = 200_000  # the end of a wait is spun: a sleep oversleeps by about 100 us
 
 Result = TypeVar("Result")
 
@@ -29,20 +31,25 @@ class Clock(Protocol):
 
 
 class RealTimeClock:
-    """Waits by sleeping."""
+    """Waits by sleeping, and spins for the last SPIN_NS. read_ns, sleep: the machine's clock, for tests."""
 
-    def __init__(self) -> None:
-        self._origin_ns = time.perf_counter_ns()
+    def __init__(
+        self, read_ns: Callable[[], int] = time.perf_counter_ns, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._read_ns, self._sleep = read_ns, sleep
+        self._origin_ns = read_ns()
 
     def start(self) -> None:
-        self._origin_ns = time.perf_counter_ns()
+        self._origin_ns = self._read_ns()
 
     def now_ns(self) -> int:
-        return time.perf_counter_ns() - self._origin_ns
+        return self._read_ns() - self._origin_ns
 
     def wait_until(self, until_ns: int) -> None:
-        while (left_ns := until_ns - self.now_ns()) > 0:
-            time.sleep(min(left_ns / 1e9, SLEEP_SLICE_S))
+        while (left_ns := until_ns - SPIN_NS - self.now_ns()) > 0:
+            self._sleep(min(left_ns / 1e9, SLEEP_SLICE_S))
+        while self.now_ns() < until_ns:
+            pass
 
 
 class SkippingClock(RealTimeClock):
@@ -69,14 +76,16 @@ def run(
     backend: RunningBackend,
     config: RealConfig,
     clock: Clock | None = None,
+    log: HostTimes | None = None,
 ) -> Result:
     """Runs `testbed.serve.serve(...)` to its end on the engine; returns what the loop returns.
 
     Raises LivelockError if the loop waits for a wake: nobody is there to wake it. What the loop or the engine raises,
-    an interrupt included, passes through; records of committed steps are the recorder's and stay.
+    an interrupt included, passes through; records of committed steps are the recorder's and stay. log: is told what
+    the host did in each step.
     """
     clock = clock or (RealTimeClock() if config.pace == "real_time" else SkippingClock())
-    drive = Drive(loop, backend, clock)
+    drive = Drive(loop, backend, clock, log)
     while not drive.is_over:
         drive.step()
     return drive.result
@@ -89,12 +98,16 @@ class Drive(Generic[Result]):
     """
 
     def __init__(
-        self, loop: Generator[WaitUntil | Execute, Resume, Result], backend: RunningBackend, clock: Clock
+        self,
+        loop: Generator[WaitUntil | Execute, Resume, Result],
+        backend: RunningBackend,
+        clock: Clock,
+        log: HostTimes | None = None,
     ) -> None:
         self.result: Result  # once it is over
         self.is_over = False
         self.is_waiting = False
-        self._loop, self._backend, self._clock = loop, backend, clock
+        self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
         self._last_ns, self._schedule_ns = 0, 0
         self._command: WaitUntil | Execute
         self._ask(None)
@@ -104,7 +117,7 @@ class Drive(Generic[Result]):
         """Carries the next command out, and hears the one after it."""
         if isinstance(self._command, Execute):
             plan = self._command.plan
-            resume = _execute(plan, self._backend, self._clock, self._last_ns, self._schedule_ns)
+            resume = _execute(plan, self._backend, self._clock, self._last_ns, self._schedule_ns, self._log)
         else:
             resume = _wait(self._command, self._clock, self._last_ns)
         sent_ns = self._clock.now_ns()
@@ -127,8 +140,16 @@ def _wait(command: WaitUntil, clock: Clock, last_ns: int) -> Resume:
     return Resume(max(clock.now_ns(), command.until_ns, last_ns))
 
 
-def _execute(plan: BatchPlan, backend: RunningBackend, clock: Clock, last_ns: int, schedule_ns: int) -> Resume:
+def _execute(
+    plan: BatchPlan, backend: RunningBackend, clock: Clock, last_ns: int, schedule_ns: int, log: HostTimes | None
+) -> Resume:
     """One step; it ends at least 1 ns after the instant before it."""
-    outcomes, spans = backend.start(plan).wait()
+    began_ns = clock.now_ns()
+    work = backend.start(plan)
+    launched_ns = clock.now_ns()
+    outcomes, spans = work.wait()
     now_ns = max(clock.now_ns(), last_ns + 1)
-    return Resume(now_ns, StepResult((now_ns,), outcomes, spans._replace(schedule_ns=schedule_ns)))
+    spans = spans._replace(schedule_ns=schedule_ns)
+    if log is not None:
+        log.stepped(max(0, launched_ns - began_ns - spans.prepare_ns), now_ns - last_ns, spans)
+    return Resume(now_ns, StepResult((now_ns,), outcomes, spans))

@@ -20,8 +20,9 @@ from testbed.traces.synthesis import materialize
 S = 10**9
 CHAT = SyntheticConfig(num_requests=60, rate=2.0, max_turns=4, num_system_prompts=1, num_tenants=2)
 STEPS = [
-    {"name": "scale_rate", "factor": 2}, {"name": "set_rate", "rate": 3.5}, {"name": "thin", "fraction": 0.6},
-    {"name": "set_rate", "rate": 0.5, "by": "thin"}, {"name": "sample_sessions", "num": 12},
+    {"name": "scale_rate", "factor": 2}, {"name": "speed_up", "factor": 3}, {"name": "set_rate", "rate": 3.5},
+    {"name": "thin", "fraction": 0.6}, {"name": "set_rate", "rate": 0.5, "by": "thin"},
+    {"name": "sample_sessions", "num": 12},
     {"name": "time_warp", "points": [[5, 1], [10, 20]]}, {"name": "stretch_to", "duration_s": 99},
     {"name": "shift", "offset_s": 3.5}, {"name": "window", "start_s": 0, "end_s": 15},
     {"name": "limit", "num_requests": 40},

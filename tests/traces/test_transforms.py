@@ -34,6 +34,7 @@ def test_rate_and_stretch_scale_arrivals():
     assert instants(transforms.scale_rate(plain(0, 1, 3), 2)) == [0, 0.5, 1.5]
     assert instants(transforms.stretch_to(plain(0, 1, 4), 1)) == [0, 0.25, 1]
     assert transforms.scale_rate(plain(0, 1), 2).notes == ("arrival rate x 2",)
+    assert transforms.speed_up(plain(0, 1), 2).notes == ("the trace's clock x 2",)
 
 
 def test_shift_window_and_limit():

@@ -65,6 +65,7 @@ def _merge(
 
 TRANSFORMS: dict[str, Transform] = {
     "scale_rate": Transform(timing.scale_rate, "arrivals come `factor` times as fast (time is warped evenly)"),
+    "speed_up": Transform(timing.speed_up, "the trace's clock runs `factor` times as fast: arrivals and think times"),
     "set_rate": Transform(timing.set_rate, "brings the mean rate to `rate`, `by` warp (time) or thin (requests)"),
     "thin": Transform(selection.thin, "keeps each session with probability `fraction`"),
     "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions"),

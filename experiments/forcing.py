@@ -1,0 +1,60 @@
+"""What of a trace's outputs a replay forces: the tokens, only how many there are, or nothing (`trace.forced`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from testbed.errors import ConfigError
+from testbed.interfaces import Arrive, Event, Inbox
+from testbed.plan import Finished
+from testbed.request import Request
+
+FORCED = ("tokens", "lengths", "nothing")
+
+
+def forcing(request: Request, forced: str) -> Request:
+    """The request of a trace's row as this mode wants it; one without a recorded output stays as it is.
+
+    tokens: the recorded ones are fed back. lengths: the model's own are, and no EOS, stop token or stop string ends it
+    before as many as were recorded are out. nothing: the model's own, up to sampling.max_tokens.
+    """
+    output = request.forced_output
+    if forced == "tokens" or output is None:
+        return request
+    sampling = request.sampling
+    if forced == "lengths":
+        sampling = replace(sampling, max_tokens=len(output), ignore_eos=True, stop_token_ids=(), stop=())
+    return replace(request, forced_output=None, sampling=sampling)
+
+
+def check_simulated_output(forced: str) -> None:
+    """Raises ConfigError where a simulation cannot know how long outputs are."""
+    if forced == "nothing":
+        raise ConfigError(
+            "trace.forced=nothing lets the model end its outputs, and the simulator has no model; choose tokens or "
+            "lengths (the same to a simulator), or backend=real"
+        )
+
+
+class ForcedInbox:
+    """An inbox whose requests are forced as `forced` says. A decorator: everything else is the inner inbox's."""
+
+    def __init__(self, inbox: Inbox, forced: str) -> None:
+        self._inbox = inbox
+        self._forced = forced
+
+    @property
+    def is_open(self) -> bool:
+        return self._inbox.is_open
+
+    def due(self, now_ns: int) -> list[Event]:
+        return [
+            Arrive(forcing(event.request, self._forced)) if isinstance(event, Arrive) else event
+            for event in self._inbox.due(now_ns)
+        ]
+
+    def next_ns(self) -> int | None:
+        return self._inbox.next_ns()
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self._inbox.finished(requests, now_ns)

@@ -1,0 +1,43 @@
+"""A real run's own side: the trace at the replay's speed, and what the manifest says of its clock and its host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from real.config import RealConfig
+from real.replay import HostTimes, ReplayLag
+from testbed.errors import ConfigError
+from testbed.traces.schema import Trace
+from testbed.traces.transforms import speed_up
+
+
+def at_speed(trace: Trace, speed: float) -> Trace:
+    """The trace as it is replayed; what a run folder keeps is the trace itself. Raises ConfigError."""
+    if speed == 1:
+        return trace
+    try:
+        return speed_up(trace, speed)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("factor", "backend.speed", 1)) from None
+
+
+class ReplayLog:
+    """What is measured beside the records. lag: a `Recorder`; host: the driver's."""
+
+    def __init__(self, options: RealConfig) -> None:
+        self._options = options
+        self.lag = ReplayLag()
+        self.host = HostTimes()
+
+    def describe(self) -> dict[str, Any]:
+        """Two sections of the manifest."""
+        pace = {"pace": self._options.pace, "speed": self._options.speed}
+        return {
+            "replay": pace | self.lag.describe() | {"notes": self.lag.notes()},
+            "host": self.host.describe(),
+        }
+
+
+def warnings_of(manifest: dict[str, Any]) -> list[str]:
+    """What makes a run's numbers doubtful: prices outside their range, a replay that did not keep pace."""
+    return [*manifest["cost_notes"], *manifest.get("replay", {}).get("notes", [])]

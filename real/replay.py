@@ -1,0 +1,108 @@
+"""How well a replay kept to its trace's time, and what the host did in its steps: numbers for a run's manifest.
+
+An arrival that falls into a step is seen at the step's end, by design: that is its boundary wait. What else lies
+between its due instant and the boundary that saw it is lag, the replay's own fault: sleep that lasted too long, or a
+machine that was kept from running. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from testbed.interfaces import StepView
+from testbed.plan import Finished, Spans
+from testbed.request import Request
+
+MAX_LAG_NS = 10_000_000  # a replay keeps pace if 99 % of its arrivals lag by less
+
+
+class ReplayLag:
+    """Lag and boundary wait of every arrival: 16 bytes each. A `Recorder`."""
+
+    def __init__(self) -> None:
+        self._lag_ns = array("q")
+        self._boundary_ns = array("q")
+        self._last_commit_ns = 0
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        due_ns = request.arrival_ns
+        free_ns = max(due_ns, self._last_commit_ns)  # from when on it could be seen
+        self._boundary_ns.append(free_ns - due_ns)
+        self._lag_ns.append(now_ns - free_ns)
+
+    def committed(self, step: StepView) -> None:
+        self._last_commit_ns = step.commit_ns
+
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest, in seconds; numbers are null before anything arrived."""
+        return {
+            "num_arrivals": len(self._lag_ns),
+            "num_late": self._num_late,
+            "max_lag_s": MAX_LAG_NS / 1e9,
+            "lag_s": _distribution(self._lag_ns),
+            "boundary_wait_s": _distribution(self._boundary_ns),
+        }
+
+    @property
+    def _num_late(self) -> int:
+        return sum(1 for lag_ns in self._lag_ns if lag_ns > MAX_LAG_NS)
+
+    def notes(self) -> list[str]:
+        """One line if more than 1 % of the arrivals were late; else none."""
+        if 100 * self._num_late <= len(self._lag_ns):
+            return []
+        worst_ns = max(self._lag_ns)
+        return [
+            f"REPLAY LAG: {self._num_late:,} of {len(self._lag_ns):,} arrivals were seen more than "
+            f"{MAX_LAG_NS / 1e6:.0f} ms after they were due although no step ran (at most "
+            f"{worst_ns / 1e6:.1f} ms): this machine did not keep pace; replay on an idle one"
+        ]
+
+
+class HostTimes:
+    """Sums over the steps of a run: what the host spent in them, hidden behind the device or not."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._schedule_ns = self._prepare_ns = self._launch_ns = self._exposed_ns = self._length_ns = 0
+
+    def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
+        """launch_ns: from the inputs' being ready until the backend returned; on a CPU that is the work itself.
+        length_ns: from the instant before the step to its end."""
+        self._num_steps += 1
+        self._schedule_ns += spans.schedule_ns
+        self._prepare_ns += spans.prepare_ns
+        self._launch_ns += launch_ns
+        self._length_ns += length_ns
+        self._exposed_ns += max(0, length_ns - spans.swap_ns - spans.forward_ns - spans.sample_ns)
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest: mean seconds a step, and the share of the steps' time in which the device did nothing for
+        them. Numbers are null without steps."""
+        parts = {
+            "schedule_s": self._schedule_ns,
+            "prepare_s": self._prepare_ns,
+            "launch_s": self._launch_ns,
+            "exposed_s": self._exposed_ns,
+            "step_s": self._length_ns,
+        }
+        num = self._num_steps
+        return {
+            "num_steps": num,
+            **{name: ns / num / 1e9 if num else None for name, ns in parts.items()},
+            "exposed_share": self._exposed_ns / self._length_ns if self._length_ns else None,
+        }
+
+
+def _distribution(values_ns: Sequence[int]) -> dict[str, float | None]:
+    """Mean, P99 (the smallest value that 99 % do not exceed) and maximum, in seconds."""
+    if not values_ns:
+        return {"mean": None, "p99": None, "max": None}
+    ordered = sorted(values_ns)
+    p99 = ordered[-(-99 * len(ordered) // 100) - 1]
+    return {"mean": sum(ordered) / len(ordered) / 1e9, "p99": p99 / 1e9, "max": ordered[-1] / 1e9}

@@ -142,6 +142,7 @@ class RealBackend:
             num_cpu_blocks=self.num_cpu_blocks,
         )
         self._device = placement.device
+        self._stopwatch = stopwatch(placement.device)
         self._beam_search = BeamSearch(spec.eos_token_id)
         warm_up(self.runner, self.cache, placement, limits)
         if config.cuda_graphs and self._device.type == "cuda" and choice.provider.supports_graphs:
@@ -156,7 +157,8 @@ class RealBackend:
         rows = plan.scheduled
         inputs = self.runner.prepare(rows) if rows else None
         prepare_ns = time.perf_counter_ns() - began_ns
-        clock = stopwatch(self._device)
+        clock = self._stopwatch
+        clock.restart()
         clock.mark()
         self.cache.execute(plan)
         clock.mark()

@@ -59,7 +59,11 @@ def _cpu_name() -> str:
 
 
 class Stopwatch(Protocol):
-    """Marks instants on the device's own time line."""
+    """Marks instants on the device's own time line. One measurement at a time; used again after `restart`."""
+
+    def restart(self) -> None:
+        """Forgets the marks."""
+        ...
 
     def mark(self) -> None: ...
 
@@ -74,6 +78,9 @@ class CpuStopwatch:
     def __init__(self) -> None:
         self._marks: list[int] = []
 
+    def restart(self) -> None:
+        self._marks.clear()
+
     def mark(self) -> None:
         self._marks.append(time.perf_counter_ns())
 
@@ -82,19 +89,25 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """CUDA events on the current stream: no wait until `finish`."""
+    """CUDA events on the current stream: no wait until `finish`, and no event is made that an earlier use has made."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
+        self._num_marks = 0
+
+    def restart(self) -> None:
+        self._num_marks = 0
 
     def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append(event)
+        if self._num_marks == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._events[self._num_marks].record()
+        self._num_marks += 1
 
     def finish(self) -> list[int]:
-        self._events[-1].synchronize()
-        pairs = zip(self._events, self._events[1:], strict=False)
+        marked = self._events[: self._num_marks]
+        marked[-1].synchronize()
+        pairs = zip(marked, marked[1:], strict=False)
         return [round(before.elapsed_time(after) * 1e6) for before, after in pairs]  # ms -> ns
 
 

@@ -38,11 +38,8 @@ from testbed.traces.schema import TokenIds, Trace, TraceRequest, TraceSource
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    settings = config.sampling
-    return SamplingParams(
-        settings.temperature, settings.max_tokens, tuple(settings.stop_token_ids), settings.ignore_eos, settings.seed,
-        n=settings.n, best_of=settings.best_of, beam_width=settings.beam_width,
-    )  # fmt: skip
+    """Every key of the group is a parameter of the same name."""
+    return SamplingParams(**{item.name: getattr(config.sampling, item.name) for item in fields(config.sampling)})
 
 
 # --- core ---

@@ -26,6 +26,7 @@ class Drawn(NamedTuple):
     no_stops: tuple[None, ...]  # what outcomes have in these columns when nothing happens
     no_forks: tuple[tuple[int, ...], ...]
     no_drops: tuple[bool, ...]
+    no_logprobs: tuple[tuple[()], ...]
 
 
 class DecodeBatch:
@@ -47,7 +48,7 @@ class DecodeBatch:
         self._members: list[Sequence] = []
         self._is_stale = False
         self._is_lent = False
-        self._drawn = Drawn([], (), [], (), (), ())
+        self._drawn = Drawn([], (), [], (), (), (), ())
         self._drawn_of = self._members
         self._crossing: list[dict[int, Sequence]] = [{} for _ in range(block_size)]
         self._disordered = [False] * block_size  # whether a bucket is no longer in running order
@@ -100,7 +101,7 @@ class DecodeBatch:
             num = len(seqs)
             appends = [seq.tokens.append for seq in seqs]
             seq_ids = tuple([seq.seq_id for seq in seqs])
-            self._drawn = Drawn(seqs, seq_ids, appends, (None,) * num, ((),) * num, (False,) * num)
+            self._drawn = Drawn(seqs, seq_ids, appends, (None,) * num, ((),) * num, (False,) * num, ((),) * num)
             self._drawn_of = decoded
         return self._drawn
 

@@ -50,6 +50,9 @@ class ScheduledSequence(NamedTuple):
     num_samples: tokens to draw from these logits; more than one where a group's members part (the prompt of parallel
     samples): the first continues this sequence, the others come back as `Outcome.forks`. group_id: the same for all
     sequences of a request; the rows of a group's beams stand together, in their order, and are searched together.
+    num_prompt_tokens: how many of the known tokens are the prompt's. history: all known tokens, given only where
+    `sampling.needs_history`. score: summed log-probability of what the sequence emitted, where it came with the tokens;
+    num_finished: members of its group that have ended.
     """
 
     seq_id: int
@@ -62,6 +65,10 @@ class ScheduledSequence(NamedTuple):
     sampling: SamplingParams
     num_samples: int = 1
     group_id: int = 0
+    num_prompt_tokens: int = 0
+    history: Seq[int] = ()
+    score: float = 0.0
+    num_finished: int = 0
 
 
 class Preemption(NamedTuple):
@@ -171,12 +178,35 @@ class BatchPlan(NamedTuple):
         )
 
 
+class TokenLogprobs(NamedTuple):
+    """How likely the model found a token, before sampling parameters changed anything.
+
+    rank: 1 + the number of tokens that are likelier. top: the likeliest tokens with theirs, likeliest first, as many as
+    were asked for.
+    """
+
+    logprob: float  # natural logarithm
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprobs(NamedTuple):
+    """The tokens of a prompt at positions start, start + 1, …, each as predicted from those before it.
+
+    A prompt comes in as many pieces as it is computed in; its first token is predicted by nothing.
+    """
+
+    seq_id: int
+    start: int
+    tokens: tuple[TokenLogprobs, ...]
+
+
 class Outcome(NamedTuple):
     """What a backend says of one sequence that was not forced.
 
     tokens: what it emits. forks: the first token of each new sequence that parts from it here: it shares all that was
     known before, and differs from this token on. dropped: the sequence ends here and emits nothing (a beam that lost);
-    its forks, if any, live.
+    its forks, if any, live. logprobs: of each of `tokens`, then of each of `forks`, where `sampling.needs_logprobs`.
     """
 
     seq_id: int
@@ -184,6 +214,7 @@ class Outcome(NamedTuple):
     stop: FinishReason | None = None
     forks: tuple[int, ...] = ()
     dropped: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Spans(NamedTuple):
@@ -200,13 +231,28 @@ class StepResult(NamedTuple):
     """The end of each executed step (absolute ns; fewer than planned if a wake cut the plan), and what came out.
 
     outcomes: one for each sampled row that was not forced; None means that every row was. spans: of the first step;
-    later_spans: of those after it.
+    later_spans: of those after it. prompt_logprobs: of the rows that computed a part of a prompt whose
+    `sampling.prompt_logprobs` is set, forced or not.
     """
 
     end_ns: tuple[int, ...]
     outcomes: tuple[Outcome, ...] | None = None
     spans: Spans = Spans()
     later_spans: tuple[Spans, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class Completion(NamedTuple):
+    """One sequence of a request that ended.
+
+    cumulative_logprob: the sum over its tokens, and logprobs: of each of them; where `sampling.needs_logprobs`,
+    otherwise 0 and empty. Forced tokens have none.
+    """
+
+    token_ids: Seq[int]
+    reason: FinishReason
+    cumulative_logprob: float = 0.0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Finished(NamedTuple):
@@ -218,3 +264,5 @@ class Finished(NamedTuple):
     num_output_tokens: int  # of all its sequences
     output_token_ids: Seq[int]  # of its only sequence, or of the first that ended
     outputs: tuple[Seq[int], ...] = ()  # of each sequence of a group, in the order they ended
+    completions: tuple[Completion, ...] = ()  # each sequence, also an only one, in the order they ended
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # one for each of its tokens where asked for; None: unknown

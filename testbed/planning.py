@@ -59,9 +59,14 @@ def _rows(step: Step) -> tuple[ScheduledSequence, ...]:
     for seq in step.decoded:
         end, seq_id = seq.num_tokens, seq.seq_id
         token = seq.tokens[end - 1 : end]
+        sampling = seq.request.sampling
+        known = seq.tokens[:end] if sampling.needs_history else ()
         decodes.append(
-            make(seq_id, end - 1, 1, token, True, seq.is_forced, table(seq_id), seq.request.sampling, 1, seq_id)
-        )
+            make(
+                seq_id, end - 1, 1, token, True, seq.is_forced, table(seq_id), sampling, 1, seq_id,
+                seq.num_prompt_tokens, known, seq.score,
+            )
+        )  # fmt: skip
     return *decodes, *(
         make(
             seq.seq_id,
@@ -74,6 +79,10 @@ def _rows(step: Step) -> tuple[ScheduledSequence, ...]:
             seq.request.sampling,
             seq.num_samples,
             seq.seq_id if seq.group is None else seq.group.group_id,
+            seq.num_prompt_tokens,
+            seq.known_tokens(0, seq.num_tokens) if seq.request.sampling.needs_history else (),
+            seq.score,
+            0 if seq.group is None else len(seq.group.finished),
         )
         for seq, start, num_tokens in step.rows
     )

@@ -9,7 +9,7 @@ from itertools import chain
 
 from testbed.core import Core
 from testbed.digest import fork_event
-from testbed.plan import FinishReason, Outcome
+from testbed.plan import FinishReason, Outcome, PromptLogprobs, TokenLogprobs
 from testbed.sequence import Sequence, SequenceGroup
 from testbed.step import Step
 
@@ -38,6 +38,16 @@ class Progress:
         for seq, start, num_tokens in step.rows:
             blocks.publish(seq, start + num_tokens)
             seq.num_computed_tokens = start + num_tokens
+
+    def note_prompts(self, step: Step, parts: tuple[PromptLogprobs, ...]) -> None:
+        """Keeps what came of the prompts that the step computed parts of; of a part computed again, the first."""
+        seqs = {seq.seq_id: seq for seq, _, _ in step.rows}
+        for part in parts:
+            known = seqs[part.seq_id].prompt_logprobs
+            assert known is not None, "prompt logprobs that nobody asked for"
+            for position, one in enumerate(part.tokens, part.start):
+                if known[position] is None:
+                    known[position] = one
 
     def service(self, step: Step) -> list[tuple[Sequence, int, int]]:
         """(sequence, tokens computed, tokens emitted) of everything in the step."""
@@ -72,12 +82,15 @@ class Progress:
     def _take_drawn(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> dict[int, FinishReason]:
         """Appends the tokens that were drawn; the sequences that they stop. By column: a step's cost lies here."""
         drawn = self._core.decodes.drawn(decoded)
-        seq_ids, tokens, stops, forks, dropped = zip(*outcomes, strict=True)
+        seq_ids, tokens, stops, forks, dropped, logprobs = zip(*outcomes, strict=True)
         assert drawn.seq_ids == seq_ids, "outcomes come in the order scheduled"
         assert forks == drawn.no_forks, "only the members of a group part"
         assert dropped == drawn.no_drops, "only beams are dropped"
         for append, (token,) in zip(drawn.appends, tokens, strict=True):
             append(token)
+        if logprobs != drawn.no_logprobs:
+            for seq, ones in zip(drawn.seqs, logprobs, strict=True):
+                seq.note_logprobs(ones)
         stopped: dict[int, FinishReason] = {}
         if stops != drawn.no_stops:
             stopped = {seq_id: stop for seq_id, stop in zip(seq_ids, stops, strict=True) if stop is not None}
@@ -97,7 +110,7 @@ class Progress:
         ending: list[Ending] = []
         emitted: list[Sequence] = []
         in_step: list[Sequence] = []
-        parted: list[tuple[Sequence, tuple[int, ...]]] = []
+        parted: list[tuple[Sequence, tuple[int, ...], tuple[TokenLogprobs, ...]]] = []
         for seq, start, num_tokens in step.rows:
             num_computed = start + num_tokens
             self._core.blocks.publish(seq, num_computed)
@@ -117,6 +130,7 @@ class Progress:
             if num_computed < seq.num_tokens:
                 continue
             forks = self._forks(seq, outcome)
+            fork_logprobs = outcome.logprobs[len(outcome.tokens) :] if outcome is not None else ()
             if outcome is not None and outcome.dropped:
                 ending.append((seq, FinishReason.DROPPED))
             else:
@@ -127,13 +141,13 @@ class Progress:
             if seq.group is not None:
                 seq.group.has_parted = True
             if forks:
-                parted.append((seq, forks))
+                parted.append((seq, forks, fork_logprobs))
             self._prefilled(seq, is_ending=bool(ending) and ending[-1][0] is seq)
         assert next(drawn, None) is None, "more outcomes than sampled rows"
         if in_step:
             self._core.decodes.advance(in_step)
-        for parent, tokens in parted:
-            ending += self._part(parent, tokens, emitted, events)
+        for parent, tokens, logprobs in parted:
+            ending += self._part(parent, tokens, logprobs, emitted, events)
         if emitted:
             self.emitters = [*self.emitters, *emitted]
         return ending
@@ -146,6 +160,7 @@ class Progress:
                 seq.emit(0)
             return FinishReason.LENGTH if num_tokens >= seq.token_limit else None
         (token,) = outcome.tokens
+        seq.note_logprobs(outcome.logprobs[:1])
         if seq.is_in_step:
             seq.tokens.append(token)
         else:
@@ -175,15 +190,20 @@ class Progress:
         return (0,) * (seq.num_samples - 1)  # forced: each member emits the same tokens
 
     def _part(
-        self, parent: Sequence, tokens: tuple[int, ...], emitted: list[Sequence], events: list[int]
+        self,
+        parent: Sequence,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        emitted: list[Sequence],
+        events: list[int],
     ) -> list[Ending]:
         """New members of a group, after those that are there; the ones that end with their first token."""
         group = parent.group
         assert group is not None
         ending: list[Ending] = []
         siblings = parent.together
-        for token in tokens:
-            child = parent.fork(self._new_member_id(group), token)
+        for index, token in enumerate(tokens):
+            child = parent.fork(self._new_member_id(group), token, logprobs[index : index + 1])
             child.is_prefilling = False
             self._core.blocks.fork(parent, child)
             siblings = [*siblings, child]

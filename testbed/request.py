@@ -6,49 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from testbed.errors import RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn and when a sequence stops.
-
-    temperature: 0 is greedy. max_tokens: None means up to the model's length. seed: None derives one from the run's.
-    n: sequences that grow from the prompt. best_of: as many instead, if given. beam_width: 0 is no beam search;
-    otherwise the beams kept at each step. All that were grown are returned: which n are best is not decided here.
-    """
-
-    temperature: float = 0.0
-    max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int = 0
-
-    @property
-    def num_seqs(self) -> int:
-        """How many sequences grow from the prompt at most."""
-        return self.beam_width or self.best_of or self.n
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise RequestError(f"sampling.n is {self.n}; it must be at least 1")
-        if self.best_of is not None and self.best_of < self.n:
-            raise RequestError(f"sampling.best_of is {self.best_of}; it must be at least n ({self.n})")
-        if self.beam_width < 0 or 0 < self.beam_width < self.n:
-            raise RequestError(
-                f"sampling.beam_width is {self.beam_width}; it must be 0 (no beam search) or at least n ({self.n})"
-            )
-        if self.beam_width and self.best_of is not None:
-            raise RequestError("sampling.best_of and sampling.beam_width exclude each other; set one")
-        if not self.temperature >= 0.0:
-            raise RequestError(f"sampling.temperature is {self.temperature}; it must be 0 (greedy) or above")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(f"sampling.max_tokens is {self.max_tokens}; it must be at least 1")
-
-
-GREEDY = SamplingParams()
+from testbed.sampling import GREEDY as GREEDY
+from testbed.sampling import SamplingParams as SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

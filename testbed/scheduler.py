@@ -215,6 +215,8 @@ class Scheduler:
         events = self._pending_events + plan_events(step)
         ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
         finished = [item for item in ended if item is not None]
+        if result.prompt_logprobs:
+            self._progress.note_prompts(step, result.prompt_logprobs)
         ending = self._progress.advance(step, result.outcomes or (), events)
         if self._served is not None:
             for seq, num_tokens, num_emitted in self._progress.service(step):
@@ -283,14 +285,17 @@ class Scheduler:
         if members:
             return None
         del self._live[request.request_id]
+        prompt = tuple(seq.prompt_logprobs or ())
         if seq.group is None:
-            return Finished(request, reason, message, seq.num_output_tokens, seq.output_token_ids)
-        done = seq.group.finished
-        outputs = tuple(one.output_token_ids for one in done)
-        last = done[-1].finish_reason if done else reason
-        return Finished(
-            request, last or reason, message, sum(map(len, outputs)), outputs[0] if outputs else (), outputs
-        )
+            one = seq.completion
+            return Finished(
+                request, reason, message, len(one.token_ids), one.token_ids, completions=(one,), prompt_logprobs=prompt
+            )
+        done = tuple([member.completion for member in seq.group.finished])
+        outputs = tuple([one.token_ids for one in done])
+        last = done[-1].reason if done else reason
+        first = outputs[0] if outputs else ()
+        return Finished(request, last, message, sum(map(len, outputs)), first, outputs, done, prompt)
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from testbed.errors import IllegalTransitionError
-from testbed.plan import FinishReason
+from testbed.plan import Completion, FinishReason, TokenLogprobs
 from testbed.request import Request
 
 
@@ -73,11 +73,15 @@ class Sequence:
         "is_forced",
         "is_prefilling",
         "last_step",
+        "logprobs",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
+        "prompt_logprobs",
         "request",
+        "score",
+        "score_before",
         "seq_id",
         "siblings",
         "state",
@@ -116,6 +120,12 @@ class Sequence:
         )  # beams are searched: only the length is forced
         if self.is_forced and forced is not None:
             self.tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
+        self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of what was emitted
+        self.score = self.score_before = 0.0  # their sum, and the one without the newest
+        # of the prompt's tokens, as far as they came; one list for all members of a group
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * self.num_prompt_tokens
         self._num_tokens = self.num_prompt_tokens
         self._num_computed_tokens = 0
         self._clock: DecodeClock | None = None
@@ -160,6 +170,19 @@ class Sequence:
         if not self.is_forced:
             self.tokens.append(token)
 
+    def note_logprobs(self, ones: tuple[TokenLogprobs, ...]) -> None:
+        """What came with the newest token, if anything."""
+        for one in ones:
+            assert self.logprobs is not None, f"{self} asked for no logprobs"
+            self.logprobs.append(one)
+            self.score_before, self.score = self.score, self.score + one.logprob
+
+    @property
+    def completion(self) -> Completion:
+        """What to say of the sequence when it has ended."""
+        assert self.finish_reason is not None
+        return Completion(self.output_token_ids, self.finish_reason, self.score, tuple(self.logprobs or ()))
+
     def join(self, clock: DecodeClock) -> None:
         """All but the newest token is computed: from here on it takes part in each decode step, or says it lags."""
         assert self._clock is None
@@ -198,8 +221,8 @@ class Sequence:
         """Tokens to draw when it samples next: several where a group's members are about to part."""
         return self.request.sampling.num_seqs if self.group is not None and not self.group.has_parted else 1
 
-    def fork(self, seq_id: int, token: int) -> Sequence:
-        """A new member of the group: all that is computed of this one, and `token` after it."""
+    def fork(self, seq_id: int, token: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Sequence:
+        """A new member of the group: all that is computed of this one, and `token` after it, with its logprobs."""
         assert self.group is not None
         assert self._clock is None
         child = Sequence.__new__(Sequence)
@@ -211,6 +234,11 @@ class Sequence:
         if not self.is_forced:
             del child.tokens[self._num_computed_tokens :]
             child.tokens.append(token)
+        if self.logprobs is not None:
+            num_before = child._num_tokens - 1 - self.num_prompt_tokens
+            child.score = self.score if len(self.logprobs) <= num_before else self.score_before
+            child.logprobs = self.logprobs[:num_before]
+            child.note_logprobs(logprobs)
         return child
 
     # --- states ---

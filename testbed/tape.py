@@ -20,6 +20,7 @@ from testbed.plan import Finished, FinishReason, Outcome, Spans
 from testbed.request import Request
 
 VERSION = 1
+NUM_FIELDS = 5  # of an outcome: those that decide; log-probabilities do not, and are left out
 
 
 class TapeStep(NamedTuple):
@@ -73,7 +74,7 @@ class TapeWriter:
                 "kind": "step",
                 "plan_ns": step.plan_ns,
                 "commit_ns": step.commit_ns,
-                "outcomes": None if outcomes is None else [list(outcome) for outcome in outcomes],
+                "outcomes": None if outcomes is None else [list(outcome[:NUM_FIELDS]) for outcome in outcomes],
                 "spans": list(step.result.spans),
                 "digest": f"{step.digest:016x}",
                 "decision": self._decide(step),

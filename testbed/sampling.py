@@ -1,0 +1,198 @@
+"""How the tokens of a request are drawn, and when its sequences stop. Owns the parameters and their ranges.
+
+Names and meanings are those of vLLM's SamplingParams; docs/sampling.md has the table and the order of the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+from testbed.errors import RequestError
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when a sequence stops. Raises RequestError, naming the field, for a bad value.
+
+    temperature: 0 is greedy, and then the filters (min_p, top_k, top_p) do nothing. max_tokens: None means up to the
+    model's length. stop_token_ids: end a sequence, and stand in its output. seed: None derives one from the run's.
+    n: sequences that grow from the prompt. best_of: as many instead, of which the text layer returns the n with the
+    largest sums of log-probabilities. beam_width: 0 is no beam search; otherwise the beams kept at each step, and the
+    text layer ranks hypotheses by sum / length ** length_penalty.
+
+    min_p: tokens less likely than this share of the likeliest are left out. top_k: only so many of the likeliest are
+    drawn from (0 or -1: all). top_p: only the smallest set of the likeliest whose probabilities sum to at least this.
+    presence_penalty and frequency_penalty: taken off the logits of tokens that were emitted, once and for each time.
+    repetition_penalty: divides positive logits of tokens that stand in the prompt or the output, multiplies negative
+    ones. logit_bias: (token id, added to its logit) pairs; a mapping is accepted. min_tokens: no token that would end
+    the sequence is drawn before so many were.
+
+    logprobs: None is none; k gives the log-probability of each emitted token and of the k likeliest. prompt_logprobs:
+    the same of the tokens of the prompt, which is then computed whole, whatever is cached. Both are of the model's own
+    distribution, before anything here changes it.
+
+    stop: strings that end a sequence; they, include_stop_str_in_output and skip_special_tokens are the text layer's.
+    A string, or any iterable of strings, becomes a tuple.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    length_penalty: float = 1.0
+
+    # --- what a backend asks ---
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences grow from the prompt at most."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a random draw is not from all tokens."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether what was said before changes the logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a backend must be told the known tokens of the sequence, beside those that it computes."""
+        return self.is_penalised
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether each emitted token comes with its log-probability: asked for, or to rank what was grown."""
+        return self.logprobs is not None or (self.best_of or self.n) > self.n or self.beam_width > 0
+
+    # --- checks ---
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_groups()
+        self._check_range("temperature", 0.0, None, "0 (greedy) or above")
+        self._check_range("top_p", 0.0, 1.0, "above 0 and at most 1", excludes_low=True)
+        self._check_range("min_p", 0.0, 1.0, "from 0 to 1")
+        self._check_range("presence_penalty", -2.0, 2.0, "from -2 to 2")
+        self._check_range("frequency_penalty", -2.0, 2.0, "from -2 to 2")
+        self._check_range("repetition_penalty", 0.0, None, "above 0", excludes_low=True)
+        self._check_range("length_penalty", None, None, "a finite number")
+        self._check_count("top_k", -1, "at least 1, or 0 or -1 for no limit")
+        self._check_count("max_tokens", 1, "at least 1", optional=True)
+        self._check_count("min_tokens", 0, "0 or above")
+        self._check_count("logprobs", 0, "0 or above, or None", optional=True)
+        self._check_count("prompt_logprobs", 0, "0 or above, or None", optional=True)
+        if self.seed is not None and not _is_whole(self.seed):
+            raise RequestError(f"sampling.seed is {self.seed!r}; it must be a whole number, or None")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"sampling.min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})"
+            )
+        if any(not text for text in self.stop):
+            raise RequestError("sampling.stop has an empty string; a stop string must have at least one character")
+        for token in self.stop_token_ids:
+            if not _is_whole(token) or not 0 <= token <= INT32_MAX:
+                raise RequestError(f"sampling.stop_token_ids has {token!r}; token ids are whole numbers from 0 on")
+        self._check_bias()
+
+    def _normalise(self) -> None:
+        """Lists and the like become tuples, so that equal parameters are equal and can be hashed."""
+        put = object.__setattr__
+        if not isinstance(self.stop, tuple):
+            put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
+        if not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"sampling.stop is {self.stop!r}; it must be a string or strings")
+        if not isinstance(self.stop_token_ids, tuple):
+            put(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        bias: Any = self.logit_bias
+        if isinstance(bias, Mapping):
+            bias = tuple(bias.items())
+        if bias != () or not isinstance(bias, tuple):
+            try:
+                put(self, "logit_bias", tuple([(token, value) for token, value in _tuple("logit_bias", bias)]))
+            except (TypeError, ValueError):
+                raise RequestError(
+                    f"sampling.logit_bias is {self.logit_bias!r}; it must map token ids to numbers"
+                ) from None
+
+    def _check_groups(self) -> None:
+        self._check_count("n", 1, "at least 1")
+        self._check_count("best_of", self.n, f"at least n ({self.n})", optional=True)
+        if not _is_whole(self.beam_width) or self.beam_width < 0 or 0 < self.beam_width < self.n:
+            raise RequestError(
+                f"sampling.beam_width is {self.beam_width}; it must be 0 (no beam search) or at least n ({self.n})"
+            )
+        if self.beam_width and self.best_of is not None:
+            raise RequestError("sampling.best_of and sampling.beam_width exclude each other; set one")
+        if self.beam_width and (self.is_penalised or self.logit_bias):
+            raise RequestError(
+                "sampling.beam_width excludes penalties and logit_bias: hypotheses are ranked by the model's own "
+                "probabilities; set beam_width=0 or leave them out"
+            )
+
+    def _check_range(
+        self, name: str, low: float | None, high: float | None, wanted: str, *, excludes_low: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        is_good = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+        if is_good and low is not None:
+            is_good = value > low if excludes_low else value >= low
+        if not is_good or (high is not None and value > high):
+            raise RequestError(f"sampling.{name} is {value!r}; it must be {wanted}")
+
+    def _check_count(self, name: str, least: int, wanted: str, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not _is_whole(value) or not least <= value <= INT32_MAX:
+            raise RequestError(f"sampling.{name} is {value!r}; it must be {wanted}")
+
+    def _check_bias(self) -> None:
+        for token, value in self.logit_bias:
+            if not _is_whole(token) or not 0 <= token <= INT32_MAX:
+                raise RequestError(
+                    f"sampling.logit_bias has the token {token!r}; token ids are whole numbers from 0 on"
+                )
+            if not isinstance(value, Real) or not -100 <= value <= 100:
+                raise RequestError(f"sampling.logit_bias of token {token} is {value!r}; it must be from -100 to 100")
+        if len(dict(self.logit_bias)) != len(self.logit_bias):
+            raise RequestError("sampling.logit_bias names a token twice; give one bias for each")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise RequestError(f"sampling.{name} is {values!r}; it must be a list or a tuple")
+    return tuple(values)
+
+
+GREEDY = SamplingParams()

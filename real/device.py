@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -85,7 +86,7 @@ class CpuStopwatch:
         self._marks.append(time.perf_counter_ns())
 
     def finish(self) -> list[int]:
-        return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        return [after - before for before, after in pairwise(self._marks)]
 
 
 class CudaStopwatch:
@@ -107,8 +108,7 @@ class CudaStopwatch:
     def finish(self) -> list[int]:
         marked = self._events[: self._num_marks]
         marked[-1].synchronize()
-        pairs = zip(marked, marked[1:], strict=False)
-        return [round(before.elapsed_time(after) * 1e6) for before, after in pairs]  # ms -> ns
+        return [round(before.elapsed_time(after) * 1e6) for before, after in pairwise(marked)]  # ms -> ns
 
 
 def stopwatch(device: torch.device) -> Stopwatch:

@@ -1,18 +1,30 @@
 """FlashAttention-2 over paged KV (Dao 2023), through the flash-attn package.
 
-Its paged calls want a block size that is a multiple of 256, half precision, and a head size of at most 256. A sliding
-window is its `window_size`, (tokens to the left, to the right) of a query, itself not counted.
+Its paged calls want a block size that is a multiple of 256 and a cache in half precision. Where these are given, decodes
+go through flash_attn_with_kvcache and rows that follow cached positions through flash_attn_varlen_func with a block
+table; elsewhere our Triton kernels take both. Rows without cached positions (most prompts) attend to the step's own keys
+and values by a plain varlen call, at any block size.
+
+A sliding window is its `window_size`, (tokens to the left, to the right) of a query, itself not counted.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, store_kv
+from real.attention import triton_provider
+from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, as_stored, store_kv
+from real.attention.triton_provider import PagedRows, scoring_of, send
+
+PAGE = 256  # tokens
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -21,69 +33,167 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"it needs CUDA, the device is {spec.device.type}"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"it needs float16 or bfloat16, the dtype is {str(spec.dtype).removeprefix('torch.')}"
-    if spec.block_size % 256:
-        return f"its paged calls need a block size that is a multiple of 256, cache.block_size is {spec.block_size}"
     if spec.head_dim > 256 or spec.head_dim % 8:
         return f"it needs a head size of at most 256 and a multiple of 8, the model's is {spec.head_dim}"
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
-    if spec.sliding_window is not None and not _has_window():
+    if not takes_pages(spec) and (reason := triton_provider.why_not(spec)) is not None:
+        return f"the Triton kernels would take its paged calls ({_why_no_pages(spec)}), and: {reason}"
+    if spec.sliding_window is not None and not _knows("window_size"):
         return (
             f"the installed flash-attn has no window_size (it came with 2.3), cache.sliding_window is "
             f"{spec.sliding_window}"
         )
+    if spec.alibi_slopes is not None and not _knows("alibi_slopes"):
+        return "the installed flash-attn has no alibi_slopes (they came with 2.4), and the model has some"
     return None
 
 
-def _has_window() -> bool:
+def takes_pages(spec: AttentionSpec) -> bool:
+    """Whether flash-attn itself reads such a cache."""
+    return spec.block_size % PAGE == 0 and spec.kv_dtype == "auto"
+
+
+def _why_no_pages(spec: AttentionSpec) -> str:
+    if spec.kv_dtype != "auto":
+        return f"it reads no {spec.kv_dtype} cache"
+    return f"cache.block_size is {spec.block_size}, no multiple of {PAGE}"
+
+
+def _knows(option: str) -> bool:
     from flash_attn import flash_attn_varlen_func
 
-    return "window_size" in inspect.signature(flash_attn_varlen_func).parameters
+    return option in inspect.signature(flash_attn_varlen_func).parameters
 
 
 class FlashAttention:
-    """One varlen call a layer, for prefills, chunks and decodes alike."""
+    """flash-attn's calls where they can be made, our Triton kernels for the rest."""
 
     name = "flash_attn"
-    supports_graphs = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        self.has_triton = triton_provider.why_not(spec) is None
+        self.scoring = scoring_of(spec) if self.has_triton else None
+        self.slopes: Tensor | None = None
+        if spec.alibi_slopes is not None:
+            self.slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Slots below 0 are left out by our own kernel alone."""
+        return self.has_triton
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
-        return FlashStep(self.spec, metadata)
+        return FlashStep(self, metadata)
+
+
+class Part(NamedTuple):
+    """Rows of a step that are computed in one call."""
+
+    tokens: slice | Tensor  # where their tokens lie in the flat batch
+    query_starts: Tensor  # int32 [rows + 1], cumulative
+    context_starts: Tensor  # int32 [rows + 1], cumulative
+    max_query_len: int
+    max_context_len: int
+    context_lens: Tensor  # int32 [rows]
+    block_tables: Tensor  # int32 [rows, max blocks]
 
 
 class FlashStep:
     """One step's attention; see StepAttention for the shapes."""
 
-    def __init__(self, spec: AttentionSpec, metadata: AttentionMetadata) -> None:
-        from flash_attn import flash_attn_varlen_func
-
-        self._call = flash_attn_varlen_func
-        self._scale = spec.scale
+    def __init__(self, provider: FlashAttention, metadata: AttentionMetadata) -> None:
+        spec = self._spec = provider.spec
         self._metadata = metadata
-        self._max_query_len = max(metadata.query_lens)
-        self._max_context_len = max(metadata.context_lens)
-        self._window: dict[str, tuple[int, int]] = {}  # nothing where it cuts nothing off
-        if spec.sliding_window is not None and spec.sliding_window < self._max_context_len:
-            self._window = {"window_size": (spec.sliding_window - 1, 0)}
+        self._options: dict[str, Any] = {"softmax_scale": spec.scale, "causal": True}  # aligned to the end
+        if spec.sliding_window is not None and spec.sliding_window < max(metadata.context_lens):
+            self._options["window_size"] = (spec.sliding_window - 1, 0)
+        if provider.slopes is not None:
+            self._options["alibi_slopes"] = provider.slopes
+        lens = list(zip(metadata.query_lens, metadata.context_lens, strict=True))
+        decodes = [row for row, (num, _) in enumerate(lens) if num == 1]
+        fresh = [row for row, (num, context) in enumerate(lens) if num > 1 and num == context]
+        cached = [row for row, (num, context) in enumerate(lens) if 1 < num < context]
+        self._fresh = _part(metadata, fresh)
+        self._decodes = self._cached = None
+        self._paged: PagedRows | None = None  # by our kernels
+        if provider.scoring is not None:
+            rest = ([], []) if takes_pages(spec) else (decodes, cached)
+            self._paged = PagedRows(spec, provider.scoring, metadata, *rest)
+        if takes_pages(spec):
+            self._decodes, self._cached = _part(metadata, decodes), _part(metadata, cached)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
-        metadata = self._metadata
-        store_kv(key, value, kv_cache, metadata.slot_mapping)
-        output = self._call(
-            query,
-            kv_cache[0],  # [num_blocks, block_size, num_kv_heads, head_dim]
-            kv_cache[1],
-            cu_seqlens_q=metadata.query_starts,
-            cu_seqlens_k=metadata.context_starts,
-            max_seqlen_q=self._max_query_len,
-            max_seqlen_k=self._max_context_len,
-            softmax_scale=self._scale,
-            causal=True,  # aligned to the end: the last query sees the last key
-            block_table=metadata.block_tables,
-            **self._window,
-        )
-        assert isinstance(output, Tensor)
+        if self._paged is None:
+            store_kv(key, value, kv_cache, self._metadata.slot_mapping)
+        else:
+            self._paged.store(key, value, kv_cache)
+        output = torch.empty_like(query)
+        if self._paged is not None:
+            self._paged.attend(query, kv_cache, output)
+        if self._fresh is not None:
+            key, value = as_stored(key, value, kv_cache.dtype, self._spec.k_scale, self._spec.v_scale)
+            tokens = self._fresh.tokens
+            output[tokens] = self._varlen(self._fresh, query[tokens], key[tokens], value[tokens], None)
+        if self._cached is not None:
+            tokens, tables = self._cached.tokens, self._cached.block_tables
+            output[tokens] = self._varlen(self._cached, query[tokens], kv_cache[0], kv_cache[1], tables)
+        if self._decodes is not None:
+            tokens = self._decodes.tokens
+            output[tokens] = self._decode(self._decodes, query[tokens], kv_cache)
         return output
+
+    def _varlen(self, part: Part, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor | None) -> Tensor:
+        """keys, values: the part's own, [num_tokens, num_kv_heads, head_dim], or with tables those of the cache."""
+        from flash_attn import flash_attn_varlen_func
+
+        paging = {} if tables is None else {"block_table": tables}
+        output: Tensor = flash_attn_varlen_func(
+            query,
+            keys,
+            values,
+            cu_seqlens_q=part.query_starts,
+            cu_seqlens_k=part.context_starts,
+            max_seqlen_q=part.max_query_len,
+            max_seqlen_k=part.max_context_len,
+            **paging,
+            **self._options,
+        )
+        return output
+
+    def _decode(self, part: Part, query: Tensor, kv_cache: Tensor) -> Tensor:
+        from flash_attn import flash_attn_with_kvcache
+
+        output: Tensor = flash_attn_with_kvcache(
+            query[:, None],  # [rows, 1, num_heads, head_dim]
+            kv_cache[0],
+            kv_cache[1],
+            cache_seqlens=part.context_lens,
+            block_table=part.block_tables,
+            **self._options,
+        )
+        return output[:, 0]
+
+
+def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
+    """None without rows. For the whole batch nothing is sent to the device."""
+    if not rows:
+        return None
+    query_lens, context_lens = ([lens[row] for row in rows] for lens in (metadata.query_lens, metadata.context_lens))
+    longest = max(query_lens), max(context_lens)
+    if len(rows) == metadata.num_rows:
+        return Part(
+            slice(None), metadata.query_starts, metadata.context_starts, *longest,
+            metadata.context_lens_tensor, metadata.block_tables,
+        )  # fmt: skip
+    device = metadata.block_tables.device
+    starts = (send(np.array([0, *accumulate(lens)], dtype=np.int32), device) for lens in (query_lens, context_lens))
+    first_tokens = [0, *accumulate(metadata.query_lens)]
+    if rows[-1] - rows[0] == len(rows) - 1:  # side by side: views, no copies
+        tokens: slice | Tensor = slice(first_tokens[rows[0]], first_tokens[rows[-1] + 1])
+        chosen: slice | Tensor = slice(rows[0], rows[-1] + 1)
+    else:
+        spans = [np.arange(first_tokens[row], first_tokens[row + 1]) for row in rows]
+        tokens, chosen = send(np.concatenate(spans), device), send(np.array(rows), device)
+    return Part(tokens, *starts, *longest, metadata.context_lens_tensor[chosen], metadata.block_tables[chosen])

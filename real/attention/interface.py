@@ -5,6 +5,18 @@ projections and KV memory. It stores the new keys and values first, then lets ev
 positions up to itself: all of them, or the last `sliding_window`, itself included.
 
 KV memory of a layer: [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim].
+
+**FP8.** Where the cache holds FP8, it holds key / k_scale and value / v_scale, clamped to the format's range and rounded
+to nearest even. Every token attends to what the cache holds, its own step's keys and values too: so nothing depends on
+how a prompt is cut into chunks.
+
+**CUDA graphs.** A provider with `supports_graphs` keeps this promise: for metadata whose rows are all decodes
+(query_lens are ones), `prepare` and the call wait for nothing, copy nothing from the host, and choose shapes, launches
+and memory from the host's tuples and the tensors' shapes alone. So the call can be captured with tuples that name the
+longest context there may be, and replayed after context_lens_tensor, block_tables, slot_mapping and the projections
+have been overwritten, as long as no context_lens_tensor[i] exceeds what context_lens[i] said. Rows that only pad such a
+batch have context length 0 (or read some block that exists) and slot -1 (or one that nobody reads): for a slot below 0
+nothing is stored, and what comes out of such a row is finite if what it reads is.
 """
 
 from __future__ import annotations
@@ -16,10 +28,15 @@ import torch
 from torch import Tensor
 
 
+FP8_FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
 class AttentionSpec(NamedTuple):
     """What does not change from step to step: the heads, the scale of the scores, the paging, the placement.
 
-    sliding_window: the token at position p attends to p - sliding_window + 1 … p; None: to 0 … p.
+    sliding_window: the token at position p attends to p - sliding_window + 1 … p; None: to 0 … p. kv_dtype: the format
+    of the KV memory, a key of FP8_FORMATS, or auto: that of the model. k_scale, v_scale: see above. alibi_slopes: one a
+    head (Press et al. 2022): slope * (position of the key - position of the query) is added to a score.
     """
 
     num_heads: int
@@ -30,6 +47,15 @@ class AttentionSpec(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     sliding_window: int | None = None
+    kv_dtype: str = "auto"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    alibi_slopes: tuple[float, ...] | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What the KV memory holds."""
+        return self.dtype if self.kv_dtype == "auto" else FP8_FORMATS[self.kv_dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +100,7 @@ class AttentionProvider(Protocol):
 
     @property
     def supports_graphs(self) -> bool:
-        """Whether a step of decodes can be captured: launches depend on the batch size and on what the host tuples of
-        the metadata say (the most that a row can have); what differs from replay to replay is read on the device."""
+        """Whether a step of decodes can be captured; see the module's text for what that promises."""
         ...
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
@@ -83,8 +108,40 @@ class AttentionProvider(Protocol):
         ...
 
 
-def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Writes each token's key and value, [num_tokens, num_kv_heads, head_dim], into its slot."""
-    keys, values = kv_cache.flatten(1, 2).unbind(0)  # [num_blocks * block_size, num_kv_heads, head_dim]
-    keys.index_copy_(0, slot_mapping, key)
-    values.index_copy_(0, slot_mapping, value)
+def quantize(x: Tensor, scale: float, fp8: torch.dtype) -> Tensor:
+    """x / scale, clamped to what the format can hold."""
+    limit = torch.finfo(fp8).max
+    return (x.float() * (1.0 / scale)).clamp(-limit, limit).to(fp8)
+
+
+def dequantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """What was read from an FP8 cache, in the model's format; other caches' contents as they are."""
+    return x if x.dtype == dtype else (x.float() * scale).to(dtype)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """FP8 as bytes: torch gathers and scatters those."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def store_kv(
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """Writes each token's key and value, [num_tokens, num_kv_heads, head_dim], into its slot; no slot is below 0."""
+    if kv_cache.dtype != key.dtype:
+        key, value = quantize(key, k_scale, kv_cache.dtype), quantize(value, v_scale, kv_cache.dtype)
+    keys, values = as_bytes(kv_cache).flatten(1, 2).unbind(0)  # [num_blocks * block_size, num_kv_heads, head_dim]
+    keys.index_copy_(0, slot_mapping, as_bytes(key))
+    values.index_copy_(0, slot_mapping, as_bytes(value))
+
+
+def as_stored(
+    key: Tensor, value: Tensor, cache_dtype: torch.dtype, k_scale: float, v_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Key and value as they would be read back from the cache."""
+    if cache_dtype == key.dtype:
+        return key, value
+    return (
+        dequantize(quantize(key, k_scale, cache_dtype), k_scale, key.dtype),
+        dequantize(quantize(value, v_scale, cache_dtype), v_scale, value.dtype),
+    )

@@ -3,7 +3,8 @@
 Rows with one new token (decodes) are computed together: their blocks are gathered into one padded batch. Decodes are
 grouped by the power of two above their length in blocks, so that padding at most doubles the work. Rows with more
 (prefills, chunks of them) are computed one by one, in tiles of queries that bound the size of the mask. With a sliding
-window only the blocks that some query of a row (of a tile) looks at are gathered, and the rest of them is masked.
+window only the blocks that some query of a row (of a tile) looks at are gathered, and the rest of them is masked. With ALiBi a
+mask holds what is added to the scores, for each head, and the attention is computed in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, store_kv
+from real.attention.interface import (
+    AttentionMetadata,
+    AttentionSpec,
+    StepAttention,
+    as_bytes,
+    as_stored,
+    dequantize,
+    store_kv,
+)
 
 MAX_GATHERED_TOKENS = 2**16  # padded positions that one decode group gathers; a single longer row stands alone
 MAX_MASK_ELEMENTS = 2**24  # queries x keys of one prefill tile
@@ -28,7 +37,8 @@ class DecodeGroup(NamedTuple):
 
     tokens: Tensor | None  # int64 [n], where their queries lie in the flat batch; None: they are the batch, in order
     blocks: Tensor  # int32 [n * max blocks of the group], what they look at of their block tables, one after the other
-    mask: Tensor  # bool [n, 1, 1, max blocks * block_size]: the positions that exist and lie in the window
+    mask: Tensor  # bool [n, 1, 1, max blocks * block_size]: the positions that exist and lie in the window; with ALiBi
+    # float32 [n, num_kv_heads, query heads of a KV head, max blocks * block_size]
 
 
 class PrefillTile(NamedTuple):
@@ -45,10 +55,14 @@ class TorchAttention:
     """Gathers keys and values by block table and calls scaled_dot_product_attention."""
 
     name = "torch"
-    supports_graphs = False
+    supports_graphs = False  # it gathers as many blocks as the rows have
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        self._slopes: Tensor | None = None  # [num_kv_heads, query heads of a KV head, 1]
+        if spec.alibi_slopes is not None:
+            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
+            self._slopes = slopes.view(spec.num_kv_heads, -1, 1)
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         first_tokens = [0, *accumulate(metadata.query_lens)]
@@ -58,7 +72,7 @@ class TorchAttention:
         for row, num_queries in enumerate(metadata.query_lens):
             if num_queries > 1:
                 tiles += self._tiles(metadata, row, first_tokens[row])
-        return TorchStep(self.spec, metadata.slot_mapping, groups, tiles)
+        return TorchStep(self.spec, metadata.slot_mapping, groups, tiles, self._slopes)
 
     def _group(self, rows: list[int], metadata: AttentionMetadata) -> list[list[int]]:
         """Splits decode rows by length class, and each class so that no gather exceeds its limit."""
@@ -102,7 +116,11 @@ class TorchAttention:
             tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))  # behind a row's end they mean nothing
             positions = positions + first_blocks[:, None] * self.spec.block_size
             mask = (positions < lengths[:, None]) & (positions >= lengths[:, None] - window)
-        return DecodeGroup(tokens, tables.flatten(), mask[:, None, None, :])
+        mask = mask[:, None, None, :]
+        if self._slopes is not None:
+            distances = (positions - lengths[:, None] + 1)[:, None, None, :]  # [n, 1, 1, max positions]
+            mask = (self._slopes * distances).masked_fill(~mask, float("-inf"))
+        return DecodeGroup(tokens, tables.flatten(), mask)
 
     def _tiles(self, metadata: AttentionMetadata, row: int, row_first: int) -> list[PrefillTile]:
         num_queries, context = metadata.query_lens[row], metadata.context_lens[row]
@@ -110,8 +128,9 @@ class TorchAttention:
         if window is not None and window >= context:
             window = None
         most_keys = context if window is None else min(context, window + MAX_MASKED_QUERIES + block_size)
-        tile = max(1, min(num_queries, MAX_MASK_ELEMENTS // most_keys))
-        if num_cached or window is not None:
+        num_masks = 1 if self._slopes is None else self.spec.num_heads
+        tile = max(1, min(num_queries, MAX_MASK_ELEMENTS // (most_keys * num_masks)))
+        if num_cached or window is not None or self._slopes is not None:
             tile = min(tile, MAX_MASKED_QUERIES)
         tiles = []
         for begin in range(0, num_queries, tile):
@@ -131,17 +150,26 @@ class TorchStep:
     """One step's attention; see StepAttention for the shapes."""
 
     def __init__(
-        self, spec: AttentionSpec, slot_mapping: Tensor, groups: list[DecodeGroup], tiles: list[PrefillTile]
+        self,
+        spec: AttentionSpec,
+        slot_mapping: Tensor,
+        groups: list[DecodeGroup],
+        tiles: list[PrefillTile],
+        slopes: Tensor | None,
     ) -> None:
         self._spec = spec
         self._slot_mapping = slot_mapping
         self._groups = groups
         self._tiles = tiles
+        self._slopes = slopes
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
-        store_kv(key, value, kv_cache, self._slot_mapping)
+        spec = self._spec
+        store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
         if len(self._groups) == 1 and self._groups[0].tokens is None:
             return self._decode(self._groups[0], query, kv_cache)
+        if self._tiles:
+            key, value = as_stored(key, value, kv_cache.dtype, spec.k_scale, spec.v_scale)
         output = torch.empty_like(query)
         for group in self._groups:
             assert group.tokens is not None, "a group that is the whole batch stands alone"
@@ -156,12 +184,19 @@ class TorchStep:
         num_kv_heads, head_dim = self._spec.num_kv_heads, self._spec.head_dim
         queries = query.reshape(num_rows, num_kv_heads, -1, head_dim)
         shape = (num_rows, -1, num_kv_heads, head_dim)
-        keys = kv_cache[0].index_select(0, group.blocks).view(shape).transpose(1, 2)
-        values = kv_cache[1].index_select(0, group.blocks).view(shape).transpose(1, 2)
+        keys, values = (blocks.view(shape).transpose(1, 2) for blocks in self._gather(kv_cache, group.blocks))
+        if self._slopes is not None:
+            queries, keys, values = queries.float(), keys.float(), values.float()
         output = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=group.mask, scale=self._spec.scale
         )
-        return output.reshape(num_rows, -1, head_dim)
+        return output.to(query.dtype).reshape(num_rows, -1, head_dim)
+
+    def _gather(self, kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some blocks, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+        raw, spec = as_bytes(kv_cache), self._spec
+        keys, values = (raw[i].index_select(0, blocks).view(kv_cache.dtype) for i in range(2))
+        return dequantize(keys, spec.k_scale, spec.dtype), dequantize(values, spec.v_scale, spec.dtype)
 
     def _prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         """One tile's rows of the output, [last - first, num_heads, head_dim]."""
@@ -169,17 +204,13 @@ class TorchStep:
             first = tile.last - tile.num_keys
             keys, values = key[first : tile.last], value[first : tile.last]
         else:
-            keys = kv_cache[0].index_select(0, tile.block_table).flatten(0, 1)[: tile.num_keys]
-            values = kv_cache[1].index_select(0, tile.block_table).flatten(0, 1)[: tile.num_keys]
+            keys, values = (blocks.flatten(0, 1)[: tile.num_keys] for blocks in self._gather(kv_cache, tile.block_table))
         num_kv_heads, head_dim = self._spec.num_kv_heads, self._spec.head_dim
         num_queries = tile.last - tile.first
         queries = query[tile.first : tile.last].reshape(num_queries, num_kv_heads, -1, head_dim)
-        mask: Tensor | None = None  # square and causal
-        if num_queries != tile.num_keys or tile.window is not None:  # the queries are the last positions of the keys
-            positions = torch.arange(tile.num_keys, device=query.device)
-            mask = positions <= positions[-num_queries:, None]  # [queries, keys]
-            if tile.window is not None:
-                mask &= positions > positions[-num_queries:, None] - tile.window
+        mask = self._mask(tile, query.device)
+        if self._slopes is not None:
+            queries, keys, values = queries.float(), keys.float(), values.float()
         shape = (num_kv_heads, queries.shape[2], tile.num_keys, head_dim)
         output = functional.scaled_dot_product_attention(
             queries.permute(1, 2, 0, 3),  # KV heads stand in for the batch: [num_kv_heads, group, queries, head_dim]
@@ -189,4 +220,19 @@ class TorchStep:
             is_causal=mask is None,
             scale=self._spec.scale,
         )
-        return output.permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)
+        return output.to(query.dtype).permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)
+
+    def _mask(self, tile: PrefillTile, device: torch.device) -> Tensor | None:
+        """What a tile's queries, the last positions of its keys, look at, [queries, keys]; None: square and causal. With
+        ALiBi, what is added to the scores, float32 [num_kv_heads, query heads of a KV head, queries, keys]."""
+        num_queries = tile.last - tile.first
+        if num_queries == tile.num_keys and tile.window is None and self._slopes is None:
+            return None
+        positions = torch.arange(tile.num_keys, device=device)
+        own = positions[-num_queries:, None]
+        mask = positions <= own
+        if tile.window is not None:
+            mask &= positions > own - tile.window
+        if self._slopes is None:
+            return mask
+        return (self._slopes[..., None] * (positions - own)).masked_fill(~mask, float("-inf"))

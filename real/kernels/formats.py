@@ -1,0 +1,89 @@
+"""FP8 formats of the KV cache (Micikevicius et al. 2022), e4m3fn and e5m2, read and written bit by bit.
+
+Written bits are those of torch: round to nearest even, after clamping to the largest finite value. Where a GPU has no
+instruction for a format (e4m3 before compute capability 8.9) its bits are moved into a float16's: one shift keeps sign,
+exponent and mantissa, subnormals too; the exponent's bias differs, so the value is 2^8 too small, which the caller's
+scale makes up for.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PLAIN = tl.constexpr(0)  # the cache holds the model's own format
+NATIVE = tl.constexpr(1)  # FP8 that the compiler converts
+E4M3_BITS = tl.constexpr(2)
+E5M2_BITS = tl.constexpr(3)
+
+BITS = {torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+
+
+class Stored(NamedTuple):
+    """KV memory as the kernels take it."""
+
+    keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    values: Tensor
+    kv_format: int
+    factor: float  # what a value that was read is to be multiplied by
+
+
+def as_stored(kv_cache: Tensor, capability: tuple[int, int] | None) -> Stored:
+    """The KV memory of a layer, [2, num_blocks, …], for reading on a GPU of that capability (None: the interpreter)."""
+    bits = BITS.get(kv_cache.dtype)
+    if bits is None:
+        return Stored(kv_cache[0], kv_cache[1], 0, 1.0)
+    if capability is not None and (capability >= (8, 9) or kv_cache.dtype == torch.float8_e5m2):
+        return Stored(kv_cache[0], kv_cache[1], 1, 1.0)
+    raw = kv_cache.view(torch.uint8)
+    return Stored(raw[0], raw[1], bits, 256.0 if kv_cache.dtype == torch.float8_e4m3fn else 1.0)
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr, kv_format: tl.constexpr):
+    """What was read from the cache, as dtype."""
+    if kv_format == E4M3_BITS:
+        bits = x.to(tl.uint16)
+        x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    elif kv_format == E5M2_BITS:
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def narrow(x, kv_format: tl.constexpr):
+    """float32 -> the bits of an FP8 number, uint8."""
+    if kv_format == E4M3_BITS:
+        MANTISSA: tl.constexpr = 3
+        BIAS: tl.constexpr = 7
+        LARGEST: tl.constexpr = 448.0
+        SMALLEST_NORMAL: tl.constexpr = 0.015625  # 2^(1 - BIAS)
+        SHIFTER: tl.constexpr = 16384.0  # 2^(24 - BIAS - MANTISSA)
+    else:
+        MANTISSA: tl.constexpr = 2
+        BIAS: tl.constexpr = 15
+        LARGEST: tl.constexpr = 57344.0
+        SMALLEST_NORMAL: tl.constexpr = 0.00006103515625
+        SHIFTER: tl.constexpr = 128.0
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), LARGEST)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    half = (1 << (SHIFT - 1)) - 1 + ((bits >> SHIFT) & 1)  # ties go to even
+    normal = ((bits + half) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # a sum with SHIFTER has the smallest subnormal as its last bit: the addition rounds
+    subnormal = (magnitude + SHIFTER).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+    code = tl.where(x != x, 0x7F, code)  # NaN stays NaN
+    return (code | sign).to(tl.uint8)

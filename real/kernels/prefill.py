@@ -1,0 +1,142 @@
+"""Attention of rows with several query tokens over their paged KV: whole prompts, chunks, and what follows a cached
+prefix. The step's own keys and values lie in the cache already.
+
+A program takes some consecutive query tokens of a row with all query heads of a KV head, so that keys that were loaded
+serve the whole group (also short chunks fill a tile). Which program takes which tokens is laid out on the host; tiles
+with the most keys come first, so that the launch does not end in one long program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from real.kernels.attend import LOG2_E, MAX_WINDOW, Scoring, Tiling, attend
+from real.kernels.formats import as_stored, capability
+
+
+@triton.jit(
+    do_not_specialize=["window", "stride_table"],
+    do_not_specialize_on_alignment=["tables", "context_lens", "query_starts", "tiles"],
+)
+def prefill_kernel(
+    output, query, keys, values, tables, context_lens, query_starts, tiles, slopes,
+    qk_scale, value_scale, window,
+    stride_query_token, stride_query_head, stride_output_token, stride_output_head,
+    stride_block, stride_slot, stride_kv_head, stride_table,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head). Tile: (row, its first query token in the row)."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    tile = tiles + 2 * tl.program_id(0)
+    row, first_query = tl.load(tile), tl.load(tile + 1)
+    begin = tl.load(query_starts + row)
+    num_queries = tl.load(query_starts + row + 1) - begin
+    num_before = tl.load(context_lens + row) - num_queries  # positions before the row's first query
+    lanes = tl.arange(0, BLOCK_M)
+    queries = first_query + lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    is_query = (lanes < TOKENS * GROUP) & (queries < num_queries)
+    dims = tl.arange(0, HEAD_PAD)
+    is_part = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (begin + queries).to(tl.int64)
+    vectors = tl.load(
+        query + tokens[:, None] * stride_query_token + heads[:, None] * stride_query_head + dims[None, :],
+        mask=is_part, other=0.0,
+    )  # fmt: skip
+    head_slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        head_slopes = tl.load(slopes + heads) * 1.4426950408889634
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    positions = num_before + queries
+    table = tables + row.to(tl.int64) * stride_table
+    keys += kv_head.to(tl.int64) * stride_kv_head
+    values += kv_head.to(tl.int64) * stride_kv_head
+
+    first = 0
+    last = num_before + tl.minimum(first_query + TOKENS, num_queries)  # behind what the last query sees
+    if HAS_WINDOW:
+        first = tl.maximum(num_before + first_query + 1 - window, 0)
+    else:
+        seen_by_all = (num_before + first_query + 1) // BLOCK_N * BLOCK_N
+        acc, top, total = attend(
+            vectors, acc, top, total, first, seen_by_all, positions, head_slopes, table, keys, values,
+            stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
+            HAS_ALIBI, HAS_WINDOW, False, True,
+        )  # fmt: skip
+        first = seen_by_all
+    acc, top, total = attend(
+        vectors, acc, top, total, first, last, positions, head_slopes, table, keys, values,
+        stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
+        HAS_ALIBI, HAS_WINDOW, True, True,
+    )  # fmt: skip
+    total = tl.where(total == 0.0, 1.0, total)  # lanes without a query
+    acc = acc * (value_scale / total)[:, None]
+    outputs = output + tokens[:, None] * stride_output_token + heads[:, None] * stride_output_head + dims[None, :]
+    tl.store(outputs, acc.to(output.dtype.element_ty), mask=is_part)
+
+
+def tiling(head_dim: int, group: int, dtype: torch.dtype, max_query_len: int) -> Tiling:
+    """Tiles for a head size, the query heads of a KV head, the format that is computed in, and the longest row."""
+    head_pad = max(16, triton.next_power_of_2(head_dim))
+    block_m = 64 if max_query_len * group <= 64 or head_pad > 128 or dtype == torch.float32 else 128
+    block_m = max(block_m, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tiling(block_m, 32 if head_pad <= 128 else 16, 8, 2)
+    block_n = 64 if head_pad <= 128 else 32
+    return Tiling(block_m, block_n, 8 if block_m * head_pad >= 128 * 128 else 4, 2)
+
+
+def layout_tiles(
+    rows: Sequence[int], query_lens: Sequence[int], context_lens: Sequence[int], tokens_per_tile: int
+) -> np.ndarray:
+    """The tiles of some rows, int32 [num_tiles, 2]: row, and the row's query token that the tile begins with."""
+    lens, contexts = (np.array([lens[row] for row in rows]) for lens in (query_lens, context_lens))
+    counts = -(-lens // tokens_per_tile)
+    of_row = np.repeat(np.arange(len(rows)), counts)
+    firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens_per_tile
+    order = np.argsort(firsts + (contexts - lens)[of_row], kind="stable")[::-1]
+    tiles = np.stack([np.array(rows)[of_row], firsts], axis=1).astype(np.int32)
+    return tiles[order]
+
+
+def paged_prefill(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    tiles: Tensor,
+    tile: Tiling,
+    output: Tensor,
+    scoring: Scoring,
+) -> None:
+    """Fills output for the rows that `tiles` names (see layout_tiles; tile is the Tiling that they were laid out for).
+
+    Shapes as for paged_decode; query_starts: int32 [num_rows + 1]. The queries of a row are the last of its context,
+    each sees the keys up to its own position.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = kv_cache.shape[3]
+    stored = as_stored(kv_cache, capability(query.device))
+    window = 0 if scoring.window is None else min(scoring.window, MAX_WINDOW)
+    prefill_kernel[(len(tiles), num_kv_heads)](
+        output, query, stored.keys, stored.values, block_tables, context_lens, query_starts, tiles, scoring.slopes,
+        scoring.scale * LOG2_E * scoring.k_scale * stored.factor, scoring.v_scale * stored.factor, window,
+        query.stride(0), query.stride(1), output.stride(0), output.stride(1),
+        stored.keys.stride(0), stored.keys.stride(1), stored.keys.stride(2), block_tables.stride(0),
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=kv_cache.shape[2], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KV_FORMAT=stored.kv_format,
+        HAS_ALIBI=scoring.slopes is not None, HAS_WINDOW=scoring.window is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

@@ -21,6 +21,7 @@ from real.host_memory import check_fits
 from real.loader import load_weights
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
+from real.parallel.group import SINGLE, TensorGroup
 from real.profiling import Limits, capture_decodes, fitting_num_blocks, warm_up
 from real.runner import ModelRunner, StepInputs
 from real.sampler import draw, draws_of, sample
@@ -82,7 +83,8 @@ class RealBackend:
     num_gpu_blocks: None measures what fits (CUDA) or takes the stated budget (CPU). num_cpu_blocks: None is no swap
     space. max_model_len: the longest sequence to leave room for; None takes the model's. sliding_window: tokens that
     attention looks back at, the core's (None: all); a model that was trained with a window wants the same one, others
-    take any. seed: of dummy weights and of requests that bring no seed. Raises ModelError, DeviceError, ConfigError.
+    take any. seed: of dummy weights and of requests that bring no seed. group: the ranks that share the model, of which
+    this is one. Raises ModelError, DeviceError, ConfigError.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class RealBackend:
         max_model_len: int | None = None,
         sliding_window: int | None = None,
         seed: int = 0,
+        group: TensorGroup = SINGLE,
     ) -> None:
         _check_at_least(
             1, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
@@ -107,16 +110,16 @@ class RealBackend:
             _check_at_least(1, sliding_window=sliding_window)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec))
+        placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec), group)
+        check_supported(spec, sliding_window, group.size)
         choice = choose_attention(config.attention, _attention_spec(spec, block_size, placement, sliding_window))
         self.attention_name = choice.provider.name
         self.attention_reasons = choice.reasons
         self.device_description = describe_device(placement.device)
-        check_supported(spec, sliding_window)
         if placement.device.type == "cpu":
-            size = block_bytes(spec, block_size, placement.dtype)
+            size = block_bytes(spec, block_size, placement.dtype, group.size)
             num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
-            check_fits(spec.name, spec.num_parameters * placement.dtype.itemsize, num_blocks, size)
+            check_fits(spec.name, spec.num_parameters * placement.dtype.itemsize // group.size, num_blocks, size)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         self.runner = ModelRunner(
             model,
@@ -194,8 +197,8 @@ def _attention_spec(
     spec: ModelSpec, block_size: int, placement: Placement, sliding_window: int | None
 ) -> AttentionSpec:
     return AttentionSpec(
-        num_heads=spec.num_attention_heads,
-        num_kv_heads=spec.num_key_value_heads,
+        num_heads=spec.num_attention_heads // placement.group.size,
+        num_kv_heads=spec.num_kv_heads_per_rank(placement.group.size),
         head_dim=spec.head_dim,
         scale=spec.head_dim**-0.5,
         block_size=block_size,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from real.device import Placement, resolve_dtype
-from real.loader import SINGLE_FILE, checkpoint_views, fill_random
+from real.loader import SINGLE_FILE, checkpoint_slots, fill_random
 from real.models.registry import build_model, check_supported
 from testbed.errors import ModelError
 from testbed.specs import ModelSpec
@@ -27,7 +27,7 @@ def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0) -> Path:
     model = build_model(spec, Placement(torch.device("cpu"), resolve_dtype(None, spec)))
     fill_random(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: view.contiguous().clone() for name, view in checkpoint_views(model).items()}
+    weights = {name: slot.view.contiguous().clone() for name, slot in checkpoint_slots(model).items()}
     save_file(weights, folder / SINGLE_FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(spec), indent=2) + "\n")
     return folder

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from real.layers.linear import MergedColumnParallel
+from real.layers.slots import HasSlots, Slot, whole
 from testbed.errors import ModelError
 from testbed.specs import ModelSpec
 
@@ -20,25 +20,26 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
-    """Every weight by its name in a checkpoint, as a view of the parameter (or of the part of one) that it fills.
+def checkpoint_slots(model: nn.Module) -> dict[str, Slot]:
+    """Every weight by its name in a checkpoint, and where it goes on this rank.
 
     A packed parameter appears as its parts; a weight that two modules share appears once, under its first name.
     """
-    views: dict[str, Tensor] = {}
+    return {name: slot for name, slot in _all_slots(model) if slot is not None}
+
+
+def _all_slots(model: nn.Module) -> Iterator[tuple[str, Slot | None]]:
+    """None: another name of a weight that came before."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
+            is_new = id(parameter) not in seen
             seen.add(id(parameter))
-            if isinstance(module, MergedColumnParallel):
-                parent = path.rpartition(".")[0]
-                for part, view in module.part_views(parameter).items():
-                    views[f"{parent}.{part}.{name}"] = view
-            else:
-                views[f"{path}.{name}"] = parameter
-    return views
+            slots = module.slots(name, parameter) if isinstance(module, HasSlots) else {"": whole(parameter)}
+            parent = path.rpartition(".")[0]
+            for part, slot in slots.items():
+                owner = f"{parent}.{part}" if part else path
+                yield f"{owner}.{name}", slot if is_new else None
 
 
 def load_weights(model: nn.Module, spec: ModelSpec, load_format: str, seed: int) -> str:
@@ -52,54 +53,65 @@ def load_weights(model: nn.Module, spec: ModelSpec, load_format: str, seed: int)
         return "dummy"
     if spec.path is None:
         raise ModelError("backend.load_format=safetensors, but model.path is not set; set it or use load_format=dummy")
-    load_safetensors(model, Path(spec.path), ignored=("lm_head.weight",) if spec.tie_word_embeddings else ())
+    load_safetensors(model, Path(spec.path))
     return "safetensors"
 
 
 @torch.no_grad()
 def fill_random(model: nn.Module, seed: int) -> None:
-    """Random weights that keep activations at unit scale; norms lie around 1. The same seed gives the same weights."""
-    views = checkpoint_views(model)
-    generator = torch.Generator(next(iter(views.values())).device).manual_seed(seed % 2**64)  # torch takes 64 bits
-    for view in views.values():
-        if view.dim() == 1:
-            view.normal_(1.0, 0.1, generator=generator)
+    """Random weights that keep activations at unit scale; norms lie around 1, biases around 0.
+
+    The same seed gives the same model, however many ranks share it: each draws the whole and keeps its part.
+    """
+    slots = checkpoint_slots(model)
+    device = next(iter(slots.values())).view.device
+    generator = torch.Generator(device).manual_seed(seed % 2**64)  # torch takes 64 bits
+    for name, slot in slots.items():
+        full = slot.view if slot.is_whole else torch.empty(slot.full_shape, dtype=slot.view.dtype, device=device)
+        if len(slot.full_shape) == 1:
+            full.normal_(0.0 if name.endswith(".bias") else 1.0, 0.1, generator=generator)
         else:
-            view.normal_(0.0, view.shape[-1] ** -0.5, generator=generator)
+            full.normal_(0.0, slot.full_shape[-1] ** -0.5, generator=generator)
+        if not slot.is_whole:
+            slot.view.copy_(slot.part_of(full))
 
 
 @torch.no_grad()
-def load_safetensors(model: nn.Module, folder: Path, ignored: tuple[str, ...] = ()) -> None:
-    """Copies each weight of the folder's safetensors files into place, converting the number format if need be.
+def load_safetensors(model: nn.Module, folder: Path) -> None:
+    """Copies this rank's part of each weight of the folder's safetensors files into place, converting the number
+    format if need be.
 
-    ignored: names that a checkpoint may hold and the model does not need. Raises ModelError.
+    Raises ModelError for a weight that is missing, unknown, of another shape or format, or not the one it is tied to.
     """
-    views = checkpoint_views(model)
-    missing = dict.fromkeys(views)
+    slots = checkpoint_slots(model)
+    aliases = {name for name, slot in _all_slots(model) if slot is None}
+    missing = dict.fromkeys(slots)
     for file in _weight_files(folder):
         with _open(file) as weights:
             for name in weights.keys():  # noqa: SIM118 (not a dict)
-                if name in ignored or name.endswith(".rotary_emb.inv_freq"):
+                if name in aliases or name.endswith(".rotary_emb.inv_freq"):
                     continue
-                if name not in views:
+                if name not in slots:
                     raise ModelError(
                         f"{file} holds weight {name!r}, which the model does not have; wrong model config?"
                     )
-                _copy(weights.get_tensor(name), views[name], name, file)
+                _copy(weights.get_slice(name), slots[name], name, file)
                 missing.pop(name, None)
     if missing:
         names = list(missing)
         rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        shape = list(views[names[0]].shape)
+        shape = list(slots[names[0]].full_shape)
         raise ModelError(f"{folder} lacks weight {names[0]!r} of shape {shape}{rest}; the checkpoint is incomplete")
 
 
-def _copy(loaded: Tensor, view: Tensor, name: str, file: Path) -> None:
-    if loaded.shape != view.shape:
-        raise ModelError(
-            f"{file}: weight {name!r} has shape {list(loaded.shape)}, the model config expects {list(view.shape)}"
-        )
-    view.copy_(loaded)
+def _copy(stored: Any, slot: Slot, name: str, file: Path) -> None:
+    """stored: a slice of safetensors, which reads from the file no more than is asked of it."""
+    shape = list(stored.get_shape())
+    if shape != list(slot.full_shape):
+        raise ModelError(f"{file}: weight {name!r} has shape {shape}, the model config expects {list(slot.full_shape)}")
+    stop = slot.start + slot.view.shape[slot.dim]
+    part = stored[slot.start : stop] if slot.dim == 0 else stored[:, slot.start : stop]
+    slot.view.copy_(part)
 
 
 def _weight_files(folder: Path) -> list[Path]:

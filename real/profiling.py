@@ -36,7 +36,7 @@ def fitting_num_blocks(
     cpu_kv_bytes: int,
 ) -> int:
     """KV blocks that the device has room for. Raises DeviceError if not even one fits."""
-    size = block_bytes(spec, limits.block_size, placement.dtype)
+    size = block_bytes(spec, limits.block_size, placement.dtype, placement.group.size)
     if placement.device.type == "cpu":
         return _num_blocks_of_budget(size, limits.block_size, cpu_kv_bytes)
     weights, temporaries = _measure(runner, spec, placement, limits)
@@ -65,7 +65,7 @@ def _measure(runner: ModelRunner, spec: ModelSpec, placement: Placement, limits:
     device = placement.device
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device)
-    shape = (2, 1, block_size, spec.num_key_value_heads, spec.head_dim)
+    shape = (2, 1, block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)
     kv_caches = [torch.zeros(shape, device=device, dtype=placement.dtype)] * spec.num_hidden_layers
     torch.cuda.reset_peak_memory_stats(device)
     chunk = min(max_num_batched_tokens, max_model_len)

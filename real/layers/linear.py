@@ -1,20 +1,20 @@
 """Linear layers over flat tokens, and the seam through which quantised weights can come in.
 
-A layer that packs several weights of a checkpoint into one parameter says which in `parts`: the checkpoint's name of
-each and its number of rows. The loader copies each weight into its view and checks the shapes; the layers load nothing.
-Tensor parallelism shards here: column-parallel layers keep some of each part's rows, row-parallel ones some columns.
+Under tensor parallelism column-parallel layers keep some output features, and their results stay apart; row-parallel
+layers keep some input features, and their results are summed. In and out sizes are always those of the whole model.
+Weights have output features in dimension 0 and input features in dimension 1, whatever a linear method stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
+from real.layers.slots import Slot, empty_parameter, shared, whole
 
 
 class LinearMethod(Protocol):
@@ -22,7 +22,7 @@ class LinearMethod(Protocol):
 
     def create_weights(self, layer: nn.Module, out_features: int, in_features: int, placement: Placement) -> None: ...
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor: ...
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class Unquantized:
@@ -31,57 +31,98 @@ class Unquantized:
     def create_weights(self, layer: nn.Module, out_features: int, in_features: int, placement: Placement) -> None:
         layer.register_parameter("weight", empty_parameter((out_features, in_features), placement))
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        return functional.linear(x, weight)
+        return functional.linear(x, weight, bias)
 
 
-def empty_parameter(shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
-    """An uninitialised weight that needs no gradient; the loader fills it."""
-    return nn.Parameter(torch.empty(shape, device=placement.device, dtype=placement.dtype), requires_grad=False)
+def share(size: int, placement: Placement) -> int:
+    """One rank's part of a size that divides among them."""
+    assert size % placement.group.size == 0, f"{size} does not divide among {placement.group.size} ranks"
+    return size // placement.group.size
 
 
 class Linear(nn.Module):
-    """`x @ weight.T`: [num_tokens, in_features] -> [num_tokens, out_features]. No bias: the models here have none."""
+    """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features], whole on every rank."""
 
-    def __init__(
-        self, in_features: int, out_features: int, placement: Placement, method: LinearMethod | None = None
-    ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.method = method or Unquantized()
-        self.method.create_weights(self, out_features, in_features, placement)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(self, x)
-
-
-class RowParallel(Linear):
-    """A projection back into the hidden size; under tensor parallelism the ranks hold columns and sum their results."""
-
-
-class MergedColumnParallel(Linear):
-    """Several projections of the same input in one multiplication, their outputs side by side in the order of parts."""
+    bias: Tensor | None
 
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int],
+        out_features: int,
         placement: Placement,
+        *,
+        bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), placement, method)
-        self.parts = dict(parts)
+        super().__init__()
+        self.group = placement.group
+        self.method = method or Unquantized()
+        self.method.create_weights(self, out_features, in_features, placement)
+        self.register_parameter("bias", empty_parameter((out_features,), placement) if bias else None)
 
-    def part_views(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The rows of each part, [part's rows, ...]: views, so that writing to them fills the packed weight."""
-        return dict(zip(self.parts, torch.split(parameter, list(self.parts.values())), strict=True))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(self, x, self.bias)
+
+
+class Part(NamedTuple):
+    """One of the projections that a layer packs: its output features in the checkpoint, and this rank's of them."""
+
+    size: int
+    start: int
+    kept: int
+
+
+class MergedColumnParallel(Linear):
+    """Several projections of the same input in one multiplication, their outputs side by side in the order of parts.
+
+    parts: by the checkpoint's name of each, its output features, shared out evenly among the ranks; or a Part.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int | Part],
+        placement: Placement,
+        *,
+        bias: bool = False,
+        method: LinearMethod | None = None,
+    ) -> None:
+        self.parts = {name: _even(part, placement) if isinstance(part, int) else part for name, part in parts.items()}
+        kept = sum(part.kept for part in self.parts.values())
+        super().__init__(in_features, kept, placement, bias=bias, method=method)
+
+    def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+        views = torch.split(parameter, [part.kept for part in self.parts.values()])
+        return {
+            part_name: shared(view, 0, part.start, part.size)
+            for (part_name, part), view in zip(self.parts.items(), views, strict=True)
+        }
+
+
+class ColumnParallel(MergedColumnParallel):
+    """One projection, of which each rank computes some output features."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        placement: Placement,
+        *,
+        bias: bool = False,
+        method: LinearMethod | None = None,
+    ) -> None:
+        super().__init__(in_features, {"": out_features}, placement, bias=bias, method=method)
 
 
 class QKVParallel(MergedColumnParallel):
-    """The query, key and value projections of grouped-query attention in one multiplication."""
+    """The query, key and value projections of grouped-query attention in one multiplication.
+
+    The arguments count the heads of the whole model, the attributes those of this rank. Where there are more ranks than
+    KV heads, several hold the same KV head.
+    """
 
     def __init__(
         self,
@@ -90,14 +131,18 @@ class QKVParallel(MergedColumnParallel):
         num_kv_heads: int,
         head_dim: int,
         placement: Placement,
+        *,
+        bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        rank, size = placement.group.rank, placement.group.size
+        self.num_heads = share(num_heads, placement)
+        self.num_kv_heads = max(1, num_kv_heads // size)
         self.head_dim = head_dim
-        kv_size = num_kv_heads * head_dim
-        parts = {"q_proj": num_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, placement, method)
+        first_kv_head = rank * num_kv_heads // size
+        kv = Part(num_kv_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
+        parts: dict[str, int | Part] = {"q_proj": num_heads * head_dim, "k_proj": kv, "v_proj": kv}
+        super().__init__(hidden_size, parts, placement, bias=bias, method=method)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[num_tokens, hidden] -> query [num_tokens, num_heads, head_dim], key and value with num_kv_heads."""
@@ -105,3 +150,38 @@ class QKVParallel(MergedColumnParallel):
         heads = self(x).view(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return query, key, value
+
+
+class RowParallel(Linear):
+    """A projection back into the hidden size: the ranks hold input features, sum their results, add the bias once.
+
+    Its input is this rank's part, [num_tokens, in_features / ranks].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        placement: Placement,
+        *,
+        bias: bool = False,
+        method: LinearMethod | None = None,
+    ) -> None:
+        self.in_features = in_features
+        super().__init__(share(in_features, placement), out_features, placement, bias=bias, method=method)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return super().forward(x)
+        output = self.group.all_reduce(self.method.apply(self, x, None))
+        return output if self.bias is None else output.add_(self.bias)
+
+    def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+        if parameter.dim() == 1:  # of output features
+            return {"": whole(parameter)}
+        return {"": shared(parameter, 1, self.group.rank * parameter.shape[1], parameter.shape[1] * self.group.size)}
+
+
+def _even(size: int, placement: Placement) -> Part:
+    kept = share(size, placement)
+    return Part(size, placement.group.rank * kept, kept)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
-from real.layers.linear import empty_parameter
+from real.layers.slots import empty_parameter
 
 
 class RMSNorm(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 from real.device import Placement
 from real.models.interface import CausalLM
 from real.models.qwen3 import Qwen3ForCausalLM
-from testbed.errors import ModelError
-from testbed.specs import ModelSpec, read_hf_config
+from testbed.errors import ConfigError, ModelError
+from testbed.specs import ModelSpec, check_ranks, read_hf_config
 
 MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
 
@@ -20,8 +20,9 @@ def build_model(spec: ModelSpec, placement: Placement) -> CausalLM:
     return MODELS[spec.architecture](spec, placement)
 
 
-def check_supported(spec: ModelSpec, sliding_window: int | None = None) -> None:
-    """Raises ModelError for an architecture, or an option in the model's config.json, that no model here reads.
+def check_supported(spec: ModelSpec, sliding_window: int | None = None, num_ranks: int = 1) -> None:
+    """Raises ModelError for an architecture, or an option in the model's config.json, that no model here reads, and
+    ConfigError for a number of ranks among which the model does not divide.
 
     sliding_window: what attention is told to look back at. A config that asks for a window must ask for this one, in
     every layer: the KV blocks of all layers are released together.
@@ -34,6 +35,12 @@ def check_supported(spec: ModelSpec, sliding_window: int | None = None) -> None:
         )
     if spec.head_dim % 2:
         raise ModelError(f"model.head_dim is {spec.head_dim}; rotary positions need an even one")
+    check_ranks(spec, num_ranks)
+    if spec.intermediate_size % num_ranks:
+        raise ConfigError(
+            f"device.tensor_parallel_size is {num_ranks}; it must divide the intermediate_size "
+            f"({spec.intermediate_size}) of model {spec.name}"
+        )
     if spec.path is not None:
         file, raw = read_hf_config(Path(spec.path))
         _refuse_unknown_options(file, raw)

@@ -1,0 +1,63 @@
+"""Ranks that share a model compute what one rank computes: weights, embeddings, attention, logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from real.loader import checkpoint_slots
+from testbed.errors import ConfigError
+from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
+from tests.real.thread_ranks import on_ranks
+
+PROMPT = [3, 500, 17, 256, 255, 1, 499, 88, 9]
+TABLE = [9, 3, 17]
+
+
+def all_logits(spec, **options) -> torch.Tensor:
+    """Of a chunked prefill and a decode, [2, vocab]."""
+    backend = tiny_backend(spec, **options)
+    step_logits(backend, row(0, PROMPT, TABLE, end=5, samples=False))
+    prefill = step_logits(backend, row(0, PROMPT, TABLE, start=5))
+    return torch.cat([prefill, step_logits(backend, row(0, [*PROMPT, 4], TABLE, start=len(PROMPT)))])
+
+
+SHAPES = {
+    "heads of both kinds": (2, {}),
+    "a KV head on both ranks": (2, {"num_key_value_heads": 1}),
+    "a KV head on two of four ranks": (4, {}),
+    "a vocabulary that does not divide": (2, {"vocab_size": 509}),
+    "a rank beside the vocabulary": (4, {"vocab_size": 501, "tie_word_embeddings": False}),
+    "untied": (2, {"vocab_size": 509, "tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "changes"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("from_file", [True, False], ids=["safetensors", "dummy"])
+def test_ranks_together_give_the_logits_of_one(tmp_path, num_ranks, changes, from_file):
+    spec = tiny_spec(**changes)
+    spec = checkpoint(tmp_path, spec) if from_file else spec
+    expected = all_logits(spec, seed=5)
+    for logits in on_ranks(num_ranks, lambda rank: all_logits(spec, group=rank, seed=5)):
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_ranks_hold_no_more_than_their_part():
+    one = tiny_backend().runner.model
+    shared = on_ranks(2, lambda rank: tiny_backend(group=rank).runner.model)
+    whole = {name: slot.view for name, slot in checkpoint_slots(one).items()}
+    for name, full in whole.items():
+        parts = [checkpoint_slots(model)[name].view for model in shared]
+        if full.dim() == 1:
+            assert all(torch.equal(part, full) for part in parts)
+        else:
+            dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+            assert torch.equal(torch.cat(parts, dim), full)
+
+
+@pytest.mark.parametrize(("num_ranks", "what"), [(3, "4 attention heads"), (4, "intermediate_size")])
+def test_a_model_that_does_not_divide_is_refused(num_ranks, what):
+    with pytest.raises(ConfigError, match=what):
+        on_ranks(num_ranks, lambda rank: tiny_backend(replace(tiny_spec(), intermediate_size=98), group=rank))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -207,6 +207,7 @@ class Outcome(NamedTuple):
     tokens: what it emits. forks: the first token of each new sequence that parts from it here: it shares all that was
     known before, and differs from this token on. dropped: the sequence ends here and emits nothing (a beam that lost);
     its forks, if any, live. logprobs: of each of `tokens`, then of each of `forks`, where `sampling.needs_logprobs`.
+    fork_stops: what `stop` is to the sequence, to each of its forks; empty: none stops.
     """
 
     seq_id: int
@@ -215,6 +216,7 @@ class Outcome(NamedTuple):
     forks: tuple[int, ...] = ()
     dropped: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
+    fork_stops: tuple[FinishReason | None, ...] = ()
 
 
 class Spans(NamedTuple):

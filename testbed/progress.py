@@ -6,6 +6,7 @@ Owns who emitted. Ends nothing itself: it says which sequences have reached thei
 from __future__ import annotations
 
 from itertools import chain
+from typing import NamedTuple
 
 from testbed.core import Core
 from testbed.digest import fork_event
@@ -14,6 +15,14 @@ from testbed.sequence import Sequence, SequenceGroup
 from testbed.step import Step
 
 Ending = tuple[Sequence, FinishReason]
+
+
+class _Forks(NamedTuple):
+    """Members that part from a sequence: first tokens, their logprobs where asked for, and which end with them."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    stops: tuple[FinishReason | None, ...] = ()
 
 
 class Progress:
@@ -82,7 +91,7 @@ class Progress:
     def _take_drawn(self, decoded: list[Sequence], outcomes: tuple[Outcome, ...]) -> dict[int, FinishReason]:
         """Appends the tokens that were drawn; the sequences that they stop. By column: a step's cost lies here."""
         drawn = self._core.decodes.drawn(decoded)
-        seq_ids, tokens, stops, forks, dropped, logprobs = zip(*outcomes, strict=True)
+        seq_ids, tokens, stops, forks, dropped, logprobs, _ = zip(*outcomes, strict=True)
         assert drawn.seq_ids == seq_ids, "outcomes come in the order scheduled"
         assert forks == drawn.no_forks, "only the members of a group part"
         assert dropped == drawn.no_drops, "only beams are dropped"
@@ -110,7 +119,7 @@ class Progress:
         ending: list[Ending] = []
         emitted: list[Sequence] = []
         in_step: list[Sequence] = []
-        parted: list[tuple[Sequence, tuple[int, ...], tuple[TokenLogprobs, ...]]] = []
+        parted: list[tuple[Sequence, _Forks]] = []
         for seq, start, num_tokens in step.rows:
             num_computed = start + num_tokens
             self._core.blocks.publish(seq, num_computed)
@@ -130,7 +139,6 @@ class Progress:
             if num_computed < seq.num_tokens:
                 continue
             forks = self._forks(seq, outcome)
-            fork_logprobs = outcome.logprobs[len(outcome.tokens) :] if outcome is not None else ()
             if outcome is not None and outcome.dropped:
                 ending.append((seq, FinishReason.DROPPED))
             else:
@@ -140,14 +148,14 @@ class Progress:
                     ending.append((seq, reason))
             if seq.group is not None:
                 seq.group.has_parted = True
-            if forks:
-                parted.append((seq, forks, fork_logprobs))
+            if forks.tokens:
+                parted.append((seq, forks))
             self._prefilled(seq, is_ending=bool(ending) and ending[-1][0] is seq)
         assert next(drawn, None) is None, "more outcomes than sampled rows"
         if in_step:
             self._core.decodes.advance(in_step)
-        for parent, tokens, logprobs in parted:
-            ending += self._part(parent, tokens, logprobs, emitted, events)
+        for parent, forks in parted:
+            ending += self._part(parent, forks, emitted, events)
         if emitted:
             self.emitters = [*self.emitters, *emitted]
         return ending
@@ -181,37 +189,33 @@ class Progress:
 
     # --- groups ---
 
-    def _forks(self, seq: Sequence, outcome: Outcome | None) -> tuple[int, ...]:
-        """First tokens of the members that part from the sequence here."""
+    def _forks(self, seq: Sequence, outcome: Outcome | None) -> _Forks:
+        """The members that part from the sequence here."""
         if seq.group is None:
-            return ()
+            return _Forks()
         if outcome is not None:
-            return outcome.forks
-        return (0,) * (seq.num_samples - 1)  # forced: each member emits the same tokens
+            return _Forks(outcome.forks, outcome.logprobs[len(outcome.tokens) :], outcome.fork_stops)
+        return _Forks((0,) * (seq.num_samples - 1))  # forced: each member emits the same tokens
 
-    def _part(
-        self,
-        parent: Sequence,
-        tokens: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        emitted: list[Sequence],
-        events: list[int],
-    ) -> list[Ending]:
+    def _part(self, parent: Sequence, forks: _Forks, emitted: list[Sequence], events: list[int]) -> list[Ending]:
         """New members of a group, after those that are there; the ones that end with their first token."""
         group = parent.group
         assert group is not None
         ending: list[Ending] = []
         siblings = parent.together
-        for index, token in enumerate(tokens):
-            child = parent.fork(self._new_member_id(group), token, logprobs[index : index + 1])
+        for index, token in enumerate(forks.tokens):
+            child = parent.fork(self._new_member_id(group), token, forks.logprobs[index : index + 1])
             child.is_prefilling = False
             self._core.blocks.fork(parent, child)
             siblings = [*siblings, child]
             group.members.append(child)
             emitted.append(child)
             events += fork_event(parent.seq_id, child.seq_id)
-            if not child.is_forced and token in child.stop_tokens:
-                ending.append((child, FinishReason.STOP))
+            stop = forks.stops[index] if forks.stops else None
+            if stop is None and not child.is_forced and token in child.stop_tokens:
+                stop = FinishReason.STOP
+            if stop is not None:
+                ending.append((child, stop))
             elif child.num_tokens >= child.token_limit:
                 ending.append((child, FinishReason.LENGTH))
         for one in siblings:

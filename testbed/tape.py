@@ -20,7 +20,7 @@ from testbed.plan import Finished, FinishReason, Outcome, Spans
 from testbed.request import Request
 
 VERSION = 1
-NUM_FIELDS = 5  # of an outcome: those that decide; log-probabilities do not, and are left out
+NUM_FIELDS = 5  # of an outcome, and fork_stops if there are any: what decides; log-probabilities do not
 
 
 class TapeStep(NamedTuple):
@@ -74,7 +74,7 @@ class TapeWriter:
                 "kind": "step",
                 "plan_ns": step.plan_ns,
                 "commit_ns": step.commit_ns,
-                "outcomes": None if outcomes is None else [list(outcome[:NUM_FIELDS]) for outcome in outcomes],
+                "outcomes": None if outcomes is None else [_fields(outcome) for outcome in outcomes],
                 "spans": list(step.result.spans),
                 "digest": f"{step.digest:016x}",
                 "decision": self._decide(step),
@@ -143,8 +143,21 @@ def _step(item: dict[str, Any]) -> TapeStep:
     )
 
 
-def _outcome(seq_id: int, tokens: list[int], stop: str | None, forks: list[int], dropped: bool) -> Outcome:
-    return Outcome(seq_id, tuple(tokens), None if stop is None else FinishReason(stop), tuple(forks), dropped)
+def _fields(outcome: Outcome) -> list[Any]:
+    return [*outcome[:NUM_FIELDS], *([outcome.fork_stops] if outcome.fork_stops else [])]
+
+
+def _outcome(
+    seq_id: int,
+    tokens: list[int],
+    stop: str | None,
+    forks: list[int],
+    dropped: bool,
+    fork_stops: list[str | None] | tuple[()] = (),
+) -> Outcome:
+    stops = tuple(None if one is None else FinishReason(one) for one in fork_stops)
+    reason = None if stop is None else FinishReason(stop)
+    return Outcome(seq_id, tuple(tokens), reason, tuple(forks), dropped, fork_stops=stops)
 
 
 class TapeInbox:

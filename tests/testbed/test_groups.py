@@ -166,6 +166,20 @@ def test_members_that_end_with_their_first_token() -> None:
     assert_nothing_held(scheduler)
 
 
+def test_a_backend_stops_a_member_with_its_first_token() -> None:
+    scheduler = make_scheduler(eos_token_id=99)
+    add(scheduler, make_request("a", 5, None, sampling=SamplingParams(n=4, max_tokens=3)))
+    drawn = Outcome(0, (7,), forks=(8, 9, 99), fork_stops=(STOP, None, None))
+    step_with(scheduler, drawn)
+    assert members(scheduler) == {0: [7], 2: [9]}
+    _, finished = step_with(scheduler, out(0, 5), out(2, 6))
+    _, finished = step_with(scheduler, out(0, 5), out(2, 6))
+    assert [(list(one.token_ids), one.reason) for one in finished[0].completions] == [
+        ([8], STOP), ([99], STOP), ([7, 5, 5], LENGTH), ([9, 6, 6], LENGTH),
+    ]  # fmt: skip
+    assert_nothing_held(scheduler)
+
+
 @pytest.mark.parametrize("composition", ALL_COMPOSITIONS)
 def test_more_sequences_than_may_run_are_ignored(composition: str) -> None:
     scheduler = make_scheduler(composition, limits=make_limits(seqs=2))

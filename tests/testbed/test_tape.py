@@ -11,7 +11,7 @@ from testbed.errors import RunFolderError
 from testbed.interfaces import Abort, Arrive, StepView
 from testbed.plan import FinishReason, Outcome, Spans, StepResult
 from testbed.records import decision
-from testbed.request import Request
+from testbed.request import Request, SamplingParams
 from testbed.scheduler import Scheduler
 from testbed.tape import Tape, TapeEvent, TapeInbox, TapeWriter, read_tape
 from tests.testbed.core_kit import add, make_request, make_scheduler
@@ -60,6 +60,15 @@ def test_a_step_whose_rows_were_all_forced_has_no_outcomes(tmp_path: Path) -> No
     writer.committed(view(scheduler, 0, 1, None))
     writer.close()
     assert read_tape(tmp_path / "tape.jsonl").steps[0].outcomes is None
+
+
+def test_which_members_stop_with_their_first_token_is_kept(tmp_path: Path) -> None:
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    add(scheduler, make_request("a", 4, None, sampling=SamplingParams(n=3)))
+    outcomes = (Outcome(0, (5,), forks=(6, 7), fork_stops=(None, FinishReason.STOP)),)
+    writer.committed(view(scheduler, 0, 1, outcomes))
+    writer.close()
+    assert read_tape(tmp_path / "tape.jsonl").steps[0].outcomes == outcomes
 
 
 def test_every_tear_of_the_last_line_is_left_out(tmp_path: Path) -> None:

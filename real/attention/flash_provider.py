@@ -1,9 +1,9 @@
 """FlashAttention-2 over paged KV (Dao 2023), through the flash-attn package.
 
-Its paged calls want a block size that is a multiple of 256 and a cache in half precision. Where these are given, decodes
-go through flash_attn_with_kvcache and rows that follow cached positions through flash_attn_varlen_func with a block
-table; elsewhere our Triton kernels take both. Rows without cached positions (most prompts) attend to the step's own keys
-and values by a plain varlen call, at any block size.
+Its paged calls want a block size that is a multiple of 256 and a cache in half precision. Where these are given,
+decodes go through flash_attn_with_kvcache and rows that follow cached positions through flash_attn_varlen_func with a
+block table; elsewhere our Triton kernels take both. Rows without cached positions (most prompts) attend to the step's
+own keys and values by a plain varlen call, at any block size.
 
 A sliding window is its `window_size`, (tokens to the left, to the right) of a query, itself not counted.
 """
@@ -188,7 +188,9 @@ def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
             metadata.context_lens_tensor, metadata.block_tables,
         )  # fmt: skip
     device = metadata.block_tables.device
-    starts = (send(np.array([0, *accumulate(lens)], dtype=np.int32), device) for lens in (query_lens, context_lens))
+    query_starts, context_starts = (
+        send(np.array([0, *accumulate(lens)], dtype=np.int32), device) for lens in (query_lens, context_lens)
+    )
     first_tokens = [0, *accumulate(metadata.query_lens)]
     if rows[-1] - rows[0] == len(rows) - 1:  # side by side: views, no copies
         tokens: slice | Tensor = slice(first_tokens[rows[0]], first_tokens[rows[-1] + 1])
@@ -196,4 +198,5 @@ def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
     else:
         spans = [np.arange(first_tokens[row], first_tokens[row + 1]) for row in rows]
         tokens, chosen = send(np.concatenate(spans), device), send(np.array(rows), device)
-    return Part(tokens, *starts, *longest, metadata.context_lens_tensor[chosen], metadata.block_tables[chosen])
+    own_lens, own_tables = metadata.context_lens_tensor[chosen], metadata.block_tables[chosen]
+    return Part(tokens, query_starts, context_starts, *longest, own_lens, own_tables)

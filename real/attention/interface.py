@@ -6,9 +6,9 @@ positions up to itself: all of them, or the last `sliding_window`, itself includ
 
 KV memory of a layer: [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim].
 
-**FP8.** Where the cache holds FP8, it holds key / k_scale and value / v_scale, clamped to the format's range and rounded
-to nearest even. Every token attends to what the cache holds, its own step's keys and values too: so nothing depends on
-how a prompt is cut into chunks.
+**FP8.** Where the cache holds FP8, it holds key / k_scale and value / v_scale, clamped to the format's range and
+rounded to nearest even. Every token attends to what the cache holds, its own step's keys and values too: so nothing
+depends on how a prompt is cut into chunks.
 
 **CUDA graphs.** A provider with `supports_graphs` keeps this promise: for metadata whose rows are all decodes
 (query_lens are ones), `prepare` and the call wait for nothing, copy nothing from the host, and choose shapes, launches
@@ -26,7 +26,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
 
 FP8_FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 

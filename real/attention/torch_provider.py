@@ -3,8 +3,8 @@
 Rows with one new token (decodes) are computed together: their blocks are gathered into one padded batch. Decodes are
 grouped by the power of two above their length in blocks, so that padding at most doubles the work. Rows with more
 (prefills, chunks of them) are computed one by one, in tiles of queries that bound the size of the mask. With a sliding
-window only the blocks that some query of a row (of a tile) looks at are gathered, and the rest of them is masked. With ALiBi a
-mask holds what is added to the scores, for each head, and the attention is computed in float32.
+window only the blocks that some query of a row (of a tile) looks at are gathered, and the rest of them is masked. With
+ALiBi a mask holds what is added to the scores, for each head, and the attention is computed in float32.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ class TorchStep:
             first = tile.last - tile.num_keys
             keys, values = key[first : tile.last], value[first : tile.last]
         else:
-            keys, values = (blocks.flatten(0, 1)[: tile.num_keys] for blocks in self._gather(kv_cache, tile.block_table))
+            keys, values = (
+                blocks.flatten(0, 1)[: tile.num_keys] for blocks in self._gather(kv_cache, tile.block_table)
+            )
         num_kv_heads, head_dim = self._spec.num_kv_heads, self._spec.head_dim
         num_queries = tile.last - tile.first
         queries = query[tile.first : tile.last].reshape(num_queries, num_kv_heads, -1, head_dim)
@@ -223,8 +225,10 @@ class TorchStep:
         return output.to(query.dtype).permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)
 
     def _mask(self, tile: PrefillTile, device: torch.device) -> Tensor | None:
-        """What a tile's queries, the last positions of its keys, look at, [queries, keys]; None: square and causal. With
-        ALiBi, what is added to the scores, float32 [num_kv_heads, query heads of a KV head, queries, keys]."""
+        """What a tile's queries, the last positions of its keys, look at, [queries, keys]; None: square and causal.
+
+        With ALiBi, what is added to the scores, float32 [num_kv_heads, query heads of a KV head, queries, keys].
+        """
         num_queries = tile.last - tile.first
         if num_queries == tile.num_keys and tile.window is None and self._slopes is None:
             return None

@@ -147,10 +147,13 @@ class PagedRows:
 
 
 def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, rows: Sequence[int]) -> Prefills:
+    from real.kernels.formats import capability
     from real.kernels.prefill import layout_tiles, tiling
 
     group = spec.num_heads // spec.num_kv_heads
-    chosen = tiling(spec.head_dim, group, spec.dtype, max(metadata.query_lens[row] for row in rows))
+    is_plain = spec.kv_dtype == "auto" and spec.sliding_window is None and spec.alibi_slopes is None
+    longest = max(metadata.query_lens[row] for row in rows)
+    chosen = tiling(spec.head_dim, group, spec.dtype, longest, capability(spec.device), is_plain)
     tiles = layout_tiles(rows, metadata.query_lens, metadata.context_lens, chosen.block_m // group)
     return Prefills(send(tiles, spec.device), chosen)
 

@@ -2,8 +2,8 @@
 
     python -m real.kernels.compile [--targets 80 90] [--filter TEXT] [--markdown]
 
-One line a kernel: registers of a thread, bytes of local memory (spilled registers; 0 is what one wants), bytes of shared
-memory of a program, warps of a program. The tilings are those that the engine launches with.
+One line a kernel: registers of a thread, bytes of local memory (spilled registers; 0 is what one wants), bytes of
+shared memory of a program, warps of a program. The tilings are those that the engine launches with.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from testbed.errors import ConfigError
 TARGETS = (80, 90)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 BLOCK_SIZE = 16
+UNINDEXED: dict[str, Any] = {"rows": None, "query_starts": None, "HAS_ROWS": False}  # row i is token i
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,18 @@ def attention_variants(
     kv_pointer = {0: POINTERS[dtype], 1: "*fp8e4nv" if fp8 == torch.float8_e4m3fn else "*fp8e5"}.get(kv_format, "*u8")
     pointers = {"output": POINTERS[dtype], "query": POINTERS[dtype], "keys": kv_pointer, "values": kv_pointer}
     pad = max(16, 1 << (head_dim - 1).bit_length())
-    shape = {
+    shape: dict[str, Any] = {
         "GROUP": group, "HEAD_DIM": head_dim, "HEAD_PAD": pad, "BLOCK_SIZE": BLOCK_SIZE, "KV_FORMAT": kv_format,
         "HAS_ALIBI": has_alibi, "HAS_WINDOW": has_window, "slopes": "*fp32" if has_alibi else None,
     }  # fmt: skip
-    extras = [fp8 is not None and str(fp8).removeprefix("torch.float8_"), has_window and "window", has_alibi and "alibi"]
+    extras = [
+        fp8 is not None and str(fp8).removeprefix("torch.float8_"),
+        has_window and "window",
+        has_alibi and "alibi",
+    ]
     shape_name = " ".join([label, f"head {head_dim}", f"group {group}", *(extra for extra in extras if extra)])
     tile = decode.tiling(head_dim, group, dtype)
-    rows = {"rows": None, "query_starts": None, "HAS_ROWS": False, "MIN_SPLIT": decode.MIN_SPLIT}
+    rows = UNINDEXED | {"MIN_SPLIT": decode.MIN_SPLIT}
     for is_split in (False, True):
         constants = shape | rows | {
             "NUM_HEADS": 8 * group, "GROUP_TILE": tile.block_m, "BLOCK_N": tile.block_n, "IS_SPLIT": is_split,
@@ -99,7 +104,8 @@ def attention_variants(
         }  # fmt: skip
         name = f"decode{' split' if is_split else ''} {shape_name}"
         yield variant(name, decode.decode_kernel, pointers, constants, tile.num_warps, tile.num_stages)
-    wide = prefill.tiling(head_dim, group, dtype, 4096)
+    is_plain = not (fp8 or has_window or has_alibi)
+    wide = prefill.tiling(head_dim, group, dtype, 4096, divmod(target, 10), is_plain)
     constants = shape | {"BLOCK_M": wide.block_m, "BLOCK_N": wide.block_n}
     yield variant(f"prefill {shape_name}", prefill.prefill_kernel, pointers, constants, wide.num_warps, wide.num_stages)
 
@@ -116,8 +122,10 @@ def small_variants() -> Iterator[Variant]:
         }  # fmt: skip
         name = ("", "", " e4m3", " e5m2")[kv_format]
         yield variant(f"store bf16 head 128{name}", store.store_kernel, pointers, constants, 4)
-    rows = {"rows": None, "query_starts": None, "HAS_ROWS": False, "MIN_SPLIT": decode.MIN_SPLIT, "HAS_WINDOW": False}
-    constants = rows | {"NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS_PAD": 64, "TILE": decode.REDUCE_TILE}
+    constants = UNINDEXED | {
+        "MIN_SPLIT": decode.MIN_SPLIT, "HAS_WINDOW": False,
+        "NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS_PAD": 64, "TILE": decode.REDUCE_TILE,
+    }  # fmt: skip
     pointers = {"output": "*bf16", "partial": "*fp32"}
     yield variant("reduce bf16 head 128", decode.reduce_kernel, pointers, constants, 4)
     yield variant("copy", block_copy.copy_kernel, {"words": "*i64"}, {"WORDS": 4096, "CHUNK": block_copy.CHUNK}, 4)
@@ -162,7 +170,7 @@ def compile_variant(one: Variant, target: int) -> Usage:
 
 
 def _aligned(one: Variant) -> dict[tuple[int], list[list[object]]]:
-    """What the launcher finds out by itself: pointers and strides are multiples of 16, but for those it does not ask."""
+    """What a launch finds out by itself: pointers and strides are multiples of 16, but for those it does not ask."""
     unasked = {*one.kernel.do_not_specialize, *one.kernel.do_not_specialize_on_alignment}
     return {
         (i,): [["tt.divisibility", 16]]

@@ -65,25 +65,21 @@ def widen(x, dtype: tl.constexpr, kv_format: tl.constexpr):
 def narrow(x, kv_format: tl.constexpr):
     """float32 -> the bits of an FP8 number, uint8."""
     if kv_format == E4M3_BITS:
-        MANTISSA: tl.constexpr = 3
-        BIAS: tl.constexpr = 7
-        LARGEST: tl.constexpr = 448.0
-        SMALLEST_NORMAL: tl.constexpr = 0.015625  # 2^(1 - BIAS)
-        SHIFTER: tl.constexpr = 16384.0  # 2^(24 - BIAS - MANTISSA)
-    else:
-        MANTISSA: tl.constexpr = 2
-        BIAS: tl.constexpr = 15
-        LARGEST: tl.constexpr = 57344.0
-        SMALLEST_NORMAL: tl.constexpr = 0.00006103515625
-        SHIFTER: tl.constexpr = 128.0
+        return round_to_bits(x, 3, 7, 448.0)
+    return round_to_bits(x, 2, 15, 57344.0)
+
+
+@triton.jit
+def round_to_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 -> sign, exponent, and so many bits of mantissa, as uint8."""
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)
     SHIFT: tl.constexpr = 23 - MANTISSA
     half = (1 << (SHIFT - 1)) - 1 + ((bits >> SHIFT) & 1)  # ties go to even
     normal = ((bits + half) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # a sum with SHIFTER has the smallest subnormal as its last bit: the addition rounds
-    subnormal = (magnitude + SHIFTER).to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+    # in a sum with this power of two the smallest subnormal is the last bit: the addition rounds
+    subnormal = (magnitude + 2.0 ** (24 - BIAS - MANTISSA)).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
     code = tl.where(x != x, 0x7F, code)  # NaN stays NaN
     return (code | sign).to(tl.uint8)

@@ -86,15 +86,28 @@ def prefill_kernel(
     tl.store(outputs, acc.to(output.dtype.element_ty), mask=is_part)
 
 
-def tiling(head_dim: int, group: int, dtype: torch.dtype, max_query_len: int) -> Tiling:
-    """Tiles for a head size, the query heads of a KV head, the format that is computed in, and the longest row."""
+def tiling(
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    max_query_len: int,
+    capability: tuple[int, int] | None,
+    is_plain: bool,
+) -> Tiling:
+    """Tiles for a head size, query heads of a KV head, the format that is computed in, the longest row, and the GPU.
+
+    is_plain: no FP8, no window, no ALiBi; these take more registers, of which GPUs before Hopper (whose matrix units
+    read both operands from shared memory) have none to spare.
+    """
     head_pad = max(16, triton.next_power_of_2(head_dim))
     block_m = 64 if max_query_len * group <= 64 or head_pad > 128 or dtype == torch.float32 else 128
     block_m = max(block_m, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tiling(block_m, 32 if head_pad <= 128 else 16, 8, 2)
-    block_n = 64 if head_pad <= 128 else 32
-    return Tiling(block_m, block_n, 8 if block_m * head_pad >= 128 * 128 else 4, 2)
+    num_warps = 8 if block_m * head_pad >= 128 * 128 else 4
+    is_hopper = capability is None or capability >= (9, 0)
+    block_n = 64 if head_pad <= 128 and (is_hopper or is_plain) else 32
+    return Tiling(block_m, block_n, num_warps, 3 if is_hopper else 2)
 
 
 def layout_tiles(

@@ -21,7 +21,7 @@ USAGE = """usage: testbed <command> ...
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate fit <profile>      fit cost=calibrated to measured steps; `calibrate profile` measures them
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
-  bench [core|simulator]       how fast the scheduler and the simulator are
+  bench [core|simulator|engine] how fast scheduler, simulator and engine are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
 """
 

@@ -8,14 +8,14 @@ from experiments.environment import describe_machine, describe_versions
 from experiments.settings import unknown
 from testbed.errors import ConfigError
 
-BENCHES = ("core", "simulator")
+BENCHES = ("core", "simulator", "engine")
 
 
 def main(arguments: list[str]) -> int:
-    """`testbed bench [core|simulator] [options]`; without a name both, with their defaults."""
-    from experiments.bench import core, simulator
+    """`testbed bench [core|simulator|engine] [options]`; without a name all, with their defaults."""
+    from experiments.bench import core, engine, simulator
 
-    mains = {"core": core.main, "simulator": simulator.main}
+    mains = {"core": core.main, "simulator": simulator.main, "engine": engine.main}
     name = arguments[0] if arguments else None
     if name in ("-h", "--help"):
         print(f"usage: testbed bench [{'|'.join(BENCHES)}] [options]; `testbed bench <name> --help` lists them")

@@ -1,0 +1,128 @@
+"""The engine as a live caller drives it: requests in, pieces and outputs out, step by step.
+
+Scheduler, prefix cache, clock and step counters go on from call to call. Who stops early, by Ctrl-C or by closing the
+iterator, aborts what is left at the next step boundary: its blocks are free again, and the engine is as good as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from real.driver import Drive, RealTimeClock, RunningBackend
+from real.text.collector import Collector, Progress
+from real.text.inbox import LiveInbox
+from real.text.interrupt import deferred
+from real.text.outputs import TextRequest
+from real.text.status import CacheHits
+from real.text.stopping import StoppingBackend
+from real.text.tokenizer import Tokenizer
+from testbed.errors import RequestError, TestbedError
+from testbed.interfaces import Recorder
+from testbed.scheduler import Scheduler
+from testbed.sequence import Sequence as CoreSequence
+from testbed.serve import serve
+
+
+class OneClock(RealTimeClock):
+    """Runs on from call to call: a loop that starts does not set it back."""
+
+    def start(self) -> None:
+        """It runs already."""
+
+
+class TextEngine:
+    """One scheduler and one backend. tokenizer: None leaves texts empty. eos_ids: tokens that end a sequence.
+
+    One call at a time; not for several threads.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        backend: RunningBackend,
+        tokenizer: Tokenizer | None,
+        *,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self._backend = backend
+        self._eos_ids = eos_ids
+        self._clock = OneClock()
+        self._is_busy = False
+        self._is_in_turn = False
+
+    @property
+    def now_ns(self) -> int:
+        return self._clock.now_ns()
+
+    @property
+    def cache_hits(self) -> CacheHits:
+        blocks = self.scheduler.blocks
+        return CacheHits(blocks.num_queried_tokens, blocks.num_hit_tokens)
+
+    def check(self, asked: TextRequest, vocab_size: int) -> None:
+        """Raises RequestError, naming the prompt, for a request that could never be served whole."""
+        request, limits = asked.request, self.scheduler.limits
+        where, tokens, sampling = f"prompt {asked.index}", request.prompt_token_ids, request.sampling
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise RequestError(f"{where} has token id {bad}; the model's vocabulary has ids 0 to {vocab_size - 1}")
+        if len(tokens) > limits.max_model_len:
+            raise RequestError(
+                f"{where} has {len(tokens)} tokens, more than max_model_len ({limits.max_model_len}); shorten it, or "
+                "raise max_model_len"
+            )
+        if sampling.num_seqs > min(limits.max_num_seqs, limits.max_num_batched_tokens):
+            raise RequestError(
+                f"{where} asks for {sampling.num_seqs} sequences, and max_num_seqs is {limits.max_num_seqs}, "
+                f"max_num_batched_tokens {limits.max_num_batched_tokens}; lower n, best_of or beam_width"
+            )
+        if sampling.beam_width and sampling.stop:
+            raise RequestError(f"{where}: beam search does not look for stop strings; use stop_token_ids, or no beams")
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError(f"{where} has stop strings, and there is no tokenizer to find them; pass tokenizer=")
+        blocks, seq = self.scheduler.blocks, CoreSequence(0, request, limits.max_model_len)
+        if blocks.never_fits(seq):
+            raise RequestError(
+                f"{where} can never fit: {blocks.never_fits_reason(seq)}; shorten it, or raise num_gpu_blocks or "
+                "gpu_memory_utilization"
+            )
+
+    def serve(
+        self, requests: Sequence[TextRequest], *, streams: bool = False, watchers: Sequence[Recorder] = ()
+    ) -> Iterator[Progress]:
+        """Serves these requests to their end; what came is given after every step that brought something.
+
+        streams: whether pieces are wanted. watchers: recorders that see the loop's events. Raises TestbedError if the
+        engine is busy, or was stopped within a step.
+        """
+        if self._is_in_turn:
+            raise TestbedError("the engine was stopped in the middle of a step; make a new LLM")
+        if self._is_busy:
+            raise TestbedError("a stream of this LLM is still open; read it to its end, or close() it")
+        collector = Collector(requests, self.tokenizer, self._eos_ids, streams=streams, watchers=watchers)
+        inbox = LiveInbox([asked.request for asked in requests])
+        drive = Drive(serve(inbox, self.scheduler, collector), StoppingBackend(self._backend, collector), self._clock)
+        self._is_busy = True
+        try:
+            while not drive.is_over:
+                self._turn(drive)
+                progress = collector.take()
+                if progress.pieces or progress.outputs:
+                    yield progress
+        finally:
+            if not self._is_in_turn:
+                inbox.give_up()
+                while not drive.is_over:
+                    self._turn(drive)
+            self._is_busy = False
+
+    def _turn(self, drive: Drive[None]) -> None:
+        """One step and what follows it, up to where no plan is in flight."""
+        with deferred():
+            self._is_in_turn = True
+            drive.step()
+            while not (drive.is_waiting or drive.is_over):
+                drive.step()
+            self._is_in_turn = False

@@ -1,0 +1,70 @@
+"""Sampling as users of a text engine expect it: vLLM's defaults, or those that a checkpoint brings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed import sampling
+from testbed.errors import ModelError
+
+GENERATION_FILE = "generation_config.json"
+DEFAULTS = {  # our parameter -> its key in a checkpoint's generation_config.json
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(sampling.SamplingParams):
+    """The core's parameters; what is left out is what vLLM takes: temperature 1, at most 16 tokens."""
+
+    temperature: float = 1.0
+    max_tokens: int | None = 16
+
+
+def default_sampling(folder: Path | None) -> SamplingParams:
+    """What a checkpoint's generation_config.json recommends, as vLLM reads it (`do_sample` is not looked at).
+
+    Raises ModelError for a file that is damaged; RequestError for a value that is out of range.
+    """
+    values = {} if folder is None else _read(folder / GENERATION_FILE)
+    return SamplingParams(**{name: values[key] for name, key in DEFAULTS.items() if values.get(key) is not None})
+
+
+def end_tokens(folder: Path | None) -> tuple[int, ...]:
+    """Every token that ends a text, by config.json and generation_config.json; in that order, each once.
+
+    Raises ModelError for a file that is damaged.
+    """
+    if folder is None:
+        return ()
+    found: list[int] = []
+    for name in ("config.json", GENERATION_FILE):
+        value = _read(folder / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ModelError(
+                    f"{folder / name}: 'eos_token_id' is {value!r}; expected a token id, or a list of them"
+                )
+        found += ids
+    return tuple(dict.fromkeys(found))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds no JSON object")
+    return values

@@ -1,0 +1,164 @@
+"""A local tokenizer: text to token ids, ids to text, chat templates. The only module that knows transformers here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from real.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
+from testbed.errors import ConfigError, ModelError, RequestError
+
+FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
+    "tekken.json",
+)  # fmt: skip
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """Wraps a tokenizer of transformers; `wrap` takes one of the tokenizers library. Raises ConfigError for others."""
+
+    def __init__(self, inner: Any) -> None:
+        if not hasattr(inner, "convert_tokens_to_ids"):
+            raise ConfigError(f"tokenizer is a {type(inner).__name__}; give a folder, or a tokenizer of transformers")
+        self.inner = inner
+        self._backend = getattr(inner, "backend_tokenizer", None)  # of the tokenizers library; None: in plain Python
+        self._bytes: dict[bool, dict[int, bytes]] = {True: {}, False: {}}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer puts around a prompt."""
+        return list(self.inner.encode(text))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids. Spaces are not cleaned up; ids that the tokenizer does not know give nothing."""
+        ids = list(token_ids)
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        ids = [token for token in ids if self._token(token) is not None]
+        return str(self.inner.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
+    def chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> list[int]:
+        """The prompt of a conversation, its next turn opened. Raises RequestError if there is no template, or it
+        refuses the messages."""
+        if chat_template is None and not getattr(self.inner, "chat_template", None):
+            raise RequestError("the tokenizer has no chat template; pass chat_template=, or a prompt to generate()")
+        from jinja2 import TemplateError
+
+        arguments = {"chat_template": chat_template, "add_generation_prompt": True, **options}
+        try:
+            text = self.inner.apply_chat_template(list(messages), tokenize=False, **arguments)
+        except (TemplateError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(f"the chat template refuses the messages: {_first_line(error)}") from None
+        return list(self.inner.encode(text, add_special_tokens=False))
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new sequence's text, piece by piece; the pieces concatenate to what `decode` gives."""
+        if self._is_byte_level:
+            return ByteDetokenizer(lambda token: self._bytes_of(token, skip_special_tokens))
+        return WindowDetokenizer(
+            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens),
+            lambda token: self._is_silent(token, skip_special_tokens),
+            self._byte_ids.__contains__,
+        )
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token: int | None = self.inner.eos_token_id
+        return token
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that it gives: special and added ones included."""
+        return len(self.inner)
+
+    # --- inside ---
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        if self._backend is None:
+            return False
+        from tokenizers.decoders import ByteLevel
+
+        return isinstance(self._backend.decoder, ByteLevel)
+
+    @cached_property
+    def _alphabet(self) -> dict[str, int]:
+        return byte_level_alphabet()
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        if self._backend is None:
+            return frozenset(self.inner.all_special_ids)
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token for token, item in added.items() if item.special)
+
+    @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        """Ids of the tokens that stand for one byte, where there is byte fallback."""
+        vocabulary = self.inner.get_vocab()
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        return frozenset(vocabulary[name] for name in names if name in vocabulary)
+
+    def _token(self, token: int) -> str | None:
+        found: str | None
+        if self._backend is not None:
+            found = self._backend.id_to_token(token)
+        else:
+            found = self.inner.convert_ids_to_tokens(token) if 0 <= token < len(self.inner) else None
+        return found
+
+    def _is_silent(self, token: int, skip_special_tokens: bool) -> bool:
+        return (skip_special_tokens and token in self._special_ids) or self._token(token) is None
+
+    def _bytes_of(self, token: int, skip_special_tokens: bool) -> bytes:
+        """What a token adds to the bytes of a text, of a byte-level tokenizer."""
+        known = self._bytes[skip_special_tokens]
+        if token not in known:
+            known[token] = (
+                b"" if self._is_silent(token, skip_special_tokens) else self._joined(self._token(token) or "")
+            )
+        return known[token]
+
+    def _joined(self, token: str) -> bytes:
+        alphabet = self._alphabet
+        if all(character in alphabet for character in token):
+            return bytes(alphabet[character] for character in token)
+        return token.encode()
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a local folder. Raises ConfigError if there is none, ModelError if it is damaged."""
+    folder = Path(path)
+    if not has_tokenizer(folder):
+        raise ConfigError(f"no tokenizer at {path}: expected a folder with {FILES[0]} or {FILES[1]}")
+    try:
+        from transformers import AutoTokenizer
+
+        return Tokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+    except ImportError as error:
+        raise ConfigError(
+            f"the tokenizer at {path} needs the package {error.name or 'transformers'!r}: "
+            "pip install 'llm-serving-testbed[real]'"
+        ) from None
+    except Exception as error:  # noqa: BLE001  # a damaged file raises anything, a bare Exception included
+        raise ModelError(f"the tokenizer at {path} cannot be read: {_first_line(error)}") from None
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((Path(path) / name).is_file() for name in FILES)
+
+
+def wrap(backend: Any, **special_tokens: str) -> Tokenizer:
+    """A tokenizer of the tokenizers library, with the names of its special tokens: eos_token=…"""
+    from transformers import PreTrainedTokenizerFast
+
+    make: Any = PreTrainedTokenizerFast
+    return Tokenizer(make(tokenizer_object=backend, **special_tokens))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

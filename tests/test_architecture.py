@@ -145,7 +145,24 @@ def test_the_simulator_runs_without_torch_and_without_the_engine() -> None:
 
 
 def test_the_engine_knows_no_simulator() -> None:
-    assert not refused(imports_in("real"), "simpy", "sim", "experiments", "analysis", "tests")
+    assert not refused(imports_in("real"), "simpy", "sim", "analysis", "tests")
+
+
+def test_the_engine_knows_no_configuration_but_behind_its_public_door() -> None:
+    """`from real import LLM` is a name that leads to experiments/llm.py, when it is asked for."""
+    found = [item for item in imports_in("real") if is_part_of(item, "experiments")]
+    assert [(item.file, item.module, item.is_inside_function) for item in found] == [
+        ("real/__init__.py", "experiments.llm.LLM", True)
+    ]
+
+
+def test_text_needs_no_torch() -> None:
+    text = [item for item in imports_in("real") if item.file.startswith("real/text/")]
+    assert len(text) > 50, "nothing was looked at"
+    assert not refused(text, "torch", "triton")
+    assert not [
+        str(item) for item in text if item.top in ("transformers", "tokenizers") and not item.is_inside_function
+    ]
 
 
 def test_analysis_reads_records_and_knows_nothing_else_of_the_house() -> None:
@@ -182,6 +199,10 @@ def test_hydra_stays_at_the_edge() -> None:
             ("numpy", "torch", "simpy", "pyarrow", "pandas", "hydra", "scipy", "sim", "real"),
         ),
         ("import testbed.traces.inbox", ("torch", "simpy", "pyarrow", "pandas", "hydra", "sim", "real")),
+        (
+            "import real, real.text.engine; real.SamplingParams",
+            ("torch", "transformers", "simpy", "hydra", "experiments"),
+        ),
         ("import sim.driver, sim.backend", ("torch", "transformers", "triton", "hydra", "real")),
     ],
 )

@@ -6,7 +6,7 @@ iterator, aborts what is left at the next step boundary: its blocks are free aga
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from real.driver import Drive, RealTimeClock, RunningBackend
 from real.text.collector import Collector, Progress
@@ -91,7 +91,7 @@ class TextEngine:
 
     def serve(
         self, requests: Sequence[TextRequest], *, streams: bool = False, watchers: Sequence[Recorder] = ()
-    ) -> Iterator[Progress]:
+    ) -> Generator[Progress, None, None]:
         """Serves these requests to their end; what came is given after every step that brought something.
 
         streams: whether pieces are wanted. watchers: recorders that see the loop's events. Raises TestbedError if the

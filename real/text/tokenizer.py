@@ -27,9 +27,9 @@ class Tokenizer:
         self._backend = getattr(inner, "backend_tokenizer", None)  # of the tokenizers library; None: in plain Python
         self._bytes: dict[bool, dict[int, bytes]] = {True: {}, False: {}}
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer puts around a prompt."""
-        return list(self.inner.encode(text))
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with those that the tokenizer puts around a prompt, which a chat template has already."""
+        return list(self.inner.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids. Spaces are not cleaned up; ids that the tokenizer does not know give nothing."""
@@ -39,7 +39,7 @@ class Tokenizer:
         ids = [token for token in ids if self._token(token) is not None]
         return str(self.inner.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
-    def chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> list[int]:
+    def chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> str:
         """The prompt of a conversation, its next turn opened. Raises RequestError if there is no template, or it
         refuses the messages."""
         if chat_template is None and not getattr(self.inner, "chat_template", None):
@@ -48,10 +48,9 @@ class Tokenizer:
 
         arguments = {"chat_template": chat_template, "add_generation_prompt": True, **options}
         try:
-            text = self.inner.apply_chat_template(list(messages), tokenize=False, **arguments)
+            return str(self.inner.apply_chat_template(list(messages), tokenize=False, **arguments))
         except (TemplateError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"the chat template refuses the messages: {_first_line(error)}") from None
-        return list(self.inner.encode(text, add_special_tokens=False))
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A new sequence's text, piece by piece; the pieces concatenate to what `decode` gives."""

@@ -1,0 +1,255 @@
+"""`from real import LLM`: a model, the core and its configuration as one object that generates text.
+
+Owns how keyword arguments become a configuration. The parts are in real/text/; the wiring is experiments/build.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from os import PathLike, fspath
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.build import Pools, build_real_backend, build_scheduler
+from experiments.compose import compose_config, to_overrides
+from experiments.config import RunConfig
+from experiments.llm_settings import FoundModel, find_model, settings_to_overrides
+from experiments.seeds import needs_seed, request_seed
+from real.text.collector import Progress
+from real.text.engine import TextEngine
+from real.text.outputs import Piece, RequestOutput, TextRequest
+from real.text.prompts import Prompt, read_prompts
+from real.text.sampling import default_sampling, end_tokens
+from real.text.status import StatusLine, ThroughputBar
+from real.text.tokenizer import Message
+from testbed import sampling as core
+from testbed.errors import RequestError
+from testbed.interfaces import Recorder
+from testbed.request import Request
+
+Sampling = core.SamplingParams | Sequence[core.SamplingParams] | None
+Prompts = Any  # a text, token ids, a dict with prompt or prompt_token_ids; or a list of any of them
+
+
+class LLM:
+    """A model that generates.
+
+    model: a local folder in Hugging Face's layout; or a name of `testbed list model` with load_format="dummy" (random
+    weights); or "tiny": random weights and a tokenizer made on the spot, whose text is noise. tokenizer: a folder, or a
+    tokenizer of transformers or tokenizers; None takes the model's. scheduler: a preset, or keys of the group as a dict
+    (`name` is the preset). status_s: a status line on standard error every so many seconds. The other keyword arguments
+    are those of vLLM (llm_settings.SETTINGS has the list), groups of the configuration as dicts
+    (cache={"eviction": "lfu"}), or its dotted keys (**{"backend.num_threads": 1}).
+
+    Model, prefix cache and step counters stay from call to call. Raises TestbedError in one line.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        tokenizer: Any = None,
+        scheduler: str | Mapping[str, Any] = "vllm_v1",
+        status_s: float | None = None,
+        **settings: Any,
+    ) -> None:
+        found = find_model(fspath(model), tokenizer, settings.get("load_format"))
+        overrides = ["backend=real", *_preset(scheduler), *found.overrides, *settings_to_overrides(settings)]
+        config = compose_config(overrides)
+        self.config: RunConfig = replace(config, model=replace(config.model, name=found.name))
+        self.tokenizer = found.tokenizer
+        self._folder = found.folder
+        self._status_s = status_s
+        self._eos_ids = self._end_tokens(found)
+        self._backend: Any = build_real_backend(self.config)
+        self._pools = Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
+        self._engine: TextEngine | None = TextEngine(
+            build_scheduler(self.config, self._pools, record_decisions=False),
+            self._backend,
+            self.tokenizer,
+            eos_ids=frozenset(self._eos_ids),
+        )
+        self._num_requests = 0
+
+    # --- generating ---
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: Sampling = None,
+        *,
+        use_tqdm: bool = True,
+        on_piece: Callable[[Piece], object] | None = None,
+        on_output: Callable[[int, RequestOutput], object] | None = None,
+    ) -> list[RequestOutput]:
+        """The outputs of all prompts, in their order.
+
+        sampling: one for all prompts, or one for each; None: get_default_sampling_params(). on_piece: called with what
+        each step added to each sequence. on_output: called with the place and the output of a prompt when it is over.
+        Ctrl-C aborts what is left; the LLM stays usable.
+        """
+        return self._generate(self._requests(self._read(prompts), sampling), use_tqdm, on_piece, on_output)
+
+    def stream(self, prompts: Prompts, sampling: Sampling = None) -> Iterator[Piece]:
+        """Pieces of all prompts as they come. Closing the iterator aborts what is left."""
+        return self._stream(self._requests(self._read(prompts), sampling))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: Sampling = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """As generate, for a conversation, or a list of them: messages of `role` and `content`."""
+        if self.tokenizer is None:
+            raise RequestError("the model's folder has no tokenizer, and so no chat template; pass tokenizer=<folder>")
+        is_one = all(isinstance(item, Mapping) for item in messages)
+        conversations: Any = [messages] if is_one and messages else messages
+        prompts = []
+        for conversation in conversations:
+            text = self.tokenizer.chat(conversation, chat_template=chat_template, **template_options)
+            prompts.append(Prompt(text, self.tokenizer.encode(text, add_special_tokens=False)))
+        return self._generate(self._requests(prompts, sampling), use_tqdm, None, None)
+
+    def get_default_sampling_params(self) -> core.SamplingParams:
+        """What the checkpoint's generation_config.json recommends; what it leaves out is temperature 1, 16 tokens."""
+        return default_sampling(self._folder)
+
+    # --- life ---
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        return self._pools.num_gpu_blocks
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention provider that was chosen."""
+        return str(self._backend.attention_name)
+
+    @property
+    def scheduler(self) -> Any:
+        """The core, for those who want to look."""
+        return self._running().scheduler
+
+    def close(self) -> None:
+        """Frees the model, its memory and its processes. The LLM is of no use after it."""
+        if self._engine is None:
+            return
+        self._engine = None
+        close = getattr(self._backend, "close", None)
+        if close is not None:
+            close()
+        self._backend = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside ---
+
+    def _running(self) -> TextEngine:
+        if self._engine is None:
+            raise RequestError("this LLM is closed; make a new one")
+        return self._engine
+
+    def _generate(
+        self,
+        requests: list[TextRequest],
+        use_tqdm: bool,
+        on_piece: Callable[[Piece], object] | None,
+        on_output: Callable[[int, RequestOutput], object] | None,
+    ) -> list[RequestOutput]:
+        places = {asked.request.request_id: asked.index for asked in requests}
+        outputs: dict[int, RequestOutput] = {}
+        bar = ThroughputBar(len(requests)) if use_tqdm else None
+        try:
+            with closing(self._serve(requests, on_piece is not None, [] if bar is None else [bar])) as steps:
+                for progress in steps:
+                    if on_piece is not None:
+                        for piece in progress.pieces:
+                            on_piece(piece)
+                    for output in progress.outputs:
+                        place = places[output.request_id]
+                        outputs[place] = output
+                        if on_output is not None:
+                            on_output(place, output)
+        finally:
+            if bar is not None:
+                bar.close()
+        return [outputs[place] for place in range(len(requests))]
+
+    def _stream(self, requests: list[TextRequest]) -> Iterator[Piece]:
+        with closing(self._serve(requests, True, [])) as steps:
+            for progress in steps:
+                yield from progress.pieces
+
+    def _serve(
+        self, requests: list[TextRequest], streams: bool, watchers: list[Recorder]
+    ) -> Generator[Progress, None, None]:
+        engine = self._running()
+        if self._status_s is not None:
+            pools = (self._pools.num_gpu_blocks, self._pools.num_cpu_blocks)
+            watchers = [*watchers, StatusLine(self._status_s, pools, lambda: engine.cache_hits, _say)]
+        return engine.serve(requests, streams=streams, watchers=watchers)
+
+    def _read(self, prompts: Prompts) -> list[Prompt]:
+        return read_prompts(prompts, self.tokenizer)
+
+    def _requests(self, prompts: list[Prompt], sampling: Sampling) -> list[TextRequest]:
+        """Checked requests, with ids that no other call has had."""
+        engine = self._running()
+        if sampling is None:
+            sampling = self.get_default_sampling_params()
+        each = [sampling] * len(prompts) if isinstance(sampling, core.SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all, or each")
+        now_ns = engine.now_ns
+        requests = []
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            request_id = str(self._num_requests + index)
+            request = Request(
+                request_id, prompt.token_ids, now_ns, sampling=self._completed(one, request_id),
+                priority=prompt.priority, cache_salt=prompt.cache_salt,
+            )  # fmt: skip
+            requests.append(TextRequest(request, index, prompt.text))
+            engine.check(requests[-1], self.config.model.vocab_size)
+        self._num_requests += len(requests)
+        return requests
+
+    def _completed(self, sampling: core.SamplingParams, request_id: str) -> core.SamplingParams:
+        """With a seed of its own where it draws, and every token that ends the model's texts."""
+        if needs_seed(sampling):
+            sampling = replace(sampling, seed=request_seed(self.config.seed, request_id))
+        if not sampling.ignore_eos and self._eos_ids:
+            stops = dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))
+            sampling = replace(sampling, stop_token_ids=tuple(stops))
+        return sampling
+
+    def _end_tokens(self, found: FoundModel) -> tuple[int, ...]:
+        """EOS by the checkpoint's files, and by the tokenizer that came with it."""
+        of_model, of_tokenizer = self.config.model.eos_token_id, None
+        if found.has_own_tokenizer and found.tokenizer is not None:
+            of_tokenizer = found.tokenizer.eos_token_id
+        ids = [of_model, *end_tokens(found.folder), of_tokenizer]
+        return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _preset(scheduler: str | Mapping[str, Any]) -> list[str]:
+    """A preset's name, or keys of the group."""
+    return to_overrides({"scheduler": dict(scheduler) if isinstance(scheduler, Mapping) else scheduler})
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)

@@ -1,0 +1,112 @@
+"""From the keyword arguments of `LLM` to a model, its tokenizer, and overrides of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.compose import to_overrides
+from experiments.config import GROUPS
+from experiments.messages import options
+from experiments.settings import unknown
+from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap
+from testbed.errors import ConfigError, ModelError
+
+SETTINGS = {  # keyword argument -> key of the configuration
+    "dtype": "backend.dtype",
+    "device": "backend.device",
+    "attention": "backend.attention",
+    "load_format": "backend.load_format",
+    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "max_num_seqs": "scheduler.max_num_seqs",
+    "max_model_len": "scheduler.max_model_len",
+    "block_size": "cache.block_size",
+    "num_gpu_blocks": "cache.num_gpu_blocks",
+    "num_cpu_blocks": "cache.num_cpu_blocks",
+    "swap_space": "cache.swap_space_gib",
+    "gpu_memory_utilization": "cache.gpu_memory_utilization",
+    "kv_cache_dtype": "cache.kv_dtype",
+    "prefix_caching": "cache.prefix_caching",
+    "enable_prefix_caching": "cache.prefix_caching",  # vLLM's name
+    "num_gpu_blocks_override": "cache.num_gpu_blocks",  # vLLM's name
+    "tensor_parallel_size": "device.tensor_parallel_size",
+    "seed": "seed",
+}
+WORDS: dict[str, dict[str, str | None]] = {
+    "dtype": {"auto": None, "half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"auto": None},
+}  # vLLM's
+ARGUMENTS = ("model", "tokenizer", "scheduler", "status_s")  # of LLM itself
+TINY = "tiny"
+
+
+class FoundModel(NamedTuple):
+    """Where a model's shape, weights and tokenizer come from.
+
+    folder: of a checkpoint; None where the weights are random. has_own_tokenizer: the tokenizer came with the model.
+    """
+
+    name: str
+    overrides: list[str]
+    folder: Path | None
+    tokenizer: Tokenizer | None
+    has_own_tokenizer: bool = False
+
+
+def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundModel:
+    """Raises ModelError if there is no such model, ConfigError if there is no such tokenizer."""
+    path = Path(model)
+    given = None if tokenizer is None else read_tokenizer(tokenizer)
+    if path.exists():
+        folder = path if path.is_dir() else path.parent
+        own = load_tokenizer(folder) if given is None and has_tokenizer(folder) else None
+        overrides = to_overrides({"model": {"path": str(path)}})
+        return FoundModel(path.resolve().name, overrides, folder, given or own, own is not None)
+    if model == TINY:
+        from real.text.tiny_tokenizer import train_tokenizer
+
+        trained = given or train_tokenizer()
+        size = f"model.vocab_size={trained.num_tokens}"
+        return FoundModel(TINY, ["model=tiny", size, "backend.load_format=dummy"], None, trained)
+    if load_format == "dummy" and model in options("model"):
+        return FoundModel(model, [f"model={model}"], None, given)
+    raise ModelError(
+        f"no model at {model}: expected a local folder with config.json and safetensors. 'tiny' needs none (random "
+        "weights and a tokenizer made on the spot); with load_format=dummy any name of `testbed list model` goes"
+    )
+
+
+def read_tokenizer(tokenizer: Any) -> Tokenizer:
+    """A folder's, one of transformers, or one of the tokenizers library. Raises ConfigError, ModelError."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(tokenizer)
+    from tokenizers import Tokenizer as Backend
+
+    return wrap(tokenizer) if isinstance(tokenizer, Backend) else Tokenizer(tokenizer)
+
+
+def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
+    """Overrides of the configuration; None leaves a key as it is. Raises ConfigError for an unknown name."""
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in SETTINGS and name.partition(".")[0] not in GROUPS:
+            raise ConfigError(unknown(f"LLM has no argument {name!r}", name, [*ARGUMENTS, *SETTINGS, *GROUPS]))
+        if name == "dtype" and not isinstance(value, str | None):
+            value = str(value).removeprefix("torch.")  # a torch.dtype
+        if isinstance(value, str) and value in WORDS.get(name, {}):
+            value = WORDS[name][value]
+        if isinstance(value, str) and name in GROUPS:
+            value = {"name": value}
+        if value is not None:
+            _put(tree, SETTINGS.get(name, name), value)
+    return to_overrides(tree)
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = {**tree.get(last, {}), **value} if isinstance(value, Mapping) else value

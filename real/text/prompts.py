@@ -1,0 +1,82 @@
+"""What callers give as prompts, in all its forms, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from real.text.tokenizer import Tokenizer
+from testbed.errors import RequestError
+
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
+
+
+class Prompt(NamedTuple):
+    """text: None where token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+    priority: int = 0
+
+
+def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """One prompt or a list of them; each a text, token ids, or a dict with `prompt` or `prompt_token_ids`.
+
+    Raises RequestError naming the prompt, counted from 0.
+    """
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is a {type(prompts).__name__}; give a text, token ids, a dict, or a list of these")
+    return [_read(item, f"prompt {index}", tokenizer) for index, item in enumerate(prompts)]
+
+
+def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
+    more: dict[str, Any] = {}
+    if isinstance(item, Mapping):
+        unknown = [key for key in item if key not in KEYS]
+        if unknown:
+            raise RequestError(f"{where} has the key {unknown[0]!r}; valid: {', '.join(KEYS)}")
+        more = {key: item[key] for key in ("cache_salt", "priority") if item.get(key) is not None}
+        text, ids = item.get("prompt"), item.get("prompt_token_ids")
+        if (text is None) == (ids is None):
+            raise RequestError(f"{where} must have either prompt or prompt_token_ids")
+        item = text if ids is None else ids
+    if hasattr(item, "tolist"):
+        item = item.tolist()
+    if isinstance(item, str):
+        return Prompt(item, _encode(item, where, tokenizer), **more)
+    if not _is_token_ids(item) and not (isinstance(item, Sequence) and len(item) == 0):
+        raise RequestError(f"{where} is {_short(item)}; it must be a text, token ids, or a dict")
+    if len(item) == 0:
+        raise RequestError(f"{where} is empty; give it at least one token")
+    return Prompt(None, [int(token) for token in item], **more)
+
+
+def _encode(text: str, where: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise RequestError(
+            f"{where} is a text, and the model's folder has no tokenizer; pass token ids, or tokenizer=<folder>"
+        )
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise RequestError(f"{where} is empty; give it at least one character")
+    return ids
+
+
+def _is_token_ids(item: Any) -> bool:
+    return (
+        isinstance(item, Sequence)
+        and not isinstance(item, str | bytes)
+        and len(item) > 0
+        and all(isinstance(token, Integral) and not isinstance(token, bool) for token in item)
+    )
+
+
+def _short(item: Any) -> str:
+    text = repr(item)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,53 +1,102 @@
 """Profiles the real engine and fits the simulator's prices to it: the measuring half of every sim-against-real table.
 
 The profile is a set of steps that the ordinary loop ran, so a measured step holds everything that a step costs:
-scheduling, input preparation, forward pass, sampling, host overheads.
+scheduling, input preparation, forward pass, sampling, host overheads. real/profiler brings the grid's about.
 """
 
 from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm import tqdm
 
 from experiments import build
 from experiments.config import RunConfig
 from experiments.costs import sliding_window
 from experiments.environment import describe_driver, describe_versions
-from experiments.recorders import ProgressBar, Recorders
+from experiments.recorders import Recorders
 from real.config import RealConfig
 from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
 from sim.cost.linear import fit_linear, save_fit
-from testbed.interfaces import StepView
+from testbed.interfaces import Recorder, StepView
 from testbed.plan import BatchShape, Finished, Spans
-from testbed.profiles import MeasuredStep, Profile, ProfileManifest, number_repeats, write_profile
+from testbed.policies.config import SchedulerConfig
+from testbed.profiles import Profile, ProfileManifest, number_repeats, write_profile
 from testbed.records import RunRecorder, decision
 from testbed.request import Request
+from testbed.scheduler import Scheduler
 from testbed.serve import serve
 from testbed.tape import TapeWriter
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace
 
+if TYPE_CHECKING:  # it needs numpy, and a torch engine to be of any use
+    from real.profiler.measure import Profiled, Unit
+
+PROFILE_FILE = "profile.parquet"  # in the folder of a calibration
 PROFILE_SEED = 1_000_003  # of the profiling traces: not a seed that an experiment would use
 
 
-def profile(config: RunConfig, *, num_requests: int = 24, command: str = "") -> Profile:
-    """Steps of the real engine of `config` over varied loads, for a cost model to be fitted to.
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured. is_quick: a coarse grid. repeats: of each step of the grid. num_requests: of the largest
+    ordinary load; 0: no loads. max_s: when it ends with what there is."""
 
-    Each load is run whole-prompt and chunked, from one running sequence to as many as fit. The traces are generated
-    for this purpose only, so what is predicted later was not seen here.
+    is_quick: bool = False
+    repeats: int = 3
+    num_requests: int = 24
+    max_s: float = 540.0
+
+
+QUICK = Extent(is_quick=True, repeats=2, num_requests=10)
+
+
+def profile(config: RunConfig, extent: Extent = QUICK, *, command: str = "") -> Profile:
+    """As `measure_profile`, all of it. Raises KeyboardInterrupt if it was interrupted."""
+    measurement = measure_profile(config, extent, command=command)
+    if measurement.profiled.is_interrupted:
+        raise KeyboardInterrupt
+    return measurement.profile
+
+
+class Measurement(NamedTuple):
+    """profiled: how much of what was wanted was measured. num_gpu_blocks: of the engine."""
+
+    profile: Profile
+    profiled: Profiled
+    num_gpu_blocks: int
+
+
+def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> Measurement:
+    """Steps of the real engine of `config`, for a cost model to be fitted to: a designed grid, and ordinary loads.
+
+    The grid says what each size costs on its own; the loads, whole-prompt and chunked, from one running sequence to as
+    many as fit, have batches as runs have them. Traces are generated for this purpose only, so what is predicted later
+    was not seen here. Raises ConfigError if the engine has no room for steps.
     """
     backend: Any = build.build_real_backend(config)
-    steps = profile_steps(config, backend, _loads(num_requests, max_tokens=_longest(config)))
-    return Profile(_manifest(config, backend, command), steps)
+    from real.profiler.measure import measure
+
+    with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch:
+        units = [*_grid(config, backend, extent, Path(scratch)), *_loads(config, backend, extent, Path(scratch))]
+        num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
+        with tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5) as bar:
+            profiled = measure(
+                units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update
+            )
+    profile = Profile(_manifest(config, backend, command), number_repeats(profiled.steps))
+    return Measurement(profile, profiled, backend.num_gpu_blocks)
 
 
 def together(*profiles: Profile) -> Profile:
@@ -99,12 +148,13 @@ class Fitted:
     cost: str
     overrides: list[str]
     description: str
+    calibration: Calibration
 
 
 def fit_and_save(measured: Profile, folder: Path) -> Fitted:
     """Writes profile.parquet, fits `calibrated` and `linear` to it, takes the one that errs less on left-out steps."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_profile(folder / "profile.parquet", *measured)
+    write_profile(folder / PROFILE_FILE, *measured)
     calibration = calibrate(measured)
     save_calibration(calibration, folder / "calibrated-cost.json")
     linear = fit_linear(
@@ -126,7 +176,7 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
         f"{cost} cost fitted to {len(measured.steps)} other steps, cross-validated error {errors[cost][0]:.1%} "
         f"(median), {errors[cost][1]:.1%} (P90); {other} errs by {errors[other][0]:.1%} and {errors[other][1]:.1%}"
     )
-    return Fitted(cost, overrides, description)
+    return Fitted(cost, overrides, description, calibration)
 
 
 def describe(calibration: Calibration) -> str:
@@ -153,29 +203,87 @@ def describe(calibration: Calibration) -> str:
     return "\n".join(lines)
 
 
-def profile_steps(config: RunConfig, backend: Any, traces: Sequence[Trace]) -> list[MeasuredStep]:
-    """Every step that the engine needs for the traces, under each way to batch them."""
+# --- what is measured ---
+
+
+def _grid(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> list[Unit]:
+    """The episodes of the grid, under a scheduler that plans what comes."""
+    from real.profiler.grid import Room, design
+    from real.profiler.measure import Bench, Unit, run_episode
+
+    bounds = build.limits(config)
+    room = Room(
+        config.cache.block_size, backend.num_gpu_blocks, backend.num_cpu_blocks,
+        bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
+    )  # fmt: skip
+    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+
+    def make_scheduler(*, budget: int, caching: bool | None) -> Scheduler:
+        plain = SchedulerConfig(
+            "profiler", max_num_seqs=bounds.max_num_seqs, max_num_batched_tokens=budget,
+            max_model_len=bounds.max_model_len, watermark=0.0,
+        )  # fmt: skip
+        cache = replace(config.cache, watermark=None, eviction="lru")
+        if caching is not None:
+            cache = replace(cache, prefix_caching=caching)
+        return build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools, record_decisions=True)
+
+    sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
+    bench = Bench(backend, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)
+    return [
+        Unit(partial(run_episode, bench, episode, number))
+        for number, episode in enumerate(design(room, is_quick=extent.is_quick, seed=PROFILE_SEED))
+    ]
+
+
+@contextmanager
+def _recorded(scratch: Path, recorder: Recorder) -> Iterator[Recorder]:
+    """The recorder, beside those of a real run: its steps pay for them too."""
+    records, tape = RunRecorder(scratch), TapeWriter(scratch / "tape.jsonl", decision)
+    with closing(records), closing(tape):
+        yield Recorders(records, tape, recorder)
+
+
+_COMPOSITIONS = (("prefill_first", None), ("decode_first", None), ("decode_first", 256))  # with a budget, or the own
+
+
+def _loads(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> list[Unit]:
+    """Ordinary loads, each under each way to batch them."""
+    from real.profiler.measure import Unit
+
+    if not extent.num_requests:
+        return []
+    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    longest = max(
+        16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, build.limits(config).max_model_len // 2)
+    )
+    return [
+        Unit(partial(_load_steps, config, backend, pools, composition, budget, trace, scratch), is_repeated=False)
+        for composition, budget in _COMPOSITIONS
+        for trace in _traces(extent.num_requests, longest)
+    ]
+
+
+def _load_steps(
+    config: RunConfig,
+    backend: Any,
+    pools: build.Pools,
+    composition: str,
+    budget: int | None,
+    trace: Trace,
+    scratch: Path,
+) -> list[tuple[BatchShape, Spans, int]]:
+    """Every step that the engine needs for a trace."""
     assert isinstance(config.backend, RealConfig), "only the real engine is profiled"
     from real.driver import run as drive
 
-    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget)
+    scheduler = build.build_scheduler(replace(config, scheduler=changed), pools, record_decisions=True)
+    collector = _Collector()
     options = replace(config.backend, pace="as_fast_as_possible")
-    collected: list[tuple[BatchShape, Spans, int]] = []
-    bar = ProgressBar(3 * sum(len(trace) for trace in traces), "profile")
-    with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch, closing(bar):
-        for composition, budget in (("prefill_first", None), ("decode_first", None), ("decode_first", 256)):
-            changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget)
-            scheduler_config = replace(config, scheduler=changed)
-            for trace in traces:
-                scheduler = build.build_scheduler(scheduler_config, pools, record_decisions=True)
-                collector = _Collector()
-                # as a real run records: its steps pay for that too
-                recorder, tape = RunRecorder(Path(scratch)), TapeWriter(Path(scratch, "tape.jsonl"), decision)
-                with closing(recorder), closing(tape):
-                    recorders = Recorders(recorder, tape, collector, bar)
-                    drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorders), backend, options)
-                collected += collector.steps
-    return number_repeats(collected)
+    with _recorded(scratch, collector) as recorder:
+        drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder), backend, options)
+    return collector.steps
 
 
 class _Collector:
@@ -193,14 +301,8 @@ class _Collector:
     def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
 
-def _longest(config: RunConfig) -> int:
-    """Tokens of the longest profiled prompt: what the pool and the model can hold, at most 4096."""
-    pool_tokens = config.cache.block_size * (config.cache.num_gpu_blocks or 4096)
-    return max(16, min(4096, pool_tokens // 2, build.limits(config).max_model_len // 2))
-
-
-def _loads(num_requests: int, max_tokens: int) -> list[Trace]:
-    """Loads that tell the coefficients apart: batch size, context, prompt length and cached prefix vary on their own.
+def _traces(num_requests: int, max_tokens: int) -> list[Trace]:
+    """Traces that tell the coefficients apart: batch size, context, prompt length and cached prefix vary on their own.
 
     Many short contexts; as many of mixed length; few long ones; sessions whose turns hit the cache.
     """

@@ -1,35 +1,63 @@
-"""`testbed calibrate`: a profile of the real engine, and a cost model fitted to it."""
+"""`testbed calibrate`: a profile of the real engine, and cost models fitted to it."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from testbed.errors import ConfigError, RunFolderError
+
+if TYPE_CHECKING:
+    from experiments.calibrate import Extent, Measurement
+    from testbed.profiles import Profile
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
-    parser = argparse.ArgumentParser("testbed calibrate", description="Prices for the simulator from measured steps.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    fit = commands.add_parser("fit", help="fit cost=calibrated to a profile, cross-validate, write the fit")
-    fit.add_argument("profile", type=Path, help="a profile's .parquet (docs/cost-models.md)")
-    fit.add_argument("--out", type=Path, help="where to write the fit (.json), for cost.path")
-    fit.add_argument("--folds", type=int, default=5, help="of the cross-validation (5)")
-    measure = commands.add_parser("profile", help="run the real engine over varied loads and write what steps took")
-    measure.add_argument("overrides", nargs="*", help="key=value pairs, as of `testbed run`")
-    measure.add_argument("--out", type=Path, required=True, help="where to write the profile (.parquet)")
-    measure.add_argument("--requests", type=int, default=24, help="of the largest load (24)")
-    for command in (fit, measure):
-        command.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    options = parser.parse_args(arguments)
-    if options.out is not None and options.out.exists() and not options.overwrite:
+    command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
+    options = _parser(command).parse_args(arguments if command == "all" else arguments[1:])
+    if command != "all" and options.out is not None and options.out.exists() and not options.overwrite:
         raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
-    return _fit(options) if options.command == "fit" else _profile(options, arguments)
+    return _COMMANDS.get(command, _all)(options, shlex.join(["testbed", "calibrate", *arguments]))
 
 
-def _fit(options: argparse.Namespace) -> int:
+def _parser(command: str) -> argparse.ArgumentParser:
+    name = "testbed calibrate" if command == "all" else f"testbed calibrate {command}"
+    parser = argparse.ArgumentParser(
+        name,
+        description={
+            "all": "Profile the real engine, fit cost models to it, write both into a folder.",
+            "profile": "Run the real engine over a grid of steps and ordinary loads; write what steps took.",
+            "fit": "Fit cost=calibrated to a profile, cross-validate, write the fit.",
+        }[command],
+        epilog="Parts of it: `testbed calibrate profile`, `testbed calibrate fit`." if command == "all" else None,
+    )
+    if command == "fit":
+        parser.add_argument("profile", type=Path, help="a profile's .parquet (docs/cost-models.md)")
+        parser.add_argument("--out", type=Path, help="where to write the fit (.json), for cost.path")
+        parser.add_argument("--folds", type=int, default=5, help="of the cross-validation (5)")
+    else:
+        parser.add_argument("overrides", nargs="*", help="key=value pairs, as of `testbed run`")
+        parser.add_argument("--quick", action="store_true", help="a coarse grid, each step twice, small loads")
+        parser.add_argument("--repeats", type=int, help="of each step of the grid (3; quick: 2)")
+        parser.add_argument("--requests", type=int, help="of the largest ordinary load; 0: none (24; quick: 10)")
+        parser.add_argument("--max-seconds", type=float, help="end then, with what there is (540)")
+        parser.add_argument(
+            "--out", type=Path, required=command == "profile",
+            help="where to write the profile (.parquet)" if command == "profile"
+            else "folder of profile and fits (runs/calibration-<model>-<time>)",
+        )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    return parser
+
+
+def _fit(options: argparse.Namespace, command: str) -> int:
     from experiments.calibrate import describe
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
@@ -45,18 +73,100 @@ def _fit(options: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(options: argparse.Namespace, arguments: list[str]) -> int:
-    from experiments.calibrate import profile
-    from experiments.compose import compose_config
+def _profile(options: argparse.Namespace, command: str) -> int:
     from testbed.profiles import write_profile
 
-    if options.requests < 4:
-        raise ConfigError(f"--requests is {options.requests}; it must be at least 4")
+    measurement = _measure(options, command)
+    write_profile(options.out, *measurement.profile)
+    print(_written(options.out, measurement.profile))
+    return _ending(measurement)
+
+
+def _all(options: argparse.Namespace, command: str) -> int:
+    from experiments.calibrate import PROFILE_FILE, describe, fit_and_save
+    from testbed.profiles import write_profile
+
+    for item in options.overrides:
+        if "=" not in item:
+            raise ConfigError(f"`testbed calibrate {item}`: expected key=value pairs, or one of {', '.join(_COMMANDS)}")
+    extent = _extent(options)
+    folder: Path = options.out or _default_folder(options.overrides)
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not options.overwrite:
+        raise RunFolderError(f"{folder} is not empty; choose another --out or pass --overwrite")
+    measurement = _measure(options, command, extent)
+    file = folder / PROFILE_FILE
+    write_profile(file, *measurement.profile)  # before the fit, which may refuse a part of a profile
+    print(_written(file, measurement.profile))
+    fitted = fit_and_save(measurement.profile, folder)
+    print(describe(fitted.calibration))
+    print(f"best         {fitted.description}")
+    print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
+    print(f"simulate     {shlex.join(_simulation(options.overrides, measurement, fitted.overrides))}")
+    return _ending(measurement)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, str], int]] = {"fit": _fit, "profile": _profile}
+
+
+def _default_folder(overrides: list[str]) -> Path:
+    from experiments.compose import compose_config
+
+    name = compose_config(["backend=real", *overrides]).model.name
+    return Path("runs", time.strftime(f"calibration-{name}-%Y-%m-%d-%H-%M-%S"))
+
+
+def _extent(options: argparse.Namespace) -> Extent:
+    """Raises ConfigError for what cannot be measured."""
+    from experiments.calibrate import QUICK, Extent
+
+    base = QUICK if options.quick else Extent()
+    repeats = base.repeats if options.repeats is None else options.repeats
+    num_requests = base.num_requests if options.requests is None else options.requests
+    max_s = base.max_s if options.max_seconds is None else options.max_seconds
+    if not 1 <= repeats <= 100:
+        raise ConfigError(f"--repeats is {repeats}; it must be from 1 to 100")
+    if num_requests and not 4 <= num_requests <= 10_000:
+        raise ConfigError(f"--requests is {num_requests}; it must be at least 4, at most 10,000, or 0 for no loads")
+    if not 0 < max_s < float("inf"):
+        raise ConfigError(f"--max-seconds is {max_s:g}; it must be above 0")
+    return Extent(base.is_quick, repeats, num_requests, max_s)
+
+
+def _measure(options: argparse.Namespace, command: str, extent: Extent | None = None) -> Measurement:
+    """Raises ConfigError if there is nothing to measure, or nothing was."""
+    from experiments.calibrate import measure_profile
+    from experiments.compose import compose_config
+
+    extent = extent or _extent(options)
     config = compose_config(["backend=real", *options.overrides])
     if not config.is_real:
         raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")
-    measured = profile(config, num_requests=options.requests, command=shlex.join(["testbed", "calibrate", *arguments]))
-    write_profile(options.out, *measured)
-    num_shapes = len({step.shape for step in measured.steps})
-    print(f"wrote {options.out}: {len(measured.steps):,} steps of {num_shapes:,} shapes on {measured.manifest.device}")
-    return 0
+    measurement = measure_profile(config, extent, command=command)
+    if not measurement.profile.steps:
+        raise ConfigError(f"nothing was measured: {measurement.profiled.ended_by}; raise --max-seconds")
+    return measurement
+
+
+def _written(file: Path, profile: Profile) -> str:
+    num_shapes = len({step.shape for step in profile.steps})
+    return f"wrote {file}: {len(profile.steps):,} steps of {num_shapes:,} shapes on {profile.manifest.device}"
+
+
+def _ending(measurement: Measurement) -> int:
+    """Says if not all was measured; the exit status."""
+    profiled = measurement.profiled
+    if profiled.ended_by is None:
+        return 0
+    print(
+        f"note         the profile is a part: {profiled.ended_by} after {profiled.num_units:,} of "
+        f"{profiled.num_wanted:,} episodes, which came in random order"
+    )
+    return INTERRUPTED if profiled.is_interrupted else 0
+
+
+def _simulation(overrides: list[str], measurement: Measurement, fitted: list[str]) -> list[str]:
+    """The command that simulates what was profiled, at its prices."""
+    kept = [item for item in overrides if not item.startswith(("backend", "device=", "cache.num_gpu_blocks"))]
+    device = f"device={measurement.profile.manifest.device}"
+    pool = f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"
+    return ["testbed", "run", *kept, *dict.fromkeys([device, *fitted]), pool]

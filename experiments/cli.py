@@ -19,7 +19,7 @@ USAGE = """usage: testbed <command> ...
   conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
   report <folder> ...          one HTML page about runs or sweeps
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
-  calibrate fit <profile>      fit cost=calibrated to measured steps; `calibrate profile` measures them
+  calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
   bench [core|simulator|engine] how fast scheduler, simulator and engine are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from analysis.load import Run, load_run
 from analysis.report import Pair
-from experiments.calibrate import Fitted, fit_and_save, profile, together
+from experiments.calibrate import Extent, Fitted, fit_and_save, profile, together
 from experiments.compose import compose_config
 from experiments.run import execute
 from testbed.errors import TestbedError
@@ -46,8 +46,8 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     """Replays the shortened trace under each policy ({name: overrides}); a small model is made on the spot."""
     base = _real_overrides(_make_model(out / "model"), quick=quick)
     config = compose_config(base)
-    num_requests = 10 if quick else 24
-    before = profile(config, num_requests=num_requests)
+    extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 24)
+    before = profile(config, extent)
     first = next(iter(policies.values()))
     scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(before, out / "load"))
     load = [*base, f"trace.rate_scale={scale:g}"]
@@ -55,7 +55,7 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     for name, policy in tqdm(policies.items(), desc="replay on the real engine", disable=None):
         reals[name] = run_point([*load, *policy], out / "real" / _slug(name))
     again = run_point([*load, *first], out / "real-again" / _slug(next(iter(policies))))
-    fitted = fit_and_save(together(before, profile(config, num_requests=num_requests)), out)
+    fitted = fit_and_save(together(before, profile(config, extent)), out)
     pairs = [
         Pair(name, run_point(_simulated([*load, *policy], fitted), out / "sim-of-real" / _slug(name)), reals[name])
         for name, policy in policies.items()

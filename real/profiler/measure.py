@@ -1,0 +1,242 @@
+"""Brings about the steps of a grid and measures them, as a run's steps: same scheduler, loop, driver and recorders.
+
+What must be there before a measured step (contexts of sequences that decode, cached prefixes) is planned and committed
+like any step, but not computed: K and V are then whatever lies in memory, and what a step costs does not depend on
+them. So the contexts cost no time, and yet every sequence has blocks of its own. Blocks to move are added to a plan of
+decodes: which ones does not matter either. What is decided beside is not measured: swaps without a swapped sequence.
+
+Knows no cost model. How a scheduler is built, and what records the steps, is handed in.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from random import Random
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from real.config import RealConfig
+from real.driver import RunningBackend, RunningWork
+from real.driver import run as drive
+from real.profiler.grid import Batch, Episode, Moves, Room
+from testbed.interfaces import Abort, Arrive, Event, Recorder, StepView
+from testbed.plan import BatchPlan, BatchShape, Finished, Outcome, PrefillChunk, PromptLogprobs, Spans
+from testbed.request import Request
+from testbed.sampling import SamplingParams
+from testbed.scheduler import Scheduler
+from testbed.serve import serve
+
+Measured = tuple[BatchShape, Spans, int]  # of a step, and the ns from its plan to its commit
+
+
+class MakeScheduler(Protocol):
+    """A scheduler that decides at once what comes: no watermark, first come first served, decodes with every prompt.
+
+    budget: tokens a step. caching: whether prefixes are looked up.
+    """
+
+    def __call__(self, *, budget: int, caching: bool | None) -> Scheduler: ...
+
+
+class Bench(NamedTuple):
+    """What episodes are run with."""
+
+    backend: RunningBackend
+    room: Room
+    make_scheduler: MakeScheduler
+    record: Callable[[Recorder], AbstractContextManager[Recorder]]  # this one, beside those that a run has
+    vocab_size: int
+    sampling: SamplingParams
+
+
+class Unit(NamedTuple):
+    """Something that is measured as a whole. is_repeated: again and again, after a first run for nothing."""
+
+    run: Callable[[], list[Measured]]
+    is_repeated: bool = True
+
+
+class Profiled(NamedTuple):
+    """steps: in the order measured. num_units: of what was to be done, how much is whole. num_wanted: all of it.
+    ended_by: None, or why it ended before. is_interrupted: whether that was a person's wish."""
+
+    steps: list[Measured]
+    num_units: int
+    num_wanted: int
+    ended_by: str | None = None
+    is_interrupted: bool = False
+
+
+def measure(
+    units: Sequence[Unit],
+    *,
+    repeats: int,
+    max_s: float,
+    seed: int,
+    progress: Callable[[], object],
+) -> Profiled:
+    """Measures all units `repeats` times over, each time in another random order; the first time, each is run once
+    before, for nothing, so that no measured step pays for what is done once.
+
+    It ends after max_s, and at an interrupt, with what was measured until then: whole units.
+    """
+    draw = Random(seed)
+    orders = [[unit for unit in units if unit.is_repeated or not repeat] for repeat in range(repeats)]
+    so_far = Profiled([], 0, sum(map(len, orders)))
+    began = time.monotonic()
+    try:
+        for repeat, order in enumerate(orders):
+            draw.shuffle(order)
+            for unit in order:
+                if time.monotonic() - began > max_s:
+                    return so_far._replace(ended_by=f"its {max_s:g} s were over")
+                if unit.is_repeated and not repeat:
+                    unit.run()
+                so_far.steps.extend(unit.run())
+                so_far = so_far._replace(num_units=so_far.num_units + 1)
+                progress()
+    except KeyboardInterrupt:
+        return so_far._replace(ended_by="it was interrupted", is_interrupted=True)
+    return so_far
+
+
+def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
+    """The measured steps of one episode. seed: of token ids and of the blocks that are moved."""
+    room = bench.room
+    has_prefixes = any(chunk.start for batch in episode.batches for chunk in batch)
+    budget = episode.budget or room.max_num_seqs * room.max_model_len
+    scheduler = bench.make_scheduler(budget=budget, caching=True if has_prefixes else None)
+    stage = _Stage(bench, episode, Random(seed))
+    with bench.record(stage) as recorder:
+        drive(serve(stage, scheduler, recorder), stage, RealConfig(pace="as_fast_as_possible"))
+    return stage.measured
+
+
+class _NoWork:
+    """A step that is not computed."""
+
+    prompt_logprobs = ()
+
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        return None, Spans()
+
+
+class _Stage:
+    """One episode: sends the requests (an Inbox), executes or skips the plans (a backend), keeps steps (a Recorder)."""
+
+    is_open = False
+
+    def __init__(self, bench: Bench, episode: Episode, draw: Random) -> None:
+        self.measured: list[Measured] = []
+        self._bench, self._episode, self._draw = bench, episode, draw
+        self._tokens = np.random.default_rng(draw.getrandbits(63))
+        self._script = self._events()
+        self._is_over = False
+        self._is_skipped = self._is_kept = False  # the next plan
+        self._moves = Moves()  # that go with it
+        self._shape = BatchShape(0, 0, (), 0)  # of the plan that was executed last
+        self._num_to_compute = 0  # tokens that are to be skipped
+        self._live: set[str] = set()  # requests of a batch that are not over
+        self._num_sent = 0
+
+    # --- the script ---
+
+    def _events(self) -> Iterator[list[Event]]:
+        """What comes at each step's boundary; what is to be done with the step is set before."""
+        episode = self._episode
+        decoding = [self._request(context, episode.num_steps) for context in episode.contexts]
+        prefixes = {chunk: self._ids(chunk.start) for batch in episode.batches for chunk in batch if chunk.start}
+        before = [*decoding, *(self._made(ids, 1) for ids in prefixes.values())]
+        if before:
+            self._num_to_compute = sum(len(request.prompt_token_ids) for request in before)
+            self._is_skipped = True
+            yield [Arrive(request) for request in before]
+            while self._num_to_compute > 0:
+                yield []
+            self._is_skipped = False
+        yield [] if decoding else [Arrive(self._request(self._bench.room.block_size, 1))]  # for nothing
+        self._is_kept = True
+        for moves in (*[Moves()] * episode.num_alone, *episode.moves):
+            self._moves = moves
+            yield []
+        self._moves = Moves()
+        for batch in episode.batches:
+            yield from self._prompts(batch, prefixes)
+        self._is_kept, self._is_skipped, self._is_over = False, True, True
+        yield [Abort(request.request_id) for request in decoding]
+
+    def _prompts(self, batch: Batch, prefixes: dict[PrefillChunk, array[int]]) -> Iterator[list[Event]]:
+        """A batch of prompts, until they are computed."""
+        requests = []
+        for chunk in batch:
+            prefix = prefixes[chunk] if chunk.start else array("i")
+            requests.append(self._made(prefix + self._ids(chunk.num_tokens), 1))
+        self._live = {request.request_id for request in requests}
+        yield [Arrive(request) for request in requests]
+        while self._live:
+            yield []
+
+    def _request(self, num_prompt_tokens: int, num_output_tokens: int) -> Request:
+        return self._made(self._ids(num_prompt_tokens), num_output_tokens)
+
+    def _made(self, prompt: array[int], num_output_tokens: int) -> Request:
+        self._num_sent += 1
+        output = self._ids(num_output_tokens)
+        return Request(f"r{self._num_sent}", prompt, forced_output=output, sampling=self._bench.sampling)
+
+    def _ids(self, num: int) -> array[int]:
+        return array("i", self._tokens.integers(0, self._bench.vocab_size, num, dtype=np.int32).tobytes())
+
+    # --- inbox ---
+
+    def due(self, now_ns: int) -> list[Event]:
+        return next(self._script, [])
+
+    def next_ns(self) -> int | None:
+        return None if self._is_over else 0
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self._live.difference_update([item.request.request_id for item in requests])
+
+    # --- backend ---
+
+    def start(self, plan: BatchPlan) -> RunningWork:
+        if self._is_skipped:
+            self._num_to_compute -= plan.shape.num_prefill_tokens
+            return _NoWork()
+        if any(self._moves):
+            plan = self._moving(plan)
+        self._shape = plan.shape
+        return self._bench.backend.start(plan)
+
+    def _moving(self, plan: BatchPlan) -> BatchPlan:
+        """The plan with blocks to move: scattered ones, as those of a pool that has been in use for long."""
+        num_out, num_in, num_copied = self._moves
+        room = self._bench.room
+        gpu = self._draw.sample(range(room.num_gpu_blocks), num_out + num_in + 2 * num_copied)
+        cpu = self._draw.sample(range(room.num_cpu_blocks), num_out + num_in)
+        inward, sources = gpu[num_out : num_out + num_in], gpu[num_out + num_in :]
+        return plan._replace(
+            shape=plan.shape._replace(
+                num_blocks_swapped_out=num_out, num_blocks_swapped_in=num_in, num_blocks_copied=num_copied
+            ),
+            swap_out=tuple(zip(gpu[:num_out], cpu[:num_out], strict=True)),
+            swap_in=tuple(zip(cpu[num_out:], inward, strict=True)),
+            copies=tuple(zip(sources[:num_copied], sources[num_copied:], strict=True)),
+        )
+
+    # --- recorder ---
+
+    def committed(self, step: StepView) -> None:
+        if self._is_kept:
+            self.measured.append((self._shape, step.result.spans, step.commit_ns - step.plan_ns))
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from real.attention.interface import AttentionSpec
 from real.attention.registry import choose_attention
 from real.batch import Layout
-from real.beams import BeamSearch, Candidates, best_continuations, is_beam
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
 from real.device import Placement, Stopwatch, describe_device, resolve_device, resolve_dtype, stopwatch
@@ -23,18 +21,20 @@ from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.parallel.group import SINGLE, TensorGroup
 from real.profiling import Limits, capture_decodes, fitting_num_blocks, warm_up
-from real.runner import ModelRunner, StepInputs
-from real.sampler import draw, draws_of, sample
+from real.runner import ModelRunner
+from real.sampling.inputs import SampleInputs
+from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
 from testbed.errors import ConfigError, DeviceError
-from testbed.plan import BatchPlan, Outcome, ScheduledSequence, Spans
+from testbed.plan import BatchPlan, Outcome, PromptLogprobs, ScheduledSequence, Spans
 from testbed.specs import ModelSpec
 
 
-class Drawn(NamedTuple):
-    """What a step's logits gave, on the device."""
+class Launched(NamedTuple):
+    """What chooses a step's tokens, on its way."""
 
-    token_ids: Tensor  # int64 [num_samples + further draws]: the first token of each row that samples, then the others
-    beams: Candidates | None
+    inputs: SampleInputs
+    drawn: Drawn
+    eos_token_id: int | None
 
 
 class RealWork:
@@ -43,15 +43,14 @@ class RealWork:
     def __init__(
         self,
         sampled: list[ScheduledSequence],
-        drawn: Drawn | None,
-        beam_search: BeamSearch,
+        launched: Launched | None,
         clock: Stopwatch,
         prepare_ns: int,
         swap_ns: Callable[[], int],
     ) -> None:
         self._sampled = sampled
-        self._drawn = drawn
-        self._beam_search = beam_search
+        self._launched = launched
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # once it was waited for
         self._clock = clock
         self._prepare_ns = prepare_ns
         self._swap_ns = swap_ns  # of swaps beside the stream of the clock, once that has finished
@@ -61,20 +60,13 @@ class RealWork:
         swap_ns, forward_ns, sample_ns = self._clock.finish()
         swap_ns += self._swap_ns()
         spans = Spans(prepare_ns=self._prepare_ns, swap_ns=swap_ns, forward_ns=forward_ns, sample_ns=sample_ns)
-        if self._drawn is None or all(row.forced for row in self._sampled):
+        if self._launched is None:
             return None, spans
-        return self._outcomes(self._drawn), spans
-
-    def _outcomes(self, drawn: Drawn) -> tuple[Outcome, ...]:
-        """One for each row that samples and is not forced, in the order of the rows."""
-        draws = draws_of(self._sampled, drawn.token_ids.tolist())
-        beams = [row for row in self._sampled if is_beam(row)]
-        found = iter(self._beam_search.advance(beams, drawn.beams) if drawn.beams is not None else [])
-        return tuple(
-            next(found) if is_beam(row) else Outcome(row.seq_id, tokens[:1], forks=tokens[1:])
-            for row, tokens in zip(self._sampled, draws, strict=True)
-            if not row.forced
-        )
+        inputs, drawn, eos_token_id = self._launched
+        self.prompt_logprobs = prompt_logprobs(inputs, drawn)
+        if all(row.forced for row in self._sampled):
+            return None, spans
+        return outcomes(self._sampled, inputs, drawn, eos_token_id), spans
 
 
 class RealBackend:
@@ -127,6 +119,7 @@ class RealBackend:
             placement,
             layout=Layout(block_size, spec.vocab_size, sliding_window),
             seed=seed,
+            eos_token_id=spec.eos_token_id,
         )
         limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_position_embeddings)
         if num_gpu_blocks is None:
@@ -146,7 +139,7 @@ class RealBackend:
         )
         self._device = placement.device
         self._stopwatch = stopwatch(placement.device)
-        self._beam_search = BeamSearch(spec.eos_token_id)
+        self._eos_token_id = spec.eos_token_id
         warm_up(self.runner, self.cache, placement, limits)
         if config.cuda_graphs and self._device.type == "cuda" and choice.provider.supports_graphs:
             sizes = captured_sizes(min(config.max_captured_size, max_num_seqs, max_num_batched_tokens))
@@ -165,20 +158,15 @@ class RealBackend:
         clock.mark()
         self.cache.execute(plan)
         clock.mark()
-        logits = self.runner.logits(inputs, self.cache.gpu) if inputs is not None else None
+        hidden = logits = launched = None
+        if inputs is not None:
+            hidden = self.runner.hidden_states(inputs, self.cache.gpu)
+            logits = self.runner.token_logits(hidden, inputs.sample_tokens)
         clock.mark()
-        sampled = [row for row in rows if row.samples]
-        drawn = _draw(logits, inputs) if sampled and inputs is not None and logits is not None else None
+        if inputs is not None and hidden is not None and logits is not None:
+            launched = Launched(inputs.sampling, self.runner.draw(hidden, logits, inputs), self._eos_token_id)
         clock.mark()
-        return RealWork(sampled, drawn, self._beam_search, clock, prepare_ns, self.cache.swap_ns)
-
-
-def _draw(logits: Tensor, inputs: StepInputs) -> Drawn:
-    """Launches all that chooses tokens. logits: float32 [num_samples, vocab]."""
-    token_ids = sample(logits, inputs.sampling)
-    if inputs.further is not None:
-        token_ids = torch.cat([token_ids, draw(logits, inputs.further)])
-    return Drawn(token_ids, None if inputs.beams is None else best_continuations(logits, inputs.beams))
+        return RealWork([row for row in rows if row.samples], launched, clock, prepare_ns, self.cache.swap_ns)
 
 
 def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: int) -> tuple[CausalLM, str]:

@@ -11,15 +11,11 @@ of Hugging Face's `generate` with `early_stopping=True`:
 What ends a sequence is the core's to know: a finished hypothesis is a token of an Outcome that is a stop token. The
 length limits are the core's too; beams reach them together.
 
-The sums are this module's own memory, the one exception to "the inputs of a step come from the plan alone": sequences
-that fork off get their ids from the core, later. So a group's sums are kept in the order in which its rows come next:
-first the beams that go on in their own sequence, in row order, then the forks, in the order of (parent row, fork).
-Each row's newest token and position are checked against what was said of it.
+Nothing is remembered from step to step: a row says its sum (`score`) and how many of its group have finished.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -27,10 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from testbed.plan import Outcome, ScheduledSequence
+from testbed.plan import Outcome, ScheduledSequence, TokenLogprobs
 from testbed.request import SamplingParams
 
-MAX_GROUPS = 2**14  # groups remembered; see BeamSearch
 MAX_SCORED_ELEMENTS = 2**22  # rows x vocabulary that are ranked at a time: bounds the memory of their copies
 
 
@@ -54,15 +49,7 @@ class Continuation(NamedTuple):
     negative_score: float
     row: int  # index into the group's rows
     token: int
-
-
-class LiveBeams(NamedTuple):
-    """A group between two steps: its rows, in the order in which they come next."""
-
-    position: int  # of the newest token of each
-    tokens: list[int]  # the newest of each
-    scores: list[float]  # summed log-probabilities of each, the newest token's included
-    num_finished: int
+    rank: int  # the token's among those of its row, from 1
 
 
 def is_beam(row: ScheduledSequence) -> bool:
@@ -76,105 +63,64 @@ def beam_inputs(sampled: Sequence[ScheduledSequence]) -> BeamInputs | None:
     if not beams:
         return None
     # a row's best `width` tokens, and its best `width` that are no stop tokens (EOS is one more), are among these
-    needed = [sampling.beam_width + len(sampling.stop_token_ids) + 1 for _, sampling in beams]
+    needed = [
+        max(sampling.beam_width + len(sampling.stop_token_ids) + 1, sampling.logprobs or 0) for _, sampling in beams
+    ]
     return BeamInputs(torch.tensor([number for number, _ in beams]), max(needed))
 
 
-class BeamSearch:
-    """The live beams of every group.
+def stop_tokens(sampling: SamplingParams, eos_token_id: int | None) -> tuple[int, ...]:
+    """The tokens at which the core ends a sequence."""
+    if eos_token_id is None or sampling.ignore_eos:
+        return sampling.stop_token_ids
+    return (*sampling.stop_token_ids, eos_token_id)
 
-    A group whose search ends is forgotten at once. One that was aborted or has reached its length limit says nothing of
-    it: it is forgotten when MAX_GROUPS other groups have taken a step since its last, which is far more than can be
-    alive and wait, and about a kilobyte each. A group id that comes again with a prompt starts anew.
-    """
 
-    def __init__(self, eos_token_id: int | None) -> None:
-        self._eos_token_id = eos_token_id
-        self._groups: OrderedDict[int, LiveBeams] = OrderedDict()  # the least recently stepped first
+def advance(rows: Sequence[ScheduledSequence], candidates: Candidates, eos_token_id: int | None) -> list[Outcome]:
+    """One outcome for each beam row of a step, in row order. Waits for the device."""
+    log_probs, token_ids = candidates.log_probs.tolist(), candidates.token_ids.tolist()
+    outcomes: list[Outcome] = []
+    seen: list[int] = []
+    for group_id, members in groupby(rows, key=lambda row: row.group_id):
+        assert group_id not in seen, f"the beams of group {group_id} do not stand together"
+        seen.append(group_id)
+        group = list(members)
+        part = slice(len(outcomes), len(outcomes) + len(group))
+        outcomes += _advance_group(group, log_probs[part], token_ids[part], eos_token_id)
+    return outcomes
 
-    def __len__(self) -> int:
-        """Groups that are remembered."""
-        return len(self._groups)
 
-    def _stop_tokens(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """The tokens at which the core ends a sequence."""
-        if self._eos_token_id is None or sampling.ignore_eos:
-            return sampling.stop_token_ids
-        return (*sampling.stop_token_ids, self._eos_token_id)
-
-    def advance(self, rows: Sequence[ScheduledSequence], candidates: Candidates) -> list[Outcome]:
-        """One outcome for each beam row of a step, in row order. Waits for the device."""
-        log_probs, token_ids = candidates.log_probs.tolist(), candidates.token_ids.tolist()
-        outcomes: list[Outcome] = []
-        seen: list[int] = []
-        for group_id, members in groupby(rows, key=lambda row: row.group_id):
-            assert group_id not in seen, f"the beams of group {group_id} do not stand together"
-            seen.append(group_id)
-            group = list(members)
-            part = slice(len(outcomes), len(outcomes) + len(group))
-            outcomes += self._advance_group(group, log_probs[part], token_ids[part])
-        return outcomes
-
-    def _advance_group(
-        self, rows: list[ScheduledSequence], log_probs: list[list[float]], token_ids: list[list[int]]
-    ) -> list[Outcome]:
-        sampling = rows[0].sampling
-        width, stops = sampling.beam_width, self._stop_tokens(sampling)
-        before = self._recall(rows)
-        ranked = sorted(
-            Continuation(-(before.scores[row] + log_prob), row, token)
-            for row in range(len(rows))
-            for log_prob, token in zip(log_probs[row], token_ids[row], strict=True)
-        )
-        finished = [each for each in ranked[:width] if each.token in stops]
-        num_finished = before.num_finished + len(finished)
-        is_over = num_finished >= width
-        live = [] if is_over else [each for each in ranked if each.token not in stops][:width]
-        # of each beam, what goes on comes first: it keeps the sequence and its blocks
-        living = [[each for each in live if each.row == row] for row in range(len(rows))]
-        ending = [[each for each in finished if each.row == row] for row in range(len(rows))]
-        after = [best[0] for best in living if best] + [each for best in living for each in best[1:]]
-        if width > 1:
-            self._remember(
-                rows[0].group_id,
-                LiveBeams(
-                    before.position + 1,
-                    [each.token for each in after],
-                    [-each.negative_score for each in after],
-                    num_finished,
-                ),
-            )
-        return [
-            _outcome(row.seq_id, [each.token for each in (*living[index], *ending[index])])
-            for index, row in enumerate(rows)
-        ]
-
-    def _recall(self, rows: list[ScheduledSequence]) -> LiveBeams:
-        """The group's sums, in the order of its rows; a prompt starts a search.
-
-        One beam alone is compared with nothing: it is not remembered, and starts anew with each step.
-        """
-        row = rows[0]
-        if row.num_samples > 1 or row.sampling.beam_width == 1:
-            assert len(rows) == 1, f"group {row.group_id} starts a search from {len(rows)} rows"
-            return LiveBeams(row.start + row.num_tokens - 1, [row.tokens[-1]], [0.0], num_finished=0)
-        known = self._groups.get(row.group_id)
-        assert known is not None, f"group {row.group_id} goes on with beams that are not known"
-        assert [row.tokens[-1] for row in rows] == known.tokens, (
-            f"group {row.group_id} comes back with other beams, or in another order"
-        )
-        assert all(row.start + row.num_tokens == known.position + 1 for row in rows), (
-            f"the beams of group {row.group_id} are not of one length"
-        )
-        return known
-
-    def _remember(self, group_id: int, beams: LiveBeams) -> None:
-        self._groups.pop(group_id, None)
-        if not beams.tokens:
-            return
-        self._groups[group_id] = beams
-        if len(self._groups) > MAX_GROUPS:
-            self._groups.popitem(last=False)
+def _advance_group(
+    rows: list[ScheduledSequence],
+    log_probs: list[list[float]],
+    token_ids: list[list[int]],
+    eos_token_id: int | None,
+) -> list[Outcome]:
+    first, sampling = rows[0], rows[0].sampling
+    position = first.start + first.num_tokens
+    assert all(row.start + row.num_tokens == position for row in rows), (
+        f"the beams of group {first.group_id} are not of one length"
+    )
+    width, stops = sampling.beam_width, stop_tokens(sampling, eos_token_id)
+    ranked = sorted(
+        Continuation(-(row.score + log_prob), index, token, rank)
+        for index, row in enumerate(rows)
+        for rank, (log_prob, token) in enumerate(zip(log_probs[index], token_ids[index], strict=True), 1)
+    )
+    if position - first.num_prompt_tokens < sampling.min_tokens:  # too early to end
+        ranked = [each for each in ranked if each.token not in stops]
+    finished = [each for each in ranked[:width] if each.token in stops]
+    is_over = first.num_finished + len(finished) >= width
+    live = [] if is_over else [each for each in ranked if each.token not in stops][:width]
+    outcomes: list[Outcome] = []
+    for index, row in enumerate(rows):
+        # what goes on comes first: it keeps the sequence and its blocks
+        own = [each for each in (*live, *finished) if each.row == index]
+        top = tuple(zip(token_ids[index], log_probs[index], strict=True))[: sampling.logprobs or 0]
+        logprobs = tuple([TokenLogprobs(log_probs[index][each.rank - 1], each.rank, top) for each in own])
+        tokens = tuple([each.token for each in own])
+        outcomes.append(Outcome(row.seq_id, tokens[:1], forks=tokens[1:], dropped=not tokens, logprobs=logprobs))
+    return outcomes
 
 
 def best_continuations(logits: Tensor, inputs: BeamInputs) -> Candidates:
@@ -187,7 +133,3 @@ def best_continuations(logits: Tensor, inputs: BeamInputs) -> Candidates:
         best = chosen.topk(num_candidates, dim=-1)  # [at most that many, num_candidates]
         parts.append(Candidates(best.values - chosen.logsumexp(dim=-1, keepdim=True), best.indices))
     return Candidates(torch.cat([part.log_probs for part in parts]), torch.cat([part.token_ids for part in parts]))
-
-
-def _outcome(seq_id: int, tokens: list[int]) -> Outcome:
-    return Outcome(seq_id, tuple(tokens[:1]), forks=tuple(tokens[1:]), dropped=not tokens)

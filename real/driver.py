@@ -14,7 +14,7 @@ from real.config import RealConfig
 from real.replay import HostTimes
 from testbed.errors import LivelockError
 from testbed.interfaces import Execute, Resume, WaitUntil
-from testbed.plan import BatchPlan, Outcome, Spans, StepResult
+from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans, StepResult
 
 SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
 SPIN_NS = 200_000  # the end of a wait is spun: a sleep oversleeps by about 100 us
@@ -63,6 +63,11 @@ class RunningWork(Protocol):
     """A plan that was launched."""
 
     def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]: ...
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """What the step gives of prompts, once it was waited for."""
+        ...
 
 
 class RunningBackend(Protocol):
@@ -152,4 +157,4 @@ def _execute(
     spans = spans._replace(schedule_ns=schedule_ns)
     if log is not None:
         log.stepped(max(0, launched_ns - began_ns - spans.prepare_ns), now_ns - last_ns, spans)
-    return Resume(now_ns, StepResult((now_ns,), outcomes, spans))
+    return Resume(now_ns, StepResult((now_ns,), outcomes, spans, prompt_logprobs=work.prompt_logprobs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from real.cache_engine import CacheEngine, block_bytes
 from real.device import Placement
 from real.graphs import Capture, DecodeGraphs
 from real.runner import EagerInputs, ModelRunner, StepInputs
-from real.sampler import SamplingInputs, sample
+from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
 from testbed.specs import ModelSpec, num_kv_blocks
 
@@ -75,8 +76,8 @@ def _measure(runner: ModelRunner, spec: ModelSpec, placement: Placement, limits:
     ]
     try:
         for load in loads:
-            inputs = _synthetic_load(load, max_num_seqs, block_size, device)
-            sample(runner.logits(inputs, kv_caches), inputs.sampling)
+            inputs = _synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
+            _run(runner, inputs, kv_caches)
     except torch.OutOfMemoryError:
         raise DeviceError(
             f"not enough GPU memory for a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences; "
@@ -96,8 +97,7 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
     num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     for load in ([(num_tokens, num_tokens)], [(1, 1)] * num_seqs):
-        inputs = _synthetic_load(load, 1, limits.block_size, placement.device)
-        sample(runner.logits(inputs, cache.gpu), inputs.sampling)
+        _run(runner, _synthetic_load(load, 1, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
     for layer in cache.gpu:
         layer.zero_()
 
@@ -122,8 +122,16 @@ def capture_decodes(
     return graphs
 
 
-def _synthetic_load(load: list[tuple[int, int]], num_samples: int, block_size: int, device: torch.device) -> StepInputs:
-    """Inputs of (query length, context length) rows that all read and write block 0: full work, little memory."""
+def _run(runner: ModelRunner, inputs: StepInputs, kv_caches: Sequence[torch.Tensor]) -> None:
+    hidden = runner.hidden_states(inputs, kv_caches)
+    runner.draw(hidden, runner.token_logits(hidden, inputs.sample_tokens), inputs)
+
+
+def _synthetic_load(
+    load: list[tuple[int, int]], num_samples: int, block_size: int, vocab_size: int, device: torch.device
+) -> StepInputs:
+    """Inputs of (query length, context length) rows that all read and write block 0: full work, little memory; the rows
+    that sample ask for all that a sampler can do."""
     query_lens = tuple(query for query, _ in load)
     context_lens = tuple(context for _, context in load)
     num_tokens = sum(query_lens)
@@ -141,9 +149,8 @@ def _synthetic_load(load: list[tuple[int, int]], num_samples: int, block_size: i
     )
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     sample_tokens = torch.arange(num_samples, device=device) % num_tokens
-    sampling = SamplingInputs(
-        torch.arange(num_samples, device=device),
-        torch.ones(num_samples, device=device),
-        torch.zeros(num_samples, dtype=torch.int64, device=device),
+    sampling = sent(
+        sample_inputs(heaviest_rows(num_samples), Source(vocab_size)),
+        lambda arrays: [torch.from_numpy(array).to(device) for array in arrays],
     )
     return StepInputs(EagerInputs(zeros, zeros, metadata), sample_tokens, sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import FlatBatch, Layout, cumulative, flatten
-from real.beams import BeamInputs, beam_inputs
 from real.device import Placement
 from real.graphs import DecodeGraphs
 from real.models.interface import CausalLM
-from real.sampler import SamplingInputs, further_inputs, sampling_inputs
+from real.sampling.inputs import SampleInputs, Source, sample_inputs, sent
+from real.sampling.sampler import Drawn, launch
 from real.staging import Staging
 from testbed.plan import ScheduledSequence
 
@@ -32,9 +33,7 @@ class StepInputs(NamedTuple):
 
     forward: EagerInputs | int  # a number: the inputs of the decode graph of that size are loaded
     sample_tokens: Tensor  # int64 [num_samples], where the last tokens of the rows that sample lie
-    sampling: SamplingInputs | None  # the random ones among the rows' first draws
-    further: SamplingInputs | None = None  # the random draws after the first, where samples of one prompt part
-    beams: BeamInputs | None = None
+    sampling: SampleInputs
 
 
 class ModelRunner:
@@ -48,14 +47,16 @@ class ModelRunner:
         *,
         layout: Layout,
         seed: int,
+        eos_token_id: int | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
         self.graphs: DecodeGraphs | None = None
-        self._device = placement.device
+        self.vocab_size = layout.vocab_size
         self._layout = layout
-        self._seed = seed
+        self._source = Source(layout.vocab_size, seed, eos_token_id)
         self._staging = Staging(placement.device)
+        self._sampling_staging = Staging(placement.device)
 
     def prepare(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
         """Flat inputs of the rows, in their order; copies to a GPU are pinned and not waited for.
@@ -63,7 +64,6 @@ class ModelRunner:
         Raises RequestError for a token id outside the vocabulary.
         """
         batch = flatten(rows, self._layout)
-        sampled = [row for row in rows if row.samples]
         samples = np.array([row.samples for row in rows])
         sample_tokens = np.cumsum(batch.query_lens)[samples] - 1
         forward: EagerInputs | int
@@ -72,14 +72,8 @@ class ModelRunner:
             (sample_tokens_tensor,) = self._staging.send([sample_tokens])
         else:
             forward, sample_tokens_tensor = self._send_eager(batch, sample_tokens)
-        beams = beam_inputs(sampled)
-        return StepInputs(
-            forward,
-            sample_tokens_tensor,
-            self._send_draws(sampling_inputs(sampled, self._seed)),
-            self._send_draws(further_inputs(sampled, self._seed)),
-            None if beams is None else beams._replace(rows=self._send_tensor(beams.rows)),
-        )
+        sampling = sent(sample_inputs(rows, self._source), self._sampling_staging.send)
+        return StepInputs(forward, sample_tokens_tensor, sampling)
 
     def hidden_states(self, inputs: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """One forward pass: final hidden states of every token, [at least num_tokens, hidden]."""
@@ -91,7 +85,15 @@ class ModelRunner:
 
     def logits(self, inputs: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """One forward pass: float32 logits of the rows that sample, [num_samples, vocab]."""
-        return self.model.logits(self.hidden_states(inputs, kv_caches).index_select(0, inputs.sample_tokens))
+        return self.token_logits(self.hidden_states(inputs, kv_caches), inputs.sample_tokens)
+
+    def token_logits(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """Float32 logits [m, vocab] at `places` int64 [m] of the final hidden states [num_tokens, hidden]."""
+        return self.model.logits(hidden.index_select(0, places))
+
+    def draw(self, hidden: Tensor, logits: Tensor, inputs: StepInputs) -> Drawn:
+        """Launches all that chooses and scores tokens, given `hidden_states` and the `token_logits` of sampled rows."""
+        return launch(logits, inputs.sampling, partial(self.token_logits, hidden))
 
     def _send_eager(self, batch: FlatBatch, sample_tokens: np.ndarray) -> tuple[EagerInputs, Tensor]:
         token_ids, positions, slots, query_starts, context_starts, context_lens, tables, samples = self._staging.send(
@@ -116,11 +118,3 @@ class ModelRunner:
             block_tables=tables,
         )
         return EagerInputs(token_ids, positions, metadata), samples
-
-    def _send_draws(self, draws: SamplingInputs | None) -> SamplingInputs | None:
-        return None if draws is None else SamplingInputs(*(self._send_tensor(tensor) for tensor in draws))
-
-    def _send_tensor(self, tensor: Tensor) -> Tensor:
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -97,13 +97,18 @@ class PrefixSharing:
     # --- hits ---
 
     def lookup(self, seq: Sequence) -> PrefixHit:
-        """The longest cached prefix of all known tokens but the last: at least one token is always computed."""
+        """The longest cached prefix of all known tokens but the last: at least one token is always computed.
+
+        None for a request that wants something of each of its prompt's tokens: it computes them all.
+        """
         if self._keys is None:
             return NO_HIT
         num_tokens = seq.num_tokens
         is_capped = self._rules.hit_cap == "last_block"
         max_blocks = (num_tokens - 1 if is_capped else num_tokens) // self._block_size
         chain = self._chain(seq, min(1, max_blocks))
+        if seq.prompt_logprobs is not None:
+            return NO_HIT
         if self._keeps_lone and not (max_blocks and self._is_known(chain.keys[0])):
             return NO_HIT
         self._chain(seq, max_blocks)

@@ -23,6 +23,11 @@ class Member:
     tokens: list[int]
     table: list[int] = field(default_factory=list)  # GPU blocks; CPU blocks while the group is swapped out
     num_computed: int = 0
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def score(self) -> float:
+        return sum(self.logprobs)
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Group:
     is_swapped: bool = False
     has_parted: bool = False
     finished: list[list[int]] = field(default_factory=list)  # outputs
+    scores: list[float] = field(default_factory=list)  # summed log-probability of each, where the backend says it
 
 
 class HandCore:
@@ -106,6 +112,10 @@ class HandCore:
                     sampling=group.sampling,
                     num_samples=group.sampling.num_seqs if samples and not group.has_parted else 1,
                     group_id=group.group_id,
+                    num_prompt_tokens=group.num_prompt_tokens,
+                    history=member.tokens if group.sampling.needs_history else (),
+                    score=member.score,
+                    num_finished=len(group.finished),
                 )
                 self._rows.append((group, member, line))
         moves = {"swap_out": tuple(self._swap_out), "swap_in": tuple(self._swap_in), "copies": tuple(copies)}
@@ -126,12 +136,15 @@ class HandCore:
                 continue
             outcome = next(found)
             group.has_parted = True
-            for token in outcome.forks:
+            given = [one.logprob for one in outcome.logprobs]
+            for index, token in enumerate(outcome.forks, len(outcome.tokens)):
                 child = Member(self._new_id(group), [*member.tokens, token], list(member.table), member.num_computed)
+                child.logprobs = member.logprobs + given[index : index + 1]
                 born.append((group, child))
                 self._counts.update(member.table)
             assert len(outcome.tokens) == (not outcome.dropped)
             member.tokens += outcome.tokens
+            member.logprobs += given[: len(outcome.tokens)]
             if outcome.dropped:
                 self._end(group, member)
         for group, member in born:
@@ -142,6 +155,7 @@ class HandCore:
                 output = member.tokens[group.num_prompt_tokens :]
                 if len(output) == group.num_output_tokens or output[-1:] in stops:
                     group.finished.append(output)
+                    group.scores.append(member.score)
                     self._end(group, member)
         self.groups = [group for group in self.groups if group.members]
 

@@ -13,6 +13,7 @@ from real import host_memory, profiling
 from real.cache_engine import block_bytes
 from real.config import RealConfig
 from real.device import Placement
+from real.sampling import sampler
 from testbed.errors import ConfigError, DeviceError, RequestError
 from testbed.interfaces import Backend
 from testbed.plan import Preemption, PreemptionMode
@@ -81,15 +82,11 @@ def test_one_outcome_for_each_sampled_row_that_is_not_forced():
 
 
 def test_forced_rows_are_sampled_and_their_tokens_left_out(monkeypatch):
-    import real.backend
-
-    shapes = []
-    sample = real.backend.sample
-    monkeypatch.setattr(
-        real.backend, "sample", lambda logits, inputs: shapes.append(logits.shape) or sample(logits, inputs)
-    )
+    backend, shapes = tiny_backend(), []
+    choose = sampler.choose
+    monkeypatch.setattr(sampler, "choose", lambda logits, inputs: shapes.append(logits.shape) or choose(logits, inputs))
     rows = (row(0, PROMPTS[0], [0, 1], forced=True), row(1, PROMPTS[1], [2], forced=True))
-    outcomes, _ = tiny_backend().start(plan_of(*rows)).wait()
+    outcomes, _ = backend.start(plan_of(*rows)).wait()
     assert outcomes is None
     assert shapes == [(2, 512)]
 
@@ -156,11 +153,11 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     backend = tiny_backend()
     loads = []
-    logits = backend.runner.logits
+    compute = backend.runner.hidden_states
     monkeypatch.setattr(
         backend.runner,
-        "logits",
-        lambda inputs, caches: loads.append(inputs.forward.attention) or logits(inputs, caches),
+        "hidden_states",
+        lambda inputs, caches: loads.append(inputs.forward.attention) or compute(inputs, caches),
     )
     limits = profiling.Limits(4, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
     placement = Placement(torch.device("cpu"), torch.float32)

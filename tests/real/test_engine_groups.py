@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from real import beams
 from real.backend import RealBackend
-from real.beams import BeamSearch, Candidates
+from real.beams import Candidates, advance
 from testbed.request import SamplingParams
 from tests.real.engine_helpers import TOLERANCE, checkpoint, plan_of, tiny_backend, tiny_spec
 from tests.real.group_core import Group, HandCore
@@ -161,11 +160,27 @@ def test_more_beams_than_tokens(tmp_path):
 
 
 def test_a_search_that_can_only_stop_ends():
-    outcomes = BeamSearch(eos_token_id=1).advance(
+    outcomes = advance(
         [beam_row(0, 0, [5, 6], search(2, ignore_eos=False, stop_token_ids=(0,)), num_samples=2)],
         Candidates(torch.tensor([[-0.5, -1.0]]), torch.tensor([[0, 1]])),
+        eos_token_id=1,
     )
-    assert [tuple(outcome) for outcome in outcomes] == [(0, (0,), None, (1,), False)]
+    assert [outcome[:5] for outcome in outcomes] == [(0, (0,), None, (1,), False)]
+    assert [one[:2] for one in outcomes[0].logprobs] == [(-0.5, 1), (-1.0, 2)]
+
+
+def test_hypotheses_come_with_their_scores(spec, reference):
+    """With them the text layer ranks; a search whose hypotheses end at different lengths, and one that may not yet."""
+    stops = sorted({beam[2] for beam in expected_beams(reference, PROMPTS[0], 4, 9)})
+    lengths = {}
+    for min_tokens in (0, 5):
+        core = hand_core()
+        group = core.add(PROMPTS[0], search(4, stop_token_ids=tuple(stops), min_tokens=min_tokens), 9)
+        run(core, tiny_backend(spec))
+        assert group.scores == pytest.approx(scores(reference, PROMPTS[0], group.finished, 0.0), abs=1e-4)
+        lengths[min_tokens] = sorted(map(len, group.finished))
+    assert lengths[0][0] <= 3
+    assert lengths[5][0] >= 6
 
 
 def beam_row(seq_id: int, group_id: int, tokens: list[int], sampling: SamplingParams, num_samples: int = 1):
@@ -183,89 +198,74 @@ def beam_row(seq_id: int, group_id: int, tokens: list[int], sampling: SamplingPa
     )
 
 
-def step(state: BeamSearch, rows, found: list[list[tuple[int, float]]]):
-    """One step with these best (token, log-probability) of each row."""
+def step(rows, found: list[list[tuple[int, float]]]):
+    """One step with these best (token, log-probability) of each row: what is decided, without the log-probabilities."""
     log_probs = torch.tensor([[value for _, value in row] for row in found])
-    return state.advance(rows, Candidates(log_probs, torch.tensor([[token for token, _ in row] for row in found])))
+    token_ids = torch.tensor([[token for token, _ in row] for row in found])
+    return [outcome[:5] for outcome in advance(rows, Candidates(log_probs, token_ids), None)]
+
+
+def live_rows(seq_ids, tokens, scores, num_finished, sampling):
+    """The rows of a group's live beams, whose newest tokens and sums are these."""
+    pairs = zip(seq_ids, tokens, scores, strict=True)
+    return [beam_row(i, 0, own, sampling)._replace(score=score, num_finished=num_finished) for i, own, score in pairs]
 
 
 def test_the_order_of_outcomes_and_of_the_rows_that_follow():
     sampling = search(3, ignore_eos=False, stop_token_ids=(99,))
-    state = BeamSearch(eos_token_id=None)
     found = [[(10, -1.0), (99, -1.5), (11, -2.0), (12, -3.0), (13, -9.0)]]
-    outcomes = step(state, [beam_row(0, 0, [1, 2], sampling, num_samples=3)], found)
+    outcomes = step([beam_row(0, 0, [1, 2], sampling, num_samples=3)], found)
     # three live beams, and beside them one finished hypothesis, as the last fork
-    assert [tuple(outcome) for outcome in outcomes] == [(0, (10,), None, (11, 12, 99), False)]
+    assert outcomes == [(0, (10,), None, (11, 12, 99), False)]
 
-    rows = [beam_row(i, 0, [1, 2, token], sampling) for i, token in enumerate((10, 11, 12))]
+    rows = live_rows((0, 1, 2), [[1, 2, token] for token in (10, 11, 12)], (-1.0, -2.0, -3.0), 1, sampling)
     found = [
         [(20, -4.0), (21, -5.0), (22, -5.5), (23, -20.0)],  # -5, -6, -6.5
         [(99, -0.5), (30, -3.2), (31, -20.0), (32, -20.0)],  # -2.5 ends, -5.2
         [(40, -0.1), (99, -9.0), (42, -9.0), (43, -9.0)],  # -3.1; a stop that is not among the best three is nothing
     ]
-    outcomes = step(state, rows, found)
-    assert [tuple(outcome) for outcome in outcomes] == [
+    outcomes = step(rows, found)
+    assert outcomes == [
         (0, (20,), None, (), False),
         (1, (30,), None, (99,), False),
         (2, (40,), None, (), False),
     ]
 
-    rows = [beam_row(i, 0, [1, 2, 7, token], sampling) for i, token in enumerate((20, 30, 40))]
+    rows = live_rows((0, 1, 2), [[1, 2, 7, token] for token in (20, 30, 40)], (-5.0, -5.2, -3.1), 2, sampling)
     found = [
         [(50, -9.0), (51, -9.0), (52, -9.0), (53, -9.0)],  # loses
         [(60, -9.0), (61, -9.0), (62, -9.0), (63, -9.0)],  # loses
         [(70, -0.1), (71, -0.2), (72, -0.3), (73, -0.4)],
     ]
-    outcomes = step(state, rows, found)
-    assert [tuple(outcome) for outcome in outcomes] == [
+    outcomes = step(rows, found)
+    assert outcomes == [
         (0, (), None, (), True),
         (1, (), None, (), True),
         (2, (70,), None, (71, 72), False),
     ]
 
-    rows = [beam_row(i, 0, [1, 2, 7, 40, token], sampling) for i, token in zip((2, 5, 6), (70, 71, 72), strict=True)]
+    rows = live_rows((2, 5, 6), [[1, 2, 7, 40, token] for token in (70, 71, 72)], (-3.2, -3.3, -3.4), 2, sampling)
     found = [
         [(80, -1.0), (81, -9.0), (82, -9.0), (83, -9.0)],
         [(99, -0.1), (91, -9.0), (92, -9.0), (93, -9.0)],  # the third that is finished: the search is over
         [(80, -3.0), (81, -9.0), (82, -9.0), (83, -9.0)],
     ]
-    outcomes = step(state, rows, found)
-    assert [tuple(outcome) for outcome in outcomes] == [
+    outcomes = step(rows, found)
+    assert outcomes == [
         (2, (), None, (), True),
         (5, (99,), None, (), False),
         (6, (), None, (), True),
     ]
-    assert len(state) == 0
 
 
-def test_beams_in_another_order_are_refused():
+def test_beams_that_do_not_stand_together_are_refused():
     sampling = search(2)
-    state = BeamSearch(None)
     found = [[(10, -1.0), (11, -2.0), (12, -3.0)]]
-    prompt = beam_row(0, 4, [1, 2], sampling, num_samples=2)
-    step(state, [prompt], found)
     rows = [beam_row(i, 4, [1, 2, token], sampling) for i, token in enumerate((10, 11))]
-    with pytest.raises(AssertionError, match="group 4 comes back with other beams, or in another order"):
-        step(state, rows[::-1], found * 2)
-    with pytest.raises(AssertionError, match="group 5 goes on with beams that are not known"):
-        step(state, [row._replace(group_id=5) for row in rows], found * 2)
     with pytest.raises(AssertionError, match="the beams of group 4 do not stand together"):
-        step(state, [rows[0], rows[1], prompt._replace(group_id=6), rows[0]], found * 4)
-    step(state, [prompt], found)  # the id is used again, for another search
-    assert step(state, rows, found * 2)[0].tokens == (10,)
-
-
-def test_groups_that_never_come_back_are_forgotten(monkeypatch):
-    monkeypatch.setattr(beams, "MAX_GROUPS", 3)
-    sampling = search(2)
-    state = BeamSearch(None)
-    found = [[(10, -1.0), (11, -2.0), (12, -3.0)]]
-    for group_id in range(5):
-        step(state, [beam_row(group_id, group_id, [1], sampling, num_samples=2)], found)
-        if group_id:  # the first one goes on all the time
-            rows = [beam_row(i, 0, [1, *[9] * (group_id - 1), token], sampling) for i, token in enumerate((10, 11))]
-            step(state, rows, [[(10, -1.0), (0, -5.0), (0, -5.0)], [(11, -1.0), (0, -5.0), (0, -5.0)]])
-        assert len(state) == min(3, group_id + 1)
+        step([rows[0], rows[1]._replace(group_id=6), rows[1]], found * 3)
+    with pytest.raises(AssertionError, match="the beams of group 4 are not of one length"):
+        step([rows[0], beam_row(1, 4, [1, 2, 3, 4], sampling)], found * 2)
 
 
 # --- parallel samples ---
@@ -331,11 +331,11 @@ def test_logits_stay_those_of_the_whole_sequence(spec, reference, seed, monkeypa
     rng = random.Random(seed)
     core, backend = HandCore(num_gpu_blocks=48, num_cpu_blocks=48), tiny_backend(spec, num_cpu_blocks=48)
     logits_of_step: list[torch.Tensor] = []
-    compute = backend.runner.logits
+    compute = backend.runner.token_logits
     monkeypatch.setattr(
         backend.runner,
-        "logits",
-        lambda inputs, caches: logits_of_step.append(compute(inputs, caches)) or logits_of_step[-1],
+        "token_logits",
+        lambda hidden, places: logits_of_step.append(compute(hidden, places)) or logits_of_step[-1],
     )
     kinds = [search(3), SamplingParams(temperature=1.0, n=3), SamplingParams(), SamplingParams(temperature=2.0, n=2)]
     num_reused = num_all_at_once = num_fans = 0

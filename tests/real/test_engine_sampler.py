@@ -6,28 +6,23 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
-from real.sampler import (
-    SEEDED,
-    UNSEEDED,
-    draw,
-    draw_key,
-    draws_of,
-    further_inputs,
-    log_exponential,
-    mix,
-    sample,
-    sampling_inputs,
-    signed,
-)
+from real.sampling.inputs import Source, sample_inputs
+from real.sampling.noise import SEEDED, UNSEEDED, draw_key, log_exponential, mix, signed
+from real.sampling.sampler import choose, draws_of
 from testbed.request import SamplingParams
 from tests.real.engine_helpers import row
+
+
+def sample(logits: torch.Tensor, rows, run_seed: int = 5) -> torch.Tensor:
+    """What the rows draw from their logits [num_rows, vocab]: ids, the first ones and behind them the further ones."""
+    return choose(logits, sample_inputs(rows, Source(logits.shape[-1], run_seed)))
 
 
 def draws(logits: torch.Tensor, temperature: float, num_draws: int, seed: int | None, seq_id: int = 0) -> torch.Tensor:
     """One draw at each of `num_draws` positions from the same logits [vocab]."""
     sampling = SamplingParams(temperature=temperature, seed=seed)
     rows = [row(seq_id, [0] * (p + 1), [0], start=p, sampling=sampling) for p in range(num_draws)]
-    return sample(logits.repeat(num_draws, 1), sampling_inputs(rows, run_seed=5))
+    return sample(logits.repeat(num_draws, 1), rows)
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(1.0, 0), (0.5, 123), (2.0, None)])
@@ -63,10 +58,10 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
         SamplingParams(temperature=t, seed=s) for t, s in [(1, 4), (0, None), (0.7, None), (1, 5), (0, 1), (2, 6)]
     ]
     rows = [row(i, [1] * (5 + i), [0], sampling=params) for i, params in enumerate(sampling)]
-    together = sample(logits, sampling_inputs(rows, 9))
+    together = sample(logits, rows, 9)
     order = [4, 2, 5, 0]
-    shuffled = sample(logits[order], sampling_inputs([rows[i] for i in order], 9))
-    alone = [sample(logits[i : i + 1], sampling_inputs([rows[i]], 9)).item() for i in range(6)]
+    shuffled = sample(logits[order], [rows[i] for i in order], 9)
+    alone = [sample(logits[i : i + 1], [rows[i]], 9).item() for i in range(6)]
     assert together.tolist() == alone
     assert shuffled.tolist() == [alone[i] for i in order]
 
@@ -78,7 +73,7 @@ def test_a_seeded_request_draws_the_same_in_every_run_and_an_unseeded_one_with_t
     unseeded = row(3, [1] * 5, [0], sampling=SamplingParams(temperature=1.0))
 
     def drawn(line, run_seed):
-        return sample(logits, sampling_inputs([line], run_seed)).item()
+        return sample(logits, [line], run_seed).item()
 
     assert drawn(seeded, 0) == drawn(elsewhere, 1)
     assert drawn(unseeded, 0) == drawn(unseeded, 0) != drawn(unseeded, 1)
@@ -88,7 +83,7 @@ def test_chunking_does_not_change_the_draw():
     logits = torch.zeros(1, 1000)
     sampling = SamplingParams(temperature=1.0, seed=8)
     whole, last = row(0, [1] * 9, [0], sampling=sampling), row(0, [1] * 9, [0], start=6, sampling=sampling)
-    assert sample(logits, sampling_inputs([whole], 0)) == sample(logits, sampling_inputs([last], 0))
+    assert sample(logits, [whole], 0) == sample(logits, [last], 0)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
@@ -98,9 +93,9 @@ def test_a_vanishing_temperature_is_greedy(temperature):
 
 
 def test_zero_temperature_is_greedy_and_needs_no_noise():
-    rows = [row(0, [1, 2], [0])]
-    assert sampling_inputs(rows, 0) is None
-    assert sample(torch.tensor([[0.1, 3.0, 2.0]]), None).tolist() == [1]
+    rows = [row(0, [1, 2], [0]), row(1, [1, 2], [0], sampling=SamplingParams(top_p=0.5, top_k=2, min_p=0.3))]
+    assert sample_inputs(rows, Source(3)).groups == ()
+    assert sample(torch.tensor([[0.1, 3.0, 2.0]] * 2), rows).tolist() == [1, 1]
 
 
 # --- several draws from one row ---
@@ -114,11 +109,7 @@ def group_row(seq_id: int, position: int, sampling: SamplingParams, num_samples:
 
 def all_draws(logits: torch.Tensor, rows, run_seed: int = 5) -> list[tuple[int, ...]]:
     """The draws of each row, from logits [num_rows, vocab], as the engine makes them."""
-    token_ids = sample(logits, sampling_inputs(rows, run_seed))
-    further = further_inputs(rows, run_seed)
-    if further is not None:
-        token_ids = torch.cat([token_ids, draw(logits, further)])
-    return draws_of(rows, token_ids.tolist())
+    return draws_of(rows, sample(logits, rows, run_seed).tolist())
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(1.0, 0), (0.5, 123), (2.0, None)])
@@ -151,7 +142,7 @@ def test_a_draw_does_not_depend_on_how_many_there_are(seed):
 
 def draws_at(logits: torch.Tensor, seed: int | None) -> list[int]:
     """What a sequence that is no group draws there."""
-    return sample(logits, sampling_inputs([group_row(0, 7, SamplingParams(temperature=1.0, seed=seed))], 5)).tolist()
+    return sample(logits, [group_row(0, 7, SamplingParams(temperature=1.0, seed=seed))]).tolist()
 
 
 def test_the_keys_of_first_draws_are_a_contract():
@@ -181,7 +172,7 @@ def test_many_draws_from_a_large_vocabulary_come_in_parts(monkeypatch):
     logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(3))
     rows = [group_row(i, 4, SamplingParams(temperature=1.0, n=7), 7) for i in range(2)]
     whole = all_draws(logits, rows)
-    monkeypatch.setattr("real.sampler.MAX_NOISE_ELEMENTS", 3000)
+    monkeypatch.setattr("real.sampling.sampler.MAX_NOISE_ELEMENTS", 3000)
     assert all_draws(logits, rows) == whole
 
 

@@ -238,8 +238,11 @@ class Watch:
                     self.num_overwritten += 1
         return self._runner.prepare(rows)
 
-    def logits(self, inputs, kv_caches):
-        logits = self._runner.logits(inputs, kv_caches)
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def token_logits(self, hidden, places):
+        logits = self._runner.token_logits(hidden, places)
         sampled = [one for one in self._rows if one.samples]
         for one, own in zip(sampled, logits, strict=True):
             self.logits_of.append((one.seq_id, one.start + one.num_tokens - 1, own.clone()))

@@ -37,6 +37,7 @@ class FakeBackend:
 
     def __init__(self, clock: FakeClock, step_ns: int) -> None:
         self.clock, self.step_ns = clock, step_ns
+        self.prompt_logprobs = ()
 
     def start(self, plan):
         assert plan is PLAN

@@ -1,0 +1,317 @@
+"""From the rows of a plan to what the device needs to choose their tokens. On the host; a backend sends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from real.beams import BeamInputs, beam_inputs, stop_tokens
+from real.sampling.noise import draw_key
+from real.sampling.shaping import Edits, Filters, Penalties
+from testbed.errors import RequestError
+from testbed.plan import ScheduledSequence
+from testbed.request import SamplingParams
+
+T = TypeVar("T")
+FORBIDDEN = float("-inf")
+NO_TOP_P = 2.0  # no sum of probabilities reaches it
+
+
+class Source(NamedTuple):
+    """What draws depend on besides their rows. run_seed: of requests that bring none."""
+
+    vocab_size: int
+    run_seed: int = 0
+    eos_token_id: int | None = None
+
+
+class Kind(NamedTuple):
+    """Draws of one kind are made together. All False: the largest logit, which needs no inputs at all."""
+
+    is_random: bool = False
+    is_edited: bool = False
+    is_penalised: bool = False
+    is_filtered: bool = False
+    is_sorted: bool = False  # a top-p without a top-k: all tokens must be looked at in order
+
+
+GREEDY = Kind()
+
+
+class Draw(NamedTuple):
+    """One token to choose: draw `member` of the row, which is the `number`-th that samples; its place in the output."""
+
+    target: int
+    number: int
+    row: ScheduledSequence
+    member: int = 0
+
+
+class DrawGroup(NamedTuple):
+    """Draws of one kind. `num_edits` and `num_known` of each draw say how edits and known tokens lie side by side."""
+
+    targets: Tensor  # int64 [n], places in the step's output
+    rows: Tensor  # int64 [n], among the rows that sample
+    temperatures: Tensor | None  # float32 [n]
+    keys: Tensor | None  # int64 [n], one hash key for each draw
+    edits: Edits | None
+    num_edits: tuple[int, ...]
+    penalties: Penalties | None
+    num_known: tuple[int, ...]
+    filters: Filters | None
+    num_ranked: int  # tokens that the filters look at in order
+
+
+class LogprobInputs(NamedTuple):
+    """Tokens whose log-probabilities are wanted."""
+
+    rows: Tensor  # int64 [m], among the rows that sample
+    targets: Tensor  # int64 [m], places in the step's output
+    num_top: tuple[int, ...]  # likeliest tokens wanted beside each
+
+
+class PromptInputs(NamedTuple):
+    """Tokens of prompts whose log-probabilities are wanted."""
+
+    places: Tensor  # int64 [m], of the tokens of the batch that predict them
+    token_ids: Tensor  # int64 [m]
+    num_top: tuple[int, ...]  # of each
+    parts: tuple[tuple[int, int, int], ...]  # (seq_id, position of the first, how many), one after the other
+
+
+class SampleInputs(NamedTuple):
+    """Everything that is chosen in a step.
+
+    The output has the first token of each row that samples, in order, and behind them the further draws of random rows
+    that draw several times.
+    """
+
+    num_rows: int
+    num_draws: int
+    needs_argmax: bool  # whether any row takes the largest logit as it is
+    groups: tuple[DrawGroup, ...]
+    logprobs: LogprobInputs | None
+    prompts: PromptInputs | None
+    beams: BeamInputs | None
+
+
+def is_random(row: ScheduledSequence) -> bool:
+    return row.sampling.temperature > 0.0 and not row.sampling.beam_width
+
+
+def sample_inputs(rows: Sequence[ScheduledSequence], source: Source) -> SampleInputs:
+    """What is to be chosen for the rows of a plan. Raises RequestError for a bias of a token that the model lacks."""
+    sampled = [row for row in rows if row.samples]
+    groups: dict[Kind, list[Draw]] = {}
+    further: list[tuple[int, ScheduledSequence]] = []
+    for number, row in enumerate(sampled):
+        kind = kind_of(row, source)
+        groups.setdefault(kind, []).append(Draw(number, number, row))
+        if row.num_samples > 1 and kind.is_random:
+            further.append((number, row))
+    num_draws = len(sampled)
+    for number, row in further:
+        group = groups[kind_of(row, source)]
+        group += [Draw(num_draws + i - 1, number, row, i) for i in range(1, row.num_samples)]
+        num_draws += row.num_samples - 1
+    needs_argmax = groups.pop(GREEDY, None) is not None
+    return SampleInputs(
+        len(sampled),
+        num_draws,
+        needs_argmax,
+        tuple([_group(kind, draws, source) for kind, draws in groups.items()]),
+        _logprob_inputs(sampled),
+        _prompt_inputs(rows, source.vocab_size),
+        beam_inputs(sampled),
+    )
+
+
+def kind_of(row: ScheduledSequence, source: Source) -> Kind:
+    """How the row's tokens are chosen. Beams look at the logits as they are."""
+    sampling = row.sampling
+    if sampling.beam_width:
+        return GREEDY
+    is_edited = bool(sampling.logit_bias) or bool(sampling.min_tokens and _ends_too_early(row))
+    is_penalised = sampling.is_penalised
+    if not sampling.temperature > 0.0:
+        return Kind(False, is_edited, is_penalised) if is_edited or is_penalised else GREEDY
+    is_limited = 0 < sampling.top_k < source.vocab_size
+    return Kind(True, is_edited, is_penalised, sampling.is_filtered, sampling.top_p < 1.0 and not is_limited)
+
+
+def _ends_too_early(row: ScheduledSequence) -> bool:
+    """Whether a token that ended the sequence now would come before `min_tokens`."""
+    return row.start + row.num_tokens - row.num_prompt_tokens < row.sampling.min_tokens
+
+
+# --- draws ---
+
+
+def _group(kind: Kind, draws: list[Draw], source: Source) -> DrawGroup:
+    temperatures = keys = None
+    if kind.is_random:
+        temperatures = _floats([draw.row.sampling.temperature for draw in draws])
+        keys = torch.tensor([draw_key(draw.row, source.run_seed, draw.member) for draw in draws])
+    edits, num_edits = _edits(draws, source) if kind.is_edited else (None, ())
+    penalties, num_known = _penalties(draws) if kind.is_penalised else (None, ())
+    filters, num_ranked = _filters(draws, source.vocab_size) if kind.is_filtered else (None, 0)
+    targets, rows = (torch.tensor([draw[field] for draw in draws]) for field in (0, 1))
+    return DrawGroup(targets, rows, temperatures, keys, edits, num_edits, penalties, num_known, filters, num_ranked)
+
+
+def _edits(draws: list[Draw], source: Source) -> tuple[Edits, tuple[int, ...]]:
+    each: list[list[tuple[int, float]]] = []
+    for draw in draws:
+        sampling = draw.row.sampling
+        own = list(sampling.logit_bias)
+        for token, _ in own:
+            if token >= source.vocab_size:
+                raise RequestError(
+                    f"sampling.logit_bias of sequence {draw.row.seq_id} names token {token}; the model's vocabulary "
+                    f"has {source.vocab_size} tokens, from 0 on"
+                )
+        if sampling.min_tokens and _ends_too_early(draw.row):
+            stops = stop_tokens(sampling, source.eos_token_id)
+            own += [(token, FORBIDDEN) for token in stops if token < source.vocab_size]
+        each.append(own)
+    counts = [len(own) for own in each]
+    flat = [item for own in each for item in own]
+    edits = Edits(
+        torch.from_numpy(np.repeat(np.arange(len(draws)), counts)),
+        torch.tensor([token for token, _ in flat], dtype=torch.int64),
+        _floats([value for _, value in flat]),
+    )
+    return edits, tuple(counts)
+
+
+def _penalties(draws: list[Draw]) -> tuple[Penalties, tuple[int, ...]]:
+    params = [draw.row.sampling for draw in draws]
+    histories = [np.asarray(draw.row.history, dtype=np.int32) for draw in draws]
+    counts = [len(history) for history in histories]
+    for draw, count in zip(draws, counts, strict=True):
+        assert count == draw.row.start + draw.row.num_tokens, "a row that is penalised says all its known tokens"
+    draw_of = np.repeat(np.arange(len(draws)), counts)
+    positions = np.concatenate([np.arange(count) for count in counts])
+    is_output = positions >= np.repeat([draw.row.num_prompt_tokens for draw in draws], counts)
+    penalties = Penalties(
+        _floats([one.repetition_penalty for one in params]),
+        _floats([one.presence_penalty for one in params]),
+        _floats([one.frequency_penalty for one in params]),
+        torch.from_numpy(draw_of),
+        torch.from_numpy(np.concatenate(histories)),
+        torch.from_numpy(is_output.astype(np.float32)),
+    )
+    return penalties, tuple(counts)
+
+
+def _filters(draws: list[Draw], vocab_size: int) -> tuple[Filters, int]:
+    params = [draw.row.sampling for draw in draws]
+    top_k = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
+    log_min_p = np.log(np.array([one.min_p for one in params]), where=[one.min_p > 0 for one in params],
+                       out=np.full(len(params), -np.inf))  # fmt: skip
+    if any(one.top_p < 1.0 and k == vocab_size for one, k in zip(params, top_k, strict=True)):
+        num_ranked = vocab_size
+    else:
+        num_ranked = max([k for k in top_k if k < vocab_size], default=0)
+    filters = Filters(
+        torch.from_numpy(log_min_p.astype(np.float32)),
+        torch.tensor(top_k),
+        _floats([one.top_p if one.top_p < 1.0 else NO_TOP_P for one in params]),
+    )
+    return filters, num_ranked
+
+
+def _floats(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+# --- log-probabilities ---
+
+
+def _logprob_inputs(sampled: list[ScheduledSequence]) -> LogprobInputs | None:
+    """Of every token that a row emits: each of its draws. A forced row emits none; beams bring their own."""
+    rows: list[int] = []
+    targets: list[int] = []
+    num_top: list[int] = []
+    next_further = len(sampled)
+    for number, row in enumerate(sampled):
+        num_further = row.num_samples - 1 if is_random(row) else 0
+        if row.sampling.needs_logprobs and not row.forced and not row.sampling.beam_width:
+            own = [number, *range(next_further, next_further + num_further)]
+            targets += own
+            rows += [number] * len(own)
+            num_top += [row.sampling.logprobs or 0] * len(own)
+        next_further += num_further
+    if not rows:
+        return None
+    return LogprobInputs(torch.tensor(rows), torch.tensor(targets), tuple(num_top))
+
+
+def _prompt_inputs(rows: Sequence[ScheduledSequence], vocab_size: int) -> PromptInputs | None:
+    """Each computed token predicts the next one, if that is of the prompt too."""
+    places: list[int] = []
+    token_ids: list[int] = []
+    num_top: list[int] = []
+    parts: list[tuple[int, int, int]] = []
+    first = 0
+    for row in rows:
+        if row.sampling.prompt_logprobs is not None:
+            num = min(row.start + row.num_tokens, row.num_prompt_tokens - 1) - row.start
+            if num > 0:
+                assert len(row.history) >= row.num_prompt_tokens, "the row says all its known tokens"
+                places += range(first, first + num)
+                token_ids += row.history[row.start + 1 : row.start + 1 + num]
+                num_top += [row.sampling.prompt_logprobs] * num
+                parts.append((row.seq_id, row.start + 1, num))
+        first += row.num_tokens
+    if not parts:
+        return None
+    if max(token_ids) >= vocab_size or min(token_ids) < 0:
+        raise RequestError(
+            f"a prompt has a token id outside the model's vocabulary of {vocab_size} tokens: {max(token_ids)}"
+        )
+    return PromptInputs(torch.tensor(places), torch.tensor(token_ids), tuple(num_top), tuple(parts))
+
+
+def heaviest_rows(num_rows: int) -> list[ScheduledSequence]:
+    """Rows that ask for all that a sampler can do, to find what it takes."""
+    sampling = SamplingParams(
+        temperature=1.0, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=1, logit_bias=((0, 1.0),)
+    )
+    return [
+        ScheduledSequence(number, 0, 1, (0,), True, False, (), sampling, num_prompt_tokens=1, history=(0,))
+        for number in range(num_rows)
+    ]
+
+
+# --- the way to the device ---
+
+
+def sent(inputs: T, send: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> T:
+    """The same inputs with each tensor as `send` returns it: all are sent at once, as arrays."""
+    leaves = list(_tensors(inputs))
+    if not leaves:
+        return inputs
+    return cast(T, _rebuilt(inputs, iter(send([tensor.numpy() for tensor in leaves]))))
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, tuple):
+        for part in item:
+            if isinstance(part, Tensor | tuple):
+                yield from _tensors(part)
+
+
+def _rebuilt(item: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        return next(tensors)
+    if not isinstance(item, tuple):
+        return item
+    parts = [_rebuilt(part, tensors) for part in item]
+    return type(item)(*parts) if hasattr(item, "_fields") else tuple(parts)

@@ -1,0 +1,56 @@
+"""Log-probabilities of tokens under the model's own distribution: of those that were chosen, and of the likeliest.
+
+Taken from the logits as the model gave them, before biases, penalties, temperature and filters (vLLM's
+`raw_logprobs`). Ranks count the tokens that are strictly likelier; among equally likely ones, which are listed first is
+the device's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from testbed.plan import TokenLogprobs
+
+MAX_SCORED_ELEMENTS = 2**22  # rows x vocabulary at a time: bounds the memory of their copies
+
+
+class Scored(NamedTuple):
+    """Tokens with their log-probabilities, and the likeliest ones beside each."""
+
+    logprobs: Tensor  # float32 [n]
+    ranks: Tensor  # int64 [n], from 1
+    top_logprobs: Tensor  # float32 [n, num_top], largest first
+    top_tokens: Tensor  # int64 [n, num_top]
+
+
+def score(logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Scored:
+    """How likely `token_ids` int64 [n] were in `rows` int64 [n] of logits float32 [num_rows, vocab]. Does not wait."""
+    vocab_size = logits.shape[-1]
+    size = max(1, MAX_SCORED_ELEMENTS // vocab_size)
+    parts = [
+        _score(logits.index_select(0, some), tokens, min(num_top, vocab_size))
+        for some, tokens in zip(torch.split(rows, size), torch.split(token_ids, size), strict=True)
+    ]
+    return Scored(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scored:
+    """logits: float32 [n, vocab], of the rows themselves."""
+    total = logits.logsumexp(dim=-1, keepdim=True)  # [n, 1]
+    chosen = logits.gather(1, token_ids[:, None])  # [n, 1]
+    ranks = (logits > chosen).sum(dim=-1) + 1
+    top = logits.topk(num_top, dim=-1)
+    return Scored((chosen - total).squeeze(1), ranks, top.values - total, top.indices)
+
+
+def to_lists(scored: Scored, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """On the host: each token's, with as many of the likeliest as it wants. Waits for the device."""
+    logprobs, ranks, top_logprobs, top_tokens = (column.tolist() for column in scored)
+    return [
+        TokenLogprobs(logprob, rank, tuple(zip(tokens[:num], values[:num], strict=True)))
+        for logprob, rank, values, tokens, num in zip(logprobs, ranks, top_logprobs, top_tokens, num_top, strict=True)
+    ]

@@ -1,0 +1,67 @@
+"""The noise of random draws: a hash of (request seed, position, member of the group, token id), the same everywhere.
+
+So a draw depends neither on the rest of the batch nor on how often a row was computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from testbed.plan import ScheduledSequence
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # the increments and multipliers of splitmix64 (Steele et al. 2014)
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SEEDED, UNSEEDED = 1, 2  # keep the streams of given seeds and of derived ones apart
+
+
+def mix(*values: int) -> int:
+    """Hashes integers, in order, into 64 bits."""
+    state = 0
+    for value in values:
+        state = ((state ^ (value & MASK)) + GOLDEN) & MASK
+        state = ((state ^ (state >> 30)) * MULTIPLIERS[0]) & MASK
+        state = ((state ^ (state >> 27)) * MULTIPLIERS[1]) & MASK
+        state ^= state >> 31
+    return state
+
+
+def draw_key(row: ScheduledSequence, run_seed: int, index: int = 0) -> int:
+    """The key of a row's draw, as a signed 64-bit integer. The position drawn is the one after the row's last token.
+
+    index: which of the row's `num_samples` draws. A seeded request draws the same in every run, whatever the ids of its
+    sequences; so what tells its samples apart is the member, counted from the group's first sequence (whose id is
+    the group's). The sequence that starts with draw j is member j if the core numbers a group's sequences in a row.
+    """
+    sampling = row.sampling
+    position = row.start + row.num_tokens
+    if sampling.seed is None:
+        return signed(mix(UNSEEDED, run_seed, row.seq_id, position, *([index] if index else [])))
+    member = index + (row.seq_id - row.group_id if sampling.num_seqs > 1 else 0)
+    return signed(mix(SEEDED, sampling.seed, position, *([member] if member else [])))
+
+
+def log_exponential(keys: Tensor, vocab_size: int) -> Tensor:
+    """Log E with E ~ Exp(1), a function of (key, token id) alone: float32 [n, vocab]."""
+    counters = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GOLDEN)  # wraps around, as wanted
+    state = keys[:, None] + counters
+    state ^= _shift_right(state, 30)
+    state *= signed(MULTIPLIERS[0])
+    state ^= _shift_right(state, 27)
+    state *= signed(MULTIPLIERS[1])
+    state ^= _shift_right(state, 31)
+    # 40 bits, never 0; small values keep their relative precision, which decides who wins the race
+    uniform = (_shift_right(state, 24) + 1).to(torch.float32) * 2.0**-40
+    uniform.clamp_(max=1.0 - 2.0**-24)
+    return torch.log_(torch.log1p_(uniform.neg_()).neg_())  # E = -log(1 - u)
+
+
+def signed(value: int) -> int:
+    """The signed integer of the same 64 bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    """A logical shift: torch's keeps the sign of int64."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,189 @@
+"""Chooses the tokens of a step, from its logits to its outcomes, without a wait between launch and result.
+
+Random rows use the exponential race: with E_i ~ Exp(1), argmin E_i / p_i is distributed as p. Taken in logarithms it is
+argmax (logit_i / temperature - log E_i): no normalisation, no cumulative sum, no wait for the device. What a filter
+leaves out has the logit -inf, and loses every race.
+
+Draws of one kind are made together; a batch pays for penalties, filters and log-probabilities only where somebody uses
+them. Where the samples of one prompt part, a row draws several times from the same logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from real.beams import Candidates, advance, best_continuations, is_beam
+from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, is_random
+from real.sampling.logprobs import Scored, score, to_lists
+from real.sampling.noise import log_exponential
+from real.sampling.shaping import Edits, Filters, Penalties, edit, filter_, penalise
+from testbed.plan import Outcome, PromptLogprobs, ScheduledSequence, TokenLogprobs
+
+MAX_NOISE_ELEMENTS = 2**22  # rows x vocabulary that are drawn at a time: bounds the memory of their 64-bit hashes
+MAX_PROMPT_ELEMENTS = 2**24  # the same of logits of prompts
+
+ToLogits = Callable[[Tensor], Tensor]  # places int64 [m] of the batch's tokens -> logits float32 [m, vocab]
+
+
+class Drawn(NamedTuple):
+    """What a step's logits gave, on the device."""
+
+    token_ids: Tensor  # int64 [num_draws]: the first token of each row that samples, then the further ones
+    logprobs: Scored | None
+    prompts: Scored | None
+    beams: Candidates | None
+
+
+def launch(logits: Tensor, inputs: SampleInputs, to_logits: ToLogits) -> Drawn:
+    """Launches all that chooses and scores tokens. logits: float32 [num_rows, vocab], of the rows that sample; kept."""
+    token_ids = choose(logits, inputs)
+    scored = None
+    if inputs.logprobs is not None:
+        rows, targets, num_top = inputs.logprobs
+        scored = score(logits, rows, token_ids[targets], max(num_top))
+    return Drawn(
+        token_ids,
+        scored,
+        None if inputs.prompts is None else _score_prompts(inputs.prompts, logits.shape[-1], to_logits),
+        None if inputs.beams is None else best_continuations(logits, inputs.beams),
+    )
+
+
+def choose(logits: Tensor, inputs: SampleInputs) -> Tensor:
+    """Logits float32 [num_rows, vocab] -> ids int64 [num_draws]."""
+    if inputs.needs_argmax:
+        token_ids = logits.argmax(dim=-1)
+        if inputs.num_draws > inputs.num_rows:
+            token_ids = torch.cat([token_ids, token_ids.new_empty(inputs.num_draws - inputs.num_rows)])
+    else:
+        token_ids = torch.empty(inputs.num_draws, dtype=torch.int64, device=logits.device)
+    for group in inputs.groups:
+        for part in _parts(group, max(1, MAX_NOISE_ELEMENTS // logits.shape[-1])):
+            token_ids[part.targets] = draw(logits, part)
+    return token_ids
+
+
+def draw(logits: Tensor, group: DrawGroup) -> Tensor:
+    """Logits float32 [num_rows, vocab] -> the token of each draw of the group, ids int64 [n]."""
+    chosen = logits.index_select(0, group.rows)  # [n, vocab]
+    if group.edits is not None:
+        edit(chosen, group.edits)
+    if group.penalties is not None:
+        penalise(chosen, group.penalties)
+    if group.temperatures is None or group.keys is None:
+        return chosen.argmax(dim=-1)
+    chosen -= chosen.amax(dim=-1, keepdim=True)  # a tiny temperature then gives 0 and -inf, never inf
+    chosen /= group.temperatures.clamp(min=1e-30)[:, None]
+    if group.filters is not None:
+        filter_(chosen, group.filters, group.num_ranked)
+    chosen -= log_exponential(group.keys, logits.shape[-1])
+    return chosen.argmax(dim=-1)
+
+
+def _parts(group: DrawGroup, size: int) -> Iterator[DrawGroup]:
+    """The group in parts of at most `size` draws, which bounds the memory of what is made for each."""
+    num = len(group.targets)
+    if num <= size:
+        yield group
+        return
+    for begin in range(0, num, size):
+        part = slice(begin, min(begin + size, num))
+        edits = group.edits
+        if edits is not None:
+            flat = _flat(group.num_edits, part)
+            edits = Edits(edits.draws[flat] - begin, edits.tokens[flat], edits.values[flat])
+        penalties = group.penalties
+        if penalties is not None:
+            flat = _flat(group.num_known, part)
+            penalties = Penalties(
+                penalties.repetition[part], penalties.presence[part], penalties.frequency[part],
+                penalties.draws[flat] - begin, penalties.tokens[flat], penalties.is_output[flat],
+            )  # fmt: skip
+        yield DrawGroup(
+            group.targets[part],
+            group.rows[part],
+            None if group.temperatures is None else group.temperatures[part],
+            None if group.keys is None else group.keys[part],
+            edits,
+            group.num_edits[part],
+            penalties,
+            group.num_known[part],
+            None if group.filters is None else Filters(*(column[part] for column in group.filters)),
+            group.num_ranked,
+        )
+
+
+def _flat(counts: tuple[int, ...], part: slice) -> slice:
+    """Where the items of these draws lie, `counts` of each side by side."""
+    begin = sum(counts[: part.start])
+    return slice(begin, begin + sum(counts[part]))
+
+
+def _score_prompts(prompts: PromptInputs, vocab_size: int, to_logits: ToLogits) -> Scored:
+    size = max(1, MAX_PROMPT_ELEMENTS // vocab_size)
+    parts = []
+    for places, token_ids in zip(*(torch.split(column, size) for column in prompts[:2]), strict=True):
+        logits = to_logits(places)  # [at most size, vocab]
+        parts.append(score(logits, torch.arange(len(places), device=logits.device), token_ids, max(prompts.num_top)))
+    return Scored(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+# --- on the host again ---
+
+
+def outcomes(
+    sampled: Sequence[ScheduledSequence], inputs: SampleInputs, drawn: Drawn, eos_token_id: int | None
+) -> tuple[Outcome, ...]:
+    """One for each row that samples and is not forced, in the order of the rows. Waits for the device."""
+    draws = draws_of(sampled, drawn.token_ids.tolist())
+    beams = [row for row in sampled if is_beam(row)]
+    found = iter(advance(beams, drawn.beams, eos_token_id) if drawn.beams is not None else [])
+    scored: Iterator[TokenLogprobs] = iter(())
+    if drawn.logprobs is not None and inputs.logprobs is not None:
+        scored = iter(to_lists(drawn.logprobs, inputs.logprobs.num_top))
+    result: list[Outcome] = []
+    for row, tokens in zip(sampled, draws, strict=True):
+        if row.forced:
+            continue
+        if is_beam(row):
+            result.append(next(found))
+            continue
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if row.sampling.needs_logprobs:
+            logprobs = tuple([next(scored) for _ in tokens]) if is_random(row) else (next(scored),) * len(tokens)
+        result.append(Outcome(row.seq_id, tokens[:1], forks=tokens[1:], logprobs=logprobs))
+    return tuple(result)
+
+
+def prompt_logprobs(inputs: SampleInputs, drawn: Drawn) -> tuple[PromptLogprobs, ...]:
+    """Of each row that computed a part of a prompt whose log-probabilities are wanted. Waits for the device."""
+    if drawn.prompts is None or inputs.prompts is None:
+        return ()
+    scored = iter(to_lists(drawn.prompts, inputs.prompts.num_top))
+    return tuple(
+        [
+            PromptLogprobs(seq_id, start, tuple([next(scored) for _ in range(num)]))
+            for seq_id, start, num in inputs.prompts.parts
+        ]
+    )
+
+
+def draws_of(rows: Sequence[ScheduledSequence], token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """The `num_samples` tokens of each row, from what `choose` gave."""
+    drawn: list[tuple[int, ...]] = []
+    taken = len(rows)
+    for row, first in zip(rows, token_ids, strict=False):
+        num_further = row.num_samples - 1
+        if not num_further or row.sampling.beam_width:
+            drawn.append((first,))
+        elif is_random(row):
+            drawn.append((first, *token_ids[taken : taken + num_further]))
+            taken += num_further
+        else:
+            drawn.append((first,) * row.num_samples)
+    assert taken == len(token_ids), "every draw belongs to a row"
+    return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -102,7 +103,7 @@ def test_every_episode_comes_about_as_designed(room, is_quick, seed, data):
             )
         start = sum(episode.contexts)
         contexts = [one.decode_context_tokens for one in shapes]
-        grown = [after - before for before, after in zip(contexts, contexts[1:], strict=False)]
+        grown = [after - before for before, after in pairwise(contexts)]
         assert grown == [len(episode.contexts)] * len(grown)
         if episode.contexts and episode.budget is None:
             assert contexts[0] == start + 2 * len(episode.contexts)  # the first tokens, and a step for nothing

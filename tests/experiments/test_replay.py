@@ -1,0 +1,146 @@
+"""Replays on the real engine from the command line: at a speed, with outputs forced by token, by length, or not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.build import build_trace
+from experiments.forcing import FORCED, forcing
+from experiments.parity import check_parity
+from experiments.run import execute
+from real.backend import RealBackend
+from testbed.request import Request
+from testbed.sampling import SamplingParams
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.readers.own import read_jsonl
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
+
+SESSIONS = {
+    "trace__min_turns": 2, "trace__max_turns": 3, "trace__closed_loop": True, "trace__think_time_s": 0.02
+}  # fmt: skip
+
+
+def replayed(folder: Path, **settings: object) -> Path:
+    """A run on the real engine; settings: group__key=value."""
+    result = execute(config_of((*TINY, *SHORT, *REAL), **settings), folder)
+    assert result.status == "complete", result.message
+    return folder
+
+
+@pytest.mark.parametrize("more", [{}, SESSIONS], ids=["open", "closed loop"])
+def test_a_replay_at_a_speed_divides_when_requests_come_and_nothing_else(tmp_path, more):
+    fast = replayed(tmp_path / "fast", **more, backend__speed=4.0)
+    assert manifest_of(fast)["replay"]["speed"] == 4.0
+    itself = build_trace(config_of((*TINY, *SHORT, *REAL), **more))
+    assert manifest_of(fast)["trace"]["fingerprint"] == fingerprint(itself)
+    rows = {row.request_id: row for row in read_jsonl(fast / "trace.jsonl").rows}
+    finish = {}
+    table = table_of(fast).to_pylist()
+    for row in table:
+        finish[(row["session_id"], row["turn"])] = row["finish_ns"]
+    for row in table:
+        source = rows[row["request_id"]]
+        if source.think_ns is None:
+            assert row["arrival_ns"] == round(source.arrival_ns / 4)
+        else:
+            before = finish[(row["session_id"], row["turn"] - 1)]
+            assert row["arrival_ns"] == before + round(source.think_ns / 4)
+    assert check_parity(fast).divergence is None
+
+
+def test_lag_and_host_time_are_in_manifest_and_summary(tmp_path):
+    folder = replayed(tmp_path / "run")
+    manifest, summary = manifest_of(folder), json.loads((folder / "summary.json").read_text())
+    assert summary["replay"] == manifest["replay"]
+    requests, steps = table_of(folder).to_pylist(), table_of(folder, "steps").to_pylist()
+    waited = [row["queued_ns"] - row["arrival_ns"] for row in requests]
+    told = manifest["replay"]
+    assert told["num_arrivals"] == len(requests)
+    mean_s = told["lag_s"]["mean"] + told["boundary_wait_s"]["mean"]
+    assert mean_s == pytest.approx(sum(waited) / len(waited) / 1e9)
+    parts = ("schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns")
+    device = sum(row[part] for row in steps for part in parts[2:])
+    lengths = sum(row["end_ns"] - row["start_ns"] for row in steps)
+    assert all(sum(row[part] for part in parts) <= row["end_ns"] - row["start_ns"] for row in steps)
+    assert 0 < summary["host_share"] == pytest.approx(1 - device / lengths) == manifest["host"]["exposed_share"]
+
+
+@pytest.mark.parametrize("forced", FORCED)
+def test_outputs_are_forced_as_asked_for_and_every_replay_has_parity(tmp_path, forced):
+    drawn = {"sampling__temperature": 1.0, "sampling__max_tokens": 5, "sampling__ignore_eos": True}
+    folder = replayed(tmp_path / "run", trace__forced=forced, **drawn)
+    rows = {row.request_id: row for row in read_jsonl(folder / "trace.jsonl").rows}
+    wanted = {name: 5 if forced == "nothing" else row.num_output_tokens for name, row in rows.items()}
+    assert {row["request_id"]: row["num_output_tokens"] for row in table_of(folder).to_pylist()} == wanted
+    assert len({*wanted.values()}) > 1 or forced == "nothing"
+    tape = [json.loads(line) for line in (folder / "tape.jsonl").read_text().splitlines()]
+    outcomes = [one for line in tape if line["kind"] == "step" for one in line["outcomes"] or ()]
+    assert bool(outcomes) is (forced != "tokens"), "forced tokens need no outcomes, all others are on the tape"
+    assert check_parity(folder).divergence is None
+    replay = (*TINY, "trace=jsonl", "trace.path=x", "cost=recorded", "cost.run=x")
+    again = config_of(replay, **drawn, trace__path=str(folder / "trace.jsonl"), cost__run=str(folder))
+    assert execute(again, tmp_path / "again").status == "complete"
+    assert manifest_of(tmp_path / "again")["digest"] == manifest_of(folder)["digest"]
+
+
+def test_lengths_are_kept_whatever_would_end_a_sequence():
+    sampling = SamplingParams(max_tokens=3, stop_token_ids=(7,), stop=("x",), temperature=0.5)
+    request = Request("r", [1, 2], forced_output=[4, 5, 6, 7, 8], sampling=sampling)
+    assert forcing(request, "tokens") is request
+    free = forcing(request, "nothing")
+    assert (free.forced_output, free.sampling) == (None, sampling)
+    lengths = forcing(request, "lengths")
+    assert lengths.forced_output is None
+    assert lengths.sampling == replace(sampling, max_tokens=5, ignore_eos=True, stop_token_ids=(), stop=())
+    unrecorded = replace(request, forced_output=None)
+    assert forcing(unrecorded, "lengths") is unrecorded
+
+
+def test_a_forced_run_samples_every_token_that_a_free_one_samples(tmp_path, monkeypatch):
+    """What the model does is the same: the rows whose logits are made and drawn from, step by step."""
+    counts: list[list[int]] = []
+    start = RealBackend.start
+
+    def counting(self, plan):
+        work = start(self, plan)
+        counts[-1].append(plan.shape.num_samples)
+        drawn = 0 if work._launched is None else len(work._launched.drawn.token_ids)
+        assert drawn == plan.shape.num_samples
+        return work
+
+    monkeypatch.setattr(RealBackend, "start", counting)
+    for forced in ("tokens", "lengths"):
+        counts.append([])
+        replayed(tmp_path / forced, trace__forced=forced, trace__arrival="all_at_once")
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) == sum(row["num_output_tokens"] for row in table_of(tmp_path / "tokens").to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("backend.speed=0", "backend.speed is 0.0; it must be above 0: 2 replays a trace twice as fast"),
+        ("backend.speed=-2", "backend.speed is -2.0; it must be above 0"),
+        ("backend.speed=inf", "backend.speed is inf; it must be above 0"),
+        ("backend.speed=1e-300", "backend.speed is 1e-300; it must be large enough that the last arrival comes before"),
+        ("trace.forced=length", "trace.forced is 'length'; did you mean 'lengths'? valid: tokens, lengths, nothing"),
+        ("backend.pace=fast", "backend.pace is 'fast'; choose one of real_time, as_fast_as_possible"),
+    ],
+)
+def test_impossible_replays_are_one_line(capsys, tmp_path, override, message):
+    said = say(capsys, "run", *TINY, *SHORT, *REAL, override, f"hydra.run.dir={tmp_path / 'run'}")
+    assert message in said.error()
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+def test_the_simulator_needs_lengths(capsys, tmp_path):
+    said = say(capsys, "run", *TINY, *SHORT, "trace.forced=nothing", f"hydra.run.dir={tmp_path / 'run'}")
+    assert "the simulator has no model; choose tokens or lengths" in said.error()
+    config = config_of(trace__forced="lengths")
+    assert config.trace.forced == "lengths"
+    said = say(capsys, "run", *TINY, *SHORT, "trace.forced=lengths", f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.status == 0

@@ -98,10 +98,11 @@ def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
             value = str(value).removeprefix("torch.")  # a torch.dtype
         if isinstance(value, str) and value in WORDS.get(name, {}):
             value = WORDS[name][value]
-        if isinstance(value, str) and name in GROUPS:
+        key = name if isinstance(value, Mapping) else SETTINGS.get(name, name)  # device={…} is the group
+        if isinstance(value, str) and key in GROUPS:
             value = {"name": value}
         if value is not None:
-            _put(tree, SETTINGS.get(name, name), value)
+            _put(tree, key, value)
     return to_overrides(tree)
 
 

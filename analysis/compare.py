@@ -64,6 +64,7 @@ INSIDE = (
     Metric("mean waiting", "mean_waiting", 0, fmt.mean_count),
     Metric("busy", "busy_share", 0, fmt.share),
 )
+FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,11 @@ class Sweep:
         return pd.DataFrame(rows)
 
 
+def num_replicas(run: Run) -> int:
+    """How many engines served the run's trace."""
+    return max(int(run.manifest.get("num_replicas") or 1), 1)
+
+
 def load_run(path: str | os.PathLike[str]) -> Run:
     """The run in folder `path`; RunFolderError when it is none, lacks a file, or a file is not what it should be."""
     folder = Path(path)

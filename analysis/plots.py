@@ -6,7 +6,6 @@ Nothing to draw (no request finished, no decode, one request) draws an empty pan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,16 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import style
+from analysis.curves import MAX_POINTS, Engine, engines_of, thin, total
 from analysis.frames import numbers
-from analysis.load import Run
+from analysis.load import Run, num_replicas
 from analysis.metrics import request_metrics
-from analysis.occupancy import kv_usage, run_end_ns, spans
+from analysis.occupancy import kv_usage, run_end_ns
 from analysis.rows import FloatArray
 from analysis.statistics import Estimate, Verdict, verdict
 from analysis.survival import km_steps
 
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
-_MAX_POINTS = 800  # of one curve: more cannot be seen, and make an SVG heavy
 
 
 def latency_cdf(runs: Mapping[str, Run]) -> Figure:
@@ -68,7 +67,7 @@ def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], 
     for index, (observed, censored) in enumerate(curves.values()):
         if observed.size:
             values, cdf = km_steps(observed, censored)
-            keep = np.unique(np.linspace(0, values.size - 1, _MAX_POINTS).astype(int))
+            keep = np.unique(np.linspace(0, values.size - 1, MAX_POINTS).astype(int))
             x = np.append(values[keep[0]], values[keep]) * factor
             axes.plot(x, np.append(0.0, cdf[keep]), drawstyle="steps-post", **style.series_style(index))
     style.log_if_wide(axes.xaxis, everything * factor, ratio=5.0)
@@ -132,26 +131,30 @@ def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, in
 
 
 def timeline(runs: Mapping[str, Run]) -> Figure:
-    """KV usage and queue over time, one column a run; ticks on top of the queue are steps that preempted."""
+    """KV usage and queue over time, one column a run; ticks on top of the queue are steps that preempted.
+
+    Of several replicas: their queues summed up, the mean of their KV usage, and a band from the least to the most used.
+    """
     with style.styled():
         figure, (upper, lower) = style.grid(2, max(len(runs), 1), 3.5, sharex=True, sharey="row")
         for column, (label, run) in enumerate(runs.items()):
             upper[column].set_title(label)
             lower[column].set_xlabel("time since the start of the run (s)")
-            num_replicas = run.manifest.get("num_replicas") or 1
-            if num_replicas > 1:
-                style.say_empty(upper[column], f"{num_replicas} replicas have no one timeline")
-            elif len(run.steps):
-                _timeline_column(upper[column], lower[column], run)
+            if engines := engines_of(run):
+                _timeline_column(upper[column], lower[column], run, engines)
         upper[0].set_ylim(0, 105)
         upper[0].set_ylabel("KV blocks in use (%)")
         lower[0].set_ylabel("requests")
         lower[0].yaxis.set_major_locator(MaxNLocator(integer=True))
         swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
         looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
-        handles = [style.line_handle(**look) for look in looks.values()]
         tick = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
-        style.legend_below(figure, [*handles, tick], [*looks, "preemption"])
+        handles: dict[str, Any] = {name: style.line_handle(**look) for name, look in looks.items()} | {
+            "preemption": tick
+        }
+        if any(num_replicas(run) > 1 for run in runs.values()):
+            handles["range over replicas"] = Patch(**_BAND)
+        style.legend_below(figure, list(handles.values()), list(handles))
     return figure
 
 
@@ -160,45 +163,43 @@ _QUEUES: dict[str, dict[str, Any]] = {
     "waiting": {"color": style.VERMILLION, "linestyle": (0, (4, 1.2)), "linewidth": 1.1},
     "swapped": {"color": style.GREEN, "linestyle": (0, (1.2, 1.2)), "linewidth": 1.1},
 }
+_BAND: dict[str, Any] = {"color": style.SKY, "alpha": 0.35, "linewidth": 0}
 
 
-def _timeline_column(upper: Axes, lower: Axes, run: Run) -> None:
-    start, until, following = spans(run.requests, run.steps)
-    times = np.column_stack((start, until)).ravel() / 1e9
-
-    def held(values: FloatArray) -> FloatArray:
-        """The value during each span, and what holds after it: itself, or 0 when the engine idles."""
-        after = np.where(until < following, 0.0, values)
-        return np.column_stack((values, after)).ravel()
-
-    usage = kv_usage(run.steps, run.manifest.get("num_gpu_blocks"))
-    if usage is None:
-        style.say_empty(upper, "size of the pool unknown")
-    else:
-        x, y = _thin(times, held(100.0 * usage))
-        upper.fill_between(x, y, step="post", color=style.SKY, alpha=0.35, linewidth=0)
-        upper.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)
+def _timeline_column(upper: Axes, lower: Axes, run: Run, engines: Sequence[Engine]) -> None:
+    _usage_panel(upper, run, engines)
     for name, look in _QUEUES.items():
-        count = numbers(run.steps, f"num_{name}")
-        if name != "swapped" or count.any():
-            lower.plot(*_thin(times, held(count)), drawstyle="steps-post", **look)
-    marks = start[numbers(run.steps, "num_preempted") > 0] / 1e9
-    marks = np.unique(marks.round(max(0, 3 - int(np.log10(max(times[-1], 1.0))))))
+        counts = [numbers(engine.steps, f"num_{name}") for engine in engines]
+        if name != "swapped" or any(count.any() for count in counts):
+            level = total([engine.level(count) for engine, count in zip(engines, counts, strict=True)])
+            lower.plot(*thin(level.times_s, level.values), drawstyle="steps-post", **look)
+    marks = np.concatenate([engine.preemptions_s for engine in engines])
+    last_s = max(float(engine.until[-1]) for engine in engines) / 1e9
+    marks = np.unique(marks.round(max(0, 3 - int(np.log10(max(last_s, 1.0))))))
     edge = lower.get_xaxis_transform()
     if marks.size:  # an empty, unclipped line has no extent, which the layout takes for an infinite one
         lower.plot(marks, [1.0] * marks.size, "|", transform=edge, color=style.BLACK, markersize=7, clip_on=False)
 
 
-def _thin(times: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """At most about `_MAX_POINTS` points that keep each bin's extremes, in time order."""
-    if times.size <= _MAX_POINTS:
-        return times, values
-    edges = np.linspace(0, times.size, _MAX_POINTS // 2 + 1).astype(int)
-    keep = {0, times.size - 1}
-    for low, high in pairwise(edges):
-        keep |= {low + int(np.argmin(values[low:high])), low + int(np.argmax(values[low:high]))}
-    chosen = np.array(sorted(keep))
-    return times[chosen], values[chosen]
+def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
+    """The share of blocks in use: one engine's, filled; of a fleet the mean, in a band from the least to the most."""
+    num, num_blocks = num_replicas(run), run.manifest.get("num_gpu_blocks")
+    usage = [kv_usage(engine.steps, num_blocks) for engine in engines]
+    levels = [engine.level(100.0 * share) for engine, share in zip(engines, usage, strict=True) if share is not None]
+    if not levels:
+        style.say_empty(axes, "size of the pool unknown")
+        return
+    summed = total(levels)
+    x, y = thin(summed.times_s, summed.values / num)
+    low: FloatArray | float = 0.0
+    high = y
+    if num > 1:
+        each = [level.at(x) for level in levels] + [np.zeros(x.size)] * (
+            num - len(levels)
+        )  # some may have done nothing
+        low, high = np.min(each, axis=0), np.max(each, axis=0)
+    axes.fill_between(x, low, high, step="post", **_BAND)
+    axes.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)
 
 
 def ablation_bars(

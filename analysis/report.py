@@ -28,10 +28,10 @@ from analysis.arms import (
     replicates,
     split_repeats,
 )
-from analysis.compare import INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
+from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.groups import differing, experiments, left_out
-from analysis.load import Run, load_sweep, relative
+from analysis.load import Run, load_sweep, num_replicas, relative
 from analysis.metrics import SLO
 from testbed.errors import RunFolderError
 
@@ -188,12 +188,13 @@ def _ablation(sections: _Sections, load: str, arms: Sequence[Arm], report: Repor
     rows = compare(arms, baseline, (*LATENCY, *rates), report.margin, slo)
     sections.comparisons += rows
     num = min(len(replicates(arm)) for arm in arms)
+    inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for arm in arms for run in arm.runs) else ()))
     group: dict[str, Any] = {"load": load, "method": findings.interval_method(rows, num) if len(arms) > 1 else ""}
     args = (arms, baseline)
     group["tables"] = [
         tables.ablation_table(f"Latency{at_load}", *args, LATENCY, rows, report.margin, slo),
         tables.ablation_table(f"Throughput{at_load}", *args, rates, rows, report.margin, slo),
-        tables.values_table(f"What happened inside{at_load} (means over replicates)", arms, INSIDE, slo),
+        tables.values_table(f"What happened inside{at_load} (means over replicates)", arms, inside, slo),
     ]
     told = [metric for metric in (*LATENCY, *rates) if metric.path in _TOLD]
     effects = main_effects(arms, baseline, told, report.margin, slo)
@@ -270,6 +271,8 @@ def _run_plots(sections: _Sections, loads: Mapping[str, Sequence[Arm]], baseline
         sections.plots.append(sections.plot(figure, "throughput_latency", "Latency against throughput", caption))
     shown = _timeline_choice(first)
     caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
+    if any(num_replicas(run) > 1 for run in shown.values()):
+        caption += " Of several replicas: the mean of their shares, and the sums of their queues."
     figure = plots.timeline(shown)
     sections.plots.append(sections.plot(figure, "timeline", f"KV usage and queue over time{where}", caption))
 

@@ -15,7 +15,7 @@ from analysis.compare import Comparison, Metric, mean_over_replicates
 from analysis.effects import Effect, by_factor
 from analysis.fidelity import RATES
 from analysis.findings import interval_text, metric_name, verdict_text
-from analysis.load import Run
+from analysis.load import Run, num_replicas
 from analysis.metrics import SLO
 
 MAX_FACTS = 5  # values of one fact that are spelt out: every manifest has its own
@@ -125,6 +125,7 @@ def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Tabl
         ("attention", values("attention")),
         ("GPU KV blocks × block size", f"{values('num_gpu_blocks')} × {values('block_size')}"),
         *([("CPU KV blocks", values("num_cpu_blocks"))] if any(run.has_swapped for run in runs) else []),
+        *(_fleet_facts(values("num_replicas"), values("router")) if any(num_replicas(run) > 1 for run in runs) else []),
         ("machine that ran it", values("machine")),
         ("code version", values("code_version")),
         ("packages", values("versions")),
@@ -133,6 +134,10 @@ def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Tabl
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text != fmt.NOTHING)
     return Table(caption, ("", ""), rows)
+
+
+def _fleet_facts(nums: str, routers: str) -> list[tuple[str, str]]:
+    return [("replicas, each with blocks of its own", nums), ("router", routers)]
 
 
 def _fact(value: Any) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 
 import matplotlib as mpl
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from analysis import fidelity, plots, style
+from analysis import curves, fidelity, plots, style
 from analysis.load import load_run
 from analysis.statistics import paired_t
 from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
@@ -92,11 +95,53 @@ def test_files_are_the_same_each_time_and_globals_stay_untouched(runs, tmp_path)
 
 
 def test_curves_of_many_points_are_thinned_to_their_extremes():
-    import numpy as np
-
     values = np.zeros(50_000)
     values[[123, 40_001]] = 7.0, -3.0
-    times, kept = plots._thin(np.arange(50_000.0), values)
+    times, kept = curves.thin(np.arange(50_000.0), values)
     assert times.size < 2_000
     assert kept.max() == 7.0
     assert kept.min() == -3.0
+
+
+def fleet(folder, num_replicas=3):
+    """The first replica at twice the second's load for the same second; a third one that was never used."""
+    rows = [
+        {"arrival_ns": 0, "token_ns": [S], "finish_ns": S, "finish_reason": "stop", "replica": i % 2} for i in range(3)
+    ]
+    both = {"start_ns": 0, "end_ns": S, "num_waiting": 1, "num_swapped": 0, "num_preempted": 0}
+    both |= {"num_prefill_tokens": 4, "num_decode_tokens": 0, "step": 0}
+    steps = [both | {"replica": 0, "num_running": 2, "free_gpu_blocks": 0}]
+    steps += [both | {"replica": 1, "num_running": 1, "free_gpu_blocks": 5}]
+    manifest = simulate(num_requests=2)[2] | {"num_gpu_blocks": 10, "num_replicas": num_replicas, "router": "random"}
+    requests = table([request_row(request_id=f"r{i}", **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
+    return load_run(write_folder(folder, requests, table(steps, STEP_COLUMNS), manifest, {"trace": {"rate": 1}}))
+
+
+def test_a_fleet_has_a_timeline_of_sums_and_a_band(tmp_path):
+    figure = plots.timeline({"fleet": fleet(tmp_path / "fleet")})
+    usage, requests = figure.axes
+    queues = {line.get_color(): line.get_ydata().tolist() for line in requests.lines}
+    assert queues == {style.BLUE: [3.0, 0.0], style.VERMILLION: [2.0, 0.0]}
+    (mean,) = usage.lines
+    assert mean.get_ydata().tolist() == pytest.approx([(100 + 50 + 0) / 3, 0.0])
+    (band,) = usage.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (0.0, 100.0)  # from the replica that does nothing to the full one
+    assert "range over replicas" in [text.get_text() for text in figure.legends[0].get_texts()]
+    saved(figure, tmp_path, "fleet")
+
+
+@given(st.data())
+def test_a_sum_of_levels_is_their_sum_at_every_instant(data):
+    times = st.lists(st.integers(0, 12), min_size=1, max_size=8).map(sorted)
+    levels = []
+    for drawn in data.draw(st.lists(times, min_size=1, max_size=4)):
+        values = data.draw(st.lists(st.integers(0, 9), min_size=len(drawn), max_size=len(drawn)))
+        levels.append(curves.Level(np.array(drawn, dtype=float), np.array(values, dtype=float)))
+    instants = np.arange(-0.5, 13.0, 0.5)
+    expected = np.zeros(instants.size)
+    for level in levels:
+        for place, instant in enumerate(instants):
+            past = [value for time, value in zip(level.times_s, level.values, strict=True) if time <= instant]
+            expected[place] += past[-1] if past else 0.0
+    np.testing.assert_array_equal(curves.total(levels).at(instants), expected)

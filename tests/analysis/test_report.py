@@ -299,3 +299,19 @@ def test_changes_are_signed_and_never_a_negative_zero():
     assert fmt.number(-1234.0) == "−1\u202f234"
     assert fmt.number(None) == "–"
     assert [fmt.mean_count(x) for x in (0.000476, 0.0, 0.25, 3.14159, None)] == ["0", "0", "0.25", "3.14", "–"]
+
+
+def test_a_fleet_names_its_replicas_and_router_and_one_engine_none(tmp_path):
+    for router in ("random", "round_robin"):
+        folder = write_run(tmp_path / router, **FEW)
+        change_config(folder, fleet__router=router)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"num_replicas": 4, "router": router}))
+    write_run(tmp_path / "alone" / "run", **FEW)
+    fleet = report_from_folders([tmp_path / "random", tmp_path / "round_robin"], tmp_path / "f.html")
+    text = fleet.with_suffix(".md").read_text()
+    assert re.search(r"\| replicas[^|]*\| 4 \|", text)
+    assert re.search(r"\| router \| random; round\\_robin \|", text)
+    assert "busiest replica over mean" in text
+    alone = report_from_folders([tmp_path / "alone"], tmp_path / "a.html").with_suffix(".md").read_text()
+    assert "replica" not in re.sub(r"replicate", "", alone)

@@ -54,7 +54,7 @@ class Pools:
 
 
 def limits(config: RunConfig) -> Limits:
-    return Limits.resolve(config.scheduler, config.model.max_position_embeddings)
+    return Limits.resolve(config.scheduler, config.model.max_length)
 
 
 def num_cpu_blocks(config: RunConfig) -> int:

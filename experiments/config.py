@@ -39,8 +39,9 @@ from sim.cost.linear import LinearConfig
 from sim.cost.roofline import RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
+from testbed.hf_config import load_hf_config
 from testbed.policies.config import SchedulerConfig
-from testbed.specs import DeviceSpec, ModelSpec, load_hf_config
+from testbed.specs import DeviceSpec, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generators import SyntheticConfig
 

@@ -12,7 +12,20 @@ from real.device import Placement, resolve_dtype
 from real.loader import SINGLE_FILE, checkpoint_slots, fill_random
 from real.models.registry import build_model, check_supported
 from testbed.errors import ModelError
-from testbed.specs import ModelSpec
+from testbed.specs import ModelSpec, RopeScaling
+
+MODEL_TYPES = {
+    "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt"
+}  # fmt: skip
+ROPE_KEYS = {
+    "linear": (),
+    "dynamic": (),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+        "truncate",
+    ),
+}  # fmt: skip
 
 
 def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0) -> Path:
@@ -23,7 +36,7 @@ def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0) -> Path:
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is not an empty folder; a checkpoint is never written over something")
-    check_supported(spec)
+    check_supported(spec, spec.sliding_window)
     model = build_model(spec, Placement(torch.device("cpu"), resolve_dtype(None, spec)))
     fill_random(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,23 +47,59 @@ def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0) -> Path:
 
 
 def hf_config(spec: ModelSpec) -> dict[str, object]:
-    """The spec as a Hugging Face `config.json` of a Qwen3 model."""
-    return {
+    """The spec as a Hugging Face `config.json`, in the words of transformers 4, which 5 reads too."""
+    common = {
         "architectures": [spec.architecture],
-        "model_type": "qwen3",
+        "model_type": MODEL_TYPES[spec.architecture],
         "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.num_hidden_layers,
         "num_attention_heads": spec.num_attention_heads,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_position_embeddings,
         "tie_word_embeddings": spec.tie_word_embeddings,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "rope_theta": spec.rope_theta,
-        "hidden_act": "silu",
-        "attention_bias": False,
         "torch_dtype": spec.dtype,
         "eos_token_id": spec.eos_token_id,
+    }
+    return common | (_opt_config(spec) if spec.architecture == "OPTForCausalLM" else _llama_config(spec))
+
+
+def _llama_config(spec: ModelSpec) -> dict[str, object]:
+    window = {"sliding_window": spec.sliding_window}
+    if spec.architecture == "Qwen3ForCausalLM":
+        window |= {"use_sliding_window": spec.sliding_window is not None, "max_window_layers": 0}
+    return {
+        "intermediate_size": spec.intermediate_size,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": _rope_config(spec.rope_scaling),
+        "hidden_act": spec.hidden_act,
+        "attention_bias": spec.attention_bias,
+        "mlp_bias": spec.mlp_bias,
+        **window,
+    }
+
+
+def _rope_config(scaling: RopeScaling | None) -> dict[str, object] | None:
+    """The keys that the type of scaling reads: transformers warns about others."""
+    if scaling is None:
+        return None
+    keys = ("rope_type", "factor", *ROPE_KEYS[scaling.rope_type])
+    return {key: value for key in keys if (value := getattr(scaling, key)) is not None}
+
+
+def _opt_config(spec: ModelSpec) -> dict[str, object]:
+    """Raises ModelError for a shape that Hugging Face's OPT cannot say."""
+    if spec.attention_bias != spec.mlp_bias or spec.num_key_value_heads != spec.num_attention_heads:
+        raise ModelError(
+            f"model {spec.name} cannot be written as an OPT checkpoint: attention_bias and mlp_bias must be the same, "
+            "and so must num_key_value_heads and num_attention_heads"
+        )
+    return {
+        "ffn_dim": spec.intermediate_size,
+        "word_embed_proj_dim": spec.embedding_size,
+        "activation_function": spec.hidden_act,
+        "enable_bias": spec.attention_bias,
+        "do_layer_norm_before": spec.do_layer_norm_before,
     }

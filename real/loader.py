@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from real.layers.slots import HasSlots, Slot, whole
 from testbed.errors import ModelError
@@ -18,6 +18,7 @@ from testbed.specs import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FORMATS = ("F32", "F16", "BF16", "F64")
 
 
 def checkpoint_slots(model: nn.Module) -> dict[str, Slot]:
@@ -25,21 +26,25 @@ def checkpoint_slots(model: nn.Module) -> dict[str, Slot]:
 
     A packed parameter appears as its parts; a weight that two modules share appears once, under its first name.
     """
-    return {name: slot for name, slot in _all_slots(model) if slot is not None}
-
-
-def _all_slots(model: nn.Module) -> Iterator[tuple[str, Slot | None]]:
-    """None: another name of a weight that came before."""
+    slots: dict[str, Slot] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            is_new = id(parameter) not in seen
+            if id(parameter) in seen:
+                continue
             seen.add(id(parameter))
-            slots = module.slots(name, parameter) if isinstance(module, HasSlots) else {"": whole(parameter)}
+            parts = module.slots(name, parameter) if isinstance(module, HasSlots) else {"": whole(parameter)}
             parent = path.rpartition(".")[0]
-            for part, slot in slots.items():
-                owner = f"{parent}.{part}" if part else path
-                yield f"{owner}.{name}", slot if is_new else None
+            slots |= {f"{parent}.{part}.{name}" if part else f"{path}.{name}": slot for part, slot in parts.items()}
+    return slots
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of weights that modules share -> the first."""
+    firsts: dict[int, str] = {}
+    names = model.named_parameters(remove_duplicate=False)
+    pairs = [(name, firsts.setdefault(id(parameter), name)) for name, parameter in names]
+    return {name: first for name, first in pairs if name != first}
 
 
 def load_weights(model: nn.Module, spec: ModelSpec, load_format: str, seed: int) -> str:
@@ -83,35 +88,71 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
 
     Raises ModelError for a weight that is missing, unknown, of another shape or format, or not the one it is tied to.
     """
-    slots = checkpoint_slots(model)
-    aliases = {name for name, slot in _all_slots(model) if slot is None}
+    slots, aliases = checkpoint_slots(model), tied_names(model)
     missing = dict.fromkeys(slots)
+    heads: list[tuple[str, Path, Slot]] = []
     for file in _weight_files(folder):
         with _open(file) as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a dict)
-                if name in aliases or name.endswith(".rotary_emb.inv_freq"):
+            for stored_name in weights.keys():  # noqa: SIM118 (not a dict)
+                name = _own_name(stored_name, slots)
+                if name is None:
+                    continue
+                if name in aliases:
+                    heads.append((name, file, slots[aliases[name]]))
                     continue
                 if name not in slots:
                     raise ModelError(
                         f"{file} holds weight {name!r}, which the model does not have; wrong model config?"
                     )
-                _copy(weights.get_slice(name), slots[name], name, file)
+                slot = slots[name]
+                slot.view.copy_(_read(weights, stored_name, slot, file))
                 missing.pop(name, None)
     if missing:
-        names = list(missing)
-        rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        shape = list(slots[names[0]].full_shape)
-        raise ModelError(f"{folder} lacks weight {names[0]!r} of shape {shape}{rest}; the checkpoint is incomplete")
+        raise _incomplete(folder, {name: slots[name] for name in missing})
+    for name, file, slot in heads:
+        _check_tied(name, aliases[name], slot, file)
 
 
-def _copy(stored: Any, slot: Slot, name: str, file: Path) -> None:
-    """stored: a slice of safetensors, which reads from the file no more than is asked of it."""
-    shape = list(stored.get_shape())
+def _own_name(stored: str, slots: dict[str, Slot]) -> str | None:
+    """A stored weight's name in the model; None: it holds nothing that a model needs.
+
+    A checkpoint of the model without its head lacks the first level of the names.
+    """
+    if stored.endswith(".rotary_emb.inv_freq"):
+        return None
+    return f"model.{stored}" if f"model.{stored}" in slots else stored
+
+
+def _incomplete(folder: Path, missing: dict[str, Slot]) -> ModelError:
+    name, slot = next(iter(missing.items()))
+    rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    fix = "; or does its config.json lack tie_word_embeddings: true?" if name == "lm_head.weight" else ""
+    return ModelError(
+        f"{folder} lacks weight {name!r} of shape {list(slot.full_shape)}{rest}; the checkpoint is incomplete{fix}"
+    )
+
+
+def _check_tied(name: str, other: str, slot: Slot, file: Path) -> None:
+    """A checkpoint may repeat a tied weight, but not with other values."""
+    with _open(file) as weights:
+        if not torch.equal(_read(weights, name, slot, file).to(slot.view), slot.view):
+            raise ModelError(
+                f"{file}: weight {name!r} differs from {other!r}, and config.json ties them; set tie_word_embeddings "
+                "to false there if the model does not"
+            )
+
+
+def _read(weights: Any, name: str, slot: Slot, file: Path) -> Tensor:
+    """What this rank keeps of a stored weight; no more than that is read from the file."""
+    stored = weights.get_slice(name)
+    shape, dtype = list(stored.get_shape()), stored.get_dtype()
     if shape != list(slot.full_shape):
         raise ModelError(f"{file}: weight {name!r} has shape {shape}, the model config expects {list(slot.full_shape)}")
+    if dtype not in FORMATS:
+        raise ModelError(f"{file}: weight {name!r} is stored as {dtype}; expected one of {', '.join(FORMATS)}")
     stop = slot.start + slot.view.shape[slot.dim]
-    part = stored[slot.start : stop] if slot.dim == 0 else stored[:, slot.start : stop]
-    slot.view.copy_(part)
+    part: Tensor = stored[slot.start : stop] if slot.dim == 0 else stored[:, slot.start : stop]
+    return part
 
 
 def _weight_files(folder: Path) -> list[Path]:

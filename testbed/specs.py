@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from testbed.errors import ConfigError, DeviceError, ModelError
+from testbed.errors import ConfigError, DeviceError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 DEVICE_KINDS = ("cuda", "cpu")
 _OPT = "OPTForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary positions reach beyond the length that a model was first trained on; costs nothing.
+
+    The field names are those of a Hugging Face `config.json`, where `linear`, `dynamic`, `yarn` and `llama3` each read
+    some of them. original_max_position_embeddings: None is the model's max_position_embeddings. attention_factor: what
+    cosines and sines are multiplied by; None computes it (yarn).
+    """
+
+    rope_type: str
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("rope_type", "truncate") or value is None:
+                continue
+            if not _RATE.holds(value):
+                raise ConfigError(f"model.rope_scaling.{field.name} is {value!r}; it must be {_RATE.text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +52,8 @@ class ModelSpec:
     The field names are those of a Hugging Face `config.json`. dtype: of the weights; with `fp8` only the projections of
     the layers have it (as published FP8 checkpoints do), and embeddings, activations and KV cache stay at 2 bytes.
     sliding_window: what the model was trained to look back at; null: everything. word_embed_proj_dim: width of the
-    embedding where it is not hidden_size (OPT-350m alone).
+    embedding where it is not hidden_size (OPT-350m alone). attention_bias, mlp_bias: whether the projections of a layer
+    add one. hidden_act: between the feed-forward's projections. do_layer_norm_before: OPT alone (350m has it after).
     """
 
     name: str
@@ -44,6 +73,11 @@ class ModelSpec:
     eos_token_id: int | None = None
     sliding_window: int | None = None
     word_embed_proj_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    do_layer_norm_before: bool = True
     path: str | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +118,14 @@ class ModelSpec:
     @property
     def embedding_size(self) -> int:
         return self.word_embed_proj_dim or self.hidden_size
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that the model's positions are made for, stretched by its rope scaling."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type not in ("linear", "dynamic", "yarn"):
+            return self.max_position_embeddings
+        return int((scaling.original_max_position_embeddings or self.max_position_embeddings) * scaling.factor)
 
     @property
     def num_attention_parameters(self) -> int:
@@ -238,97 +280,3 @@ def activation_bytes(model: ModelSpec, max_num_batched_tokens: int, max_num_seqs
     """The peak of a step's temporaries at the maximum load, estimated: hidden states, the MLP's inner row, logits."""
     per_token = 4 * model.hidden_size + 3 * model.intermediate_size
     return model.activation_dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
-
-
-_WHOLE_NUMBERS = (
-    "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim",
-)  # fmt: skip
-
-
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_KNOWN_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", _OPT)
-
-
-def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """A local Hugging Face `config.json` (or that of a folder) and what is in it.
-
-    Raises ModelError if there is none, or it is no JSON object.
-    """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ModelError(f"no model at {path}: expected a folder with config.json, or that file")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ModelError(f"{file} is not JSON: not UTF-8 text; expected a Hugging Face config.json") from None
-    except RecursionError:
-        raise ModelError(f"{file} is not JSON: nested too deeply") from None
-    except ValueError as error:  # also a number of too many digits
-        raise ModelError(f"{file} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds no JSON object; expected a Hugging Face config.json")
-    return file, raw
-
-
-def load_hf_config(path: str | Path) -> dict[str, Any]:
-    """The fields of a local Hugging Face `config.json` (or of the folder that has one) that ModelSpec knows.
-
-    Raises ModelError if there is none, it is no JSON, a needed field is absent, or one has a value that cannot be.
-    """
-    file, raw = read_hf_config(path)
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise ModelError(f"{file}: 'architectures' must name one architecture, found {architectures}")
-    missing = [key for key in _NEEDED if raw.get(key) is None]
-    if missing and architectures[0] in _KNOWN_ARCHITECTURES:
-        raise ModelError(f"{file} lacks {', '.join(missing)}; expected the whole config.json of the model")
-    if missing:
-        raise ModelError(
-            f"{file}: architecture {architectures[0]!r} is not supported: its config has no {', '.join(missing)}; "
-            f"choose a model that has them, as {', '.join(_KNOWN_ARCHITECTURES)} do"
-        )
-    for key in _WHOLE_NUMBERS:
-        value = raw.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ModelError(f"{file}: {key!r} is {value!r}; it must be a whole number above 0")
-    rope = raw.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ModelError(f"{file}: 'rope_parameters' is {rope!r}; it must be an object")
-    eos = raw.get("eos_token_id")
-    eos = (eos[0] if eos else None) if isinstance(eos, list) else eos
-    if eos is not None and (isinstance(eos, bool) or not isinstance(eos, int)):
-        raise ModelError(f"{file}: 'eos_token_id' is {eos!r}; it must be a token id, a list of them, or null")
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise ModelError(f"{file}: 'dtype' is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
-    tied = raw.get("tie_word_embeddings", architectures[0] == _OPT)  # as transformers has it where the file is silent
-    if not isinstance(tied, bool):
-        raise ModelError(f"{file}: 'tie_word_embeddings' is {tied!r}; it must be true or false")
-    return {
-        "architecture": architectures[0],
-        "hidden_size": raw["hidden_size"],
-        "intermediate_size": raw.get("intermediate_size") or raw.get("ffn_dim") or 4 * raw["hidden_size"],
-        "num_hidden_layers": raw["num_hidden_layers"],
-        "num_attention_heads": raw["num_attention_heads"],
-        "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        "vocab_size": raw["vocab_size"],
-        "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
-        "tie_word_embeddings": tied,
-        "rms_norm_eps": _positive(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        "rope_theta": _positive(file, "rope_theta", raw.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
-        "dtype": dtype,
-        "eos_token_id": eos,
-        "sliding_window": raw.get("sliding_window") if architectures[0] == "MistralForCausalLM" else None,
-        "word_embed_proj_dim": raw.get("word_embed_proj_dim"),
-    }
-
-
-def _positive(file: Path, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{file}: {key!r} is {value!r}; it must be a finite number above 0")
-    return value

@@ -1,4 +1,5 @@
-"""RMS normalisation (Zhang & Sennrich 2019), fused with the residual addition that precedes it."""
+"""Normalisation: by the root mean square (Zhang & Sennrich 2019), fused with the residual addition that precedes it,
+and by mean and variance (Ba et al. 2016)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
+from real.layers.compiled import compiled_on_cuda
 from real.layers.slots import empty_parameter
 
 
@@ -14,17 +16,39 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__()
-        self.size = size
         self.eps = eps
         self.weight = empty_parameter((size,), placement)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (self.size,), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Adds x to the residual stream, normalises it: (normalised, new residual), both [num_tokens, size].
 
         Overwrites x, which becomes the new residual.
         """
-        residual = x.add_(residual)
-        return self.forward(residual), residual
+        return add_rms_norm(x, residual, self.weight, self.eps), x
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / std(x) * weight + bias` over the last dimension, which has `size` elements."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = empty_parameter((size,), placement)
+        self.bias = empty_parameter((size,), placement)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@compiled_on_cuda
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+@compiled_on_cuda
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds the residual to x in place; returns the normalised sum."""
+    return functional.rms_norm(x.add_(residual), weight.shape, weight, eps)

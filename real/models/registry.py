@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from real.device import Placement
+from real.layers.activation import PLAIN
+from real.layers.rotary import ROPE_TYPES
 from real.models.interface import CausalLM
-from real.models.qwen3 import Qwen3ForCausalLM
+from real.models.llama import LlamaForCausalLM
+from real.models.opt import OPTForCausalLM
 from testbed.errors import ConfigError, ModelError
-from testbed.specs import ModelSpec, check_ranks, read_hf_config
+from testbed.hf_config import load_hf_config, read_hf_config, slides_everywhere, slides_somewhere
+from testbed.specs import ModelSpec, check_ranks
 
-MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
+MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {
+    "Qwen3ForCausalLM": partial(LlamaForCausalLM, normalizes_heads=True),
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "OPTForCausalLM": OPTForCausalLM,
+}
+LEARNED_POSITIONS = ("OPTForCausalLM",)
+SILENT = (
+    "architecture", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "sliding_window", "do_layer_norm_before"
+)  # fmt: skip
 
 
 def build_model(spec: ModelSpec, placement: Placement) -> CausalLM:
@@ -20,63 +33,90 @@ def build_model(spec: ModelSpec, placement: Placement) -> CausalLM:
     return MODELS[spec.architecture](spec, placement)
 
 
-def check_supported(spec: ModelSpec, sliding_window: int | None = None, num_ranks: int = 1) -> None:
-    """Raises ModelError for an architecture, or an option in the model's config.json, that no model here reads, and
-    ConfigError for a number of ranks among which the model does not divide.
+def check_supported(
+    spec: ModelSpec, sliding_window: int | None = None, num_ranks: int = 1, max_model_len: int | None = None
+) -> None:
+    """Raises ModelError for an architecture, or an option of it, that no model here gets right; ConfigError for a
+    number of ranks among which the model does not divide, and for sequences longer than its learned positions.
 
-    sliding_window: what attention is told to look back at. A config that asks for a window must ask for this one, in
-    every layer: the KV blocks of all layers are released together.
+    sliding_window: what attention is told to look back at. A model with a window must have this one, in every layer:
+    the KV blocks of all layers are released together.
     """
+    where = f" (in {spec.path})" if spec.path else ""
     if spec.architecture not in MODELS:
-        where = f" (in {spec.path})" if spec.path else ""
         raise ModelError(
             f"the real engine does not support architecture {spec.architecture!r}{where}; "
             f"supported: {', '.join(MODELS)}"
         )
-    if spec.head_dim % 2:
-        raise ModelError(f"model.head_dim is {spec.head_dim}; rotary positions need an even one")
+    refused = _refused_shape(spec) + (_refused_options(read_hf_config(spec.path)[1]) if spec.path else [])
+    if refused:
+        raise ModelError(f"model {spec.name}{where} has {', '.join(refused)}, which the real engine does not support")
+    if spec.path:
+        _check_agrees(spec, spec.path)
+    _check_window(spec, where, sliding_window)
+    _check_ranks(spec, num_ranks)
+    if spec.architecture in LEARNED_POSITIONS and (max_model_len or 0) > spec.max_position_embeddings:
+        raise ConfigError(
+            f"the longest sequence is set to {max_model_len} tokens, and model {spec.name} has learned positions for "
+            f"{spec.max_position_embeddings}; lower scheduler.max_model_len"
+        )
+
+
+def _refused_shape(spec: ModelSpec) -> list[str]:
+    """What of a model's spec would give wrong logits, in words."""
+    has_rope = spec.architecture not in LEARNED_POSITIONS
+    activations = ("silu",) if has_rope else tuple(PLAIN)
+    rope_type = spec.rope_scaling.rope_type if spec.rope_scaling else None
+    refused = {
+        f"activation {spec.hidden_act!r} (not {' or '.join(activations)})": spec.hidden_act not in activations,
+        f"rope type {rope_type!r} (not {', '.join(ROPE_TYPES)})": has_rope and rope_type not in (None, *ROPE_TYPES),
+        f"head_dim {spec.head_dim}, odd or 2, under rotary positions": has_rope
+        and (spec.head_dim % 2 > 0 or (rope_type == "dynamic" and spec.head_dim == 2)),
+        f"an embedding of {spec.embedding_size} dimensions for layers of {spec.hidden_size}": has_rope
+        and spec.embedding_size != spec.hidden_size,
+    }
+    return [option for option, is_refused in refused.items() if is_refused]
+
+
+def _refused_options(raw: dict[str, Any]) -> list[str]:
+    """Options of a config.json that would change the result and that no model here reads, in words."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    has_window_somewhere = slides_somewhere(raw) and raw.get("sliding_window", 4096) is not None
+    refused = {
+        "sliding-window attention in some layers only": has_window_somewhere and not slides_everywhere(raw),
+        "quantised weights": bool(raw.get("quantization_config")),
+        f"rotary positions in a part of each head ({share})": share not in (None, 1),
+        "LayerNorm without weights": raw.get("layer_norm_elementwise_affine") is False,
+        "its final LayerNorm removed": bool(raw.get("_remove_final_layer_norm")),
+    }
+    return [option for option, is_refused in refused.items() if is_refused]
+
+
+def _check_agrees(spec: ModelSpec, path: str) -> None:
+    """What a spec says beside its config.json and no weight's shape gives away."""
+    said = load_hf_config(path)
+    for name in SILENT:
+        if getattr(spec, name) != said[name]:
+            raise ModelError(
+                f"model {spec.name} has {name} {getattr(spec, name)!r}, and {path} says {said[name]!r}; "
+                "take the spec from there (testbed.hf_config.load_hf_config)"
+            )
+
+
+def _check_window(spec: ModelSpec, where: str, sliding_window: int | None) -> None:
+    if spec.sliding_window is not None and spec.sliding_window != sliding_window:
+        raise ModelError(
+            f"model {spec.name}{where} has sliding-window attention over {spec.sliding_window} tokens, and "
+            f"cache.sliding_window is {'null' if sliding_window is None else sliding_window}; "
+            f"set it to {spec.sliding_window}"
+        )
+
+
+def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     check_ranks(spec, num_ranks)
     if spec.intermediate_size % num_ranks:
         raise ConfigError(
             f"device.tensor_parallel_size is {num_ranks}; it must divide the intermediate_size "
             f"({spec.intermediate_size}) of model {spec.name}"
-        )
-    if spec.path is not None:
-        file, raw = read_hf_config(Path(spec.path))
-        _refuse_unknown_options(file, raw)
-        _refuse_other_window(file, _window(raw), sliding_window)
-
-
-def _refuse_unknown_options(file: Path, raw: dict[str, Any]) -> None:
-    """Config options that would change the result and that no model here reads: better an error than wrong logits."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused = {
-        f"rope type {rope_type!r}": rope_type != "default",
-        "sliding-window attention in some layers only": _window(raw) is not None and not _slides_everywhere(raw),
-        "biases in attention": bool(raw.get("attention_bias")),
-        f"activation {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
-        "quantised weights": bool(raw.get("quantization_config")),
-    }
-    found = [option for option, is_refused in refused.items() if is_refused]
-    if found:
-        raise ModelError(f"{file} asks for {', '.join(found)}, which the real engine does not support")
-
-
-def _window(raw: dict[str, Any]) -> Any:
-    """The window that a config asks for, by Hugging Face's defaults; None: it asks for none."""
-    return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-
-
-def _slides_everywhere(raw: dict[str, Any]) -> bool:
-    """Whether a config that asks for a window asks for it in every layer."""
-    kinds = raw.get("layer_types")
-    return all(kind == "sliding_attention" for kind in kinds) if kinds else raw.get("max_window_layers") == 0
-
-
-def _refuse_other_window(file: Path, window: Any, sliding_window: int | None) -> None:
-    if window is not None and window != sliding_window:
-        raise ModelError(
-            f"{file} asks for sliding-window attention over {window} tokens, and cache.sliding_window is "
-            f"{'null' if sliding_window is None else sliding_window}; set it to {window}"
         )

@@ -12,11 +12,18 @@ from real.checkpoint import make_checkpoint
 from real.config import RealConfig
 from testbed.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.request import GREEDY, SamplingParams
-from testbed.specs import ModelSpec
+from testbed.specs import ModelSpec, RopeScaling
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 TOLERANCE = 1e-5  # absolute, on float32 logits of unit scale: sums taken in another order, nothing more
+
+
+LLAMA: dict[str, object] = {"architecture": "LlamaForCausalLM"}
+OPT: dict[str, object] = {
+    "architecture": "OPTForCausalLM", "num_key_value_heads": 4, "hidden_act": "relu", "attention_bias": True,
+    "mlp_bias": True,
+}  # fmt: skip
 
 
 def tiny_spec(**changes: object) -> ModelSpec:
@@ -34,6 +41,21 @@ def tiny_spec(**changes: object) -> ModelSpec:
         "rope_theta": 10_000.0,
     }
     return ModelSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+ARCHITECTURES: dict[str, dict[str, object]] = {  # changes of tiny_spec
+    "qwen3": {},
+    "qwen3 untied": {"tie_word_embeddings": False, "attention_bias": True},
+    "llama": {**LLAMA, "tie_word_embeddings": False},
+    "llama with biases": {**LLAMA, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "llama linear": {**LLAMA, "rope_scaling": RopeScaling("linear", 4.0)},
+    "llama dynamic": {**LLAMA, "rope_scaling": RopeScaling("dynamic", 2.0)},
+    "llama llama3": {**LLAMA, "rope_scaling": RopeScaling("llama3", 8.0, 32)},
+    "llama yarn": {**LLAMA, "rope_scaling": RopeScaling("yarn", 4.0, 16)},
+    "mistral": {"architecture": "MistralForCausalLM", "sliding_window": 9, "num_key_value_heads": 1, "head_dim": 20},
+    "opt": OPT,
+    "opt normalised after": {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+}
 
 
 def tiny_backend(spec: ModelSpec | None = None, *, block_size: int = 4, device: str = "cpu", **options) -> RealBackend:

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from real.checkpoint import make_checkpoint
 from real.loader import INDEX_FILE, SINGLE_FILE
-from testbed.errors import ModelError
-from testbed.specs import ModelSpec, load_hf_config
-from tests.real.engine_helpers import checkpoint, row, step_logits, tiny_backend, tiny_spec
+from testbed.errors import ConfigError, ModelError
+from testbed.hf_config import load_hf_config
+from testbed.specs import ModelSpec
+from tests.real.engine_helpers import ARCHITECTURES, checkpoint, row, step_logits, tiny_backend, tiny_spec
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
@@ -155,18 +156,70 @@ def test_unsupported_architecture(tmp_path):
     assert "supported: Qwen3ForCausalLM" in message
 
 
-@pytest.mark.parametrize(
-    ("option", "what"),
-    [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "sliding-window attention in some"),
-        ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "in some layers only"),
-        ({"attention_bias": True}, "biases"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-    ],
-)
-def test_options_that_would_change_the_result_are_refused(spec, option, what):
+MIXED = ["full_attention", "sliding_attention"]
+OPTIONS = [
+    ("qwen3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope type 'longrope'"),
+    ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "in a part of each"),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "sliding-window attention in"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": MIXED}, "in some layers only"),
+    ("qwen3", {"hidden_act": "gelu"}, "activation 'gelu' (not silu)"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    ("llama", {"attention_bias": True}, "lacks weight 'model.layers.0.self_attn.q_proj.bias' of shape [64] and 7 more"),
+    ("llama", {"tie_word_embeddings": True}, "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
+    ("opt", {"activation_function": "silu"}, "activation 'silu' (not relu or gelu)"),
+    ("opt", {"enable_bias": False}, "which the model does not have"),
+    ("opt", {"_remove_final_layer_norm": True}, "its final LayerNorm removed"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "LayerNorm without weights"),
+    ("opt", {"do_layer_norm_before": False}, "'model.decoder.final_layer_norm.bias', which the model does not have"),
+    ("opt", {"tie_word_embeddings": False}, "config.json lack tie_word_embeddings: true?"),
+]
+
+
+def configured(spec: ModelSpec, option: dict[str, object]) -> ModelSpec:
+    """The spec that the folder's config.json gives, once it has the option too."""
     file = Path(spec.path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | option))
-    assert what in load_error(spec)
+    return replace(spec, **load_hf_config(spec.path))
+
+
+@pytest.mark.parametrize(("name", "option", "what"), OPTIONS)
+def test_options_that_would_change_the_result_are_refused(tmp_path, name, option, what):
+    spec = checkpoint(tmp_path, tiny_spec(**ARCHITECTURES[name]))
+    message = load_error(configured(spec, option))
+    assert what in message
+    assert spec.path in message
+
+
+def test_a_spec_that_disagrees_with_its_folder_is_refused(spec):
+    configured(spec, {"rope_theta": 5e5})
+    assert "has rope_theta 10000.0, and" in load_error(spec)
+    assert "says 500000.0" in load_error(spec)
+
+
+def test_learned_positions_end(tmp_path):
+    spec = checkpoint(tmp_path, tiny_spec(**ARCHITECTURES["opt"], max_position_embeddings=32))
+    with pytest.raises(ConfigError, match="set to 33 tokens, and model tiny-test has learned positions for 32"):
+        tiny_backend(spec, max_model_len=33)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_checkpoints_read_back_as_their_spec(tmp_path, name):
+    spec = tiny_spec(**ARCHITECTURES[name])
+    assert ModelSpec(name=spec.name, **load_hf_config(make_checkpoint(tmp_path / "m", spec))) == spec
+
+
+def test_a_checkpoint_of_the_model_without_its_head_lacks_a_level_of_names(tmp_path):
+    spec = checkpoint(tmp_path, tiny_spec(**ARCHITECTURES["opt"]))
+    expected = logits_of(spec)
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[name.removeprefix("model.")] = weights.pop(name)
+
+    edit(spec, rename)
+    assert torch.equal(logits_of(spec), expected)
+
+
+def test_integers_are_no_weights(spec):
+    edit(spec, lambda weights: weights.update({K_PROJ: torch.ones(32, 64, dtype=torch.int8)}))
+    assert "is stored as I8; expected one of F32" in load_error(spec)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from real.backend import RealBackend
-from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
+from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 
 RNG = random.Random(7)
 PROMPT = [RNG.randrange(512) for _ in range(23)]
@@ -18,10 +18,10 @@ TABLE = [9, 3, 17, 5, 30, 2, 21, 40]  # anything but contiguous
 OTHER_TABLE = [12, 50, 4, 33, 8]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=ARCHITECTURES.values(), ids=ARCHITECTURES)
 def pair(request, tmp_path_factory):
-    spec = checkpoint(tmp_path_factory.mktemp("qwen3"), tiny_spec(tie_word_embeddings=request.param))
-    reference = Qwen3ForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()
+    spec = checkpoint(tmp_path_factory.mktemp("models"), tiny_spec(**request.param))
+    reference = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()
     return spec, reference
 
 
@@ -32,7 +32,7 @@ def spec(pair):
 
 @pytest.fixture
 def backend(spec) -> RealBackend:
-    return tiny_backend(spec)
+    return tiny_backend(spec, sliding_window=spec.sliding_window)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_copy_on_write_leaves_the_fork_and_its_parent_apart(backend, expect):
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_block_sizes(spec, expect, block_size):
-    backend = tiny_backend(spec, block_size=block_size, num_gpu_blocks=64)
+    backend = tiny_backend(spec, sliding_window=spec.sliding_window, block_size=block_size, num_gpu_blocks=64)
     table = random.Random(block_size).sample(range(64), -(-24 // block_size))
     step_logits(backend, row(0, PROMPT, table, end=11, samples=False))
     step_logits(backend, row(0, PROMPT, table, start=11))
@@ -166,7 +166,7 @@ def test_logits_on_cuda(pair, expect, attention):
     if is_half:
         pytest.importorskip("flash_attn")
     options = {"dtype": "bfloat16", "block_size": 256} if is_half else {"block_size": 4}
-    backend = tiny_backend(spec, device="cuda", attention=attention, **options)
+    backend = tiny_backend(spec, sliding_window=spec.sliding_window, device="cuda", attention=attention, **options)
     known = [*PROMPT, 9]
     step_logits(backend, row(0, PROMPT, TABLE, end=9, samples=False))
     step_logits(backend, row(0, PROMPT, TABLE, start=9), row(1, OTHER, OTHER_TABLE))

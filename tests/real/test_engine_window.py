@@ -17,6 +17,7 @@ from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
 from testbed.blocks.swap_space import RELEASED
 from testbed.errors import ConfigError, ModelError
+from testbed.hf_config import load_hf_config
 from testbed.policies.preemption import Auto, Recompute, Swap
 from testbed.request import Request, SamplingParams
 from testbed.serve import serve
@@ -173,7 +174,7 @@ def configured(spec, folder: Path, **options):
     config = json.loads((Path(spec.path) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | options))
     (folder / SINGLE_FILE).symlink_to(Path(spec.path) / SINGLE_FILE)
-    return tiny_spec(path=str(folder))
+    return replace(tiny_spec(path=str(folder)), **load_hf_config(folder))
 
 
 @pytest.mark.parametrize("where", [{"max_window_layers": 0}, {"layer_types": ["sliding_attention"] * 2}])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from testbed.errors import ConfigError, ModelError
-from testbed.specs import ModelSpec, load_hf_config
+from testbed.hf_config import load_hf_config
+from testbed.specs import ModelSpec
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],

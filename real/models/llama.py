@@ -1,6 +1,7 @@
-"""Qwen3 (dense): grouped-query attention with normalised queries and keys, rotary positions, SwiGLU.
+"""Llama 2 and 3, Mistral, and Qwen3 (dense): grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
-Module names follow Hugging Face's Qwen3ForCausalLM, so that its checkpoints load by name.
+They are one graph: Qwen3 also normalises each head's queries and keys, Mistral's window is attention's business. Module
+names follow Hugging Face's, so that its checkpoints load by name.
 """
 
 from __future__ import annotations
@@ -20,44 +21,49 @@ from real.models.interface import CausalLM
 from testbed.specs import ModelSpec
 
 
-class Qwen3Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+class LlamaAttention(nn.Module):
+    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-        self.qkv_proj = QKVParallel(spec.hidden_size, heads, kv_heads, head_dim, placement)
-        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement)
-        self.q_norm = RMSNorm(head_dim, spec.rms_norm_eps, placement)
-        self.k_norm = RMSNorm(head_dim, spec.rms_norm_eps, placement)
+        heads, kv_heads, head_dim, bias = (
+            spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.attention_bias
+        )  # fmt: skip
+        self.qkv_proj = QKVParallel(spec.hidden_size, heads, kv_heads, head_dim, placement, bias=bias)
+        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement, bias=bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(head_dim, spec.rms_norm_eps, placement) if normalizes_heads else None for _ in range(2)
+        )
 
     def forward(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, attention: StepAttention
     ) -> Tensor:
         query, key, value = self.qkv_proj.project(hidden)
-        query = rotate(self.q_norm(query), *rotation)
-        key = rotate(self.k_norm(key), *rotation)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
         output: Tensor = self.o_proj(attention(query, key, value, kv_cache).flatten(1))
         return output
 
 
-class Qwen3MLP(nn.Module):
+class LlamaMLP(nn.Module):
     def __init__(self, spec: ModelSpec, placement: Placement) -> None:
         super().__init__()
+        bias = spec.mlp_bias
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = MergedColumnParallel(spec.hidden_size, parts, placement)
-        self.down_proj = RowParallel(spec.intermediate_size, spec.hidden_size, placement)
+        self.gate_up_proj = MergedColumnParallel(spec.hidden_size, parts, placement, bias=bias)
+        self.down_proj = RowParallel(spec.intermediate_size, spec.hidden_size, placement, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
         return output
 
 
-class Qwen3Layer(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+class LlamaLayer(nn.Module):
+    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.self_attn = Qwen3Attention(spec, placement)
+        self.self_attn = LlamaAttention(spec, placement, normalizes_heads=normalizes_heads)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.mlp = Qwen3MLP(spec, placement)
+        self.mlp = LlamaMLP(spec, placement)
 
     def forward(
         self,
@@ -77,13 +83,15 @@ class Qwen3Layer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class Qwen3Model(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+class LlamaModel(nn.Module):
+    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(Qwen3Layer(spec, placement) for _ in range(spec.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            LlamaLayer(spec, placement, normalizes_heads=normalizes_heads) for _ in range(spec.num_hidden_layers)
+        )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.rotary = RotaryEmbedding(spec.head_dim, spec.rope_theta, placement.device)
+        self.rotary = RotaryEmbedding(spec, placement.device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
@@ -98,12 +106,12 @@ class Qwen3Model(nn.Module):
         return normalized
 
 
-class Qwen3ForCausalLM(CausalLM):
-    """See CausalLM for the shapes."""
+class LlamaForCausalLM(CausalLM):
+    """See CausalLM for the shapes. normalizes_heads: queries and keys by RMSNorm, head by head (Qwen3)."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool = False) -> None:
         super().__init__()
-        self.model = Qwen3Model(spec, placement)
+        self.model = LlamaModel(spec, placement, normalizes_heads=normalizes_heads)
         tied_to = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to)
 

@@ -1,0 +1,202 @@
+"""A Hugging Face `config.json` as the fields of ModelSpec. Pure data: no framework, and no weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from testbed.errors import ModelError
+from testbed.specs import DTYPE_BYTES, RopeScaling
+
+_WHOLE_NUMBERS = (
+    "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim",
+)  # fmt: skip
+_FLAGS = ("attention_bias", "mlp_bias", "enable_bias", "do_layer_norm_before", "use_sliding_window")
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+# What transformers takes where a file does not have the key; null says something else.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "LlamaForCausalLM": {"eos_token_id": 2},
+    "MistralForCausalLM": {
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "eos_token_id": 2
+    },
+    "OPTForCausalLM": {"tie_word_embeddings": True, "eos_token_id": 2, "activation_function": "relu"},
+}  # fmt: skip
+_SCALED = ("linear", "dynamic", "yarn", "llama3")
+
+
+def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """A local Hugging Face `config.json` (or that of a folder) and what is in it.
+
+    Raises ModelError if there is none, or it is no JSON object.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ModelError(f"no model at {path}: expected a folder with config.json, or that file")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ModelError(f"{file} is not JSON: not UTF-8 text; expected a Hugging Face config.json") from None
+    except RecursionError:
+        raise ModelError(f"{file} is not JSON: nested too deeply") from None
+    except ValueError as error:  # also a number of too many digits
+        raise ModelError(f"{file} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file} holds no JSON object; expected a Hugging Face config.json")
+    return file, raw
+
+
+def load_hf_config(path: str | Path) -> dict[str, Any]:
+    """The fields of a local Hugging Face `config.json` (or of the folder that has one) that ModelSpec knows.
+
+    Reads those of transformers 4 (`rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`). Raises
+    ModelError if there is none, it is no JSON, a needed field is absent, or one has a value that cannot be.
+    """
+    file, raw = read_hf_config(path)
+    architecture = _architecture(file, raw)
+    raw = {**_DEFAULTS.get(architecture, {}), **raw}
+    _check_values(file, raw)
+    is_opt = architecture == "OPTForCausalLM"
+    has_bias = raw.get("enable_bias", True) if is_opt else architecture != "MistralForCausalLM"
+    rope, embedding = _rope(file, raw), raw.get("word_embed_proj_dim")
+    return {
+        "architecture": architecture,
+        "hidden_size": raw["hidden_size"],
+        "intermediate_size": raw.get("intermediate_size") or raw.get("ffn_dim") or 4 * raw["hidden_size"],
+        "num_hidden_layers": raw["num_hidden_layers"],
+        "num_attention_heads": raw["num_attention_heads"],
+        "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "vocab_size": raw["vocab_size"],
+        "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
+        "tie_word_embeddings": _flag(file, "tie_word_embeddings", raw.get("tie_word_embeddings", False)),
+        "rms_norm_eps": _positive(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        "rope_theta": _positive(file, "rope_theta", rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        "dtype": _dtype(file, raw),
+        "eos_token_id": _eos_token_id(file, raw),
+        "sliding_window": _sliding_window(architecture, raw),
+        "word_embed_proj_dim": None if embedding == raw["hidden_size"] else embedding,
+        "rope_scaling": _rope_scaling(file, raw, rope),
+        "attention_bias": has_bias and (is_opt or bool(raw.get("attention_bias"))),
+        "mlp_bias": has_bias if is_opt else architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias")),
+        "hidden_act": raw.get("activation_function" if is_opt else "hidden_act") or "silu",
+        "do_layer_norm_before": bool(raw.get("do_layer_norm_before", True)),
+    }
+
+
+def _architecture(file: Path, raw: dict[str, Any]) -> str:
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+        raise ModelError(f"{file}: 'architectures' must name one architecture, found {architectures}")
+    missing = [key for key in _NEEDED if raw.get(key) is None]
+    if missing and architectures[0] in _DEFAULTS:
+        raise ModelError(f"{file} lacks {', '.join(missing)}; expected the whole config.json of the model")
+    if missing:
+        raise ModelError(
+            f"{file}: architecture {architectures[0]!r} is not supported: its config has no {', '.join(missing)}; "
+            f"choose a model that has them, as {', '.join(_DEFAULTS)} do"
+        )
+    return architectures[0]
+
+
+def _check_values(file: Path, raw: dict[str, Any]) -> None:
+    for key in _WHOLE_NUMBERS:
+        value = raw.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ModelError(f"{file}: {key!r} is {value!r}; it must be a whole number above 0")
+    for key in _FLAGS:
+        if raw.get(key) is not None:
+            _flag(file, key, raw[key])
+    for key in ("hidden_act", "activation_function"):
+        if not isinstance(raw.get(key, ""), str):
+            raise ModelError(f"{file}: {key!r} is {raw[key]!r}; it must be the name of an activation")
+
+
+def _dtype(file: Path, raw: dict[str, Any]) -> str:
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ModelError(f"{file}: 'dtype' is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+    return dtype
+
+
+def _eos_token_id(file: Path, raw: dict[str, Any]) -> int | None:
+    """The first, where there are several."""
+    eos = raw.get("eos_token_id")
+    eos = (eos[0] if eos else None) if isinstance(eos, list) else eos
+    if eos is not None and (isinstance(eos, bool) or not isinstance(eos, int)):
+        raise ModelError(f"{file}: 'eos_token_id' is {eos!r}; it must be a token id, a list of them, or null")
+    return eos
+
+
+def _sliding_window(architecture: str, raw: dict[str, Any]) -> int | None:
+    """The window of every layer; None where some layers have none, too."""
+    if architecture == "MistralForCausalLM":
+        window: int | None = raw.get("sliding_window")
+        return window
+    return raw.get("sliding_window", 4096) if slides_somewhere(raw) and slides_everywhere(raw) else None
+
+
+def slides_somewhere(raw: dict[str, Any]) -> bool:
+    """Whether the config of a Qwen model asks for a window at all; it may state one and not use it."""
+    return bool(raw.get("use_sliding_window"))
+
+
+def slides_everywhere(raw: dict[str, Any]) -> bool:
+    """Whether a config that asks for a window asks for it in every layer."""
+    kinds = raw.get("layer_types")
+    return all(kind == "sliding_attention" for kind in kinds) if kinds else raw.get("max_window_layers") == 0
+
+
+def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """What is said about rotary positions, under the name of transformers 4 or of 5."""
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"{file}: {key!r} is {rope!r}; it must be an object")
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise ModelError(f"{file}: {key!r} differs by the kind of layer, which is not supported; use another model")
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+
+
+def _rope_scaling(file: Path, raw: dict[str, Any], rope: dict[str, Any]) -> RopeScaling | None:
+    """None: positions are not scaled. Of a type that is not known, the name only."""
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return None
+    if rope_type not in _SCALED:
+        return RopeScaling(str(rope_type))
+    values = dict(rope)
+    if rope_type == "dynamic":  # transformers reads the model's length, whatever else is said
+        values.pop("original_max_position_embeddings", None)
+    elif raw.get("original_max_position_embeddings") is not None:
+        values["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    original = values.get("original_max_position_embeddings")
+    if rope_type == "yarn" and values.get("factor") is None and original:
+        values["factor"] = (raw.get("max_position_embeddings") or 2048) / original
+    needed = ("factor", "low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ("factor",)
+    for key in needed:
+        if values.get(key) is None:
+            raise ModelError(f"{file}: rope scaling {rope_type!r} lacks {key!r}")
+    numbers = [item.name for item in fields(RopeScaling) if item.name not in ("rope_type", "truncate")]
+    given = {key: _positive(file, key, values[key]) for key in numbers if values.get(key) is not None}
+    return RopeScaling(rope_type, truncate=bool(values.get("truncate", True)), **given)  # type: ignore[arg-type]
+
+
+def _flag(file: Path, key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ModelError(f"{file}: {key!r} is {value!r}; it must be true or false")
+    return value
+
+
+def _positive(file: Path, key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{file}: {key!r} is {value!r}; it must be a finite number above 0")
+    return value

@@ -84,7 +84,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether a backend must be told the known tokens of the sequence, beside those that it computes."""
-        return self.is_penalised
+        return self.is_penalised or self.prompt_logprobs is not None
 
     @property
     def needs_logprobs(self) -> bool:

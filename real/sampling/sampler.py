@@ -69,19 +69,26 @@ def choose(logits: Tensor, inputs: SampleInputs) -> Tensor:
 
 def draw(logits: Tensor, group: DrawGroup) -> Tensor:
     """Logits float32 [num_rows, vocab] -> the token of each draw of the group, ids int64 [n]."""
+    chosen = shape(logits, group)
+    if group.keys is not None:
+        chosen -= log_exponential(group.keys, logits.shape[-1])
+    return chosen.argmax(dim=-1)
+
+
+def shape(logits: Tensor, group: DrawGroup) -> Tensor:
+    """Logits float32 [num_rows, vocab] -> what each draw of the group is from, unnormalised: float32 [n, vocab]."""
     chosen = logits.index_select(0, group.rows)  # [n, vocab]
     if group.edits is not None:
         edit(chosen, group.edits)
     if group.penalties is not None:
         penalise(chosen, group.penalties)
-    if group.temperatures is None or group.keys is None:
-        return chosen.argmax(dim=-1)
+    if group.temperatures is None:
+        return chosen
     chosen -= chosen.amax(dim=-1, keepdim=True)  # a tiny temperature then gives 0 and -inf, never inf
     chosen /= group.temperatures.clamp(min=1e-30)[:, None]
     if group.filters is not None:
         filter_(chosen, group.filters, group.num_ranked)
-    chosen -= log_exponential(group.keys, logits.shape[-1])
-    return chosen.argmax(dim=-1)
+    return chosen
 
 
 def _parts(group: DrawGroup, size: int) -> Iterator[DrawGroup]:

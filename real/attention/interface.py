@@ -34,8 +34,9 @@ class AttentionSpec(NamedTuple):
     """What does not change from step to step: the heads, the scale of the scores, the paging, the placement.
 
     sliding_window: the token at position p attends to p - sliding_window + 1 … p; None: to 0 … p. kv_dtype: the format
-    of the KV memory, a key of FP8_FORMATS, or auto: that of the model. k_scale, v_scale: see above. alibi_slopes: one a
-    head (Press et al. 2022): slope * (position of the key - position of the query) is added to a score.
+    of the KV memory, a key of FP8_FORMATS, or auto: that of the model. k_scale, v_scale: of FP8, see above.
+    alibi_slopes: one a head (Press et al. 2022): slope * (position of the key - position of the query) is added to a
+    score.
     """
 
     num_heads: int

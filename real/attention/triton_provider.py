@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from real.kernels.attend import Scoring, Tiling
 
 MAX_HEAD_DIM = 256
+MAX_GROUP = 128  # query heads of a KV head: the rows of a prefill tile
 MIN_CAPABILITY = (8, 0)
 
 
@@ -31,6 +32,8 @@ def why_not(spec: AttentionSpec) -> str | None:
         return "the package triton is not installed"
     if spec.head_dim > MAX_HEAD_DIM:
         return f"its kernels take head sizes up to {MAX_HEAD_DIM}, the model's is {spec.head_dim}"
+    if (group := spec.num_heads // spec.num_kv_heads) > MAX_GROUP:
+        return f"its kernels take up to {MAX_GROUP} query heads a KV head, the model has {group}"
     if is_interpreted():
         return _why_not_interpreted(spec)
     if spec.device.type != "cuda":

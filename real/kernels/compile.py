@@ -1,6 +1,6 @@
 """Compiles every kernel ahead of time, without a GPU, and tells what each takes of a multiprocessor.
 
-    python -m real.kernels.compile [--targets 80 90] [--filter TEXT] [--markdown]
+    python -m real.kernels.compile [--targets 80 90] [--filter PATTERN] [--markdown]
 
 One line a kernel: registers of a thread, bytes of local memory (spilled registers; 0 is what one wants), bytes of
 shared memory of a program, warps of a program. The tilings are those that the engine launches with.
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from real.attention.triton_provider import is_interpreted
-from testbed.errors import ConfigError
 
 TARGETS = (80, 90)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -81,7 +80,7 @@ def attention_variants(
     from real.kernels.formats import as_stored
 
     cache = torch.empty((2, 1, BLOCK_SIZE, 8, head_dim), dtype=fp8 or dtype, device="meta")
-    kv_format = as_stored(cache, divmod(target, 10)).kv_format
+    kv_format = as_stored(cache, divmod(target, 10), 1.0, 1.0).kv_format
     kv_pointer = {0: POINTERS[dtype], 1: "*fp8e4nv" if fp8 == torch.float8_e4m3fn else "*fp8e5"}.get(kv_format, "*u8")
     pointers = {"output": POINTERS[dtype], "query": POINTERS[dtype], "keys": kv_pointer, "values": kv_pointer}
     pad = max(16, 1 << (head_dim - 1).bit_length())
@@ -200,11 +199,12 @@ def _cuobjdump() -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m real.kernels.compile", description=__doc__.partition("\n")[0])
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS, help="compute capabilities")
-    parser.add_argument("--filter", default="", help="only variants whose name contains this text")
+    parser.add_argument("--filter", default="", help="only variants in whose name this regular expression is found")
     parser.add_argument("--markdown", action="store_true", help="a table for a document")
     options = parser.parse_args(arguments)
     if is_interpreted():
-        raise ConfigError("TRITON_INTERPRET is set, which compiles nothing; unset it")
+        print("error: TRITON_INTERPRET is set, with which nothing is compiled; unset it", file=sys.stderr)
+        return 2
     begin, end = ("| ", " |") if options.markdown else ("", "")
     row = (begin + (" | " if options.markdown else "  ").join(["{:<40}", *["{:>10}"] * 5]) + end).format
     print(row("kernel", "target", "registers", "local B", "shared B", "warps"))
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(row("---", *["---:"] * 5))
     for target in options.targets:
         for one in variants(target):
-            if options.filter in one.name:
+            if re.search(options.filter, one.name):
                 print(row(one.name, f"sm_{target}", *compile_variant(one, target)), flush=True)
     return 0
 

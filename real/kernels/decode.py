@@ -145,7 +145,7 @@ def tiling(head_dim: int, group: int, dtype: torch.dtype) -> Tiling:
     group_tile = min(MAX_GROUP_TILE, max(16, triton.next_power_of_2(group)))  # tl.dot wants 16 rows
     head_pad = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
-        return Tiling(group_tile, 32 if head_pad <= 128 else 16, 4, 2)
+        return Tiling(group_tile, 32 if head_pad <= 64 else 16, 4, 2)
     return Tiling(group_tile, 64 if head_pad <= 128 else 32, 4, 3)
 
 
@@ -193,7 +193,7 @@ def paged_decode(
     if num_splits is None:
         num_splits = choose_num_splits(num_rows * programs, max_keys, num_processors(query.device))
     is_split = num_splits > 1
-    stored = as_stored(kv_cache, capability(query.device))
+    stored = as_stored(kv_cache, capability(query.device), scoring.k_scale, scoring.v_scale)
     head_pad = max(16, triton.next_power_of_2(head_dim))
     partial_size = num_rows * num_heads * num_splits * head_dim
     partial = query.new_empty(partial_size + partial_size // head_dim, dtype=torch.float32) if is_split else None
@@ -201,7 +201,7 @@ def paged_decode(
     flags = {"HAS_WINDOW": scoring.window is not None, "HAS_ROWS": rows is not None, "MIN_SPLIT": MIN_SPLIT}
     decode_kernel[(num_rows, programs, num_splits)](
         output, partial, query, stored.keys, stored.values, block_tables, context_lens, rows, query_starts,
-        scoring.slopes, scoring.scale * LOG2_E * scoring.k_scale * stored.factor, scoring.v_scale * stored.factor,
+        scoring.slopes, scoring.scale * LOG2_E * stored.k_factor, stored.v_factor,
         window, num_splits, partial_size,
         query.stride(0), query.stride(1), output.stride(0), output.stride(1),
         stored.keys.stride(0), stored.keys.stride(1), stored.keys.stride(2), block_tables.stride(0),

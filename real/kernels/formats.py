@@ -30,18 +30,23 @@ class Stored(NamedTuple):
     keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     values: Tensor
     kv_format: int
-    factor: float  # what a value that was read is to be multiplied by
+    k_factor: float  # what a key that was read is to be multiplied by
+    v_factor: float
 
 
-def as_stored(kv_cache: Tensor, capability: tuple[int, int] | None) -> Stored:
-    """The KV memory of a layer, [2, num_blocks, …], for reading on a GPU of that capability (None: the interpreter)."""
+def as_stored(kv_cache: Tensor, capability: tuple[int, int] | None, k_scale: float, v_scale: float) -> Stored:
+    """The KV memory of a layer, [2, num_blocks, …], for reading on a GPU of that capability (None: the interpreter).
+
+    The scales are those that FP8 was written with; other caches have none.
+    """
     bits = BITS.get(kv_cache.dtype)
     if bits is None:
-        return Stored(kv_cache[0], kv_cache[1], 0, 1.0)
+        return Stored(kv_cache[0], kv_cache[1], 0, 1.0, 1.0)
     if capability is not None and (capability >= (8, 9) or kv_cache.dtype == torch.float8_e5m2):
-        return Stored(kv_cache[0], kv_cache[1], 1, 1.0)
+        return Stored(kv_cache[0], kv_cache[1], 1, k_scale, v_scale)
     raw = kv_cache.view(torch.uint8)
-    return Stored(raw[0], raw[1], bits, 256.0 if kv_cache.dtype == torch.float8_e4m3fn else 1.0)
+    factor = 256.0 if kv_cache.dtype == torch.float8_e4m3fn else 1.0
+    return Stored(raw[0], raw[1], bits, k_scale * factor, v_scale * factor)
 
 
 @cache

@@ -100,11 +100,11 @@ def tiling(
     read both operands from shared memory) have none to spare.
     """
     head_pad = max(16, triton.next_power_of_2(head_dim))
-    block_m = 64 if max_query_len * group <= 64 or head_pad > 128 or dtype == torch.float32 else 128
+    block_m = 64 if max_query_len * group <= 64 or head_pad > 128 else 128
     block_m = max(block_m, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        return Tiling(block_m, 32 if head_pad <= 128 else 16, 8, 2)
-    num_warps = 8 if block_m * head_pad >= 128 * 128 else 4
+        return Tiling(max(32, triton.next_power_of_2(group)), 32 if head_pad <= 128 else 16, 8, 2)
+    num_warps = 8 if block_m >= 128 or head_pad > 128 else 4
     is_hopper = capability is None or capability >= (9, 0)
     block_n = 64 if head_pad <= 128 and (is_hopper or is_plain) else 32
     return Tiling(block_m, block_n, num_warps, 3 if is_hopper else 2)
@@ -141,11 +141,11 @@ def paged_prefill(
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = kv_cache.shape[3]
-    stored = as_stored(kv_cache, capability(query.device))
+    stored = as_stored(kv_cache, capability(query.device), scoring.k_scale, scoring.v_scale)
     window = 0 if scoring.window is None else min(scoring.window, MAX_WINDOW)
     prefill_kernel[(len(tiles), num_kv_heads)](
         output, query, stored.keys, stored.values, block_tables, context_lens, query_starts, tiles, scoring.slopes,
-        scoring.scale * LOG2_E * scoring.k_scale * stored.factor, scoring.v_scale * stored.factor, window,
+        scoring.scale * LOG2_E * stored.k_factor, stored.v_factor, window,
         query.stride(0), query.stride(1), output.stride(0), output.stride(1),
         stored.keys.stride(0), stored.keys.stride(1), stored.keys.stride(2), block_tables.stride(0),
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=max(16, triton.next_power_of_2(head_dim)),

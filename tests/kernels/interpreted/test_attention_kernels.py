@@ -1,0 +1,262 @@
+"""The kernels, in the interpreter, against a float64 reference on fresh random inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from real.attention.torch_provider import TorchAttention
+from real.attention.triton_provider import TritonAttention, scoring_of, why_not
+from real.kernels import decode
+from real.kernels.block_copy import copy_blocks
+from real.kernels.store import store_kv
+from tests.kernels.paged_batches import Batch, make_spec, read_fp8, round_to_fp8
+
+NAN = float("nan")
+SEEDS = st.integers(0, 2**31)
+FORMATS = ["auto", "fp8_e4m3", "fp8_e5m2"]
+
+
+def run(provider, batch: Batch) -> torch.Tensor:
+    return provider(batch.spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+
+
+def assert_right(batch: Batch, output: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 5e-6 if batch.spec.dtype == torch.float32 else 4e-3
+    largest = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(output.double(), expected, atol=tolerance * largest, rtol=0)
+
+
+@settings(max_examples=20)
+@given(
+    num_kv_heads=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 2, 5, 8]),
+    head_dim=st.sampled_from([16, 24, 64, 80, 112]),
+    block_size=st.sampled_from([1, 5, 8, 16, 32]),
+    rows=st.lists(st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 30))), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    window=st.one_of(st.none(), st.integers(1, 70), st.just(2**40)),
+    alibi=st.booleans(),
+    kv_dtype=st.sampled_from(FORMATS),
+    scales=st.sampled_from([(1.0, 1.0), (0.037, 2.5)]),
+    seed=SEEDS,
+)
+def test_mixed_batches(num_kv_heads, group, head_dim, block_size, rows, dtype, window, alibi, kv_dtype, scales, seed):
+    """Prefills, chunks and decodes side by side; what lies in the cache and belongs to nobody is not a number."""
+    spec = make_spec(
+        num_kv_heads, group, head_dim, block_size, dtype, window=window, kv_dtype=kv_dtype, scales=scales, alibi=alibi
+    )
+    batch = Batch(spec, rows, seed, released=0, poison=NAN)
+    expected = batch.expected()
+    assert_right(batch, run(TritonAttention, batch), expected)
+    plain = Batch(spec, rows, seed, released=0)
+    assert_right(plain, run(TorchAttention, plain), expected)
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+@pytest.mark.parametrize("num_new", [1, 7])
+def test_large_heads(head_dim, num_new):
+    seed = int(np.random.SeedSequence().entropy % 2**31)
+    print(f"seed {seed}")
+    batch = Batch(make_spec(1, 4, head_dim, 16), [(40, num_new), (0, num_new)], seed, poison=NAN)
+    assert_right(batch, run(TritonAttention, batch), batch.expected())
+
+
+@pytest.mark.parametrize("group", [48, 71])
+def test_many_query_heads_for_one_kv_head(group):
+    batch = Batch(make_spec(1, group, 16, 16), [(40, 1), (3, 1), (0, 5), (20, 2)], group, poison=NAN)
+    assert_right(batch, run(TritonAttention, batch), batch.expected())
+
+
+# --- decodes: one pass, split ---
+
+
+def decode_by(batch: Batch, num_splits: int | None, **options: object) -> torch.Tensor:
+    """The decode kernel alone, over what the cache holds, which the batch's keys and values are stored into first."""
+    spec, metadata = batch.spec, batch.metadata
+    store_kv(batch.key, batch.value, batch.kv_cache, metadata.slot_mapping, spec.k_scale, spec.v_scale)
+    output = torch.full_like(batch.query, NAN)
+    decode.paged_decode(
+        batch.query, batch.kv_cache, metadata.block_tables, metadata.context_lens_tensor, output, scoring_of(spec),
+        max_context=max(metadata.context_lens), num_splits=num_splits, **options,
+    )  # fmt: skip
+    return output
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 30, 31, 32, 33, 63, 64, 95, 127, 128, 200]), min_size=1, max_size=4),
+    num_splits=st.sampled_from([1, 2, 3, 7, 20]),
+    window=st.one_of(st.none(), st.sampled_from([1, 32, 33, 100, 500])),
+    alibi=st.booleans(),
+    kv_dtype=st.sampled_from(FORMATS),
+    seed=SEEDS,
+)
+def test_decodes_in_parts(lengths, num_splits, window, alibi, kv_dtype, seed):
+    """Parts of 32 keys or more; also more parts than there are keys for."""
+    spec = make_spec(2, 3, 24, 16, window=window, alibi=alibi, kv_dtype=kv_dtype, scales=(0.5, 3.0))
+    batch = Batch(spec, [(length, 1) for length in lengths], seed, released=0, poison=NAN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "MIN_SPLIT", 32)
+        output = decode_by(batch, num_splits)
+    assert_right(batch, output, batch.expected())
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rows_that_pad_a_batch_change_nothing_and_give_zeros(num_splits):
+    """As in a replayed graph: context 0, slot -1, and a table of zeros, in the middle and at the end."""
+    batch = Batch(make_spec(2, 4, 32, 16, window=50), [(70, 1), (20, 1), (300, 1), (9, 1)], 3, released=0, poison=NAN)
+    expected, metadata = batch.expected(), batch.metadata
+    before = batch.kv_cache.clone()
+    for row in (1, 3):
+        metadata.context_lens_tensor[row] = 0
+        metadata.slot_mapping[row] = -1
+        metadata.block_tables[row] = 0
+        expected[row] = 0.0
+    assert_right(batch, decode_by(batch, num_splits), expected)
+    slots = metadata.slot_mapping[[0, 2]]
+    before.flatten(1, 2)[:, slots] = torch.stack([batch.key, batch.value])[:, [0, 2]]
+    assert torch.equal(batch.kv_cache.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+def test_lengths_are_read_when_the_kernel_runs():
+    """The host names the longest context there may be, as for a graph; the tensors tell each row's own."""
+    spec = make_spec(1, 2, 16, 16)
+    long, short = Batch(spec, [(200, 1), (90, 1)], 1), Batch(spec, [(17, 1), (64, 1)], 2)
+    for batch in (long, short):
+        batch.metadata = replace(batch.metadata, context_lens=(4096, 4096))
+        assert_right(batch, decode_by(batch, 5), batch.expected())
+        assert_right(batch, run(TritonAttention, batch), batch.expected())
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 5000), st.integers(1, 200_000), st.integers(1, 200))
+def test_the_number_of_parts(num_programs, max_context, num_sms):
+    num = decode.choose_num_splits(num_programs, max_context, num_sms)
+    assert 1 <= num <= decode.MAX_SPLITS
+    assert num == 1 or num * num_programs <= decode.PROGRAMS_PER_SM * num_sms
+    assert num == 1 or (num - 1) * decode.MIN_SPLIT < max_context
+    if num_programs * 2 <= decode.PROGRAMS_PER_SM * num_sms and max_context > decode.MIN_SPLIT:
+        assert num > 1
+
+
+# --- storing ---
+
+
+@settings(max_examples=25)
+@given(
+    num_kv_heads=st.sampled_from([1, 3, 8]),
+    head_dim=st.sampled_from([16, 80, 256]),
+    block_size=st.sampled_from([1, 5, 16]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    kv_dtype=st.sampled_from(FORMATS),
+    seed=SEEDS,
+)
+def test_store(num_kv_heads, head_dim, block_size, dtype, kv_dtype, seed):
+    """Keys and values as they come out of one projection; some tokens have no slot."""
+    rng = np.random.default_rng(seed)
+    spec = make_spec(num_kv_heads, 1, head_dim, block_size, dtype, kv_dtype=kv_dtype, scales=(0.3, 1.7))
+    num_tokens, num_slots = 7, 11 * block_size
+    scale = 10.0 ** rng.integers(-6, 6, (num_tokens, 1))
+    width = num_kv_heads * head_dim
+    projected = torch.from_numpy(rng.standard_normal((num_tokens, 3 * width)) * scale).to(dtype)
+    _, key, value = (part.unflatten(-1, (num_kv_heads, head_dim)) for part in projected.split(width, dim=-1))
+    slots = torch.from_numpy(rng.permutation(num_slots)[:num_tokens] if num_slots >= 7 else np.arange(7))
+    slots[[1, 4]] = -1
+    cache = torch.zeros((2, 11, block_size, num_kv_heads, head_dim)).to(spec.cache_dtype)
+    store_kv(key, value, cache, slots, spec.k_scale, spec.v_scale)
+    flat = cache.flatten(1, 2).view(torch.uint8 if kv_dtype != "auto" else dtype)
+    untouched = torch.ones(flat.shape[1], dtype=torch.bool)
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        untouched[slot] = False
+        for i, (x, own) in enumerate(((key, spec.k_scale), (value, spec.v_scale))):
+            expected = x[token]
+            if kv_dtype != "auto":
+                divided = x[token].float().numpy() * np.float32(1.0 / own)
+                expected = torch.from_numpy(round_to_fp8(divided, kv_dtype))
+            assert torch.equal(flat[i, slot], expected)
+    assert not flat[:, untouched].any()
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS[1:])
+def test_every_fp8_number_and_what_lies_between(kv_dtype):
+    """Written: every finite number, the middle between two, and their neighbours in float32; read: every number."""
+    numbers = np.unique(np.abs(read_fp8(np.arange(128, dtype=np.uint8), kv_dtype)))
+    numbers = numbers[np.isfinite(numbers)]
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    exact = np.concatenate([numbers, middles, [numbers[-1] * 1.01, 1e30]]).astype(np.float32)
+    tried = np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(0))])
+    tried = np.concatenate([tried, -tried, np.zeros(-2 * len(tried) % 64, np.float32)])
+    key = torch.from_numpy(tried).view(-1, 1, 64)
+    spec = make_spec(1, 1, 64, 16, kv_dtype=kv_dtype)
+    cache = torch.zeros((2, 99, 16, 1, 64)).to(spec.cache_dtype)
+    store_kv(key, key, cache, torch.arange(len(key)))
+    codes = cache.view(torch.uint8).flatten(1, 2)[:, : len(key), 0].flatten(1)
+    assert np.array_equal(codes[0], round_to_fp8(tried, kv_dtype))
+    assert torch.equal(codes[0], codes[1])
+    by_torch = torch.from_numpy(tried).clamp(-numbers[-1], numbers[-1]).to(spec.cache_dtype).view(torch.uint8)
+    assert torch.equal(codes[0], by_torch)
+    # one key a row: its value comes back
+    every = np.concatenate([code + np.arange(128, dtype=np.uint8)[: len(numbers)] for code in (0, 128)])
+    every = np.resize(every.astype(np.uint8), (-(-len(every) // 64), 64))
+    cache.view(torch.uint8)[1, : len(every), 0, 0] = torch.from_numpy(every)
+    output = torch.zeros((len(every), 1, 64))
+    tables, lens = torch.arange(len(every), dtype=torch.int32)[:, None], torch.ones(len(every), dtype=torch.int32)
+    query = torch.zeros_like(output)
+    decode.paged_decode(query, cache, tables, lens, output, scoring_of(spec), max_context=1)
+    assert np.array_equal(output[:, 0].double().numpy(), read_fp8(every, kv_dtype))
+
+
+def test_what_is_not_a_number_stays_so():
+    for kv_dtype in FORMATS[1:]:
+        cache = torch.zeros((2, 1, 1, 1, 16)).to(make_spec(kv_dtype=kv_dtype).cache_dtype)
+        store_kv(torch.full((1, 1, 16), NAN), torch.full((1, 1, 16), -NAN), cache, torch.tensor([0]))
+        assert cache.float().isnan().all()
+
+
+# --- copies ---
+
+
+@settings(max_examples=15)
+@given(
+    shape=st.sampled_from([(3, 16, 2, 16), (1, 1, 1, 3), (2, 5, 3, 6), (2, 16, 8, 80)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]),
+    num_pairs=st.integers(1, 6),
+    seed=SEEDS,
+)
+def test_copies(shape, dtype, num_pairs, seed):
+    """All layers, keys and values; one source may have several destinations."""
+    layers, *tail = shape
+    rng = np.random.default_rng(seed)
+    num_bytes = 2 * layers * 12 * int(np.prod(tail)) * dtype.itemsize
+    cache = torch.from_numpy(rng.integers(0, 256, num_bytes, dtype=np.uint8)).view(dtype).view(layers, 2, 12, *tail)
+    blocks = rng.permutation(12).tolist()
+    destinations, sources = blocks[:num_pairs], rng.choice(blocks[num_pairs:], num_pairs).tolist()
+    expected = cache.clone().view(torch.uint8)
+    expected[:, :, destinations] = expected[:, :, sources]
+    copy_blocks(cache, torch.tensor(list(zip(sources, destinations, strict=True))))
+    assert torch.equal(cache.view(torch.uint8), expected)
+
+
+# --- the provider ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (make_spec(head_dim=264), "head sizes up to 256"),
+        (make_spec(1, 129), "up to 128 query heads"),
+        (make_spec(dtype=torch.bfloat16), "bfloat16"),
+        (make_spec(device=torch.device("cuda")), "kernels run on the CPU"),
+        (make_spec(block_size=5), None),
+    ],
+)
+def test_why_it_cannot_run(spec, reason):
+    assert (why_not(spec) is None) if reason is None else (reason in why_not(spec))

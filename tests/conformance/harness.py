@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.forcing import ForcedInbox
 from sim.backend import SimBackend
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
@@ -13,7 +14,7 @@ from sim.cost.recorded import RecordedBackend
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
-from testbed.interfaces import Execute, Resume, StepView, WaitUntil
+from testbed.interfaces import Execute, Inbox, Resume, StepView, WaitUntil
 from testbed.plan import BatchPlan, Finished, ScheduledSequence, Spans
 from testbed.records import decision
 from testbed.request import Request
@@ -88,10 +89,13 @@ class Simulated:
     def drive(self, loop: Loop, backend: Any) -> None:
         drive_simulated(loop, backend)
 
-    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path) -> Seen:
-        """A whole run."""
+    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path, forced: str = "tokens") -> Seen:
+        """A whole run. forced: what of the outputs; to a simulator `lengths` are no less than `tokens`."""
         watch = Watch(self.backend)
-        self.drive(serve(TraceInbox(trace, VOCAB_SIZE), scheduler, watch), watch)
+        inbox: Inbox = TraceInbox(trace, VOCAB_SIZE)
+        if self.is_real:
+            inbox = ForcedInbox(inbox, forced)
+        self.drive(serve(inbox, scheduler, watch), watch)
         return watch.seen
 
     def execute(self, plans: Sequence[BatchPlan]) -> list[Resume]:
@@ -115,7 +119,7 @@ class Recorded(Simulated):
     def __init__(self) -> None:
         super().__init__(LinearCost(LinearConfig()))
 
-    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path) -> Seen:
+    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path, forced: str = "tokens") -> Seen:
         watch = Watch(self.backend)
         tape_file = folder / "tape.jsonl"
         writer = TapeWriter(tape_file, decision)

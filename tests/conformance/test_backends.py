@@ -103,6 +103,17 @@ def test_spans_have_one_schema_and_fit_into_their_step(served: Seen, backend: Si
     assert sum(step.result.spans.forward_ns for step in served.steps) > 0
 
 
+def test_every_part_of_a_real_step_is_timed(served: Seen, backend: Simulated) -> None:
+    if not backend.is_real:
+        pytest.skip("a simulator has the parts that its prices have")
+    for step in served.steps[1:]:
+        spans, shape = step.result.spans, step.plan.shape
+        assert spans.schedule_ns > 0
+        if shape.num_tokens:
+            assert min(spans.prepare_ns, spans.forward_ns) > 0
+        assert (spans.sample_ns > 0) >= (shape.num_samples > 0)
+
+
 # --- plans made by hand ---
 
 
@@ -177,6 +188,22 @@ def test_where_time_cannot_matter_every_backend_sees_the_same_decisions(
     assert any(ours.cached.values()) is caching
     assert lengths(ours) == lengths(reference) == expected_lengths(TRACES[trace])
     assert ours.rows == reference.rows, "the same tokens at the same positions in the same blocks"
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_forced_lengths_are_decided_on_as_forced_tokens_are(
+    backend: Simulated, tmp_path: Path, composition: str
+) -> None:
+    """A real engine's own tokens come back, preempted sequences included: all that is decided stays."""
+    trace = TRACES["all at once"]
+    ours = backend.serve(trace, core(composition, num_blocks=TIGHT, caching=False), tmp_path, "lengths")
+    reference = reference_backend().serve(trace, core(composition, num_blocks=TIGHT, caching=False), tmp_path)
+    assert any(step.plan.preempted for step in ours.steps)
+    assert [step.digest for step in ours.steps] == [step.digest for step in reference.steps]
+    assert lengths(ours) == expected_lengths(trace)
+    tokens = {name: list(item.output_token_ids) for name, item in ours.ended.items()}
+    recorded = {name: list(item.output_token_ids) for name, item in reference.ended.items()}
+    assert (tokens != recorded) is backend.is_real
 
 
 def lengths(seen: Seen) -> dict[str, tuple[int, int]]:

@@ -227,7 +227,8 @@ def test_a_profile_of_another_model_device_or_block_size_is_one_line(tmp_path, p
 def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, capsys):
     file = tmp_path / "real.parquet"
     options = [*TINY, "cache.block_size=16", "backend.num_threads=1", "backend.device=cpu"]
-    assert main(["calibrate", "profile", *options, "--requests", "4", "--out", str(file)]) == 0
+    few = ["--quick", "--repeats", "1", "--requests", "4", "--max-seconds", "3"]
+    assert main(["calibrate", "profile", *options, *few, "--out", str(file)]) == 0
     assert "steps of " in capsys.readouterr().out
     status, folder = run(
         tmp_path / "run", *TINY, *SHORT, "cache.block_size=16", "device=cpu", "cost=calibrated", f"cost.profile={file}"

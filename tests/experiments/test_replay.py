@@ -12,7 +12,6 @@ from experiments.build import build_trace
 from experiments.forcing import FORCED, forcing
 from experiments.parity import check_parity
 from experiments.run import execute
-from real.backend import RealBackend
 from testbed.request import Request
 from testbed.sampling import SamplingParams
 from testbed.traces.fingerprint import fingerprint
@@ -102,6 +101,8 @@ def test_lengths_are_kept_whatever_would_end_a_sequence():
 
 def test_a_forced_run_samples_every_token_that_a_free_one_samples(tmp_path, monkeypatch):
     """What the model does is the same: the rows whose logits are made and drawn from, step by step."""
+    from real.backend import RealBackend  # not at the top: it needs torch
+
     counts: list[list[int]] = []
     start = RealBackend.start
 

@@ -1,0 +1,90 @@
+"""`testbed calibrate`: the engine's profile and the fits, in one command and apart."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from experiments import calibrate
+from experiments.cli import main
+from sim.cost.calibration_file import load_calibration
+from testbed.profiles import read_profile
+from tests.experiments.kit import SHORT, TINY, manifest_of, say
+
+ENGINE = (*TINY, "cache.block_size=16", "cache.num_cpu_blocks=16", "backend.num_threads=1", "backend.device=cpu")
+FAST = ("--quick", "--repeats", "1", "--requests", "0")
+
+
+def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
+    folder = tmp_path / "calibration"
+    said = say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(folder))
+    assert said.status == 0, said.err
+    profile = read_profile(folder / "profile.parquet")
+    assert profile.manifest.command.startswith("testbed calibrate model=tiny")
+    assert (profile.manifest.device, profile.manifest.attention) == ("cpu", "torch")
+    shapes = {step.shape for step in profile.steps}
+    assert max(shape.num_blocks_swapped_out for shape in shapes) == 16
+    assert max(shape.num_blocks_copied for shape in shapes) == 8
+    assert all(sum(step.spans) <= step.total_ns for step in profile.steps), "on a CPU nothing overlaps"
+    assert all(step.spans.schedule_ns > 0 and step.spans.prepare_ns > 0 for step in profile.steps)
+    calibration = load_calibration(folder / "calibrated-cost.json")
+    assert set(calibration.quality) == {"all", "decode", "prefill", "mixed"}
+    for expected in ("relative error of shapes that were left out", "profile.parquet: ", "linear-cost.json"):
+        assert expected in said.out
+    (command,) = [line for line in said.out.splitlines() if line.startswith("simulate")]
+    words = shlex.split(command.removeprefix("simulate"))
+    assert words[:2] == ["testbed", "run"]
+    assert main([*words[1:], *SHORT, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert manifest_of(tmp_path / "run")["num_gpu_blocks"] == 64
+    assert manifest_of(tmp_path / "run")["cost"] in ("calibrated", "linear")
+    again = say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(folder))
+    assert "is not empty; choose another --out or pass --overwrite" in again.error()
+
+
+def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
+    calls = []
+
+    class Bar:
+        def __init__(self, **options):
+            assert options["total"] > 20
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def update(self):
+            calls.append(1)
+            if len(calls) == 7:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "tqdm", Bar)
+    file = tmp_path / "part.parquet"
+    said = say(capsys, "calibrate", "profile", *ENGINE, *FAST, "--out", str(file))
+    assert said.status == 130
+    assert "the profile is a part: it was interrupted after 7 of" in said.out
+    assert len(read_profile(file).steps) >= 7
+
+
+def test_time_that_is_over_ends_it_too_and_nothing_measured_is_an_error(tmp_path, capsys):
+    said = say(capsys, "calibrate", *ENGINE, *FAST, "--max-seconds", "1e-9", "--out", str(tmp_path / "none"))
+    assert said.error() == "nothing was measured: its 1e-09 s were over; raise --max-seconds"
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fti"], "`testbed calibrate fti`: expected key=value pairs, or one of fit, profile"),
+        (["--repeats", "0"], "--repeats is 0; it must be from 1 to 100"),
+        (["--requests", "2"], "--requests is 2; it must be at least 4, at most 10,000, or 0 for no loads"),
+        (["--max-seconds", "nan"], "--max-seconds is nan; it must be above 0"),
+        (["backend=sim"], "only the real engine can be profiled"),
+        (["cache.num_gpu_block=4"], "did you mean 'cache.num_gpu_blocks'?"),
+    ],
+)
+def test_impossible_calibrations_are_one_line(arguments, message, capsys, tmp_path):
+    assert message in say(capsys, "calibrate", *arguments, "--out", str(tmp_path / "x")).error()
+    assert not (tmp_path / "x").exists()

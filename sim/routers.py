@@ -9,6 +9,7 @@ numbers). A user's own router is a class with `route`, named by `_target_`; see 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol
@@ -237,14 +238,18 @@ class PrefixHash(_Drawing):
 class SessionSticky:
     """A session stays where its first turn went. First turns, and requests without a session, go by `others`.
 
-    others: the name of a router, or one (in a configuration: {_target_: …}).
+    others: the name of a router, or one (in a configuration: {_target_: …}). max_sessions: so many are remembered.
+    Beyond that the one whose last turn is oldest is forgotten: should it go on, its next turn counts as a first one.
     """
 
-    def __init__(self, others: Any = "least_loaded") -> None:
+    def __init__(self, others: Any = "least_loaded", max_sessions: int = 100_000) -> None:
         if isinstance(others, str) and others not in ROUTERS:
             raise ConfigError(_unknown(f"others of router session_sticky is {others!r}", others, ROUTERS))
         self._others: Router = ROUTERS[others]() if isinstance(others, str) else others
-        self._homes: dict[str, int] = {}
+        if max_sessions < 1:
+            raise ConfigError(f"max_sessions of router session_sticky is {max_sessions}; it must be at least 1")
+        self._max_sessions = max_sessions
+        self._homes: OrderedDict[str, int] = OrderedDict()  # by session, the longest unused one first
 
     def bind(self, context: RouterContext) -> None:
         bind(self._others, context)
@@ -253,9 +258,13 @@ class SessionSticky:
         session = request.session_id
         if session is None:
             return self._others.route(request, replicas)
-        if session not in self._homes:
-            self._homes[session] = self._others.route(request, replicas)
-        return self._homes[session]
+        if session in self._homes:
+            self._homes.move_to_end(session)
+            return self._homes[session]
+        if len(self._homes) >= self._max_sessions:
+            self._homes.popitem(last=False)
+        home = self._homes[session] = self._others.route(request, replicas)
+        return home
 
 
 ROUTERS: Mapping[str, Callable[[], Router]] = {

@@ -92,8 +92,19 @@ def frozen_info(path: str | Path) -> FrozenInfo | None:
         raise TraceError(f"{path}: its metadata is damaged; freeze the trace again") from None
 
 
+def has_lost_metadata(path: str | Path) -> bool:
+    """Whether a Parquet file that is not frozen has the columns of one that was: another program wrote it again."""
+    import pyarrow.parquet as pq  # heavy, and seldom needed
+
+    return set(pq.read_schema(path).names) == set(_COLUMNS)
+
+
 def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> StreamedTrace:
-    """The rows of a frozen file. With no limit, going through them to the end checks the fingerprint (TraceError)."""
+    """The rows of a frozen file. Going through them to the end checks the fingerprint (TraceError).
+
+    A limit that leaves rows out leaves nothing to check against: a note of the trace says so.
+    """
+    is_whole = limit is None or limit >= info.num_requests
 
     def make() -> Iterator[TraceRequest]:
         digest = Fingerprint()
@@ -102,16 +113,20 @@ def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) 
             digest.update(row)
             num += 1
             yield row
-        if limit is None or num < limit:
+        if is_whole or num < (limit or 0):
             _check(path, info, digest.hexdigest(), num)
 
-    num_requests = info.num_requests if limit is None else min(limit, info.num_requests)
-    return StreamedTrace(info.name, make, info.notes, num_requests, closed_tail=info.closed_tail)
+    num_requests = info.num_requests if is_whole else limit
+    notes = info.notes
+    if not is_whole:
+        notes += (f"the first {limit} of {info.num_requests} frozen requests, not checked against their fingerprint",)
+    return StreamedTrace(info.name, make, notes, num_requests, closed_tail=info.closed_tail)
 
 
 def read_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> Trace:
     """The rows of a frozen file, whole, and checked as stream_frozen does."""
-    return Trace(info.name, tuple(stream_frozen(path, info, limit)), info.notes)
+    stream = stream_frozen(path, info, limit)
+    return Trace(stream.name, tuple(stream), stream.notes)
 
 
 def _check(path: str | Path, info: FrozenInfo, found: str, num: int) -> None:

@@ -1,12 +1,13 @@
 """What is in a trace, in numbers: gone through once, row by row. Memory follows the numbers kept, 24 bytes a row.
 
 The share of common prefixes is that of an infinite cache to which every request adds its prompt and its output at once:
-an upper bound of what any engine can hit. It is computed on the contents, without making tokens.
+an upper bound of what any engine can hit. It is computed on the contents, to the token, without making tokens.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from struct import Struct
@@ -20,8 +21,9 @@ from testbed.traces.parts import cut_part, join_parts
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest
 
 WINDOWS_S = (1.0, 10.0, 60.0, 600.0)  # over which arrivals are counted, for their dispersion
-_ID_CHUNK = 16  # explicit token ids are compared in pieces of so many
+_ID_CHUNK = 16  # explicit token ids are kept in pieces of so many
 _pack = Struct("<QQQQ").pack
+_ID_BYTES = array("i").itemsize
 _FloatArray = NDArray[np.float64]
 
 
@@ -86,12 +88,16 @@ class TraceSummary:
         return float((self.hits // block_size * block_size).sum()) / total if total else 0.0
 
 
+_Piece = Span | bytes  # of a content, or of explicit ids: at most _ID_CHUNK, counted from where the ids begin
+
+
 class PrefixShare:
     """Which part of each prompt was seen before, as a prefix, to the token."""
 
     def __init__(self) -> None:
-        # what was seen after a prefix: (hash of the prefix, content, place in it) -> how many tokens
-        self._seen: dict[tuple[int, int, int], int] = {}
+        # what was seen after a prefix: (its hash, content, place in it) -> how many tokens; its hash -> ids, sorted
+        self._spans: dict[tuple[int, int, int], int] = {}
+        self._ids: dict[int, list[bytes]] = {}
 
     def add(self, row: TraceRequest) -> int:
         """Tokens of the row's prompt that are a prefix of an earlier row's prompt and output; then the row counts too.
@@ -107,36 +113,62 @@ class PrefixShare:
             self._insert(_pieces((*row.prompt, cut_part(row.output, num_output - 1))))
         return num_hit
 
-    def _match(self, pieces: list[Span]) -> int:
-        seen, prefix, num_hit = self._seen, 0, 0
-        for key, start, length in pieces:
-            known = seen.get((prefix, key, start), 0)
+    def _match(self, pieces: list[_Piece]) -> int:
+        prefix = num_hit = 0
+        for piece in pieces:
+            if isinstance(piece, Span):
+                length, known = piece.length, self._spans.get((prefix, piece.key, piece.start), 0)
+            else:
+                length, known = len(piece) // _ID_BYTES, _longest_common(piece, self._ids.get(prefix, []))
             if known < length:
                 return num_hit + known
             num_hit += length
-            prefix = xxhash.xxh64_intdigest(_pack(prefix, key, start, length))
+            prefix = _extended(prefix, piece)
         return num_hit
 
-    def _insert(self, pieces: list[Span]) -> None:
-        seen, prefix = self._seen, 0
-        for key, start, length in pieces:
-            place = (prefix, key, start)
-            if seen.get(place, 0) < length:
-                seen[place] = length
-            prefix = xxhash.xxh64_intdigest(_pack(prefix, key, start, length))
+    def _insert(self, pieces: list[_Piece]) -> None:
+        prefix = 0
+        for piece in pieces:
+            if isinstance(piece, Span):
+                place = (prefix, piece.key, piece.start)
+                if self._spans.get(place, 0) < piece.length:
+                    self._spans[place] = piece.length
+            else:
+                known = self._ids.setdefault(prefix, [])
+                index = bisect_left(known, piece)
+                if index == len(known) or known[index] != piece:
+                    known.insert(index, piece)
+            prefix = _extended(prefix, piece)
 
 
-def _pieces(parts: Iterable[Part]) -> list[Span]:
-    """Spans; explicit ids as spans of a content that their values name, cut into pieces."""
-    pieces: list[Span] = []
+def _longest_common(piece: bytes, known: list[bytes]) -> int:
+    """How many ids at its beginning some known piece has too: of sorted ones, a neighbour has the most."""
+    index = bisect_left(known, piece)
+    return max((_num_common(piece, near) for near in known[max(index - 1, 0) : index + 1]), default=0)
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    first, second = array("i", one), array("i", other)
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _extended(prefix: int, piece: _Piece) -> int:
+    """The hash of a prefix and the piece after it. Ids are longer than a span's three numbers, so none is like one."""
+    if isinstance(piece, Span):
+        return xxhash.xxh64_intdigest(_pack(prefix, *piece))
+    return xxhash.xxh64_intdigest(_pack(prefix, 0, 0, 0) + piece)
+
+
+def _pieces(parts: Iterable[Part]) -> list[_Piece]:
+    """Spans, joined, and runs of explicit ids in pieces, however they were cut."""
+    pieces: list[_Piece] = []
     ids: array[int] = array("i")
     for part in (*join_parts(tuple(parts)), None):
         if isinstance(part, TokenIds):
             ids.extend(part.ids)
             continue
-        for start in range(0, len(ids), _ID_CHUNK):
-            chunk = ids[start : start + _ID_CHUNK]
-            pieces.append(Span(xxhash.xxh64_intdigest(chunk.tobytes(), seed=1), 0, len(chunk)))
+        pieces.extend(ids[start : start + _ID_CHUNK].tobytes() for start in range(0, len(ids), _ID_CHUNK))
         ids = array("i")
         if part is not None:
             pieces.append(part)

@@ -162,6 +162,15 @@ def test_session_sticky_stays_whatever_the_load() -> None:
     ]
 
 
+def test_session_sticky_remembers_the_sessions_that_were_routed_last() -> None:
+    router = SessionSticky("round_robin", max_sessions=2)
+    turns = "abacab"  # c comes: b is forgotten, not a; then b begins anew, and c is forgotten
+    assert [router.route(request(str(i), session=s), idle(9)) for i, s in enumerate(turns)] == [0, 1, 0, 2, 0, 3]
+    for i in range(1_000):
+        router.route(request(f"r{i}", session=f"s{i}"), idle(9))
+    assert list(router._homes) == ["s998", "s999"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -170,6 +179,7 @@ def test_session_sticky_stays_whatever_the_load() -> None:
         (lambda: SessionSticky("shortest"), "others of router session_sticky is 'shortest'; did you mean"),
         (lambda: PrefixAffinity(1.5), "cache_threshold of router prefix_affinity is 1.5; it must be from 0 to 1"),
         (lambda: PrefixAffinity(balance_rel_threshold=0.5), "they must be at least 0 and 1"),
+        (lambda: SessionSticky(max_sessions=0), "max_sessions of router session_sticky is 0; it must be at least 1"),
         (lambda: PrefixHash(0), "num_tokens of router prefix_hash is 0; it must be at least 1"),
     ],
 )

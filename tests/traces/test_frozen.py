@@ -48,7 +48,32 @@ def test_a_frozen_file_that_was_changed_is_refused(tmp_path):
     with pytest.raises(TraceError, match="its metadata is damaged"):
         read_trace("parquet", file)
     pq.write_table(table.replace_schema_metadata(None), file)
-    assert read_trace("parquet", file).name == "parquet"  # our own schema, no longer frozen
+    trace = read_trace("parquet", file)  # our own schema, no longer frozen
+    assert trace.name == "parquet"
+    assert "metadata is gone, so it was not checked" in trace.notes[-1]
+
+
+def test_what_a_limit_leaves_unchecked_is_said(tmp_path):
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "t.parquet"
+    freeze_trace(generate(CHAT, 3), file)
+    told = "the first 69 of 70 frozen requests, not checked against their fingerprint"
+    for read in (read_trace, lambda *given, **more: open_trace(*given, stream=True, **more)):
+        assert read("parquet", file, limit=69).notes == (told,)
+        assert read("parquet", file, limit=70).notes == read("parquet", file, limit=71).notes == ()
+    table = pq.read_table(file)
+    doubled = table.set_column(3, "prompt_tokens", table.column("prompt_tokens")).to_pandas()
+    doubled.loc[0, "priority"] = 7  # what nothing but the fingerprint can tell
+    changed = table.schema.empty_table().from_pandas(doubled, schema=table.schema)
+    pq.write_table(changed, file)
+    assert len(read_trace("parquet", file, limit=69)) == 69
+    for limit in (70, 71):
+        with pytest.raises(TraceError, match="freeze the trace again"):
+            read_trace("parquet", file, limit=limit)
+    pq.write_table(table.slice(0, 60), file)
+    with pytest.raises(TraceError, match="60 requests with fingerprint"):
+        read_trace("parquet", file, limit=65)
 
 
 def test_a_freeze_that_fails_leaves_no_file(tmp_path):

@@ -2,6 +2,10 @@
 
 import json
 import os
+import re
+from array import array
+from itertools import accumulate
+from operator import and_, eq
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,7 @@ from testbed.traces.readers.agentic import SEMANTICS as AGENTIC
 from testbed.traces.readers.bailian import SEMANTICS as BAILIAN
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.mooncake import SEMANTICS as MOONCAKE
-from testbed.traces.schema import Span, TraceRequest
+from testbed.traces.schema import Span, TokenIds, TraceRequest
 from testbed.traces.summary import PrefixShare
 from testbed.traces.synthesis import materialize
 
@@ -118,18 +122,47 @@ def test_generated_outputs_count_as_seen_but_for_their_last_token():
         before[row.session_id, row.turn] = row.num_prompt_tokens + row.num_output_tokens - 1
 
 
-def test_explicit_ids_are_compared_in_pieces_of_sixteen():
-    from array import array
+@st.composite
+def contents(draw):
+    """Explicit ids and spans, with much in common: runs of 1 and 2 that part at any place."""
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        if draw(st.booleans()):
+            parts.append(Span(draw(st.integers(7, 8)), 0, draw(st.integers(1, 20))))
+        else:
+            runs = draw(st.lists(st.tuples(st.integers(1, 2), st.integers(1, 19)), min_size=1, max_size=3))
+            parts.append(TokenIds(array("i", [number for number, times in runs for _ in range(times)])))
+    return tuple(parts)
 
-    from testbed.traces.schema import TokenIds
 
-    ids = array("i", range(100))
-    rows = [
-        TraceRequest("a", 0, (TokenIds(ids[:40]),), None),
-        TraceRequest("b", 1, (TokenIds(ids[:7]), TokenIds(ids[7:])), None),
+def named_tokens(parts):
+    """Each token by what it is: an id, or a place in a content."""
+    return [
+        item
+        for part in parts
+        for item in (
+            part.ids if isinstance(part, TokenIds) else [(part.key, part.start + i) for i in range(part.length)]
+        )
     ]
-    share = PrefixShare()
-    assert [share.add(row) for row in rows] == [0, 32]
+
+
+@given(st.lists(contents(), min_size=2, max_size=8))
+def test_explicit_ids_are_compared_to_the_token_however_they_are_cut(prompts):
+    share, seen = PrefixShare(), []
+    for number, parts in enumerate(prompts):
+        tokens = named_tokens(parts)
+        common = [sum(accumulate(map(eq, tokens, before), and_)) for before in seen]
+        assert share.add(TraceRequest(str(number), number, parts, None)) == max(common, default=0)
+        seen.append(tokens)
+
+
+@pytest.mark.parametrize("scope", ["global", "session"])
+@pytest.mark.parametrize("bad", [True, False, 1.5, None, [1]])
+def test_only_whole_numbers_are_ids_also_where_an_equal_one_was_seen(scope, bad):
+    blocks = HashBlocks("x", BlockSemantics(16, "ceil", scope))
+    blocks.prompt([0, 1], 32, "f:1", 0, "s")
+    with pytest.raises(TraceError, match=rf"f:2: field 'hash_ids' is {re.escape(repr(bad))}; expected whole numbers"):
+        blocks.prompt([0, bad], 32, "f:2", 0, "s")
 
 
 def test_the_mooncake_file_hits_in_tokens_what_its_ids_share():

@@ -72,7 +72,7 @@ class HashBlocks:
 
     def _block(self, block_id: Any, session: str, place: str) -> Span:
         key = (session, block_id) if session else block_id
-        span = self._full.get(key) if isinstance(block_id, int) else None
+        span = self._full.get(key) if type(block_id) is int else None  # true equals 1, and is no id
         if span is None:
             number = whole_number(block_id, place, "hash_ids", -(2**63), 2**64, "whole numbers")
             if len(self._full) >= _MAX_KEPT:

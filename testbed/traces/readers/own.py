@@ -95,14 +95,23 @@ def read_csv_trace(path: str | Path, limit: int | None = None) -> Trace:
 def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
     """Reads a Parquet file; a null (or NaN in an optional column) is an absent field; places are row numbers from 1.
 
-    A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint.
+    A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint. One
+    that has lost these is read as any other file, and a note says so.
     """
-    from testbed.traces.frozen import frozen_info, read_frozen  # frozen traces are read by this module
+    from testbed.traces.frozen import (
+        frozen_info,
+        has_lost_metadata,
+        read_frozen,
+    )  # frozen traces are read by this module
 
     info = frozen_info(path)
     if info is not None:
         return read_frozen(path, info, limit)
-    return _assemble("parquet", path, islice(_parquet_records(path), limit))
+    trace = _assemble("parquet", path, islice(_parquet_records(path), limit))
+    if has_lost_metadata(path):
+        note = "the file was a frozen trace; its metadata is gone, so it was not checked against its fingerprint"
+        trace = replace(trace, notes=(*trace.notes, note))
+    return trace
 
 
 def read_own(path: str | Path, limit: int | None = None) -> Trace:

@@ -209,8 +209,9 @@ def describe(calibration: Calibration) -> str:
 def _grid(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> list[Unit]:
     """The episodes of the grid, under a scheduler that plans what comes."""
     from real.profiler.grid import Room, design
-    from real.profiler.measure import Bench, Unit, run_episode
+    from real.profiler.measure import Bench, Unit, fill_with_noise, run_episode
 
+    fill_with_noise(backend.cache.gpu.whole)
     bounds = build.limits(config)
     room = Room(
         config.cache.block_size, backend.num_gpu_blocks, backend.num_cpu_blocks,

@@ -46,7 +46,7 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     """Replays the shortened trace under each policy ({name: overrides}); a small model is made on the spot."""
     base = _real_overrides(_make_model(out / "model"), quick=quick)
     config = compose_config(base)
-    extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 24)
+    extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 24, max_s=30 if quick else 90)
     before = profile(config, extent)
     first = next(iter(policies.values()))
     scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(before, out / "load"))

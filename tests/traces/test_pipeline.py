@@ -95,6 +95,29 @@ def test_steps_that_make_no_sense_are_refused(step, message):
         transforms.apply_all(plain(0, 1, 2), [{"name": "limit", "num_requests": 3}, step], lambda *_: plain(1))
 
 
+@pytest.mark.parametrize("kind", ["default", "given"])
+def test_a_second_draw_by_the_same_seed_is_another_one(kind):
+    rows = plain(*range(4_000))
+    seed = {} if kind == "default" else {"seed": 3}
+
+    def kept(*steps):
+        return [row.request_id for row in transforms.apply_all(rows, steps, no_file, 3)]
+
+    half = {"name": "thin", "fraction": 0.5, **seed}
+    warp, shift = {"name": "set_rate", "rate": 2.0, **seed}, {"name": "shift", "offset_s": 1.0}
+    once, twice, thrice = kept(half), kept(half, half), kept(half, half, half)
+    assert once == [row.request_id for row in transforms.thin(rows, 0.5, 3)] == kept(shift, warp, half)
+    for more, fewer in ((once, twice), (twice, thrice)):
+        assert set(fewer) < set(more)
+        assert len(fewer) / len(more) == pytest.approx(0.5, abs=0.08)
+    assert len(kept(half, {"name": "sample_sessions", "num": 100, **seed})) == 100
+    assert set(kept(half, half | {"seed": 4})) != set(twice)
+    steps = [{"name": "arrivals", "arrival": "poisson", "rate": 2.0, **seed}]
+    alone = [row.arrival_ns for row in transforms.apply_all(rows, steps, no_file, 3)]
+    after = transforms.apply_all(rows, [half | {"fraction": 1.0}, *steps], no_file, 3)
+    assert [row.arrival_ns for row in after] == alone, "starts are drawn by themselves"
+
+
 def test_thinning_and_warping_are_two_ways_to_one_rate():
     config = SyntheticConfig(num_requests=4000, arrival="mmpp", rate=10.0, burst_s=5.0, calm_s=20.0)
     trace = generate(config, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
@@ -12,6 +13,7 @@ from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.draws import nearest
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.synthesis import content_key
 from testbed.traces.transforms import combination, selection, sizes, timing
 
 Step = Mapping[str, Any]
@@ -20,11 +22,15 @@ OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces."""
+    """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces.
+
+    draws: what the seed decides: which "units" stay (of set_rate: by thin), or new "starts".
+    """
 
     apply: Callable[..., TraceSource]
     says: str  # what it does, one line
     is_streamed: bool = True
+    draws: str = ""
 
     def parameters(self) -> dict[str, Parameter]:
         """By name: those that a configuration may set."""
@@ -66,14 +72,18 @@ def _merge(
 TRANSFORMS: dict[str, Transform] = {
     "scale_rate": Transform(timing.scale_rate, "arrivals come `factor` times as fast (time is warped evenly)"),
     "speed_up": Transform(timing.speed_up, "the trace's clock runs `factor` times as fast: arrivals and think times"),
-    "set_rate": Transform(timing.set_rate, "brings the mean rate to `rate`, `by` warp (time) or thin (requests)"),
-    "thin": Transform(selection.thin, "keeps each session with probability `fraction`"),
-    "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions"),
+    "set_rate": Transform(
+        timing.set_rate, "brings the mean rate to `rate`, `by` warp (time) or thin (requests)", draws="units"
+    ),
+    "thin": Transform(selection.thin, "keeps each session with probability `fraction`", draws="units"),
+    "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions", draws="units"),
     "time_warp": Transform(timing.time_warp, "moves arrivals by a curve through `points` [from_s, to_s]"),
     "stretch_to": Transform(timing.stretch_to, "scales time so that the last request comes at `duration_s`"),
     "shift": Transform(_shift, "moves all arrivals by `offset_s`"),
     "spread": Transform(timing.spread, "spreads requests of one instant up to the next one", is_streamed=False),
-    "arrivals": Transform(_arrivals, "new starts for all sessions: `arrival`, `rate`, …", is_streamed=False),
+    "arrivals": Transform(
+        _arrivals, "new starts for all sessions: `arrival`, `rate`, …", is_streamed=False, draws="starts"
+    ),
     "window": Transform(selection.window, "what arrives from `start_s` until `end_s`, moved to 0"),
     "limit": Transform(selection.limit, "the first `num_requests`"),
     "filter": Transform(selection.keep_within, "requests within bounds: `max_prompt_tokens`, `tenant`, `max_turn`, …"),
@@ -90,15 +100,19 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
     """The trace after all `steps`, in their order: {"name": one of TRANSFORMS, and its parameters}.
 
     Row by row where the trace is streamed and the step allows it; otherwise the trace is made whole. seed: of steps
-    that draw and name none. Raises ConfigError, naming the step, for an unknown name or parameter, or a value that is
-    out of range.
+    that draw and name none. A step that draws as an earlier one did, by one seed, gets numbers of its own: else
+    the units that were kept would all be kept again. Raises ConfigError, naming the step, for an unknown name or
+    parameter, or a value that is out of range.
     """
+    num_drawn: Counter[tuple[str, int]] = Counter()
     for position, step in enumerate(steps):
         where = f"trace.transforms[{position}]"
         transform, values = _checked(step, where)
         told = f"{where} ({step['name']}): "
-        if "seed" in transform.parameters():
-            values.setdefault("seed", seed)
+        if transform.draws and (transform.apply is not timing.set_rate or values.get("by") == "thin"):
+            drawn = (transform.draws, values.get("seed", seed))
+            values["seed"] = content_key("again", drawn[1], num_drawn[drawn]) if num_drawn[drawn] else drawn[1]
+            num_drawn[drawn] += 1
         try:
             if transform.apply is _merge:
                 trace = _merge_with(trace, values, open_trace, told)

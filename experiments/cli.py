@@ -17,6 +17,7 @@ USAGE = """usage: testbed <command> ...
   list [group]                 what there is to choose from
   parity <run folder>          replay a real run's tape through the simulator and compare every decision
   conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
+  generate --model <folder> "..."  text from a local model; --model tiny needs none
   report <folder> ...          one HTML page about runs or sweeps
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
@@ -104,6 +105,12 @@ def _conform(arguments: list[str]) -> int:
     return check_file(options.file, options.case, options.preset)
 
 
+def _generate(arguments: list[str]) -> int:
+    from experiments.generate_command import main as generate
+
+    return generate(arguments)
+
+
 def _report(arguments: list[str]) -> int:
     from analysis.report import report_from_folders
 
@@ -164,6 +171,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "list": _list,
     "parity": _parity,
     "conform": _conform,
+    "generate": _generate,
     "report": _report,
     "costs": _costs,
     "calibrate": _calibrate,

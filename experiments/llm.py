@@ -105,10 +105,15 @@ class LLM:
         sampling: Sampling = None,
         *,
         use_tqdm: bool = True,
+        on_piece: Callable[[Piece], object] | None = None,
+        on_output: Callable[[int, RequestOutput], object] | None = None,
         chat_template: str | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """As generate, for a conversation, or a list of them: messages of `role` and `content`."""
+        """As generate, for a conversation, or a list of them: messages of `role` and `content`.
+
+        template_options: for the template, such as enable_thinking=False.
+        """
         if self.tokenizer is None:
             raise RequestError("the model's folder has no tokenizer, and so no chat template; pass tokenizer=<folder>")
         is_one = all(isinstance(item, Mapping) for item in messages)
@@ -117,7 +122,7 @@ class LLM:
         for conversation in conversations:
             text = self.tokenizer.chat(conversation, chat_template=chat_template, **template_options)
             prompts.append(Prompt(text, self.tokenizer.encode(text, add_special_tokens=False)))
-        return self._generate(self._requests(prompts, sampling), use_tqdm, None, None)
+        return self._generate(self._requests(prompts, sampling), use_tqdm, on_piece, on_output)
 
     def get_default_sampling_params(self) -> core.SamplingParams:
         """What the checkpoint's generation_config.json recommends; what it leaves out is temperature 1, 16 tokens."""

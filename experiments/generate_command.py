@@ -1,0 +1,328 @@
+"""`testbed generate`: text from the command line. Owns flags, files of prompts, how outputs are printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from experiments.config import GROUPS
+from experiments.settings import unknown
+from real.text.interrupt import deferred
+from testbed.errors import ConfigError, RequestError, RunFolderError
+from testbed.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from experiments.llm import LLM
+    from real.text.outputs import Piece, RequestOutput
+
+FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type of its flag, help
+    "max_tokens": (int, "tokens for each output (the model's generation_config.json, else 16)"),
+    "temperature": (float, "0 is greedy (the model's, else 1)"),
+    "top_p": (float, "draw from the likeliest tokens of this total probability"),
+    "top_k": (int, "draw from this many of the likeliest tokens"),
+    "min_p": (float, "draw from tokens at least this share as likely as the likeliest"),
+    "presence_penalty": (float, "taken off tokens that were emitted"),
+    "frequency_penalty": (float, "the same, for each time"),
+    "repetition_penalty": (float, "divides the logits of tokens in prompt and output"),
+    "min_tokens": (int, "tokens before anything may end an output"),
+    "n": (int, "outputs of each prompt"),
+    "best_of": (int, "draw as many, return the n best"),
+    "beam_width": (int, "beam search over as many beams"),
+    "logprobs": (int, "log-probabilities of each token and of as many of the likeliest (in --output)"),
+    "seed": (int, "of the draws of each prompt"),
+}
+PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", "cache_salt", "priority")
+SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt of the command line or of a file. sampling: what its row says differently. place: for messages."""
+
+    prompt: Any
+    sampling: dict[str, Any]
+    place: str
+    id: str | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    options = _parser().parse_intermixed_args(arguments)
+    overrides = dict(_override(item) for item in options.items if _is_override(item))
+    prompts = [item for item in options.items if not _is_override(item)]
+    asked = [Asked(prompt, {}, f"prompt {index}") for index, prompt in enumerate(prompts)]
+    if options.prompts_file is not None:
+        asked += read_prompts_file(options.prompts_file)
+    if not asked:
+        raise ConfigError("nothing to generate from; give prompts in quotes, or --prompts-file")
+    if options.output is not None and options.output.exists() and not options.overwrite:
+        raise RunFolderError(f"{options.output} exists; choose another --output or pass --overwrite")
+    for one in asked:
+        _sampling(SamplingParams(), options, one)  # what is out of range is said before a model is loaded
+    from experiments.llm import LLM
+
+    if options.model == "tiny":
+        print("note: tiny has random weights, made on the spot: its text is noise", file=sys.stderr)
+    flags = {name: getattr(options, name) for name in ("tokenizer", "scheduler", "dtype", "device", "status_s")}
+    settings = {name: value for name, value in flags.items() if value is not None}
+    with LLM(options.model, **settings, **overrides) as llm:
+        _generate(llm, asked, options)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "testbed generate",
+        description="Generate text with a local model, under any scheduler and settings.",
+        epilog="key=value sets any key of `testbed run`, such as cache.block_size=32 or backend.num_threads=4. "
+        "A first try needs no model: testbed generate --model tiny 'Hello'",
+    )
+    parser.add_argument("items", nargs="*", metavar="prompt | key=value", help="prompts in quotes; settings")
+    parser.add_argument("--model", required=True, help="a folder in Hugging Face's layout; tiny: random weights")
+    parser.add_argument("--prompts-file", type=Path, metavar="FILE", help=".txt: one a line; .jsonl: docs/generate.md")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a line of JSON for each prompt, as it is finished")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file if it exists")
+    parser.add_argument("--stream", action="store_true", help="print text as it comes")
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="instead of the model's own")
+    parser.add_argument("--scheduler", help="a preset of `testbed list scheduler` (vllm_v1)")
+    parser.add_argument("--device", help="auto, cuda, cpu")
+    parser.add_argument("--dtype", help="bfloat16, float16, float32 (the model's)")
+    parser.add_argument("--status-s", type=float, metavar="S", help="a status line every so many seconds")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end an output before this text; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end token")
+    for name, (kind, says) in FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=says)
+    return parser
+
+
+def _is_override(item: str) -> bool:
+    """Whether an argument is a setting: a key of the configuration and `=`. Everything else is a prompt."""
+    key, equals, _ = item.partition("=")
+    return bool(equals) and key.partition(".")[0] in (*GROUPS, "seed") and " " not in key
+
+
+def _override(item: str) -> tuple[str, Any]:
+    key, _, value = item.partition("=")
+    if key == "model":
+        raise ConfigError(f"{item!r}: give the model with --model")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"{item!r}: the value cannot be read") from None
+
+
+# --- prompts ---
+
+
+def read_prompts_file(file: Path) -> list[Asked]:
+    """Prompts of a .txt (one a line) or a .jsonl file; `-` is standard input, as .txt. Empty lines are passed over.
+
+    Raises RequestError naming file and line; OSError if it cannot be read.
+    """
+    try:
+        lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file} is not UTF-8 text (at byte {error.start})") from None
+    rows = [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if file.suffix in (".jsonl", ".json"):
+        return [_json_row(place, line) for place, line in rows]
+    return [Asked(line, {}, place) for place, line in rows]
+
+
+def _json_row(place: str, line: str) -> Asked:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{place}: not JSON ({error})") from None
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise RequestError(f"{place}: expected an object with prompt or prompt_token_ids")
+    for key in row:
+        if key not in (*PROMPT_KEYS, *SAMPLING_KEYS):
+            raise RequestError(unknown(f"{place}: unknown key {key!r}", key, (*PROMPT_KEYS, *SAMPLING_KEYS)))
+    if not row.get("prompt") and not row.get("prompt_token_ids"):
+        raise RequestError(f"{place}: the prompt is empty; give prompt or prompt_token_ids")
+    prompt = {key: row[key] for key in PROMPT_KEYS[1:] if key in row}
+    return Asked(prompt, {key: row[key] for key in SAMPLING_KEYS if key in row}, place, row.get("id"))
+
+
+def _sampling(base: SamplingParams, options: argparse.Namespace, asked: Asked) -> SamplingParams:
+    """The model's recommendation, then the flags, then the row's own."""
+    flags = {name: getattr(options, name) for name in (*FLAGS, "stop", "ignore_eos")}
+    chosen = {name: value for name, value in flags.items() if value is not None} | asked.sampling
+    try:
+        return replace(base, **chosen)
+    except RequestError as error:
+        raise RequestError(f"{asked.place}: {error}" if asked.sampling else str(error)) from None
+
+
+# --- generating ---
+
+
+def _generate(llm: LLM, asked: list[Asked], options: argparse.Namespace) -> None:
+    base = llm.get_default_sampling_params()
+    sampling = [_sampling(base, options, one) for one in asked]
+    is_bare = len(asked) == 1 and sampling[0].n == 1
+    printer = Printer(None if is_bare else [_label(one) for one in asked], _write_out)
+    num_done, num_tokens, began = 0, 0, time.monotonic()
+
+    def shown(piece: Piece) -> None:
+        printer.add(piece.index, piece.output_index, piece.text, piece.finished)
+
+    with _written(options.output) as write:
+
+        def done(index: int, output: RequestOutput) -> None:
+            nonlocal num_done, num_tokens
+            if write is not None:
+                with deferred():  # a line is written whole
+                    write(_line(index, asked[index], output))
+                    num_done += 1
+            elif not options.stream:
+                for one in output.outputs:
+                    printer.add(index, one.index, one.text, True)
+            num_done += write is None
+            num_tokens += sum(len(one.token_ids) for one in output.outputs)
+            printer.close(index, len(output.outputs))
+            if output.message:
+                print(f"note: {asked[index].place}: {output.message}", file=sys.stderr)
+
+        call: dict[str, Any] = {
+            "use_tqdm": not options.stream, "on_piece": shown if options.stream else None, "on_output": done
+        }  # fmt: skip
+        try:
+            if options.chat:
+                llm.chat([_messages(one) for one in asked], sampling, **call)
+            else:
+                llm.generate([one.prompt for one in asked], sampling, **call)
+        except KeyboardInterrupt:
+            printer.flush()
+            kept = f"; what is finished is in {options.output}" if options.output is not None else ""
+            raise KeyboardInterrupt(f"interrupted after {num_done} of {len(asked)} prompts{kept}") from None
+    span_s = time.monotonic() - began
+    print(
+        f"{len(asked)} prompts, {num_tokens:,} tokens generated in {span_s:.2f} s ({num_tokens / span_s:,.1f} tok/s), "
+        f"{llm.config.scheduler.name}, attention {llm.attention}",
+        file=sys.stderr,
+    )
+
+
+def _messages(asked: Asked) -> list[dict[str, str]]:
+    text = asked.prompt.get("prompt") if isinstance(asked.prompt, dict) else asked.prompt
+    if not isinstance(text, str):
+        raise RequestError(f"{asked.place}: --chat needs a text, not token ids")
+    return [{"role": "user", "content": text}]
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[Callable[[str], None] | None]:
+    """Writes lines, each at once whole: what is finished is kept whatever comes."""
+    if path is None:
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+
+        def write(line: str) -> None:
+            file.write(line + "\n")
+            file.flush()
+
+        yield write
+
+
+def _line(index: int, asked: Asked, output: RequestOutput) -> str:
+    values = asdict(output)
+    named = {"index": index} | ({} if asked.id is None else {"id": asked.id})
+    return json.dumps(
+        named | {key: value for key, value in values.items() if value not in (None, "")}, ensure_ascii=False
+    )
+
+
+# --- printing ---
+
+
+class Printer:
+    """Prints texts in the order of prompts and outputs: of the first that is not over as it comes, of others later.
+
+    labels: a line above each text; None where there is only one text, which is printed bare.
+    """
+
+    def __init__(self, labels: list[str] | None, write: Callable[[str], object]) -> None:
+        self._labels = labels
+        self._write = write
+        self._texts: dict[tuple[int, int], list[str]] = {}  # not printed yet, by (prompt, output)
+        self._over: dict[tuple[int, int], None] = {}
+        self._num_outputs: dict[int, int] = {}  # of prompts that are over
+        self._at = (0, 0)
+        self._has_begun = False
+
+    def add(self, index: int, place: int, text: str, is_over: bool) -> None:
+        self._texts.setdefault((index, place), []).append(text)
+        if is_over:
+            self._over[index, place] = None
+        self._print()
+
+    def close(self, index: int, num_outputs: int) -> None:
+        """All outputs of a prompt are over."""
+        self._num_outputs[index] = num_outputs
+        self._print()
+
+    def flush(self) -> None:
+        """Prints what waits for something before it that will not come."""
+        if self._has_begun:
+            self._end()
+        for at in sorted(self._texts):
+            self._at = at
+            self._begin()
+            self._end()
+
+    def _print(self) -> None:
+        while True:
+            index, place = self._at
+            if place >= self._num_outputs.get(index, place + 1):
+                self._at = (index + 1, 0)
+            elif self._at in self._texts:
+                self._begin()
+                if self._at not in self._over:
+                    return
+                self._end()
+                self._at = (index, place + 1)
+            else:
+                return
+
+    def _begin(self) -> None:
+        """Its label, if that is not there yet, and what there is of its text."""
+        index, place = self._at
+        if not self._has_begun and self._labels is not None:
+            self._write(f"[{index}{f'.{place}' if place else ''}] {self._labels[index]}\n")
+        self._has_begun = True
+        self._write("".join(self._texts[self._at]))
+        self._texts[self._at].clear()
+
+    def _end(self) -> None:
+        self._write("\n")
+        self._texts.pop(self._at, None)
+        self._has_begun = False
+
+
+def _label(asked: Asked) -> str:
+    prompt = asked.prompt
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt") or prompt.get("prompt_token_ids")
+    text = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} token ids"
+    return text if len(text) <= 72 else f"{text[:69]}..."
+
+
+def _write_out(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,173 @@
+"""`testbed generate`: what it prints and writes, and its mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments import generate_command
+from experiments.generate_command import Printer
+from experiments.llm import LLM
+from tests.experiments.kit import Said, say
+from tests.text.kit import PROMPTS, greedy
+
+SMALL = ("--device", "cpu", "cache.num_gpu_blocks=256", "cache.num_cpu_blocks=0", "cache.block_size=4")
+
+
+def generate(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> Said:
+    return say(capsys, "generate", "--model", str(folder), *SMALL, *arguments)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_one_prompt_prints_its_text_bare(
+    capsys: pytest.CaptureFixture[str], folder: Path, llm: LLM, stream: tuple[str, ...]
+) -> None:
+    wanted = llm.generate(PROMPTS[0], greedy(9, ignore_eos=False))[0].outputs[0]
+    said = generate(capsys, folder, PROMPTS[0], "--temperature", "0", "--max-tokens", "9", *stream)
+    assert (said.status, said.out) == (0, wanted.text + "\n")
+    assert said.lines[-1].startswith("1 prompts, 9 tokens generated in ")
+    assert said.lines[-1].endswith("vllm_v1, attention torch")
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_several_outputs_are_printed_in_order_under_their_prompts(
+    capsys: pytest.CaptureFixture[str], folder: Path, llm: LLM, stream: tuple[str, ...]
+) -> None:
+    sampling = greedy(6, temperature=1.0, seed=3, n=2, ignore_eos=True)
+    wanted = ""
+    for index, output in enumerate(llm.generate(PROMPTS[:2], sampling)):
+        for one in output.outputs:
+            wanted += f"[{index}{'.1' if one.index else ''}] {PROMPTS[index]}\n{one.text}\n"
+    flags = ("--max-tokens", "6", "--temperature", "1", "--seed", "3", "--n", "2", "--ignore-eos")
+    said = generate(capsys, folder, *PROMPTS[:2], *flags, *stream, "scheduler.max_num_batched_tokens=16")
+    assert said.out == wanted
+
+
+def test_a_file_of_prompts_has_its_own_parameters_and_outputs_are_lines_of_json(
+    capsys: pytest.CaptureFixture[str], folder: Path, llm: LLM, tmp_path: Path
+) -> None:
+    rows = [{"id": "a", "prompt": PROMPTS[1], "max_tokens": 2}, {"prompt_token_ids": [5, 6, 7], "stop": ["zz"]}]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
+    prompts.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n" + '"Hello"\n')
+    flags = ("--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--logprobs", "1")
+    said = generate(capsys, folder, "--prompts-file", str(prompts), "--output", str(out), *flags)
+    assert (said.status, said.out) == (0, "")
+    written = {line["index"]: line for line in lines_of(out)}
+    wanted = llm.generate([PROMPTS[1], [5, 6, 7], "Hello"], [greedy(2), greedy(5), greedy(5)])
+    for index, output in enumerate(wanted):
+        (one,) = written[index]["outputs"]
+        assert (one["token_ids"], one["text"]) == (output.outputs[0].token_ids, output.outputs[0].text)
+        assert len(one["logprobs"]) == len(one["token_ids"])
+        assert written[index]["prompt_token_ids"] == output.prompt_token_ids
+    assert written[0]["id"] == "a"
+    assert written[0]["prompt"] == PROMPTS[1]
+    assert "exists; choose another --output" in generate(capsys, folder, "a", "--output", str(out)).error()
+    assert generate(capsys, folder, "a", "--max-tokens", "1", "--output", str(out), "--overwrite").status == 0
+    assert len(lines_of(out)) == 1
+
+
+def test_each_prompt_becomes_a_conversation_with_chat(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    text, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    text.write_text("hi\n\nyou\n")
+    said = generate(capsys, folder, "--chat", "--prompts-file", str(text), "--output", str(out), "--max-tokens", "2")
+    assert said.status == 0
+    assert [line["prompt"] for line in lines_of(out)] == ["<user>hi<assistant>", "<user>you<assistant>"]
+
+
+def test_ctrl_c_keeps_what_is_finished(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, out = generate_command._line, tmp_path / "out.jsonl"
+
+    def pressed(*arguments: Any) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return write(*arguments)
+
+    rows = [{"prompt": "a", "max_tokens": 3 + 40 * index} for index in range(3)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    real_done = iter([write, pressed])
+    monkeypatch.setattr(generate_command, "_line", lambda *arguments: next(real_done)(*arguments))
+    flags = ("--prompts-file", str(tmp_path / "p.jsonl"), "--output", str(out), "--ignore-eos")
+    said = generate(capsys, folder, *flags)
+    assert said.status == 130
+    assert said.error() == f"interrupted after 2 of 3 prompts; what is finished is in {out}"
+    assert [line["index"] for line in lines_of(out)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "nothing to generate from; give prompts in quotes, or --prompts-file"),
+        (("a", "--temperature", "-1"), "sampling.temperature is -1.0"),
+        (("a", "cache.blok_size=4"), "did you mean 'cache.block_size'"),
+        (("a", "model=tiny"), "give the model with --model"),
+        (("a", "--scheduler", "vlm_v1"), "did you mean 'vllm_v1'"),
+        (("a", "--tokenizer", "nowhere"), "no tokenizer at nowhere"),
+        (("",), "prompt 0 is empty"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], folder: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    assert says in generate(capsys, folder, *arguments).error()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": ', "p.jsonl:2: not JSON"),
+        ("p.jsonl", "[1]", "p.jsonl:1: expected an object"),
+        ("p.jsonl", '\n{"promt": "a"}', "p.jsonl:2: unknown key 'promt'; did you mean 'prompt'?"),
+        ("p.jsonl", '{"prompt": ""}', "p.jsonl:1: the prompt is empty"),
+        ("p.jsonl", '{"prompt": "a", "top_p": 2}', "p.jsonl:1: sampling.top_p is 2"),
+        ("p.txt", "\n\n", "nothing to generate from"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, name: str, text: str, says: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert says in generate(capsys, folder, "--prompts-file", str(tmp_path / name)).error()
+
+
+def test_files_that_are_not_there_or_not_text(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.txt"
+    assert f"{missing}: No such file" in generate(capsys, folder, "--prompts-file", str(missing)).error()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    said = generate(capsys, folder, "--prompts-file", str(tmp_path / "binary.txt"))
+    assert "not UTF-8 text (at byte 0)" in said.error()
+    assert "no model at" in say(capsys, "generate", "--model", str(missing), "a").error()
+
+
+@given(data=st.data(), nums=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_whatever_comes_first_is_printed_in_order_and_once(data: st.DataObject, nums: list[int]) -> None:
+    """Any interleaving of pieces; cut off anywhere, nothing of what came is lost."""
+    texts = {(i, j): [f"<{i}.{j}.{k}>" for k in range(3)] for i, num in enumerate(nums) for j in range(num)}
+    left = {at: list(pieces) for at, pieces in texts.items()}
+    out: list[str] = []
+    printer = Printer([f"prompt {i}" for i in range(len(nums))], out.append)
+    came: dict[tuple[int, int], str] = {}
+    for _ in range(data.draw(st.integers(0, 3 * len(texts)))):
+        at = data.draw(st.sampled_from(sorted(left)))
+        piece = left[at].pop(0)
+        came[at] = came.get(at, "") + piece
+        printer.add(*at, piece, not left[at])
+        if not left[at]:
+            del left[at]
+        if not any(other[0] == at[0] for other in left):
+            printer.close(at[0], nums[at[0]])
+    printer.flush()
+    wanted = [f"[{i}{f'.{j}' if j else ''}] prompt {i}\n{came[i, j]}\n" for i, j in sorted(came)]
+    assert "".join(out) == "".join(wanted)

@@ -239,6 +239,7 @@ def random_request(rng: random.Random, name: str, now_ns: int) -> Request:
         max_tokens=None if is_forced and rng.random() < 0.5 else num_output,
         stop_token_ids=rng.choice(((), (), (3,))),
         ignore_eos=rng.random() < 0.5,
+        prompt_logprobs=0 if random.Random(name).random() < 0.1 else None,  # computes its prompt whole
         **_random_group(rng),
     )
     return Request(

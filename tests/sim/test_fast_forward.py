@@ -117,7 +117,7 @@ def price(rng: random.Random) -> CostModel:
 
 def world(seed: int) -> tuple[list[Request], list[tuple[int, str]], dict[str, Request]]:
     """Arrivals, aborts and later turns. Outputs are long where nothing else happens, and all are forced, or beams."""
-    rng = random.Random(seed)
+    rng, scored = random.Random(seed), random.Random(seed + 1)
     span_ns = rng.choice((0, 3, 30, 200)) * STEP_NS
     requests = []
     for index in range(rng.choice((1, 3, 8, 16))):
@@ -127,6 +127,8 @@ def world(seed: int) -> tuple[list[Request], list[tuple[int, str]], dict[str, Re
             request = replace(request, forced_output=tokens)
         elif request.sampling.beam_width > 1:
             request = replace(request, forced_output=[0] * rng.randint(1, 12))
+        if scored.random() < 0.2:  # computes its prompt whole, whatever is cached
+            request = replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
         requests.append(request)
     aborts = [
         (rng.randint(0, span_ns + 20 * STEP_NS), rng.choice(requests).request_id) for _ in range(rng.randrange(3))

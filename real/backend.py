@@ -55,6 +55,10 @@ class RealWork:
         self._prepare_ns = prepare_ns
         self._swap_ns = swap_ns  # of swaps beside the stream of the clock, once that has finished
 
+    def is_done(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._clock.is_done()
+
     def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
         """Blocks until the device is done: outcomes of the rows that were not forced (None: there are none), times."""
         swap_ns, forward_ns, sample_ns = self._clock.finish()
@@ -108,10 +112,8 @@ class RealBackend:
         self.attention_name = choice.provider.name
         self.attention_reasons = choice.reasons
         self.device_description = describe_device(placement.device)
-        if placement.device.type == "cpu":
-            size = block_bytes(spec, block_size, placement.dtype, group.size)
-            num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
-            check_fits(spec.name, spec.num_parameters * placement.dtype.itemsize // group.size, num_blocks, size)
+        if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
+            check_host_memory(spec, config, placement.dtype, block_size, num_gpu_blocks)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         self.runner = ModelRunner(
             model,
@@ -126,6 +128,7 @@ class RealBackend:
             num_gpu_blocks = fitting_num_blocks(
                 self.runner, spec, placement, limits, gpu_memory_utilization, config.cpu_kv_bytes
             )
+            num_gpu_blocks = _least(num_gpu_blocks, placement)
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks or 0
         _check_at_least(1, num_gpu_blocks=self.num_gpu_blocks)
@@ -167,6 +170,29 @@ class RealBackend:
             launched = Launched(inputs.sampling, self.runner.draw(hidden, logits, inputs), self._eos_token_id)
         clock.mark()
         return RealWork([row for row in rows if row.samples], launched, clock, prepare_ns, self.cache.swap_ns)
+
+    def close(self) -> None:
+        """Forgets captured steps, whose collectives belong to the group. The engine is of no use after it."""
+        self.runner.graphs = None
+
+
+def check_host_memory(
+    spec: ModelSpec,
+    config: RealConfig,
+    dtype: torch.dtype,
+    block_size: int,
+    num_gpu_blocks: int | None,
+    num_ranks: int = 1,
+) -> None:
+    """Raises DeviceError if the ranks together ask for more memory than this host has to give."""
+    size = block_bytes(spec, block_size, dtype, num_ranks)
+    num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
+    check_fits(spec.name, spec.num_parameters * dtype.itemsize, num_blocks, size * num_ranks)
+
+
+def _least(count: int, placement: Placement) -> int:
+    """The smallest of the ranks' counts: they hold parts of the same blocks."""
+    return int(placement.group.all_gather(torch.tensor([count], device=placement.device)).min())
 
 
 def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: int) -> tuple[CausalLM, str]:

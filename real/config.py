@@ -27,6 +27,7 @@ class RealConfig:
     and think times are divided by it; all that is recorded stays in the engine's own time. cuda_graphs: steps of
     decodes only, up to max_captured_size rows, are captured when the engine starts and replayed (CUDA only). k_scale,
     v_scale: what keys and values are divided by before they are stored as cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
+    rank_timeout_s: under tensor parallelism, how long one rank waits for another before the run is given up.
     """
 
     device: str = "auto"
@@ -41,6 +42,7 @@ class RealConfig:
     max_captured_size: int = 512
     k_scale: float = 1.0
     v_scale: float = 1.0
+    rank_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, DEVICES)
@@ -52,7 +54,7 @@ class RealConfig:
         for name in ("cpu_kv_bytes", "max_captured_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("k_scale", "v_scale"):
+        for name in ("k_scale", "v_scale", "rank_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be a finite number above 0")
         if not 0 < self.speed < math.inf:

@@ -68,6 +68,10 @@ class Stopwatch(Protocol):
 
     def mark(self) -> None: ...
 
+    def is_done(self) -> bool:
+        """Whether the device has passed the last mark."""
+        ...
+
     def finish(self) -> list[int]:
         """Waits for the device once; the ns between consecutive marks."""
         ...
@@ -84,6 +88,9 @@ class CpuStopwatch:
 
     def mark(self) -> None:
         self._marks.append(time.perf_counter_ns())
+
+    def is_done(self) -> bool:
+        return True
 
     def finish(self) -> list[int]:
         return [after - before for before, after in pairwise(self._marks)]
@@ -104,6 +111,9 @@ class CudaStopwatch:
             self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._events[self._num_marks].record()
         self._num_marks += 1
+
+    def is_done(self) -> bool:
+        return bool(self._events[self._num_marks - 1].query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> list[int]:
         marked = self._events[: self._num_marks]

@@ -1,0 +1,140 @@
+"""The engine over several ranks, as the driver sees it: one Backend.
+
+The driver's process is rank 0; it decides, sends each plan, computes its own share, and alone chooses tokens.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from real.backend import RealBackend, RealWork, check_host_memory
+from real.config import RealConfig
+from real.device import resolve_device, resolve_dtype
+from real.models.registry import check_supported
+from real.parallel.distributed import LostPeerError, host_store, join
+from real.parallel.processes import Ranks
+from real.parallel.wire import pack
+from real.parallel.worker import Setup
+from testbed.errors import DeviceError
+from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans
+from testbed.specs import ModelSpec
+
+
+class RankedWork:
+    """A plan that all ranks have launched. `wait` may be called once."""
+
+    def __init__(self, backend: RankedBackend, work: RealWork, send_ns: int) -> None:
+        self._backend, self._work, self._send_ns = backend, work, send_ns
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        return self._work.prompt_logprobs
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        """As RealWork: times are those of this rank; preparing includes sending. Raises what ended another rank."""
+        outcomes, spans = self._backend.finish(self._work)
+        return outcomes, spans._replace(prepare_ns=spans.prepare_ns + self._send_ns)
+
+
+class RankedBackend:
+    """A RealBackend for each of `num_ranks` processes, of which this is one. Implements testbed.interfaces.Backend.
+
+    options: those of RealBackend; they hold for each rank: KV blocks, swap space and cpu_kv_bytes are of a rank, which
+    has a share of each block. Where num_gpu_blocks is measured, the rank with the least room decides. On CPUs the ranks
+    share num_threads. Raises ModelError, ConfigError, DeviceError, with nothing left running.
+    """
+
+    def __init__(self, spec: ModelSpec, config: RealConfig, num_ranks: int, **options: Any) -> None:
+        device = resolve_device(config.device)
+        check_supported(spec, options.get("sliding_window"), num_ranks)
+        if device.type == "cuda":
+            _check_gpus(num_ranks)
+        else:
+            dtype = resolve_dtype(config.dtype, spec)
+            check_host_memory(spec, config, dtype, options["block_size"], options.get("num_gpu_blocks"), num_ranks)
+            config = replace(config, num_threads=_threads_per_rank(config, num_ranks))
+        store = host_store(num_ranks)
+        setups = [
+            Setup(rank, num_ranks, store.port, device.type, spec, config, options) for rank in range(1, num_ranks)
+        ]
+        self.num_ranks = num_ranks
+        self._is_cuda = device.type == "cuda"
+        self._is_in_step = False
+        self._ranks = Ranks(setups, config.rank_timeout_s)
+        self._end = weakref.finalize(self, self._ranks.close)  # also where nobody closes
+        try:
+            with self._explained():
+                self._ranks.wait_until_ready()
+                if device.type == "cuda":
+                    torch.cuda.set_device(0)
+                self._group = join(store, 0, num_ranks, device.type, config.rank_timeout_s)
+                if device.type == "cuda":
+                    self._ranks.on_failure(self._group.abort)
+                self._local = RealBackend(spec, config, group=self._group, **options)
+        except BaseException:
+            self._end()
+            raise
+        self._store = store  # the other ranks are connected to it as long as they live
+        self.num_gpu_blocks, self.num_cpu_blocks = self._local.num_gpu_blocks, self._local.num_cpu_blocks
+        self.attention_name, self.attention_reasons = self._local.attention_name, self._local.attention_reasons
+        self.device_description, self.load_format = self._local.device_description, self._local.load_format
+        self.cache, self.runner = self._local.cache, self._local.runner  # this rank's share
+
+    def start(self, plan: BatchPlan) -> RankedWork:
+        """Launches one step on every rank. Raises DeviceError if the last one was not waited for."""
+        if self._is_in_step or not self._end.alive:
+            raise DeviceError("the ranks were stopped in the middle of a step, or closed; load the model again")
+        self._is_in_step = True
+        began_ns = time.perf_counter_ns()
+        rows = plan.scheduled
+        with self._explained():
+            self._ranks.send(pack(plan, rows))
+            send_ns = time.perf_counter_ns() - began_ns
+            return RankedWork(self, self._local.start(plan._replace(rows=lambda: rows)), send_ns)
+
+    def finish(self, work: RealWork) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        """Waits for a step that was started; for RankedWork."""
+        with self._explained():
+            self._ranks.wait_for(work.is_done)
+            result = work.wait()
+        self._is_in_step = False
+        return result
+
+    def close(self) -> None:
+        """Ends the other ranks. May be called again; the engine is of no use after it."""
+        self._local.close()
+        self._end()
+        if self._is_cuda:
+            self._group.abort()  # what is left of it here
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What a rank's failure did to this one is told as that failure; results that it spoiled are not used."""
+        try:
+            yield
+        except LostPeerError as error:
+            raise self._ranks.cause(str(error)) from None
+        except RuntimeError:
+            self._ranks.check()
+            raise
+        self._ranks.check()
+
+
+def _check_gpus(num_ranks: int) -> None:
+    found = torch.cuda.device_count()
+    if num_ranks > found:
+        raise DeviceError(
+            f"device.tensor_parallel_size is {num_ranks}, but torch finds {found} GPU{'s' * (found != 1)} here; lower "
+            "it, or set backend.device=cpu"
+        )
+
+
+def _threads_per_rank(config: RealConfig, num_ranks: int) -> int:
+    return max(1, (config.num_threads or torch.get_num_threads()) // num_ranks)

@@ -1,0 +1,232 @@
+"""The processes of the ranks beside the driver: started, watched, ended. Knows no tensors; needs no torch.
+
+A rank is a new interpreter, not a fork: CUDA and threads do not survive one, and the program of whoever called us is
+not run again. It is connected with the driver by a pair of sockets. Its end tells the driver at once that it died; the
+driver's end tells it the same, and it ends itself: after a success, a failure, an interrupt or a SIGKILL of the driver
+no process is left behind. Signals that a terminal or a cluster sends to all are the driver's business: it alone knows
+where a step ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from real.parallel.channel import Channel, channel_pair
+from testbed import errors
+from testbed.errors import DeviceError, TestbedError
+
+GRACE_S = 2.0  # who lost a peer says so before the peer's own end is known
+END_S = 5.0  # to end in peace
+LOST = "LostPeerError"
+READY = "ready"
+
+
+class Failure(NamedTuple):
+    """What a rank said before it ended. kind: the class of its exception; empty: it said nothing."""
+
+    rank: int
+    kind: str
+    message: str
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it failed by itself, and not because another had gone."""
+        return self.kind != LOST
+
+    def error(self) -> TestbedError:
+        made = getattr(errors, self.kind, None) if self.kind else None
+        if not (isinstance(made, type) and issubclass(made, TestbedError)):
+            made = DeviceError
+        return made(f"rank {self.rank} {f'failed: {self.message}' if self.kind else self.message}")
+
+
+class Ranks:
+    """Ranks 1 … size - 1. setups: what each is told when it starts, in their order; whatever pickles.
+
+    timeout_s: how long one may take to accept a message. Not for several threads, but for its own, which watches.
+    """
+
+    def __init__(self, setups: Sequence[Any], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._on_failure: Callable[[], None] | None = None
+        self._changed = threading.Condition()  # guards the two that follow
+        self._failures: dict[int, Failure] = {}
+        self._ready: set[int] = set()
+        self._is_failed = False
+        self._is_closed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._bell, self._rope = socket.socketpair()  # the rope is pulled to end the watch
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        try:
+            for setup in setups:
+                channel, theirs = channel_pair(timeout_s)
+                self._channels.append(channel)
+                with theirs:
+                    self._processes.append(_spawn(theirs))
+                channel.send(pickle.dumps(setup))
+            self._watcher.start()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- for the driver ---
+
+    def wait_until_ready(self) -> None:
+        """Until each has said READY. Raises what ended one instead."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_failed or len(self._ready) == len(self._channels))
+        self.check()
+
+    def on_failure(self, free: Callable[[], None]) -> None:
+        """free: called by the watching thread once a rank has failed, so that nobody waits for it any longer."""
+        self._on_failure = free
+
+    def send(self, message: bytes) -> None:
+        """To each. Raises the failure of one that does not take it."""
+        for channel in self._channels:
+            try:
+                channel.send(message)
+            except OSError as error:
+                raise self.cause(str(error)) from None
+
+    def check(self) -> None:
+        """Raises the failure of a rank, if there is one."""
+        if self._is_failed:
+            raise self.cause("")
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Until it is. Raises the failure of a rank, also of one that is silent for too long."""
+        deadline = time.monotonic() + self._timeout_s
+        while not is_done():
+            self.check()
+            if time.monotonic() > deadline:
+                raise self.cause(f"nothing in {self._timeout_s:g} s")
+
+    def cause(self, symptom: str) -> TestbedError:
+        """Why the ranks do not go on, as an error to raise. symptom: what was seen of it here."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_failed, GRACE_S)
+            failure = self._first_cause() or next(iter(self._failures.values()), None)
+        if failure is not None and failure.is_cause:
+            return failure.error()
+        last = len(self._channels)
+        who = "rank 1" if last == 1 else f"one of ranks 1 to {last}"
+        what = symptom if failure is None else failure.message
+        return DeviceError(f"{who} does not answer ({what}); if it was only slow, raise backend.rank_timeout_s")
+
+    def close(self) -> None:
+        """Ends the processes and waits for their end. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._rope.close()
+        if self._watcher.ident is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        for channel in self._channels:
+            channel.hang_up()
+        for process in self._processes:
+            _end(process)
+        self._bell.close()
+
+    # --- the thread that watches ---
+
+    def _watch(self) -> None:
+        """Hears the ranks until one fails or the driver closes."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._bell, selectors.EVENT_READ, 0)
+            for rank, channel in enumerate(self._channels, 1):
+                selector.register(channel, selectors.EVENT_READ, rank)
+            deadline: float | None = None
+            while deadline is None or (self._first_cause() is None and time.monotonic() < deadline):
+                for key, _ in selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    if key.data == 0:
+                        return
+                    if not self._hear(key.data):
+                        selector.unregister(key.fileobj)
+                if self._failures and deadline is None:
+                    deadline = time.monotonic() + GRACE_S
+        for process in self._processes:
+            process.kill()
+        with self._changed:
+            self._is_failed = True
+            self._changed.notify_all()
+        if self._on_failure is not None:
+            self._on_failure()
+
+    def _hear(self, rank: int) -> bool:
+        """Takes one message; False after the last."""
+        message = self._channels[rank - 1].receive()
+        with self._changed:
+            if message is None:
+                told = describe_end(self._processes[rank - 1])
+                self._failures.setdefault(rank, Failure(rank, "", told))
+            else:
+                said = json.loads(message)
+                if said["kind"] == READY:
+                    self._ready.add(rank)
+                else:
+                    self._failures[rank] = Failure(rank, said["kind"], said["message"])
+                    logging.getLogger("testbed").info("rank %d failed\n%s", rank, said["traceback"])
+            self._changed.notify_all()
+        return message is not None
+
+    def _first_cause(self) -> Failure | None:
+        return next((failure for failure in self._failures.values() if failure.is_cause), None)
+
+
+def describe_end(process: subprocess.Popen[bytes]) -> str:
+    """How a process died that is about to."""
+    try:
+        code = process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        return f"(process {process.pid}) has closed its connection"
+    if code >= 0:
+        return f"(process {process.pid}) ended by itself with exit status {code}"
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+    hint = "; the system kills whoever takes too much memory" if -code == signal.SIGKILL else ""
+    return f"(process {process.pid}) was killed by {name}{hint}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """A rank's process. It finds modules where this one does."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with _blocked_signals():
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "real.parallel.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """A process that is started within has Ctrl-C and SIGTERM blocked for good; here they come when it is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,91 @@
+"""The process of a rank beside the driver: builds its share of the model, then executes plan after plan.
+
+Started by real.parallel.processes. It reads no clock, writes no records and chooses no tokens. It ends, with its whole
+process and at once, when the driver's end of the connection is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from real.config import RealConfig
+from real.parallel.channel import Channel
+from real.parallel.processes import READY
+from testbed.errors import TestbedError
+from testbed.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a rank is told when it starts. options: of RealBackend, by name. port: of the store of `host_store`."""
+
+    rank: int
+    size: int
+    port: int
+    device_type: str
+    spec: ModelSpec
+    config: RealConfig
+    options: dict[str, Any]
+
+
+def main() -> None:
+    end = socket.socket(fileno=int(sys.argv[1]))
+    end.set_inheritable(False)
+    threading.Thread(target=_end_with_driver, args=(end.fileno(),), daemon=True).start()
+    channel = Channel(end)
+    try:
+        message = channel.receive()
+        if message is not None:
+            _work(channel, pickle.loads(message))
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the driver says it)
+        channel.send(_report(error))
+        os._exit(1)
+    os._exit(0)  # without the clean-up of libraries, which may wait for other ranks
+
+
+def _end_with_driver(fileno: int) -> None:
+    hangup = select.poll()
+    hangup.register(fileno, 0)  # POLLHUP is told unasked
+    hangup.poll()
+    os._exit(1)
+
+
+def _work(channel: Channel, setup: Setup) -> None:
+    """Until the driver hangs up."""
+    import torch
+
+    from real.backend import RealBackend
+    from real.parallel.distributed import find_store, join
+    from real.parallel.wire import unpack
+
+    if setup.device_type == "cuda":
+        torch.cuda.set_device(setup.rank)
+    store = find_store(setup.port, setup.size)
+    channel.send(json.dumps({"kind": READY}).encode())
+    group = join(store, setup.rank, setup.size, setup.device_type, setup.config.rank_timeout_s)
+    backend = RealBackend(setup.spec, setup.config, group=group, **setup.options)
+    while (message := channel.receive()) is not None:
+        backend.start(unpack(message)).wait()
+
+
+def _report(error: BaseException) -> bytes:
+    """Its class, one line, and for the log where it came from."""
+    text = str(error).partition("\n")[0]
+    if not isinstance(error, TestbedError):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    said = {"kind": type(error).__name__, "message": text, "traceback": "".join(traceback.format_exception(error))}
+    return json.dumps(said).encode()
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ from real.attention.interface import AttentionMetadata, AttentionSpec, StepAtten
 from real.attention.triton_provider import PagedRows, scoring_of, send
 
 PAGE = 256  # tokens
+ALL = slice(None)
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -91,7 +92,7 @@ class FlashAttention:
 class Part(NamedTuple):
     """Rows of a step that are computed in one call."""
 
-    tokens: slice | Tensor  # where their tokens lie in the flat batch
+    tokens: slice | Tensor  # where their tokens lie in the flat batch; ALL: they are the batch
     query_starts: Tensor  # int32 [rows + 1], cumulative
     context_starts: Tensor  # int32 [rows + 1], cumulative
     max_query_len: int
@@ -129,6 +130,8 @@ class FlashStep:
             store_kv(key, value, kv_cache, self._metadata.slot_mapping)
         else:
             self._paged.store(key, value, kv_cache)
+        if self._decodes is not None and self._decodes.tokens is ALL:  # nothing to put together
+            return self._decode(self._decodes, query, kv_cache)
         output = torch.empty_like(query)
         if self._paged is not None:
             self._paged.attend(query, kv_cache, output)
@@ -184,7 +187,7 @@ def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
     longest = max(query_lens), max(context_lens)
     if len(rows) == metadata.num_rows:
         return Part(
-            slice(None), metadata.query_starts, metadata.context_starts, *longest,
+            ALL, metadata.query_starts, metadata.context_starts, *longest,
             metadata.context_lens_tensor, metadata.block_tables,
         )  # fmt: skip
     device = metadata.block_tables.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from real.attention.flash_provider import FlashAttention
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention, scoring_of, why_not
 from real.kernels import decode
 from real.kernels.block_copy import copy_blocks
 from real.kernels.store import store_kv
 from tests.kernels.paged_batches import Batch, make_spec, read_fp8, round_to_fp8
+from tests.real.fake_flash import FakeFlash
 
 NAN = float("nan")
 SEEDS = st.integers(0, 2**31)
@@ -245,7 +248,21 @@ def test_copies(shape, dtype, num_pairs, seed):
     assert torch.equal(cache.view(torch.uint8), expected)
 
 
-# --- the provider ---
+# --- the providers ---
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_flash_attention_leaves_to_the_kernels_what_it_cannot_page(monkeypatch, kv_dtype, window):
+    flash = FakeFlash()
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    spec = make_spec(2, 2, 16, 16, window=window, kv_dtype=kv_dtype, scales=(0.2, 3.0), alibi=True)
+    batch = Batch(spec, [(0, 11), (40, 1), (0, 4), (5, 7), (0, 1)], 8, released=0, poison=NAN)
+    provider = FlashAttention(spec)
+    assert provider.supports_graphs
+    output = provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+    assert_right(batch, output, batch.expected())
+    assert flash.calls == [("varlen", 2)]
 
 
 @pytest.mark.parametrize(

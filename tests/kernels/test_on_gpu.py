@@ -1,0 +1,168 @@
+"""The providers on a GPU, at shapes of real models, in half precision: against float64, each other, and in graphs."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from real.attention.flash_provider import FlashAttention
+from real.attention.flash_provider import why_not as why_not_flash
+from real.attention.interface import AttentionSpec
+from real.attention.torch_provider import TorchAttention
+from tests.kernels.paged_batches import Batch, make_spec
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # of outputs of unit scale
+ROWS = [(0, 130), (700, 1), (0, 33), (257, 70), (1500, 1), (0, 1), (64, 5), (31, 1)]
+HALF = [torch.bfloat16, torch.float16]
+
+
+def model_spec(num_kv_heads, group, head_dim, dtype, **options) -> AttentionSpec:
+    """On the CPU, where the reference is computed; Batch.to takes it to the GPU."""
+    spec = make_spec(num_kv_heads, group, head_dim, options.pop("block_size", 16), dtype, **options)
+    return spec._replace(scale=head_dim**-0.5)
+
+
+def run(provider, batch: Batch) -> torch.Tensor:
+    return provider(batch.spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache.clone())
+
+
+def providers(spec: AttentionSpec) -> list[type]:
+    from real.attention.triton_provider import TritonAttention
+
+    on_gpu = spec._replace(device=GPU)
+    return [TorchAttention, TritonAttention, *([FlashAttention] if why_not_flash(on_gpu) is None else [])]
+
+
+def check(spec: AttentionSpec, rows: list[tuple[int, int]]) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    batch = Batch(spec, rows, seed, released=0)
+    expected, on_gpu = batch.expected(), batch.to(GPU)
+    limit = TOLERANCE[spec.dtype] * max(1.0, float(expected.abs().max()))
+    for provider in providers(spec):
+        error = (run(provider, on_gpu).double().cpu() - expected).abs().max().item()
+        assert error <= limit, f"{provider.__name__} is {error} off, seed {seed}"
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (4, 128), (8, 128), (5, 80), (2, 192), (2, 256), (7, 112)])
+def test_mixed_batches(group, head_dim, dtype):
+    check(model_spec(2, group, head_dim, dtype), ROWS)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize(
+    "options", [{"window": 100}, {"window": 1}, {"alibi": True}, {"window": 300, "alibi": True}], ids=str
+)
+def test_windows_and_alibi(options, block_size, dtype):
+    check(model_spec(2, 4, 128, dtype, block_size=block_size, **options), ROWS)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 80), (torch.float32, 64)])
+def test_fp8_caches(dtype, head_dim, kv_dtype):
+    check(model_spec(2, 4, head_dim, dtype, kv_dtype=kv_dtype, scales=(0.02, 0.7)), ROWS)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_bits_are_read_as_the_gpu_reads_numbers(monkeypatch, kv_dtype):
+    """What older GPUs do with e4m3, on whichever GPU this is."""
+    from real.kernels import decode, prefill
+
+    for module in (decode, prefill):
+        monkeypatch.setattr(module, "capability", lambda device: None)
+    check(model_spec(2, 4, 128, torch.bfloat16, kv_dtype=kv_dtype, scales=(0.02, 0.7)), ROWS)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 13, 64])
+def test_long_decodes_in_parts(num_splits):
+    from real.attention.triton_provider import scoring_of
+    from real.kernels.decode import paged_decode
+    from real.kernels.store import store_kv
+
+    batch = Batch(model_spec(4, 4, 128, torch.bfloat16), [(5000, 1), (40, 1), (0, 1), (8191, 1)], num_splits)
+    expected, gpu = batch.expected(), batch.to(GPU)
+    store_kv(gpu.key, gpu.value, gpu.kv_cache, gpu.metadata.slot_mapping)
+    output = torch.full_like(gpu.query, float("nan"))
+    lens, tables = gpu.metadata.context_lens_tensor, gpu.metadata.block_tables
+    paged_decode(
+        gpu.query, gpu.kv_cache, tables, lens, output, scoring_of(gpu.spec), max_context=8192, num_splits=num_splits
+    )
+    assert (output.double().cpu() - expected).abs().max() < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_a_captured_step_follows_what_its_tensors_say(block_size, kv_dtype):
+    """Captured for the longest context there may be, replayed with others, padding rows among them."""
+    from dataclasses import replace
+
+    size, longest = 6, 2048
+    spec = model_spec(2, 4, 128, torch.bfloat16, block_size=block_size, kv_dtype=kv_dtype, scales=(0.05, 0.5))
+    first = Batch(spec, [(longest - 1, 1)] * size, 1).to(GPU)
+    fixed = replace(first.metadata, context_lens=(longest,) * size)
+    for provider in providers(spec)[1:]:
+        made = provider(first.spec)
+        assert made.supports_graphs
+        made.prepare(fixed)(first.query, first.key, first.value, first.kv_cache)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = made.prepare(fixed)(first.query, first.key, first.value, first.kv_cache)
+        for seed, lengths in ((2, [1, 300, 17, 2047]), (3, [2000]), (4, [5, 5, 5, 900, 31, 64])):
+            batch = Batch(spec, [(length, 1) for length in lengths], seed)
+            expected, on_gpu, num = batch.expected(), batch.to(GPU), len(lengths)
+            first.kv_cache.view(torch.uint8).zero_()
+            first.kv_cache[:, : on_gpu.kv_cache.shape[1]].view(torch.uint8).copy_(on_gpu.kv_cache.view(torch.uint8))
+            for own, new in ((first.query, on_gpu.query), (first.key, on_gpu.key), (first.value, on_gpu.value)):
+                own[:num] = new
+            fixed.context_lens_tensor.zero_()
+            fixed.context_lens_tensor[:num] = on_gpu.metadata.context_lens_tensor
+            fixed.slot_mapping.fill_(-1)
+            fixed.slot_mapping[:num] = on_gpu.metadata.slot_mapping
+            fixed.block_tables.zero_()
+            fixed.block_tables[:num, : on_gpu.metadata.block_tables.shape[1]] = on_gpu.metadata.block_tables
+            graph.replay()
+            error = (output[:num].double().cpu() - expected).abs().max().item()
+            assert error <= TOLERANCE[torch.bfloat16], f"{provider.__name__} is {error} off"
+            assert output[num:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_block_copies(dtype):
+    from real.kernels.block_copy import copy_blocks
+
+    rng = np.random.default_rng()
+    shape = (4, 2, 200, 16, 8, 128)
+    cache = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, device=GPU).view(dtype)
+    blocks = rng.permutation(200)
+    sources, destinations = blocks[:60], blocks[60:120]
+    raw = cache.view(torch.uint8)
+    expected = raw.clone()
+    expected[:, :, destinations] = expected[:, :, sources]
+    copy_blocks(cache, torch.from_numpy(np.stack([sources, destinations], axis=1)).to(GPU))
+    assert torch.equal(raw, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_what_is_stored_is_what_torch_stores(kv_dtype, dtype):
+    from real.attention.interface import as_bytes
+    from real.attention.interface import store_kv as by_torch
+    from real.kernels.store import store_kv
+
+    spec = make_spec(8, 1, 128, 16, dtype, GPU, kv_dtype=kv_dtype)
+    projected = torch.randn(500, 3 * 8 * 128, device=GPU) * torch.logspace(-6, 5, 500, device=GPU)[:, None]
+    _, key, value = (part.unflatten(-1, (8, 128)) for part in projected.clamp(-6e4, 6e4).to(dtype).chunk(3, dim=-1))
+    slots = torch.randperm(640, device=GPU)[:500]
+    ours, theirs = (torch.zeros((2, 40, 16, 8, 128), device=GPU).to(spec.cache_dtype) for _ in range(2))
+    store_kv(key, value, ours, slots, 0.3, 1.7)
+    by_torch(key, value, theirs, slots, 0.3, 1.7)
+    assert torch.equal(as_bytes(ours), as_bytes(theirs))

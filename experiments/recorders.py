@@ -1,14 +1,18 @@
-"""Recorders of a run beside its files: several at once, and the progress bar."""
+"""Recorders of a run beside its files: several at once, the progress bar, status lines."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from tqdm import tqdm
 
+from real.text.status import CacheHits, StatusLine
 from testbed.interfaces import Recorder, StepView
 from testbed.plan import Finished
 from testbed.request import Request
+from testbed.scheduler import Scheduler
 
 
 class Recorders:
@@ -49,3 +53,19 @@ class ProgressBar:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def status_lines(interval_s: float | None, scheduler: Scheduler) -> list[StatusLine]:
+    """The status line of an engine, on standard error and in the log; none where no interval is set."""
+    if interval_s is None:
+        return []
+    blocks, log = scheduler.blocks, logging.getLogger("testbed")
+
+    def hits() -> CacheHits:
+        return CacheHits(blocks.num_queried_tokens, blocks.num_hit_tokens)
+
+    def say(line: str) -> None:
+        log.info("status: %s", line)
+        tqdm.write(line, file=sys.stderr)
+
+    return [StatusLine(interval_s, (blocks.num_gpu_blocks, blocks.num_cpu_blocks), hits, say)]

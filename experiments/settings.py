@@ -88,7 +88,10 @@ class AgenticTraceConfig(TraceConfig):
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """The `sampling` group: how many sequences a request grows, and how tokens that are not forced are drawn."""
+    """The `sampling` group: how many sequences a request grows, and how tokens that are not forced are drawn.
+
+    The parameters of testbed.sampling.SamplingParams but those of texts: runs of traces make none.
+    """
 
     temperature: float = 0.0  # 0 is greedy
     max_tokens: int | None = None
@@ -106,12 +109,8 @@ class SamplingConfig:
     repetition_penalty: float = 1.0  # divides (negative: multiplies) the logits of tokens in prompt and output
     logit_bias: tuple[Any, ...] = ()  # [[token id, added to its logit], ...]
     min_tokens: int = 0  # no token that ends the sequence before so many
-    logprobs: int | None = None  # log-probabilities of the emitted tokens and of so many likeliest; null: none
+    logprobs: int | None = None  # compute log-probabilities of emitted tokens and of so many likeliest; null: none
     prompt_logprobs: int | None = None  # the same of the prompt, which is then computed whole whatever is cached
-    stop: tuple[str, ...] = ()  # strings that end a sequence, where there is text
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True  # in text
-    length_penalty: float = 1.0  # beams are ranked by their summed log-probability / length ** this
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +121,11 @@ class RecordConfig:
     token_times: bool = True  # every token's instant in requests.parquet
     steps: bool = True  # a row for each step in steps.parquet; without, the summary has nothing of steps
     operators: bool = False  # operators.json: where the time went, by operator (`testbed costs`)
+    status_s: float | None = None  # a status line every so many seconds of the run's clock: standard error, run.log
+
+    def __post_init__(self) -> None:
+        if self.status_s is not None and not 0 < self.status_s < float("inf"):
+            raise ConfigError(f"record.status_s is {self.status_s}; it must be above 0, or null (no status lines)")
 
 
 @dataclass(frozen=True, slots=True)

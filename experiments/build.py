@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -269,27 +270,21 @@ def check_token_ids(config: RunConfig, trace: Trace) -> None:
 
 
 def build_real_backend(config: RunConfig) -> Any:
-    """Loads the model. Raises ConfigError if the packages of the real engine are not installed."""
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"device.tensor_parallel_size is {config.tensor_parallel_size}, but the real engine runs on one device "
-            "so far; simulate it with backend=sim"
-        )
+    """Loads the model, on as many ranks as the device is said to have. Whoever gets it closes it.
+
+    Raises ConfigError if the packages of the real engine are not installed.
+    """
     assert isinstance(config.backend, RealConfig)
-    dtype = config.backend.dtype or config.model.dtype
-    if config.cache.kv_dtype not in (None, dtype):
-        raise ConfigError(
-            f"cache.kv_dtype is {config.cache.kv_dtype!r}, but the real engine keeps K and V as {dtype}, the model's, "
-            "so far; leave it out, or simulate it with backend=sim"
-        )
     try:
         from real.backend import RealBackend
+        from real.parallel.backend import RankedBackend
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"backend=real needs the package {error.name!r}: pip install 'llm-serving-testbed[real]' (or `make demo`)"
         ) from None
-    bounds = limits(config)
-    return RealBackend(
+    bounds, num_ranks = limits(config), config.tensor_parallel_size
+    make: Any = RealBackend if num_ranks == 1 else partial(RankedBackend, num_ranks=num_ranks)
+    return make(
         config.model,
         config.backend,
         block_size=config.cache.block_size,
@@ -300,5 +295,19 @@ def build_real_backend(config: RunConfig) -> Any:
         num_gpu_blocks=config.cache.num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks(config),
         sliding_window=sliding_window(config),
+        kv_dtype=_kv_dtype(config, config.backend),
         seed=config.seed,
     )
+
+
+def _kv_dtype(config: RunConfig, backend: RealConfig) -> str | None:
+    """The format of K and V if it is not the weights'. Raises ConfigError for one that the engine does not keep."""
+    kv_dtype, own = config.cache.kv_dtype, backend.dtype or config.model.dtype
+    if kv_dtype in (None, own):
+        return None
+    if kv_dtype not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        raise ConfigError(
+            f"cache.kv_dtype is {kv_dtype!r}, and the real engine computes in {own}; it keeps K and V in that, or as "
+            "fp8_e4m3 or fp8_e5m2"
+        )
+    return "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype

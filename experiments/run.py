@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from experiments.environment import describe_machine, describe_versions
 from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible, undisturbed
-from experiments.recorders import ProgressBar, Recorders, status_lines
+from experiments.recorders import ProgressBar, Recorders
 from experiments.replay import ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
 from experiments.seeds import SeededInbox, needs_seed
@@ -70,14 +71,15 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
         given = _own_trace(config)
     prepared = _prepare_real(config, whole(given)) if config.is_real else _prepare_sim(config, given)
     is_compared = config.is_real or prepared.checker is not None
-    schedulers = [
-        build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
-        for _ in prepared.inboxes
-    ]
-    claim(folder, config)
-    manifest = _manifest(config, given, prepared, command)
-    with log_to(folder / "run.log"):
-        return _run(config, folder, given, prepared, schedulers, manifest)
+    with closing(prepared):
+        schedulers = [
+            build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
+            for _ in prepared.inboxes
+        ]
+        claim(folder, config)
+        manifest = _manifest(config, given, prepared, command)
+        with log_to(folder / "run.log"):
+            return _run(config, folder, given, prepared, schedulers, manifest)
 
 
 def _own_trace(config: RunConfig) -> _Trace:
@@ -107,6 +109,7 @@ class _Prepared:
     max_steps: int = 1  # of a plan
     cost: CostModel | None = None  # what prices the steps
     replay: ReplayLog | None = None  # of a real run
+    close: Callable[[], None] = lambda: None  # ends what the engines have started
 
 
 def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
@@ -150,8 +153,9 @@ def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
     inboxes = [_trace_inbox(config, at_speed(trace, options.speed))]
     log = ReplayLog(options)
     return _Prepared(
-        pools, lambda loops, _: drive(loops[0], backend, options, log=log.host), inboxes, description, replay=log
-    )
+        pools, lambda loops, _: drive(loops[0], backend, options, log=log.host), inboxes, description, replay=log,
+        close=backend.close,
+    )  # fmt: skip
 
 
 def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
@@ -188,12 +192,7 @@ def _run(
     lag = None if prepared.replay is None else prepared.replay.lag
     more = [extra for extra in (tape, prepared.checker, watch, ledger, lag) if extra is not None]
     loops = [
-        serve(
-            inbox,
-            scheduler,
-            Recorders(recorder, *more, *status_lines(config.record.status_s, scheduler), bar),
-            prepared.max_steps,
-        )
+        serve(inbox, scheduler, Recorders(recorder, *more, bar), prepared.max_steps)
         for inbox, scheduler, recorder in zip(prepared.inboxes, schedulers, records.recorders, strict=True)
     ]
     began = time.monotonic()

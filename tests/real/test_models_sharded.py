@@ -9,7 +9,7 @@ import torch
 
 from real.loader import checkpoint_slots
 from testbed.errors import ConfigError
-from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
+from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 from tests.real.thread_ranks import on_ranks
 
 PROMPT = [3, 500, 17, 256, 255, 1, 499, 88, 9]
@@ -18,7 +18,7 @@ TABLE = [9, 3, 17]
 
 def all_logits(spec, **options) -> torch.Tensor:
     """Of a chunked prefill and a decode, [2, vocab]."""
-    backend = tiny_backend(spec, **options)
+    backend = tiny_backend(spec, sliding_window=spec.sliding_window, **options)
     step_logits(backend, row(0, PROMPT, TABLE, end=5, samples=False))
     prefill = step_logits(backend, row(0, PROMPT, TABLE, start=5))
     return torch.cat([prefill, step_logits(backend, row(0, [*PROMPT, 4], TABLE, start=len(PROMPT)))])
@@ -32,6 +32,15 @@ SHAPES = {
     "a rank beside the vocabulary": (4, {"vocab_size": 501, "tie_word_embeddings": False}),
     "untied": (2, {"vocab_size": 509, "tie_word_embeddings": False}),
 }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_shared(name, num_ranks):
+    spec = tiny_spec(**ARCHITECTURES[name], vocab_size=509)
+    expected = all_logits(spec, seed=5)
+    for logits in on_ranks(num_ranks, lambda rank: all_logits(spec, group=rank, seed=5)):
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(("num_ranks", "changes"), SHAPES.values(), ids=SHAPES)

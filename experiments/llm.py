@@ -27,12 +27,12 @@ from real.text.prompts import Prompt, read_prompts
 from real.text.sampling import default_sampling, end_tokens
 from real.text.status import StatusLine, ThroughputBar
 from real.text.tokenizer import Message
-from testbed import sampling as core
 from testbed.errors import RequestError
 from testbed.interfaces import Recorder
 from testbed.request import Request
+from testbed.sampling import SamplingParams as AnySamplingParams
 
-Sampling = core.SamplingParams | Sequence[core.SamplingParams] | None
+Sampling = AnySamplingParams | Sequence[AnySamplingParams] | None
 Prompts = Any  # a text, token ids, a dict with prompt or prompt_token_ids; or a list of any of them
 
 
@@ -67,21 +67,22 @@ class LLM:
         self._status_s = status_s
         self._eos_ids = self._end_tokens(found)
         self._backend: Any = build_real_backend(self.config)
-        self._pools = Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
-        self._engine: TextEngine | None = TextEngine(
-            build_scheduler(self.config, self._pools, record_decisions=False),
-            self._backend,
-            self.tokenizer,
-            eos_ids=frozenset(self._eos_ids),
-        )
+        self._engine: TextEngine | None = None
         self._num_requests = 0
+        self._pools = Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
+        try:
+            core = build_scheduler(self.config, self._pools, record_decisions=False)
+        except BaseException:
+            self.close()
+            raise
+        self._engine = TextEngine(core, self._backend, self.tokenizer, eos_ids=frozenset(self._eos_ids))
 
     # --- generating ---
 
     def generate(
         self,
         prompts: Prompts,
-        sampling: Sampling = None,
+        sampling_params: Sampling = None,
         *,
         use_tqdm: bool = True,
         on_piece: Callable[[Piece], object] | None = None,
@@ -89,20 +90,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """The outputs of all prompts, in their order.
 
-        sampling: one for all prompts, or one for each; None: get_default_sampling_params(). on_piece: called with what
-        each step added to each sequence. on_output: called with the place and the output of a prompt when it is over.
-        Ctrl-C aborts what is left; the LLM stays usable.
+        sampling_params: one for all prompts, or one for each; None: get_default_sampling_params(). on_piece: called
+        with what each step added to each sequence. on_output: called with the place and the output of a prompt when it
+        is over. Ctrl-C aborts what is left; the LLM stays usable.
         """
-        return self._generate(self._requests(self._read(prompts), sampling), use_tqdm, on_piece, on_output)
+        return self._generate(self._requests(self._read(prompts), sampling_params), use_tqdm, on_piece, on_output)
 
-    def stream(self, prompts: Prompts, sampling: Sampling = None) -> Iterator[Piece]:
+    def stream(self, prompts: Prompts, sampling_params: Sampling = None) -> Iterator[Piece]:
         """Pieces of all prompts as they come. Closing the iterator aborts what is left."""
-        return self._stream(self._requests(self._read(prompts), sampling))
+        return self._stream(self._requests(self._read(prompts), sampling_params))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: Sampling = None,
+        sampling_params: Sampling = None,
         *,
         use_tqdm: bool = True,
         on_piece: Callable[[Piece], object] | None = None,
@@ -122,11 +123,15 @@ class LLM:
         for conversation in conversations:
             text = self.tokenizer.chat(conversation, chat_template=chat_template, **template_options)
             prompts.append(Prompt(text, self.tokenizer.encode(text, add_special_tokens=False)))
-        return self._generate(self._requests(prompts, sampling), use_tqdm, on_piece, on_output)
+        return self._generate(self._requests(prompts, sampling_params), use_tqdm, on_piece, on_output)
 
-    def get_default_sampling_params(self) -> core.SamplingParams:
+    def get_default_sampling_params(self) -> AnySamplingParams:
         """What the checkpoint's generation_config.json recommends; what it leaves out is temperature 1, 16 tokens."""
         return default_sampling(self._folder)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers; None if there is none."""
+        return None if self.tokenizer is None else self.tokenizer.inner
 
     # --- life ---
 
@@ -146,13 +151,9 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model, its memory and its processes. The LLM is of no use after it."""
-        if self._engine is None:
-            return
-        self._engine = None
-        close = getattr(self._backend, "close", None)
-        if close is not None:
-            close()
-        self._backend = None
+        backend, self._backend, self._engine = self._backend, None, None
+        if hasattr(backend, "close"):
+            backend.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -217,7 +218,10 @@ class LLM:
         engine = self._running()
         if sampling is None:
             sampling = self.get_default_sampling_params()
-        each = [sampling] * len(prompts) if isinstance(sampling, core.SamplingParams) else list(sampling)
+        each = [sampling] * len(prompts) if isinstance(sampling, AnySamplingParams) else list(sampling)
+        for one in each:
+            if not isinstance(one, AnySamplingParams):
+                raise RequestError(f"sampling_params has a {type(one).__name__}; give SamplingParams")
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all, or each")
         now_ns = engine.now_ns
@@ -233,7 +237,7 @@ class LLM:
         self._num_requests += len(requests)
         return requests
 
-    def _completed(self, sampling: core.SamplingParams, request_id: str) -> core.SamplingParams:
+    def _completed(self, sampling: AnySamplingParams, request_id: str) -> AnySamplingParams:
         """With a seed of its own where it draws, and every token that ends the model's texts."""
         if needs_seed(sampling):
             sampling = replace(sampling, seed=request_seed(self.config.seed, request_id))

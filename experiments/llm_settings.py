@@ -91,6 +91,9 @@ def read_tokenizer(tokenizer: Any) -> Tokenizer:
 def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
     """Overrides of the configuration; None leaves a key as it is. Raises ConfigError for an unknown name."""
     tree: dict[str, Any] = {}
+    settings = dict(settings)
+    if settings.pop("enforce_eager", None):  # vLLM's name
+        _put(tree, "backend.cuda_graphs", False)
     for name, value in settings.items():
         if name not in SETTINGS and name.partition(".")[0] not in GROUPS:
             raise ConfigError(unknown(f"LLM has no argument {name!r}", name, [*ARGUMENTS, *SETTINGS, *GROUPS]))

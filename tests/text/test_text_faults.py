@@ -123,6 +123,7 @@ def test_closing_twice_is_fine_and_a_closed_llm_says_so(own: LLM) -> None:
         ({"promt": "a"}, None, "prompt 0 has the key 'promt'; valid: prompt,"),
         ({"prompt": "a", "prompt_token_ids": [1]}, None, "either prompt or prompt_token_ids"),
         ({"cache_salt": "a"}, None, "either prompt or prompt_token_ids"),
+        ("a", {"temperature": 1}, "sampling_params has a str; give SamplingParams"),
         (["a", "b"], [greedy()], "2 prompts and 1 sampling parameters"),
         ("a", greedy(n=500, temperature=1.0), "prompt 0 asks for 500 sequences"),
         ("a", greedy(beam_width=2, stop="x"), "beam search does not look for stop strings"),

@@ -79,8 +79,9 @@ class RealBackend:
     num_gpu_blocks: None measures what fits (CUDA) or takes the stated budget (CPU). num_cpu_blocks: None is no swap
     space. max_model_len: the longest sequence to leave room for; None takes the model's. sliding_window: tokens that
     attention looks back at, the core's (None: all); a model that was trained with a window wants the same one, others
-    take any. seed: of dummy weights and of requests that bring no seed. group: the ranks that share the model, of which
-    this is one. Raises ModelError, DeviceError, ConfigError.
+    take any. kv_dtype: of K and V, fp8_e4m3 or fp8_e5m2; None is the weights'. seed: of dummy weights and of requests
+    that bring no seed. group: the ranks that share the model, of which this is one. Raises ModelError, DeviceError,
+    ConfigError.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RealBackend:
         num_cpu_blocks: int | None = None,
         max_model_len: int | None = None,
         sliding_window: int | None = None,
+        kv_dtype: str | None = None,
         seed: int = 0,
         group: TensorGroup = SINGLE,
     ) -> None:
@@ -107,13 +109,14 @@ class RealBackend:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec), group)
-        check_supported(spec, sliding_window, group.size)
-        choice = choose_attention(config.attention, _attention_spec(spec, block_size, placement, sliding_window))
+        check_supported(spec, sliding_window, group.size, max_model_len)
+        attention = _attention_spec(spec, config, block_size, placement, sliding_window, kv_dtype)
+        choice = choose_attention(config.attention, attention)
         self.attention_name = choice.provider.name
         self.attention_reasons = choice.reasons
         self.device_description = describe_device(placement.device)
         if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
-            check_host_memory(spec, config, placement.dtype, block_size, num_gpu_blocks)
+            check_host_memory(spec, config, placement.dtype, attention.cache_dtype, block_size, num_gpu_blocks)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         self.runner = ModelRunner(
             model,
@@ -123,10 +126,10 @@ class RealBackend:
             seed=seed,
             eos_token_id=spec.eos_token_id,
         )
-        limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_position_embeddings)
+        limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
-                self.runner, spec, placement, limits, gpu_memory_utilization, config.cpu_kv_bytes
+                self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization, config.cpu_kv_bytes
             )
             num_gpu_blocks = _least(num_gpu_blocks, placement)
         self.num_gpu_blocks = num_gpu_blocks
@@ -139,6 +142,7 @@ class RealBackend:
             block_size=block_size,
             num_gpu_blocks=self.num_gpu_blocks,
             num_cpu_blocks=self.num_cpu_blocks,
+            dtype=attention.cache_dtype,
         )
         self._device = placement.device
         self._stopwatch = stopwatch(placement.device)
@@ -180,12 +184,13 @@ def check_host_memory(
     spec: ModelSpec,
     config: RealConfig,
     dtype: torch.dtype,
+    cache_dtype: torch.dtype,
     block_size: int,
     num_gpu_blocks: int | None,
     num_ranks: int = 1,
 ) -> None:
     """Raises DeviceError if the ranks together ask for more memory than this host has to give."""
-    size = block_bytes(spec, block_size, dtype, num_ranks)
+    size = block_bytes(spec, block_size, cache_dtype, num_ranks)
     num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
     check_fits(spec.name, spec.num_parameters * dtype.itemsize, num_blocks, size * num_ranks)
 
@@ -208,7 +213,12 @@ def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: i
 
 
 def _attention_spec(
-    spec: ModelSpec, block_size: int, placement: Placement, sliding_window: int | None
+    spec: ModelSpec,
+    config: RealConfig,
+    block_size: int,
+    placement: Placement,
+    sliding_window: int | None,
+    kv_dtype: str | None,
 ) -> AttentionSpec:
     return AttentionSpec(
         num_heads=spec.num_attention_heads // placement.group.size,
@@ -219,6 +229,9 @@ def _attention_spec(
         device=placement.device,
         dtype=placement.dtype,
         sliding_window=sliding_window,
+        kv_dtype=kv_dtype or "auto",
+        k_scale=config.k_scale,
+        v_scale=config.v_scale,
     )
 
 

@@ -17,15 +17,6 @@ from testbed.errors import DeviceError
 from testbed.plan import BatchPlan
 from testbed.specs import ModelSpec
 
-KV_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8": torch.float8_e4m3fn,
-}
-
 Pairs = Sequence[tuple[int, int]]
 
 

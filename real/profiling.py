@@ -33,14 +33,15 @@ def fitting_num_blocks(
     spec: ModelSpec,
     placement: Placement,
     limits: Limits,
+    cache_dtype: torch.dtype,
     gpu_memory_utilization: float,
     cpu_kv_bytes: int,
 ) -> int:
     """KV blocks that the device has room for. Raises DeviceError if not even one fits."""
-    size = block_bytes(spec, limits.block_size, placement.dtype, placement.group.size)
+    size = block_bytes(spec, limits.block_size, cache_dtype, placement.group.size)
     if placement.device.type == "cpu":
         return _num_blocks_of_budget(size, limits.block_size, cpu_kv_bytes)
-    weights, temporaries = _measure(runner, spec, placement, limits)
+    weights, temporaries = _measure(runner, spec, placement, limits, cache_dtype)
     return num_kv_blocks(
         memory_bytes=torch.cuda.mem_get_info(placement.device)[1],
         utilization=gpu_memory_utilization,
@@ -60,14 +61,16 @@ def _num_blocks_of_budget(size: int, block_size: int, cpu_kv_bytes: int) -> int:
 
 
 @torch.inference_mode()
-def _measure(runner: ModelRunner, spec: ModelSpec, placement: Placement, limits: Limits) -> tuple[int, int]:
+def _measure(
+    runner: ModelRunner, spec: ModelSpec, placement: Placement, limits: Limits, cache_dtype: torch.dtype
+) -> tuple[int, int]:
     """Bytes of the weights, and of the peak of two steps at the maximum load plus what others hold of the GPU."""
     block_size, max_num_batched_tokens, max_num_seqs, max_model_len = limits
     device = placement.device
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device)
     shape = (2, 1, block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)
-    kv_caches = [torch.zeros(shape, device=device, dtype=placement.dtype)] * spec.num_hidden_layers
+    kv_caches = [torch.zeros(shape, device=device, dtype=cache_dtype)] * spec.num_hidden_layers
     torch.cuda.reset_peak_memory_stats(device)
     chunk = min(max_num_batched_tokens, max_model_len)
     loads = [

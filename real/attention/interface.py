@@ -30,6 +30,11 @@ from torch import Tensor
 FP8_FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
+def cache_format(kv_dtype: str | None, dtype: torch.dtype) -> torch.dtype:
+    """The format of the KV memory; auto or None: the model's."""
+    return dtype if kv_dtype in (None, "auto") else FP8_FORMATS[kv_dtype]
+
+
 class AttentionSpec(NamedTuple):
     """What does not change from step to step: the heads, the scale of the scores, the paging, the placement.
 
@@ -55,7 +60,7 @@ class AttentionSpec(NamedTuple):
     @property
     def cache_dtype(self) -> torch.dtype:
         """What the KV memory holds."""
-        return self.dtype if self.kv_dtype == "auto" else FP8_FORMATS[self.kv_dtype]
+        return cache_format(self.kv_dtype, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from real.attention.interface import cache_format
 from real.backend import RealBackend, RealWork, check_host_memory
 from real.config import RealConfig
 from real.device import resolve_device, resolve_dtype
@@ -58,7 +59,9 @@ class RankedBackend:
             _check_gpus(num_ranks)
         else:
             dtype = resolve_dtype(config.dtype, spec)
-            check_host_memory(spec, config, dtype, options["block_size"], options.get("num_gpu_blocks"), num_ranks)
+            cache_dtype = cache_format(options.get("kv_dtype"), dtype)
+            blocks = options["block_size"], options.get("num_gpu_blocks")
+            check_host_memory(spec, config, dtype, cache_dtype, *blocks, num_ranks)
             config = replace(config, num_threads=_threads_per_rank(config, num_ranks))
         store = host_store(num_ranks)
         setups = [

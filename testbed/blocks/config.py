@@ -30,7 +30,7 @@ class CacheConfig:
     eviction: Any = "lru"  # a name, or {_target_: a class of yours}
     isolate_tenants: bool = False  # whether requests share cached prefixes only with those of their own tenant
     sliding_window: int | None = None  # tokens that attention looks back at; null: as many as the model's config says
-    kv_dtype: str | None = None  # of K and V: fp8 halves a block's bytes; null: the model's; in the simulator so far
+    kv_dtype: str | None = None  # of K and V: fp8 halves a block's bytes; null: the model's
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:

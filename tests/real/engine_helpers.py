@@ -58,8 +58,11 @@ ARCHITECTURES: dict[str, dict[str, object]] = {  # changes of tiny_spec
 }
 
 
+CONFIG_KEYS = ("attention", "load_format", "dtype", "cpu_kv_bytes", "k_scale", "v_scale")
+
+
 def tiny_backend(spec: ModelSpec | None = None, *, block_size: int = 4, device: str = "cpu", **options) -> RealBackend:
-    config = {key: options.pop(key) for key in ("attention", "load_format", "dtype", "cpu_kv_bytes") if key in options}
+    config = {key: options.pop(key) for key in CONFIG_KEYS if key in options}
     options = {"num_gpu_blocks": 64, "num_cpu_blocks": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8} | options
     return RealBackend(spec or tiny_spec(), RealConfig(device=device, **config), block_size=block_size, **options)
 

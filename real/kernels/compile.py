@@ -123,7 +123,7 @@ def small_variants() -> Iterator[Variant]:
         yield variant(f"store bf16 head 128{name}", store.store_kernel, pointers, constants, 4)
     constants = UNINDEXED | {
         "MIN_SPLIT": decode.MIN_SPLIT, "HAS_WINDOW": False,
-        "NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS_PAD": 64, "TILE": decode.REDUCE_TILE,
+        "NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS_PAD": decode.MAX_SPLITS, "TILE": decode.REDUCE_TILE,
     }  # fmt: skip
     pointers = {"output": "*bf16", "partial": "*fp32"}
     yield variant("reduce bf16 head 128", decode.reduce_kernel, pointers, constants, 4)

@@ -211,10 +211,10 @@ def paged_decode(
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if is_split:
-        splits_pad = triton.next_power_of_2(num_splits)
+        assert num_splits <= MAX_SPLITS, "the second kernel reads that many"
         reduce_kernel[(num_rows, num_heads)](
             output, partial, context_lens, rows, query_starts, window, num_splits, partial_size,
             output.stride(0), output.stride(1),
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, SPLITS_PAD=splits_pad,
-            TILE=min(REDUCE_TILE, splits_pad), **flags, num_warps=4,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, SPLITS_PAD=MAX_SPLITS,
+            TILE=REDUCE_TILE, **flags, num_warps=4,
         )  # fmt: skip

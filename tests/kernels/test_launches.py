@@ -1,0 +1,113 @@
+"""What the public functions hand to Triton, without a GPU: its own binder takes the arguments of every launch, and
+compiles what a launch would need. Nothing runs."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.paged_batches import Batch, make_spec
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+class Launches:
+    """Compiled kernels, by name, and the grids that were asked for."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, set[int]] = {}
+        self.grids: list[tuple[str, tuple[int, ...]]] = []
+
+    @property
+    def num_kernels(self) -> int:
+        return sum(map(len, self.kernels.values()))
+
+    def take(self, names: str = "") -> list[tuple[str, tuple[int, ...]]]:
+        taken, self.grids = self.grids, []
+        return [(name, grid) for name, grid in taken if names in name]
+
+
+@pytest.fixture(params=[(9, 0)], ids=["sm_90"])
+def launches(request, monkeypatch, tmp_path):
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from real.kernels import decode, prefill
+
+    found, major, minor = Launches(), *request.param
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    stand_in = SimpleNamespace(
+        get_current_device=lambda: f"{major}.{minor}",  # under which Triton keeps what it compiled
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+    )
+
+    def launch(self, grid):
+        def run(*args, **kwargs):
+            kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
+            found.kernels.setdefault(self.__name__, set()).add(id(kernel))
+            found.grids.append((self.__name__, grid))
+
+        return run
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "__getitem__", launch)
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stand_in)
+    for module in (decode, prefill):
+        monkeypatch.setattr(module, "capability", lambda device: (major, minor))
+    monkeypatch.setattr(decode, "num_processors", lambda device: 132)
+    return found
+
+
+def step(spec, rows: list[tuple[int, int]]) -> None:
+    from real.attention.triton_provider import TritonAttention
+
+    batch = Batch(spec, rows, seed=1)
+    TritonAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+
+
+@pytest.mark.parametrize(
+    ("launches", "kv_dtype", "window"),
+    [((9, 0), "auto", None), ((8, 0), "fp8_e4m3", 50)],
+    indirect=["launches"],
+    ids=["sm_90", "sm_80"],
+)
+def test_later_steps_need_no_kernel_that_the_first_did_not(launches, kv_dtype, window):
+    """Or serving would stop for a compilation when a longer row, or another number of parts, comes along."""
+    spec = make_spec(2, 4, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))
+    step(spec, [(0, 40), (300, 1), (9, 1)])
+    step(spec, [(300, 1), (9, 1)])
+    step(spec, [(0, 7)])
+    step(spec, [(0, 7), *[(20, 1)] * 300])  # too many rows for parts, also below
+    step(spec, [(20, 1)] * 300)
+    known = launches.num_kernels
+    rng = random.Random(0)
+    for _ in range(20):
+        rows = [(rng.randrange(800), rng.choice([1, 1, 1, 2, 17, 100])) for _ in range(rng.randint(1, 9))]
+        step(spec, rows)
+        step(spec, [(before, 1) for before, _ in rows])
+    assert launches.num_kernels == known
+    num_parted = 0 if window else 2  # for a window of 50 keys parts are not worth it
+    expected = {"store_kernel": 1, "prefill_kernel": 2, "decode_kernel": 2 + num_parted}
+    if num_parted:
+        expected["reduce_kernel"] = num_parted
+    assert {name: len(kernels) for name, kernels in launches.kernels.items()} == expected
+
+
+def test_a_step_launches_what_its_rows_need(launches):
+    spec = make_spec(2, 4, 64, 16, torch.bfloat16)
+    step(spec, [(500, 1)])
+    assert launches.take() == [("store_kernel", (1, 1)), ("decode_kernel", (1, 2, 4)), ("reduce_kernel", (1, 8))]
+    step(spec, [(0, 100)])  # tiles of 32 query tokens with 4 heads each
+    assert launches.take() == [("store_kernel", (100, 1)), ("prefill_kernel", (4, 2))]
+    step(spec, [(30, 1), (0, 15), (17, 16), (60, 1)])  # of 16: no row is longer
+    assert launches.take() == [
+        ("store_kernel", (33, 1)),
+        ("decode_kernel", (2, 2, 1)),
+        ("prefill_kernel", (2, 2)),
+    ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from real.beams import BeamInputs, beam_inputs, stop_tokens
-from real.sampling.noise import draw_key
+from real.sampling.noise import draw_keys
 from real.sampling.shaping import Edits, Filters, Penalties
 from testbed.errors import RequestError
 from testbed.plan import ScheduledSequence
@@ -155,7 +155,9 @@ def _group(kind: Kind, draws: list[Draw], source: Source) -> DrawGroup:
     temperatures = keys = None
     if kind.is_random:
         temperatures = _floats([draw.row.sampling.temperature for draw in draws])
-        keys = torch.tensor([draw_key(draw.row, source.run_seed, draw.member) for draw in draws])
+        keys = torch.from_numpy(
+            draw_keys([draw.row for draw in draws], [draw.member for draw in draws], source.run_seed)
+        )
     edits, num_edits = _edits(draws, source) if kind.is_edited else (None, ())
     penalties, num_known = _penalties(draws) if kind.is_penalised else (None, ())
     filters, num_ranked = _filters(draws, source.vocab_size) if kind.is_filtered else (None, 0)

@@ -5,6 +5,9 @@ So a draw depends neither on the rest of the batch nor on how often a row was co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +43,37 @@ def draw_key(row: ScheduledSequence, run_seed: int, index: int = 0) -> int:
         return signed(mix(UNSEEDED, run_seed, row.seq_id, position, *([index] if index else [])))
     member = index + (row.seq_id - row.group_id if sampling.num_seqs > 1 else 0)
     return signed(mix(SEEDED, sampling.seed, position, *([member] if member else [])))
+
+
+def draw_keys(rows: Sequence[ScheduledSequence], indices: Sequence[int], run_seed: int) -> np.ndarray:
+    """`draw_key` of many draws at once, int64 [n]. indices: which of its row's draws each is."""
+    begin_unseeded, begin_seeded = mix(UNSEEDED, run_seed), mix(SEEDED)
+    columns = np.array(
+        [_words(row, index, begin_unseeded, begin_seeded) for row, index in zip(rows, indices, strict=True)],
+        dtype=np.uint64,
+    )
+    state, first, position, last = columns.T
+    state = _mixed(_mixed(state, first), position)
+    keys: np.ndarray = np.where(last > 0, _mixed(state, last), state)
+    return keys.view(np.int64)
+
+
+def _words(row: ScheduledSequence, index: int, begin_unseeded: int, begin_seeded: int) -> tuple[int, int, int, int]:
+    """What is mixed of a draw: the state so far, then three numbers, of which a last 0 is left out."""
+    sampling = row.sampling
+    position = row.start + row.num_tokens
+    if sampling.seed is None:
+        return begin_unseeded, row.seq_id, position, index
+    member = index + (row.seq_id - row.group_id if sampling.num_seqs > 1 else 0)
+    return begin_seeded, sampling.seed & MASK, position, member
+
+
+def _mixed(state: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """One round of `mix`, uint64 [n]; sums and products wrap around."""
+    state = (state ^ value) + np.uint64(GOLDEN)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(MULTIPLIERS[0])
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(MULTIPLIERS[1])
+    return state ^ (state >> np.uint64(31))
 
 
 def log_exponential(keys: Tensor, vocab_size: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
 from real.sampling.inputs import Source, sample_inputs
-from real.sampling.noise import SEEDED, UNSEEDED, draw_key, log_exponential, mix, signed
+from real.sampling.noise import SEEDED, UNSEEDED, draw_key, draw_keys, log_exponential, mix, signed
 from real.sampling.sampler import choose, draws_of
 from testbed.request import SamplingParams
 from tests.real.engine_helpers import row
@@ -150,6 +150,18 @@ def test_the_keys_of_first_draws_are_a_contract():
     unseeded, seeded = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=8, n=2)
     assert draw_key(group_row(3, 7, unseeded), 5) == signed(mix(UNSEEDED, 5, 3, 7))
     assert draw_key(group_row(3, 7, seeded, 2, group_id=3), 5) == signed(mix(SEEDED, 8, 7))
+
+
+def test_keys_made_together_are_those_made_one_by_one():
+    rows, indices = [], []
+    for number in range(60):
+        seed = (None, 0, 7, -3, 2**63, 2**70 + 5)[number % 6]
+        sampling = SamplingParams(temperature=1.0, seed=seed, n=1 + number % 3)
+        rows.append(group_row(number, 1 + 97 * number, sampling, group_id=number - number % 3))
+        indices.append(number % 4)
+    keys = [draw_key(line, 5, index) for line, index in zip(rows, indices, strict=True)]
+    assert draw_keys(rows, indices, 5).tolist() == keys
+    assert len(set(keys)) > 50
 
 
 def test_a_batch_may_mix_all_kinds():

@@ -17,27 +17,37 @@ from sim.cost.roofline import RooflineConfig, RooflineCost
 from tests.real.engine_helpers import TOLERANCE, row, step_logits, tiny_backend
 
 MAX_MODEL_LEN = 64
+NUM_STEPS = 12
 
 
 def graphed(sizes: list[int], device: str = "cpu", **options: object) -> RealBackend:
     """An engine whose decodes are "captured" on a CPU: their work is called again over the same memory."""
     backend = tiny_backend(device=device, max_model_len=MAX_MODEL_LEN, **options)
     if device == "cpu":
-        limits = Limits(4, 64, 8, MAX_MODEL_LEN)
+        limits = Limits(options.get("block_size", 4), 64, 8, MAX_MODEL_LEN)
         placement = Placement(torch.device("cpu"), torch.float32)
         backend.runner.graphs = capture_decodes(backend.runner, backend.cache, placement, limits, sizes, call_again)
     return backend
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_decodes_equal_those_of_an_engine_without_graphs(seed, device):
+def test_random_decodes_equal_those_of_an_engine_without_graphs(seed):
+    check_random_decodes(seed)  # no window: the torch provider reads lengths on the host
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_captured_decodes_equal_eager_ones(window, block_size):
+    check_random_decodes(5, "cuda", sliding_window=window, dtype="bfloat16", block_size=block_size)
+
+
+def check_random_decodes(seed: int, device: str = "cpu", **options: object) -> None:
+    """Decodes of four sequences in batches of any size and order, with graphs and without."""
     rng = random.Random(seed)
-    window = None if device == "cpu" else rng.choice([None, 6])  # the torch provider reads lengths on the host
-    dtype = "float32" if device == "cpu" else "bfloat16"
     pair = [
-        graphed([1, 2, 4, 8], device, sliding_window=window, dtype=dtype),
-        tiny_backend(device=device, sliding_window=window, dtype=dtype, max_model_len=MAX_MODEL_LEN),
+        graphed([1, 2, 4, 8], device, **options),
+        tiny_backend(device=device, max_model_len=MAX_MODEL_LEN, **options),
     ]
     pair[1].runner.graphs = None
     blocks = rng.sample(range(64), 64)
@@ -47,7 +57,7 @@ def test_random_decodes_equal_those_of_an_engine_without_graphs(seed, device):
     for backend in pair:
         step_logits(backend, *prompts)
     tolerance = TOLERANCE if device == "cpu" else 0.05
-    for _ in range(12):
+    for _ in range(NUM_STEPS):
         chosen = rng.sample(range(4), rng.randint(1, 4))  # batches of all sizes, in any order
         for i in chosen:
             known[i].append(rng.randrange(512))

@@ -1,0 +1,312 @@
+"""Ranks in processes of their own compute what one computes, and end together, however they end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from real.backend import RealBackend
+from real.config import RealConfig
+from real.driver import run
+from real.parallel import backend as parallel
+from real.parallel.backend import RankedBackend, RankedWork
+from real.parallel.wire import pack, unpack
+from testbed.blocks.config import KVRules
+from testbed.blocks.eviction import LRU
+from testbed.blocks.keys import TokenKeys
+from testbed.blocks.manager import BlockManager
+from testbed.errors import ConfigError, DeviceError, ModelError
+from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans, TokenLogprobs
+from testbed.request import Request, SamplingParams
+from testbed.serve import serve
+from testbed.specs import ModelSpec
+from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, plan_of, row, tiny_backend, tiny_spec
+from tests.real.processes import assert_gone, children_of
+from tests.real.test_engine_groups_under_core import Requests
+from tests.real.test_engine_under_core import TickingClock
+from tests.real.thread_ranks import on_ranks
+from tests.testbed.core_kit import make_limits, make_scheduler
+
+SIZES = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 200, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+PLAN = plan_of(row(0, [1, 2, 3, 4, 5], [1, 2]))
+PATIENCE_S = 15.0  # a machine that does other things too; alone it is a tenth
+
+
+def ranked(spec: ModelSpec | None = None, num_ranks: int = 2, device: str = "cpu", **options) -> RankedBackend:
+    config = RealConfig(device=device, rank_timeout_s=options.pop("rank_timeout_s", 60.0))
+    return RankedBackend(spec or tiny_spec(), config, num_ranks, **{**SIZES, **options})
+
+
+# --- the same plans on one rank and on several ---
+
+
+class Twin:
+    """One engine and its ranks execute the same plans; whatever they disagree about fails."""
+
+    def __init__(self, one: RealBackend, several: RankedBackend) -> None:
+        self._pair = one, several
+        self._logits: list[list[torch.Tensor]] = [[], []]
+        self.num_logits = 0
+        for backend, seen in zip(self._pair, self._logits, strict=True):
+            watch(backend, seen)
+
+    def start(self, plan: BatchPlan) -> TwinWork:
+        return TwinWork(self, [backend.start(plan) for backend in self._pair])
+
+    def compare_logits(self) -> None:
+        one, several = self._logits
+        assert len(one) == len(several)
+        for expected, actual in zip(one, several, strict=True):
+            torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+        self.num_logits += sum(len(rows) for rows in one)
+        one.clear()
+        several.clear()
+
+
+def watch(backend: RealBackend | RankedBackend, seen: list[torch.Tensor]) -> None:
+    """Keeps the logits of every step, those of prompts that are scored included."""
+    model = backend.runner.model
+    of = model.logits
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        found = of(hidden)
+        seen.append(found.clone())
+        return found
+
+    model.logits = logits
+
+
+class TwinWork:
+    def __init__(self, twin: Twin, works: Sequence[RankedWork]) -> None:
+        self._twin, self._works = twin, works
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        (expected, spans), (actual, _) = [work.wait() for work in self._works]
+        self._twin.compare_logits()
+        assert [bare(outcome) for outcome in actual or ()] == [bare(outcome) for outcome in expected or ()]
+        for outcome, other in zip(actual or (), expected or (), strict=True):
+            assert_close(outcome.logprobs, other.logprobs)
+        self.prompt_logprobs, theirs = (work.prompt_logprobs for work in self._works)
+        for part, other in zip(theirs, self.prompt_logprobs, strict=True):
+            assert part[:2] == other[:2]
+            assert_close(part.tokens, other.tokens)
+        return expected, spans
+
+
+def bare(outcome: Outcome) -> Outcome:
+    return outcome._replace(logprobs=())
+
+
+def assert_close(actual: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs]) -> None:
+    assert [one.rank for one in actual] == [one.rank for one in expected]
+    assert [one.logprob for one in actual] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+
+
+EOS = 3
+RNG = random.Random(11)
+SHARED = [RNG.randrange(509) for _ in range(9)]
+KINDS = [
+    {},
+    {"temperature": 1.0},
+    {"n": 3, "temperature": 0.8},
+    {"beam_width": 3, "n": 2},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "repetition_penalty": 1.2, "prompt_logprobs": 1, "logprobs": 2},
+    {"n": 2, "best_of": 4},
+]
+REQUESTS = [
+    Request(
+        f"r{i}",
+        array("i", SHARED[: RNG.randrange(10)] + [RNG.randrange(509) for _ in range(RNG.randrange(1, 40))]),
+        arrival_ns=1_000_000 * i,
+        sampling=SamplingParams(max_tokens=9, seed=i if i % 4 else None, **KINDS[i % len(KINDS)]),
+    )
+    for i in range(14)
+]
+
+
+def serve_on(backend: Twin, num_blocks: int) -> Requests:
+    """Prompts in chunks of at most 24 tokens beside decodes, shared prefixes, too few blocks."""
+    blocks = BlockManager(
+        block_size=4, num_gpu_blocks=num_blocks, num_cpu_blocks=200, watermark=0.0, rules=KVRules(), eviction=LRU(),
+        key_source=TokenKeys(4),
+    )  # fmt: skip
+    limits = make_limits(seqs=16, budget=24, model_len=256)
+    scheduler = make_scheduler("unified", blocks=blocks, limits=limits, eos_token_id=EOS)
+    inbox = Requests(REQUESTS)
+    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    return inbox
+
+
+MODELS = {
+    "qwen3, a KV head on both ranks": {"num_key_value_heads": 1},
+    "llama": ARCHITECTURES["llama"],
+    "opt": ARCHITECTURES["opt"],
+}
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_two_ranks_give_the_logits_and_the_tokens_of_one(changes):
+    """With a vocabulary that does not divide."""
+    spec = tiny_spec(vocab_size=509, eos_token_id=EOS, **changes)
+    several = ranked(spec)
+    processes = children_of(os.getpid())
+    assert processes
+    try:
+        twin = Twin(RealBackend(spec, RealConfig(device="cpu"), **SIZES), several)
+        inbox = serve_on(twin, SIZES["num_gpu_blocks"])
+    finally:
+        several.close()
+        several.close()
+    assert len(inbox.outputs) == len(REQUESTS)
+    assert inbox.num_copied > 0
+    assert inbox.num_swapped_in > 0
+    assert inbox.num_cached_tokens > 0
+    assert twin.num_logits > 200
+    assert_gone(processes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_logits_of_one_and_a_dead_one_ends_both():
+    """Decodes are replayed from graphs, which hold the sums over the ranks."""
+    spec = tiny_spec(vocab_size=509)
+    one, several = tiny_backend(spec, device="cuda", **SIZES), ranked(spec, device="cuda")
+    seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    tokens, table = [RNG.randrange(509) for _ in range(30)], [9, 3, 17, 5, 30, 2, 21, 31]
+    for backend, logits in zip((one, several), seen, strict=True):
+        watch(backend, logits)
+        backend.start(plan_of(row(0, tokens[:11], table))).wait()
+        for start in range(11, 29):
+            backend.start(plan_of(row(0, tokens, table, start=start, end=start + 1))).wait()
+    for expected, actual in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-3, rtol=0)  # TF32
+    began = time.monotonic()
+    for process in children_of(os.getpid()):
+        os.kill(process, signal.SIGKILL)
+    with pytest.raises(DeviceError, match=r"rank 1 .* was killed by SIGKILL"):
+        several.start(PLAN).wait()
+    assert time.monotonic() - began < PATIENCE_S
+    several.close()
+
+
+@pytest.mark.parametrize("num_bytes", [(90_000, 50_000), (50_000, 90_000)])
+def test_the_rank_with_the_least_room_decides_how_many_blocks_there_are(num_bytes):
+    made = on_ranks(2, lambda rank: tiny_backend(group=rank, num_gpu_blocks=None, cpu_kv_bytes=num_bytes[rank.rank]))
+    per_block = made[0].cache.gpu.whole[:, :, 0].nbytes
+    assert [backend.num_gpu_blocks for backend in made] == [50_000 // per_block] * 2
+
+
+# --- what is sent ---
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+PAIRS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), max_size=3).map(tuple)
+ROWS = st.builds(
+    lambda tokens, table, start, samples, scored: row(
+        7, [0] * start + tokens, table, start=start, samples=samples, sampling=SamplingParams(prompt_logprobs=scored)
+    )._replace(num_prompt_tokens=start + 1),
+    IDS.filter(len), st.lists(st.integers(-1, 2**31 - 1), max_size=5), st.integers(0, 9), st.booleans(),
+    st.sampled_from([None, 0, 3]),
+)  # fmt: skip
+
+
+@given(st.lists(ROWS, max_size=4), PAIRS, PAIRS, PAIRS)
+def test_a_plan_that_was_sent_asks_for_the_same_work(rows, swap_out, swap_in, copies):
+    plan = plan_of(*rows, swap_out=swap_out, swap_in=swap_in, copies=copies)
+    got = unpack(pack(plan, rows))
+    assert (got.swap_out, got.swap_in, got.copies) == (swap_out, swap_in, copies)
+    assert len(got.scheduled) == len(rows)
+    for one, other in zip(rows, got.scheduled, strict=True):
+        for name in ("start", "num_tokens", "samples"):
+            assert getattr(one, name) == getattr(other, name)
+        assert (list(one.tokens), list(one.block_table)) == (list(other.tokens), list(other.block_table))
+        is_scored = one.sampling.prompt_logprobs is not None
+        assert (other.sampling.prompt_logprobs is not None) == is_scored
+        assert other.num_prompt_tokens == one.num_prompt_tokens * is_scored
+        assert other.forced
+
+
+# --- mistakes and deaths ---
+
+
+def test_more_ranks_than_gpus_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(parallel, "resolve_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(DeviceError, match=r"device\.tensor_parallel_size is 4, but torch finds 3 GPUs"):
+        ranked(num_ranks=4)
+
+
+def test_ranks_that_do_not_divide_the_model_are_refused_before_any_is_started():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 3; it must divide the 4 attention heads"):
+        ranked(num_ranks=3)
+    assert not children_of(os.getpid())
+
+
+def test_memory_that_the_ranks_need_together_is_counted_together(monkeypatch):
+    spec = tiny_spec(num_key_value_heads=1)  # it lies on both
+    need = spec.num_parameters * 4 + 40 * 2 * 2 * 2 * 16 * 4 * 4  # weights; blocks of both ranks
+    monkeypatch.setattr("real.host_memory.RESERVE_BYTES", 0)
+    monkeypatch.setattr("real.host_memory.available_bytes", lambda: need - 1)
+    with pytest.raises(DeviceError, match="no memory for 40 KV blocks"):
+        ranked(spec)
+    assert not children_of(os.getpid())
+
+
+class Trap(int):
+    """A seed that is no good in any process but this one."""
+
+    def __new__(cls, what: str, value: int = 0) -> Trap:
+        self = super().__new__(cls, value)
+        self.what = what
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return Sprung, (self.what,)
+
+
+class Sprung(Trap):
+    def __mod__(self, other: int) -> int:
+        if self.what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ModelError("model.safetensors has a hole")
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "told"),
+    [("dies", DeviceError, r"^rank 1 \(process \d+\) was killed by SIGKILL; the system kills whoever takes too much"),
+     ("raises", ModelError, r"^rank 1 failed: model.safetensors has a hole$")],
+)  # fmt: skip
+def test_a_rank_that_fails_while_it_loads_ends_the_others_with_its_own_words(what, error, told):
+    with pytest.raises(error, match=told):
+        ranked(seed=Trap(what))
+    assert not children_of(os.getpid())
+
+
+@pytest.fixture
+def pair() -> Iterator[RankedBackend]:
+    backend = ranked(rank_timeout_s=4.0)
+    yield backend
+    backend.close()
+    assert not children_of(os.getpid())
+
+
+def test_a_rank_that_is_silent_ends_the_step_after_its_time_and_one_that_dies_at_once(pair):
+    (process,) = children_of(os.getpid())
+    pair.start(PLAN).wait()
+    os.kill(process, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(DeviceError, match=r"rank 1 does not answer .*; if it was only slow, raise backend.rank_timeou"):
+        pair.start(PLAN).wait()
+    assert 3.0 < time.monotonic() - began < 4.0 + PATIENCE_S
+    with pytest.raises(DeviceError, match="stopped in the middle of a step"):
+        pair.start(PLAN)
+    os.kill(process, signal.SIGKILL)

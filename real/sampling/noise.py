@@ -73,7 +73,8 @@ def _mixed(state: np.ndarray, value: np.ndarray) -> np.ndarray:
     state = (state ^ value) + np.uint64(GOLDEN)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(MULTIPLIERS[0])
     state = (state ^ (state >> np.uint64(27))) * np.uint64(MULTIPLIERS[1])
-    return state ^ (state >> np.uint64(31))
+    state ^= state >> np.uint64(31)
+    return state
 
 
 def log_exponential(keys: Tensor, vocab_size: int) -> Tensor:

@@ -49,6 +49,14 @@ def reference(logits: list[float], row: ScheduledSequence) -> tuple[list[float],
     sampling = row.sampling
     known, num_prompt = list(row.history), row.num_prompt_tokens
     scores, margin = list(logits), INFINITY
+    biases = dict(sampling.logit_bias)
+    ways = [(own, biases.get(i), i in known, known[num_prompt:].count(i)) for i, own in enumerate(logits)]
+
+    def tie_margin(values: list[float], least: float) -> float:
+        """0 if tokens are about equal that came to it by different arithmetic: float32 may see them otherwise."""
+        near = {way for value, way in zip(values, ways, strict=True) if abs(value - least) <= 1e-6 * abs(least)}
+        return INFINITY if len(near) <= 1 else 0.0
+
     for token, bias in sampling.logit_bias:
         scores[token] += bias
     if row.start + row.num_tokens - num_prompt < sampling.min_tokens:
@@ -63,14 +71,17 @@ def reference(logits: list[float], row: ScheduledSequence) -> tuple[list[float],
     if sampling.temperature == 0:
         best = max(scores)
         rest = [best - score for score in scores if score != best]
-        return [float(token == scores.index(best)) for token in range(len(scores))], min(rest, default=INFINITY)
+        margin = min([*rest, tie_margin(scores, best)])
+        return [float(token == scores.index(best)) for token in range(len(scores))], margin
     probs = normalised([math.exp((score - max(scores)) / sampling.temperature) for score in scores])
     if sampling.min_p > 0:
         limit = sampling.min_p * max(probs)
-        margin = min(margin, *(abs(prob - limit) / max(probs) for prob in probs if sampling.min_p < 1 or prob != limit))
+        others = [prob for prob in probs if sampling.min_p < 1 or prob != limit]
+        margin = min([margin, tie_margin(probs, limit), *(abs(prob - limit) / max(probs) for prob in others)])
         probs = normalised([prob if prob >= limit else 0.0 for prob in probs])
     if 0 < sampling.top_k < len(probs):
         least = sorted(probs, reverse=True)[sampling.top_k - 1]
+        margin = min(margin, tie_margin(probs, least) if least else INFINITY)
         probs = normalised([prob if prob >= least else 0.0 for prob in probs])
     if sampling.top_p < 1:
         total, least = 0.0, 0.0
@@ -80,6 +91,7 @@ def reference(logits: list[float], row: ScheduledSequence) -> tuple[list[float],
                 break
             margin = min(margin, sampling.top_p - total)
             total, least = total + prob, prob
+        margin = min(margin, tie_margin(probs, least))
         probs = normalised([prob if prob >= least else 0.0 for prob in probs])
     return probs, margin
 
@@ -260,7 +272,7 @@ STATISTICS = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=3),
     SamplingParams(temperature=1.3, top_k=4, min_p=0.05, seed=4),
     SamplingParams(temperature=1.0, min_p=0.2, frequency_penalty=0.5, repetition_penalty=1.2),
-    SamplingParams(temperature=1.0, presence_penalty=1.0, logit_bias={0: -3.0}, top_k=6, top_p=0.95, seed=5),
+    SamplingParams(temperature=1.0, presence_penalty=0.9, logit_bias={0: -3.1}, top_k=6, top_p=0.95, seed=5),
 ]
 
 
@@ -285,3 +297,33 @@ def test_draws_follow_the_filtered_distribution_and_not_each_other(sampling):
     size = int(kept.sum())
     pairs = torch.bincount(own[1:] * size + own[:-1], minlength=size * size).reshape(size, size)
     assert chi2_contingency(pairs.numpy()).pvalue > 1e-3
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_what_the_cpu_draws_without_a_wait():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(8, 151_936, generator=generator) * 3
+    params = [
+        SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2, logprobs=5),
+        SamplingParams(temperature=1.0, top_k=20, top_p=0.95, logit_bias={5: 2.0}),
+        SamplingParams(presence_penalty=1.0, min_tokens=9),
+        SamplingParams(temperature=1.2, min_p=0.05, logprobs=0),
+    ]
+    rows = [row_of(i, [1, 2, 3], [4, 4, 9], params[i % 4]) for i in range(8)]
+    inputs = sample_inputs(rows, Source(151_936, eos_token_id=EOS))
+    expected = sampler.launch(logits, inputs, lambda places: logits)
+    there = sent(inputs, lambda arrays: [torch.from_numpy(array).cuda() for array in arrays])
+    on_gpu = logits.cuda()
+    sampler.launch(on_gpu, there, lambda places: on_gpu)  # loads kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = sampler.launch(on_gpu, there, lambda places: on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    torch.testing.assert_close(found.logprobs.logprobs.cpu(), expected.logprobs.logprobs, atol=1e-4, rtol=0)
+    assert found.logprobs.ranks.tolist() == expected.logprobs.ranks.tolist()

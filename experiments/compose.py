@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from experiments.config import GROUPS, RunConfig, register
-from experiments.messages import is_hydras, not_a_list, options, translate, unknown_key
+from experiments.messages import is_hydras, not_a_list, options, translate, unknown_key, wrong_type
 from experiments.settings import unknown
 from testbed.errors import ConfigError
 
@@ -76,7 +76,8 @@ def _lay_over(node: DictConfig, override: str, overrides: list[str]) -> None:
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         if "ListConfig" in str(error):
             raise not_a_list(override) from None
-        raise ConfigError(f"{override}: {str(error).splitlines()[0]}") from None
+        said = wrong_type(override, str(error)) or ConfigError(f"{override}: {str(error).splitlines()[0]}")
+        raise said from None
 
 
 def _option(group: str, saved: dict[str, Any], chosen: dict[str, str]) -> str:

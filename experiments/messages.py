@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra.errors import OverrideParseException
@@ -34,7 +34,7 @@ def translate(error: Exception, overrides: list[str]) -> ConfigError:
         detail = cause.partition(match[0])[2]
         if re.search(r"is not a ListConfig|Cannot merge \w+ with ListConfig", detail):
             return not_a_list(match[1])
-        return ConfigError(f"{match[1]}: {_detail(detail)}")
+        return wrong_type(match[1], detail) or ConfigError(f"{match[1]}: {_detail(detail)}")
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
         return ConfigError(f"{match[1]} has several values: add -m to run each of them, or write a list as key=[a,b]")
     if isinstance(error, OverrideParseException):
@@ -62,6 +62,21 @@ def not_a_list(override: str) -> ConfigError:
     return ConfigError(f"{key} is {value!r}; it must be a list, as in '{key}={example}' (quoted for the shell)")
 
 
+_TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}  # as OmegaConf calls them
+
+
+def wrong_type(override: str, detail: str) -> ConfigError | None:
+    """For key=value where OmegaConf says, in `detail`, that the key has values of another type; None if it does not."""
+    key, _, value = override.lstrip("+").partition("=")
+    if match := re.search(r"Value '.*' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", detail):
+        return ConfigError(f"{key} is {value!r}; it must be {_TYPES.get(match[1], f'of type {match[1]}')}")
+    if "is not Optional" in detail:
+        return ConfigError(f"{key} is null; it must have a value")
+    if "is not a subclass of" in detail:
+        return ConfigError(f"{key} is {value!r}; it is a group of keys: set one as {key}.<key>=<value>")
+    return None
+
+
 def _in_file(option: str, text: str, overrides: list[str]) -> ConfigError:
     """What is wrong in the file of an option, such as device/mine: where it stands, and what was expected."""
     folder = _own_folder(overrides)
@@ -77,8 +92,9 @@ def _in_file(option: str, text: str, overrides: list[str]) -> ConfigError:
             number for number, line in enumerate(lines, 1) if re.match(rf"\s*['\"]?{re.escape(name)}['\"]?\s*:", line)
         ]
         place += f", line {numbers[-1]}" if numbers else ""
-    if match := re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
-        return ConfigError(f"{place}: {key[1]} is {match[1]!r}; it must be of type {match[2]}")
+    value = re.search(r"Value '(.*)' (?:of type|is not)", text)
+    if (wrong := wrong_type(f"{key[1]}={value[1] if value else ''}", text)) is not None:
+        return ConfigError(f"{place}: {wrong}")
     if re.search(r"Key '[^']+' (is )?not in", text):
         return ConfigError(f"{place}: {unknown_key(key[1], [])}")
     return ConfigError(f"{place}: {key[1]}: {_detail(text.partition(chr(10))[2])}")
@@ -125,6 +141,11 @@ def _detail(text: str) -> str:
 def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     from difflib import get_close_matches
 
+    if owners := _owners(key):
+        group = key.partition(".")[0]
+        of = f"{key} is a key of {group}={' or '.join(owners)}"
+        of += " only: replicas are simulated" if key in _OF_FLEETS else ""
+        return ConfigError(f"{of}; leave it out, or choose {group}={owners[0]}")
     keys = valid_keys(overrides)
     near = get_close_matches(key, keys, n=1, cutoff=0.5)
     group = key.rpartition(".")[0]
@@ -135,6 +156,22 @@ def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     else:
         where = f"at the top there are: {', '.join(dict.fromkeys(name.partition('.')[0] for name in keys))}"
     return ConfigError(f"unknown key {key!r}; {hint}{where}")
+
+
+_OF_FLEETS = ("backend.num_replicas", "backend.router", "backend.replicas_per_link")
+
+
+def _owners(key: str) -> list[str]:
+    """The options of a key's group that have it; none where it is one for all of the group's options."""
+    from hydra.core.config_store import ConfigNode, ConfigStore
+    from omegaconf import OmegaConf
+
+    from analysis.load import flatten
+
+    group, _, name = key.partition(".")
+    options: Any = ConfigStore.instance().repo.get(group, {})
+    nodes = {file.removesuffix(".yaml"): each.node for file, each in options.items() if isinstance(each, ConfigNode)}
+    return [option for option, node in nodes.items() if name in flatten(cast(Any, OmegaConf.to_container(node)))]
 
 
 def valid_keys(overrides: list[str]) -> list[str]:

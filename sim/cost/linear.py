@@ -22,7 +22,7 @@ from testbed.errors import ConfigError
 from testbed.plan import BatchShape, Spans
 
 MIN_STEPS = 14  # two per coefficient
-FORMAT = "testbed linear cost 1"
+FORMAT = "testbed linear cost 2"
 NUM_REWEIGHTINGS = 5  # the weights have settled by then
 MeasuredStep = tuple[BatchShape, int]  # the shape of a step, and how long it took in ns
 
@@ -55,24 +55,29 @@ COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != 
 
 @dataclass(frozen=True, slots=True)
 class LinearFit:
-    """Fitted coefficients, and the relative error |predicted - measured| / measured on steps that a fold left out."""
+    """Fitted coefficients, and the relative error |predicted - measured| / measured on steps that a fold left out.
+
+    sliding_window: what attention looked back at in the steps; None: everything.
+    """
 
     config: LinearConfig
     median_relative_error: float
     p90_relative_error: float
     num_steps: int
     num_folds: int
+    sliding_window: int | None = None
 
 
 class LinearCost:
     """Prices a step by LinearConfig: swaps as swap_ns, all else as forward_ns, at least 1 ns.
 
-    sliding_window: what attention looks back at; None: everything.
+    sliding_window: what attention looks back at; None: everything. Raises ConfigError if the file at `config.path` was
+    fitted with another one.
     """
 
     def __init__(self, config: LinearConfig, sliding_window: int | None = None) -> None:
         self._window = sliding_window
-        self.config = config = config if config.path is None else load_linear(config.path)
+        self.config = config = config if config.path is None else load_linear(config.path, sliding_window)
         self._base_ns = config.base_s * 1e9
         self._prefill_ns = config.per_prefill_token_s * 1e9
         self._decode_ns = config.per_decode_s * 1e9
@@ -152,6 +157,7 @@ def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5, *, sliding_win
         p90_relative_error=float(np.quantile(errors, 0.9)),
         num_steps=len(steps),
         num_folds=num_folds,
+        sliding_window=sliding_window,
     )
 
 
@@ -163,8 +169,11 @@ def save_fit(fit: LinearFit, path: str | Path, **about: Any) -> None:
     Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def load_linear(path: str | Path) -> LinearConfig:
-    """The coefficients of a file that save_fit wrote. Raises ConfigError naming the file and what is wrong with it."""
+def load_linear(path: str | Path, sliding_window: int | None = None) -> LinearConfig:
+    """The coefficients of a file that save_fit wrote, for attention that looks back at `sliding_window`.
+
+    Raises ConfigError naming the file and what is wrong with it: also that it was fitted with another window.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"cost.path: no file at {path}; `make demo` writes one, linear-cost.json, beside its report")
@@ -174,7 +183,10 @@ def load_linear(path: str | Path) -> LinearConfig:
         raise ConfigError(f"cost.path: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise ConfigError(f"cost.path: {path} is no linear cost: its 'format' is {found!r}; expected {FORMAT!r}")
+        raise ConfigError(
+            f"cost.path: {path} is no linear cost: its 'format' is {found!r}; expected {FORMAT!r}: fit it again"
+        )
+    _check_window(document, path, sliding_window)
     coefficients = document.get("coefficients")
     if not isinstance(coefficients, dict) or sorted(coefficients) != sorted(COEFFICIENTS):
         raise ConfigError(f"cost.path: {path}: 'coefficients' must hold exactly {', '.join(COEFFICIENTS)}")
@@ -185,6 +197,18 @@ def load_linear(path: str | Path) -> LinearConfig:
         return LinearConfig(**coefficients)
     except ConfigError as error:
         raise ConfigError(f"cost.path: {path}: {error}") from None
+
+
+def _check_window(document: dict[str, Any], path: str | Path, wanted: int | None) -> None:
+    fitted = document.get("sliding_window", "missing")
+    if fitted is not None and (type(fitted) is not int or fitted < 1):
+        raise ConfigError(f"cost.path: {path}: 'sliding_window' is {fitted!r}; it must be a number of tokens or null")
+    if fitted != wanted:
+        said = ["null" if window is None else window for window in (fitted, wanted)]
+        way = "" if fitted is None else f"set cache.sliding_window={fitted}, or "
+        raise ConfigError(
+            f"cost.path: {path} was fitted with sliding_window {said[0]}, and the run has {said[1]}; {way}fit this"
+        )
 
 
 def _features(shape: BatchShape, window: int | None) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim.cost.base import CostModel, attention_pairs_doubled, total_ns
 from sim.cost.collectives import Collectives
 from sim.cost.constant import ConstantConfig, ConstantCost
-from sim.cost.linear import COEFFICIENTS, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
+from sim.cost.linear import COEFFICIENTS, FORMAT, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.errors import ConfigError
 from testbed.plan import BatchShape, PrefillChunk, Spans
@@ -166,13 +166,34 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
     assert loaded.price(decode(3)) == LinearCost(fit.config).price(decode(3))
 
 
+def test_a_fit_goes_with_the_window_of_its_steps_only(tmp_path):
+    for window in (None, 64):
+        save_fit(fit_linear(measured(LinearConfig()), sliding_window=window), tmp_path / f"{window}.json")
+        LinearCost(LinearConfig(path=str(tmp_path / f"{window}.json")), window)
+    with pytest.raises(
+        ConfigError, match=r"64\.json was fitted with sliding_window 64, and the run has null; set cache\."
+    ):
+        LinearCost(LinearConfig(path=str(tmp_path / "64.json")))
+    with pytest.raises(
+        ConfigError, match=r"None\.json was fitted with sliding_window null, and the run has 32; fit this"
+    ):
+        LinearCost(LinearConfig(path=str(tmp_path / "None.json")), 32)
+    document = json.loads((tmp_path / "64.json").read_text())
+    del document["sliding_window"]
+    (tmp_path / "64.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="'sliding_window' is 'missing'"):
+        load_linear(tmp_path / "64.json", 64)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (None, "no file at .*; `make demo` writes one"),
         ("{", "is not JSON"),
         ("[]", "is no linear cost: its 'format' is 'list'"),
-        ({"format": "x"}, "its 'format' is 'x'; expected 'testbed linear cost 1'"),
+        ({"format": "x"}, "its 'format' is 'x'; expected 'testbed linear cost 2': fit it again"),
+        ({"sliding_window": "8"}, "'sliding_window' is '8'; it must be a number of tokens or null"),
+        ({"sliding_window": True}, "'sliding_window' is True"),
         ({"coefficients": {}}, "'coefficients' must hold exactly base_s, "),
         ({"base_s": "1"}, "base_s is '1'; it must be a number"),
         ({"base_s": -1}, r"cost\.base_s is -1; it must be from 0"),
@@ -184,7 +205,7 @@ def test_bad_files_are_refused(tmp_path, change, message):
     if isinstance(change, str):
         file.write_text(change)
     elif change is not None:
-        document = {"format": "testbed linear cost 1", "coefficients": dict.fromkeys(COEFFICIENTS, 0.5)}
+        document = {"format": FORMAT, "coefficients": dict.fromkeys(COEFFICIENTS, 0.5), "sliding_window": None}
         where = document if change.keys() & document.keys() else document["coefficients"]
         file.write_text(json.dumps(where.update(change) or document))
     with pytest.raises(ConfigError, match=message):

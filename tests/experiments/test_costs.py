@@ -11,6 +11,7 @@ from experiments.calibrate import library_name
 from experiments.cli import main
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
+from sim.cost.linear import LinearConfig, LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
 from testbed.errors import RunFolderError
 from testbed.profiles import write_profile
@@ -144,6 +145,15 @@ def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, capsys)
 
 def test_an_empty_figure_is_drawn_too():
     assert operator_bars({"parts": "spans", "phases": {}}) is not None
+
+
+def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):
+    fit = LinearFit(LinearConfig(), 0.0, 0.0, 14, 5, sliding_window=32)
+    save_fit(fit, tmp_path / "fit.json")
+    options = [*FEW, "cost=linear", f"cost.path={tmp_path / 'fit.json'}"]
+    assert run(tmp_path / "run", *options)[0] == 1
+    assert "fit.json was fitted with sliding_window 32, and the run has null; set cache." in capsys.readouterr().err
+    assert run(tmp_path / "again", *options, "cache.sliding_window=32")[0] == 0
 
 
 # --- calibrated ---

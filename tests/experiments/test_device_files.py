@@ -85,7 +85,7 @@ def test_impossible_numbers_are_refused(field, value):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("memory_bytes: lots", "line 6: device.memory_bytes is 'lots'; it must be of type Integer"),
+        ("memory_bytes: lots", "line 6: device.memory_bytes is 'lots'; it must be a whole number"),
         ("memory_bytez: 3", "line 6: unknown key 'device.memory_bytez'; did you mean 'device.memory_bytes'?"),
     ],
 )

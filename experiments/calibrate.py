@@ -88,7 +88,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
     backend: Any = build.build_real_backend(config)
     from real.profiler.measure import measure
 
-    with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch, closing(backend):
         units = [*_grid(config, backend, extent, Path(scratch)), *_loads(config, backend, extent, Path(scratch))]
         num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
         with tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5) as bar:

@@ -19,9 +19,10 @@ R = TypeVar("R")
 def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn`, whose first argument is a tensor: compiled where that lies on a GPU, called as it is elsewhere.
 
-    It is compiled when a GPU's tensor comes first, for all sizes but 0 and 1, which are compiled by themselves. So that
-    a capture never compiles, who captures a graph runs its sizes once before. Without Triton or a C compiler, which
-    torch.compile needs, it stays as it is.
+    It is compiled when the first tensor on a GPU comes, for all sizes but 0 and 1, which are compiled by themselves. So
+    that a capture never compiles, who captures a graph runs its sizes once before. What lies between is rounded to the
+    tensors' format, as torch's own operators do. Without Triton or a C compiler, which torch.compile needs, the
+    function stays as it is; so it does under torch's TORCHDYNAMO_DISABLE=1.
     """
     compiled: Callable[P, R] | None = None
 
@@ -33,7 +34,7 @@ def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
         if not first.is_cuda or not can_compile():
             return fn(*args, **kwargs)
         if compiled is None:
-            compiled = torch.compile(fn, fullgraph=True, dynamic=True)
+            compiled = torch.compile(fn, fullgraph=True, dynamic=True, options={"emulate_precision_casts": True})
         return compiled(*args, **kwargs)
 
     return call

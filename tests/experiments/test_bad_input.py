@@ -330,12 +330,12 @@ def test_a_policy_that_is_none_is_refused_before_anything_is_written(
 
 
 @needs_engine
-def test_the_real_engine_refuses_ranks_that_it_does_not_have(
+def test_the_real_engine_refuses_ranks_among_which_the_model_does_not_divide(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    said = run(capsys, tmp_path, [GOOD], *REAL, "device.tensor_parallel_size=2")
+    said = run(capsys, tmp_path, [GOOD], *REAL, "device.tensor_parallel_size=3")
     assert said.status == 1
-    assert "device.tensor_parallel_size is 2" in said.error()
+    assert "tensor_parallel_size is 3; it must divide the 4 attention heads" in said.error()
 
 
 @needs_engine

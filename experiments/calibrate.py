@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from experiments import build
+from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.costs import sliding_window
 from experiments.environment import describe_driver, describe_versions
@@ -91,7 +92,8 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
     with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch, closing(backend):
         units = [*_grid(config, backend, extent, Path(scratch)), *_loads(config, backend, extent, Path(scratch))]
         num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
-        with tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5) as bar:
+        bar = tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5)
+        with bar, fewer_collections():  # as runs have it
             profiled = measure(
                 units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update
             )

@@ -88,3 +88,19 @@ def test_time_that_is_over_ends_it_too_and_nothing_measured_is_an_error(tmp_path
 def test_impossible_calibrations_are_one_line(arguments, message, capsys, tmp_path):
     assert message in say(capsys, "calibrate", *arguments, "--out", str(tmp_path / "x")).error()
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_profiled_within_its_time_and_its_name_is_the_library_s(tmp_path, capsys):
+    engine = [item for item in ENGINE if item not in ("backend.device=cpu", "backend.num_threads=1")]
+    folder = tmp_path / "calibration"
+    said = say(capsys, "calibrate", *engine, "model.dtype=bfloat16", *FAST, "--max-seconds", "60", "--out", str(folder))
+    assert said.status == 0, said.err
+    profile = read_profile(folder / "profile.parquet")
+    assert profile.manifest.device != "cpu"
+    assert profile.manifest.driver
+    for step in profile.steps:
+        spans = step.spans
+        assert sum(spans) - spans.swap_ns <= step.total_ns, "only swaps have a stream of their own"
+        assert spans.forward_ns > 0
+        assert (spans.swap_ns > 0) >= any(step.shape[4:])

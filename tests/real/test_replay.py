@@ -110,3 +110,39 @@ def test_host_times_are_means_of_steps_and_what_the_device_hides_is_not_exposed(
         "num_steps": 2, "schedule_s": 1e-7, "prepare_s": 3e-7, "launch_s": 6e-7, "exposed_s": pytest.approx(6.5e-7),
         "step_s": 1e-5, "exposed_share": pytest.approx(1_300 / 20_000),
     }  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_stopwatch_makes_its_events_once():
+    import torch
+
+    from real.device import CudaStopwatch
+
+    watch = CudaStopwatch()
+    work = torch.ones(512, 512, device="cuda")
+    seen = []
+    for _ in range(3):
+        watch.restart()
+        for _ in range(3):
+            watch.mark()
+            work = work @ work / 512
+        watch.mark()
+        spans = watch.finish()
+        assert len(spans) == 3
+        assert all(ns > 0 for ns in spans)
+        seen.append([id(event) for event in watch._events])
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 4
+
+
+def test_a_stopwatch_is_used_again():
+    from real.device import CpuStopwatch
+
+    watch = CpuStopwatch()
+    for num in (2, 4, 3):
+        watch.restart()
+        for _ in range(num):
+            watch.mark()
+        spans = watch.finish()
+        assert len(spans) == num - 1
+        assert all(ns >= 0 for ns in spans)

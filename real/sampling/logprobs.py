@@ -43,8 +43,11 @@ def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scored:
     total = logits.logsumexp(dim=-1, keepdim=True)  # [n, 1]
     chosen = logits.gather(1, token_ids[:, None])  # [n, 1]
     ranks = (logits > chosen).sum(dim=-1) + 1
-    top = logits.topk(num_top, dim=-1)
-    return Scored((chosen - total).squeeze(1), ranks, top.values - total, top.indices)
+    if num_top:
+        values, indices = logits.topk(num_top, dim=-1)
+    else:
+        values, indices = logits[:, :0], ranks[:, None][:, :0]
+    return Scored((chosen - total).squeeze(1), ranks, values - total, indices)
 
 
 def to_lists(scored: Scored, num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -55,17 +56,22 @@ class ProgressBar:
         self._bar.close()
 
 
-def status_lines(interval_s: float | None, scheduler: Scheduler) -> list[StatusLine]:
-    """The status line of an engine, on standard error and in the log; none where no interval is set."""
+def status_lines(interval_s: float | None, schedulers: Sequence[Scheduler]) -> list[list[StatusLine]]:
+    """The status line of each engine, on standard error and in the log; none where no interval is set."""
     if interval_s is None:
-        return []
+        return [[] for _ in schedulers]
+    labels = [f"engine {number}: " if len(schedulers) > 1 else "" for number in range(len(schedulers))]
+    return [[_status_line(interval_s, *each)] for each in zip(schedulers, labels, strict=True)]
+
+
+def _status_line(interval_s: float, scheduler: Scheduler, label: str) -> StatusLine:
     blocks, log = scheduler.blocks, logging.getLogger("testbed")
 
     def hits() -> CacheHits:
         return CacheHits(blocks.num_queried_tokens, blocks.num_hit_tokens)
 
     def say(line: str) -> None:
-        log.info("status: %s", line)
-        tqdm.write(line, file=sys.stderr)
+        log.info("status: %s%s", label, line)
+        tqdm.write(label + line, file=sys.stderr)
 
-    return [StatusLine(interval_s, (blocks.num_gpu_blocks, blocks.num_cpu_blocks), hits, say)]
+    return StatusLine(interval_s, (blocks.num_gpu_blocks, blocks.num_cpu_blocks), hits, say)

@@ -68,6 +68,11 @@ class TextEngine:
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             bad = next(token for token in tokens if not 0 <= token < vocab_size)
             raise RequestError(f"{where} has token id {bad}; the model's vocabulary has ids 0 to {vocab_size - 1}")
+        for token, _ in sampling.logit_bias:
+            if token >= vocab_size:
+                raise RequestError(
+                    f"{where}: logit_bias names token {token}; the model's vocabulary has ids 0 to {vocab_size - 1}"
+                )
         if len(tokens) > limits.max_model_len:
             raise RequestError(
                 f"{where} has {len(tokens)} tokens, more than max_model_len ({limits.max_model_len}); shorten it, or "

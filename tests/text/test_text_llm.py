@@ -315,3 +315,11 @@ def test_a_newcomer_needs_nothing() -> None:
         assert output.outputs[0].text
     with LLM("tiny", device="cpu", num_gpu_blocks=64) as llm:
         assert llm.generate("Hello", SamplingParams(max_tokens=4))[0].outputs == output.outputs
+
+
+def test_ranks_give_the_same_texts(llm: LLM, folder: Path) -> None:
+    sampling = greedy(8, n=2, temperature=1.0, seed=3, stop="e")
+    wanted = llm.generate(PROMPTS, sampling)
+    with LLM(folder, **ROOMY, tensor_parallel_size=2) as ranked:
+        found = ranked.generate(PROMPTS, sampling)
+    assert [output.outputs for output in found] == [output.outputs for output in wanted]

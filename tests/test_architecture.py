@@ -121,7 +121,7 @@ def test_policies_and_blocks_know_their_place() -> None:
 
 
 def test_no_policy_sees_the_true_length_of_an_output() -> None:
-    """What a policy believes of the future comes from the configured oracle (SPEC P7)."""
+    """What a policy believes of the future comes from the configured oracle."""
     hidden = {"forced_output", "is_forced", "token_limit", "tokens", "output_token_ids"}
     files = [path for path in FILES if "policies" in path.parts and path.name != "oracle.py"]
     assert len(files) > 15

@@ -71,7 +71,7 @@ def check_pool_sizes(num_gpu_blocks: int, num_cpu_blocks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVRules:
-    """How a system deals with KV blocks, where systems differ (SPEC P8). The defaults are C7 to C12 of the SPEC.
+    """How a system deals with KV blocks, where systems differ; docs/policies.md has the table. The defaults are ours.
 
     A preset is a composition plus one of these.
     """

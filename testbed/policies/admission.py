@@ -29,7 +29,7 @@ class Admission(Protocol):
 
 
 class Watermark:
-    """The block manager's own rule (C7) and nothing else."""
+    """The block manager's own rule, the watermark, and nothing else."""
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
         return True

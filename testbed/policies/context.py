@@ -12,7 +12,7 @@ from testbed.sequence import Sequence
 
 
 class LengthOracle(Protocol):
-    """An opinion about output lengths (SPEC P7). A user's own class with this method plugs in by `_target_`."""
+    """An opinion about output lengths. A user's own class with this method plugs in by `_target_`."""
 
     def predict(self, seq: Sequence) -> int | None:
         """Output tokens that the sequence will have emitted when it ends, at least 1; None: no opinion."""

@@ -1,4 +1,4 @@
-"""Oracles: opinions about output lengths (SPEC P7). The only place in the policies that may see the true length."""
+"""Oracles: opinions about output lengths. The only place in the policies that may see the true length."""
 
 from __future__ import annotations
 

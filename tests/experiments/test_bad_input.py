@@ -1,4 +1,4 @@
-"""Every mistake of SPEC section 9 gives one line that names the thing, an exit status, and loses nothing."""
+"""Every mistake that a user can make gives one line that names the thing, an exit status, and loses nothing."""
 
 from __future__ import annotations
 

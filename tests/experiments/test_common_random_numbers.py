@@ -1,4 +1,4 @@
-"""Common random numbers (SPEC M5): what chance decides is the same under every policy, and independent by purpose."""
+"""Common random numbers: what chance decides is the same under every policy, and independent by purpose."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say
 
 register()
 
-# SPEC section 10, as far as it exists: dotted key and default.
+# What users and their scripts count on: dotted key and default.
 CONTRACT: dict[str, Any] = {
     "backend.name": "sim",
     "scheduler.name": "vllm_v1",

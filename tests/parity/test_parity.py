@@ -159,7 +159,7 @@ def test_the_generated_trace_itself_is_the_same_trace(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "real", tmp_path / "sim")
 
 
-# F1: every preset, with swap, groups and beams; the real engine moves the blocks.
+# Every preset, with swap, groups and beams; the real engine moves the blocks.
 PRESETS = (
     "vllm_v1_0_8", "vllm_v0", "vllm_v0_chunked", "vllm_v0_classic", "nano_vllm", "sarathi", "orca", "static",
     "trtllm_no_evict", "trtllm_max_util", "sglang_lpm", "lightllm", "vtc",

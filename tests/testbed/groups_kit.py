@@ -1,0 +1,39 @@
+"""What the tests of groups (samples and beams) share."""
+
+from __future__ import annotations
+
+from testbed.plan import FinishReason, Outcome
+from testbed.request import SamplingParams
+from testbed.scheduler import Scheduler
+from tests.testbed.core_kit import (
+    add,
+    make_request,
+    make_scheduler,
+)
+
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+def out(seq_id: int, *tokens: int, forks: tuple[int, ...] = (), dropped: bool = False) -> Outcome:
+    return Outcome(seq_id, tokens, None, forks, dropped)
+
+
+def members(scheduler: Scheduler) -> dict[int, list[int]]:
+    """Output tokens by sequence id."""
+    return {seq.seq_id: list(seq.output_token_ids) for seq in scheduler.unfinished()}
+
+
+def assert_nothing_held(scheduler: Scheduler) -> None:
+    assert not scheduler.has_work
+    assert scheduler.num_running == scheduler.num_waiting == scheduler.num_swapped == 0
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_gpu_blocks
+    assert scheduler.blocks.num_free_cpu_blocks == scheduler.blocks.num_cpu_blocks
+    assert not scheduler.blocks._tables
+    assert not scheduler.blocks._prefixes._chains
+    scheduler.check_invariants()
+
+
+def beams(width: int = 2, num_tokens: int = 3, **options: object) -> Scheduler:
+    scheduler = make_scheduler(**options)  # type: ignore[arg-type]
+    add(scheduler, make_request("a", 6, None, sampling=SamplingParams(beam_width=width, max_tokens=num_tokens)))
+    return scheduler

@@ -1,0 +1,35 @@
+"""Sequences and their blocks by hand, for tests of the rules in which systems differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from testbed.blocks.manager import BlockManager, Verdict
+from testbed.sequence import Sequence
+from tests.testbed.core_kit import (
+    make_request,
+)
+
+OK, LATER, NEVER = Verdict.OK, Verdict.LATER, Verdict.NEVER
+
+
+def sequence(seq_id: int, tokens: int | Seq[int]) -> Sequence:
+    return Sequence(seq_id, make_request(str(seq_id), tokens, 9), 4096)
+
+
+def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
+    """Admits a sequence and computes all it knows; its table."""
+    blocks.admit(seq, seq.num_tokens, blocks.lookup(seq))
+    blocks.scheduled(seq, seq.num_tokens)
+    blocks.planned()
+    seq.num_computed_tokens = seq.num_tokens
+    blocks.publish(seq, seq.num_tokens)
+    blocks.check_invariants()
+    return list(blocks.table(seq.seq_id))
+
+
+def num_hit(blocks: BlockManager, tokens: Seq[int]) -> int:
+    seq = sequence(999, tokens)
+    hit = blocks.lookup(seq)
+    blocks.forget(seq)
+    return hit.num_tokens

@@ -1,0 +1,222 @@
+"""Rules in which systems differ, one by one: budget, what can never fit, lookahead, sliding window, length."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.blocks.config import KVRules
+from testbed.plan import BlockedBy, FinishReason, PreemptionMode
+from testbed.policies.preemption import Recompute
+from testbed.request import SamplingParams
+from tests.testbed.core_kit import (
+    add,
+    drain,
+    ignored,
+    in_flight,
+    make_blocks,
+    make_limits,
+    make_request,
+    make_scheduler,
+    preempted,
+    rows,
+    scheduled,
+    step,
+)
+from tests.testbed.kv_kit import compute, sequence
+
+# --- budget ---
+
+
+@pytest.mark.parametrize(
+    ("budget_rule", "budget", "first"),
+    [
+        ("sum", 10, ["a", "b"]),
+        ("sum", 9, ["a"]),
+        ("padded", 12, ["a", "b"]),  # 2 rows as long as the longest
+        ("padded", 11, ["a"]),
+    ],
+)
+def test_what_prompts_count_for(budget_rule: str, budget: int, first: list[str]) -> None:
+    rules, limits = KVRules(budget=budget_rule), make_limits(budget=budget)  # type: ignore[arg-type]
+    scheduler = make_scheduler("prefill_first", rules=rules, limits=limits)
+    add(scheduler, make_request("a", 4, 2), make_request("b", 6, 2))
+    plan, _ = step(scheduler)
+    assert list(scheduled(plan)) == first
+    assert plan.blocked_by is (None if len(first) == 2 else BlockedBy.TOKEN_BUDGET)
+
+
+@pytest.mark.parametrize(("budget_rule", "first"), [("uncached", ["b", "c"]), ("sum", ["b"])])
+def test_whether_hits_count_in_the_budget(budget_rule: str, first: list[str]) -> None:
+    """b has 12 tokens, 8 of them cached; c has 5. By tokens to compute they are 9 of 12, by all of them 17."""
+    rules, limits = KVRules(budget=budget_rule), make_limits(budget=12)  # type: ignore[arg-type]
+    scheduler = make_scheduler("prefill_first", block_size=4, rules=rules, limits=limits)
+    add(scheduler, make_request("a", range(9), 1))
+    drain(scheduler)
+    add(scheduler, make_request("b", range(12), 1), make_request("c", 5, 1))
+    plan, _ = step(scheduler)
+    assert list(scheduled(plan)) == first
+
+
+def test_chunks_fill_their_blocks_where_prefixes_are_cached() -> None:
+    """A budget of 10 is 8 in whole blocks of 4; the last chunk is what is left."""
+    for caching, fills, expected in ((True, True, [8, 8, 4]), (True, False, [10, 10]), (False, True, [10, 10])):
+        rules, limits = KVRules(chunks_fill_blocks=fills), make_limits(budget=10)
+        scheduler = make_scheduler("decode_first", block_size=4, caching=caching, rules=rules, limits=limits)
+        add(scheduler, make_request("a", 20, 1))
+        seen = []
+        while scheduler.has_work:
+            seen += [num_tokens for _, num_tokens in rows(step(scheduler)[0])]
+        assert seen == expected
+
+
+def test_where_chunks_fill_blocks_a_decode_needs_a_blocks_worth_of_budget() -> None:
+    """vLLM 0.8.5: of a budget of 6, and blocks of 4, the decodes have 6, 5 and 4; what is left then is for nobody."""
+    for fills, decodes in ((True, "abc"), (False, "abcd")):
+        rules, limits = KVRules(chunks_fill_blocks=fills), make_limits(budget=6)
+        scheduler = make_scheduler("decode_first", block_size=4, rules=rules, limits=limits)
+        add(scheduler, make_request("a", 1, 9))
+        for name in "bcd":
+            step(scheduler)
+            add(scheduler, make_request(name, 1, 9))
+        step(scheduler)
+        assert rows(step(scheduler)[0]) == [(name, 1) for name in decodes]
+
+
+# --- what can never fit ---
+
+
+@pytest.mark.parametrize(("never_fits_at", "first"), [("add", ["long", "huge"]), ("head", [])])
+def test_when_what_can_never_fit_is_found(never_fits_at: str, first: list[str]) -> None:
+    """One sequence at a time: neither is at the queue's head before a has ended."""
+    rules = KVRules(never_fits_at=never_fits_at)  # type: ignore[arg-type]
+    scheduler = make_scheduler(num_blocks=4, block_size=4, rules=rules, limits=make_limits(seqs=1, model_len=20))
+    add(scheduler, make_request("a", 4, 2), make_request("long", 21, 1), make_request("huge", 17, 1))
+    add(scheduler, make_request("b", 4, 1))
+    seen, messages = [], {}
+    while scheduler.has_work:
+        plan, finished = step(scheduler)
+        seen.append(ignored(plan))
+        messages |= {item.request.request_id: item.message for item in finished if item.reason is FinishReason.IGNORED}
+    assert seen[0] == first
+    assert [name for names in seen for name in names] == ["long", "huge"]
+    assert messages == {
+        "long": "prompt of 21 tokens exceeds max_model_len (20)",
+        "huge": "17 tokens need 5 KV blocks beside a watermark of 0, and the pool has 4",
+    }
+
+
+# --- lookahead ---
+
+
+def test_a_decode_reserves_slots_ahead_and_a_prefill_does_not() -> None:
+    blocks = make_blocks(num_blocks=8, block_size=4, lookahead_slots=3)
+    seq = sequence(0, 4)
+    compute(blocks, seq)
+    assert len(blocks.table(0)) == 1, "a prompt takes what it needs"
+    sizes = []
+    for num_computed in range(4, 10):
+        seq.num_computed_tokens = num_computed
+        blocks.grow(seq, 1)
+        sizes.append(len(blocks.table(0)))
+    # 4 + 1 + 3 = 8 slots, then 9, ..., 13
+    assert sizes == [2, 3, 3, 3, 3, 4]
+
+
+def test_lookahead_slots_preempt_earlier() -> None:
+    """4 blocks of 4, a and b with 2 each (7 tokens): position 7 has its slot, the 2 beyond it are in the next block."""
+    for lookahead, gone in ((0, []), (2, ["b"])):
+        scheduler = make_scheduler(num_blocks=4, block_size=4, lookahead_slots=lookahead, preemption=Recompute())
+        add(scheduler, make_request("a", 7, 2), make_request("b", 7, 2))
+        step(scheduler)
+        plan, _ = step(scheduler)
+        assert preempted(plan) == gone
+        assert [item.mode for item in plan.preempted] == [PreemptionMode.RECOMPUTE] * len(gone)
+        assert len(drain(scheduler)) == (1 if gone else 0)
+
+
+# --- sliding window ---
+
+
+def test_blocks_outside_the_window_are_given_back_while_the_sequence_runs() -> None:
+    """Window 4, blocks of 2: the token at position p looks at p - 3 to p; blocks that end before go when p is reserved.
+
+    Position 6 looks at 3 to 6: block 0 (positions 0 and 1) goes, block 1 (2 and 3) stays, and block 3 comes;
+    position 7 looks at 4 to 7: block 1 goes.
+    """
+    scheduler = make_scheduler(num_blocks=16, block_size=2, sliding_window=4, caching=False)
+    add(scheduler, make_request("a", 6, 7))
+    held, released = [], []
+    while scheduler.has_work:
+        with in_flight(scheduler) as plan:
+            (row,) = plan.scheduled
+            held.append(16 - scheduler.free_gpu_blocks)
+            released.append([index for index, block in enumerate(row.block_table) if block < 0])
+            assert scheduler.blocks.num_held_blocks(scheduler.unfinished()[0]) == held[-1]
+    assert held == [3, 3, 2, 3, 2, 3, 2]  # the prompt; positions 6 to 11
+    assert released == [[], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2, 3]]
+    assert scheduler.blocks.num_free_blocks == 16
+
+
+def test_a_window_that_has_not_slid_releases_nothing() -> None:
+    scheduler = make_scheduler(num_blocks=16, block_size=4, sliding_window=16, caching=False)
+    add(scheduler, make_request("a", 8, 8))
+    while scheduler.has_work:
+        with in_flight(scheduler) as plan:
+            assert min(plan.scheduled[0].block_table) >= 0
+
+
+def test_a_prompt_longer_than_the_pool_is_served_in_chunks_within_its_window() -> None:
+    """40 tokens are 20 blocks; a window of 4 and a chunk of 4 hold 4 of them at a time at most."""
+    rules, limits = KVRules(allocate="chunk"), make_limits(budget=4)
+    for num_blocks, expected in ((6, FinishReason.LENGTH), (3, FinishReason.IGNORED)):
+        scheduler = make_scheduler(
+            num_blocks=num_blocks, block_size=2, sliding_window=4, caching=False, rules=rules, limits=limits
+        )
+        add(scheduler, make_request("a", 40, 8))
+        most = 0
+        finished = []
+        while scheduler.has_work:
+            plan, ended = step(scheduler)
+            assert not plan.is_empty
+            finished += ended
+            most = max(most, num_blocks - scheduler.free_gpu_blocks)
+        assert [item.reason for item in finished] == [expected]
+        assert most <= 5
+        assert scheduler.blocks.num_free_blocks == num_blocks
+
+
+@pytest.mark.parametrize("composition", ["unified", "decode_first", "prefill_first", "iteration_level", "static"])
+def test_a_prompt_whose_first_step_exceeds_the_pool_is_ignored_whatever_the_window(composition: str) -> None:
+    scheduler = make_scheduler(composition, num_blocks=6, block_size=2, sliding_window=4, caching=False)
+    add(scheduler, make_request("a", 30, 6), make_request("b", 8, 6))
+    assert {item.request.request_id: item.reason for item in drain(scheduler)} == {
+        "a": FinishReason.IGNORED,
+        "b": FinishReason.LENGTH,
+    }
+
+
+def test_shared_blocks_outside_the_window_are_free_with_their_last_user() -> None:
+    """n = 2, window 4, blocks of 2, a prompt of 6: 3 shared blocks, and each member's own from position 6 on."""
+    scheduler = make_scheduler(num_blocks=16, block_size=2, sliding_window=4, caching=False)
+    add(scheduler, make_request("a", 6, 6, sampling=SamplingParams(n=2)))
+    held = []
+    while scheduler.has_work:
+        step(scheduler)
+        held.append(16 - scheduler.free_gpu_blocks)
+    # prompt 3; position 6: block 0 goes, 1 and 2 are shared, one more each; 7: block 1 goes; 8: one more each;
+    # 9: block 2 goes; 10: one more each
+    assert held == [3, 4, 3, 5, 4, 6]
+    assert scheduler.blocks.num_free_blocks == 16
+
+
+# --- length ---
+
+
+@pytest.mark.parametrize(("length_limit", "reason"), [("prompt", FinishReason.IGNORED), ("chunk", FinishReason.LENGTH)])
+def test_what_is_compared_with_the_models_length(length_limit: str, reason: FinishReason) -> None:
+    """A prompt of 12 in chunks of 8 under a limit of 10."""
+    rules = KVRules(allocate="chunk", never_fits_at="head", length_limit=length_limit)  # type: ignore[arg-type]
+    scheduler = make_scheduler(rules=rules, limits=make_limits(budget=8, model_len=10))
+    add(scheduler, make_request("a", 12, 3))
+    (done,) = drain(scheduler)
+    assert done.reason is reason

@@ -23,9 +23,9 @@ MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {
     "OPTForCausalLM": OPTForCausalLM,
 }
 LEARNED_POSITIONS = ("OPTForCausalLM",)
-SILENT = (
-    "architecture", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "sliding_window", "do_layer_norm_before"
-)  # fmt: skip
+SILENT = ("architecture", "hidden_act", "sliding_window")
+SILENT_OF_ROPE = (*SILENT, "rms_norm_eps", "rope_theta", "rope_scaling")
+SILENT_OF_OPT = (*SILENT, "do_layer_norm_before")
 
 
 def build_model(spec: ModelSpec, placement: Placement) -> CausalLM:
@@ -96,7 +96,7 @@ def _refused_options(raw: dict[str, Any]) -> list[str]:
 def _check_agrees(spec: ModelSpec, path: str) -> None:
     """What a spec says beside its config.json and no weight's shape gives away."""
     said = load_hf_config(path)
-    for name in SILENT:
+    for name in SILENT_OF_OPT if spec.architecture in LEARNED_POSITIONS else SILENT_OF_ROPE:
         if getattr(spec, name) != said[name]:
             raise ModelError(
                 f"model {spec.name} has {name} {getattr(spec, name)!r}, and {path} says {said[name]!r}; "

@@ -54,7 +54,7 @@ class RankedBackend:
 
     def __init__(self, spec: ModelSpec, config: RealConfig, num_ranks: int, **options: Any) -> None:
         device = resolve_device(config.device)
-        check_supported(spec, options.get("sliding_window"), num_ranks)
+        check_supported(spec, options.get("sliding_window"), num_ranks, options.get("max_model_len"))
         if device.type == "cuda":
             _check_gpus(num_ranks)
         else:

@@ -82,6 +82,7 @@ class Simulated:
     """SimBackend at one cost model's prices."""
 
     is_real = False
+    compositions: tuple[str, ...] | None = None  # what it is tried under; None: all
 
     def __init__(self, cost: Any) -> None:
         self.backend: Any = SimBackend(cost)
@@ -156,6 +157,22 @@ class Real(Simulated):
         run(loop, backend, self.config)
 
 
+class RealRanks(Real):
+    """Two ranks, each a process. A step of theirs takes many times that of one: sums between processes."""
+
+    compositions = ("vllm_v1",)
+
+    def __init__(self) -> None:
+        from real.config import RealConfig
+        from real.parallel.backend import RankedBackend
+
+        self.config = RealConfig(device="cpu", num_threads=2, pace="as_fast_as_possible")
+        self.backend = RankedBackend(
+            SPEC, self.config, 2, block_size=BLOCK_SIZE, num_gpu_blocks=64, num_cpu_blocks=16,
+            max_num_batched_tokens=BUDGET, max_num_seqs=8,
+        )  # fmt: skip
+
+
 BACKENDS: dict[str, Callable[[], Simulated]] = {
     "roofline": lambda: Simulated(
         RooflineCost(SPEC, DeviceSpec("h100"), RooflineConfig(), kv_layout=KVLayout(BLOCK_SIZE))
@@ -164,6 +181,7 @@ BACKENDS: dict[str, Callable[[], Simulated]] = {
     "constant": lambda: Simulated(ConstantCost(ConstantConfig())),
     "recorded": Recorded,
     "real-cpu": lambda: Real("cpu"),
+    "real-cpu-2-ranks": RealRanks,
     "real-cuda": lambda: Real("cuda"),
 }
 

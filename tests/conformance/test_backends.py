@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.conformance.harness import BACKENDS, VOCAB_SIZE, Seen, Simulated, cor
 
 MARKS: dict[str, list[pytest.MarkDecorator]] = {
     "real-cpu": [pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")],
+    "real-cpu-2-ranks": [pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")],
     "real-cuda": [pytest.mark.gpu],
 }
 COMPOSITIONS = ("prefill_first", "decode_first", "unified", "vllm_v1")
@@ -42,13 +43,22 @@ TIGHT = 20
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, [])) for name in BACKENDS])
-def backend(request: pytest.FixtureRequest) -> Simulated:
-    return BACKENDS[request.param]()
+def backend(request: pytest.FixtureRequest) -> Iterator[Simulated]:
+    made = BACKENDS[request.param]()
+    yield made
+    if made.is_real:
+        made.backend.close()
+
+
+def skip_unless_tried(backend: Simulated, composition: str) -> None:
+    if backend.compositions is not None and composition not in backend.compositions:
+        pytest.skip(f"slow: tried under {', '.join(backend.compositions)} only")
 
 
 @pytest.fixture(scope="module", params=COMPOSITIONS)
 def served(backend: Simulated, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """A run with prefix hits and preemptions."""
+    skip_unless_tried(backend, request.param)
     folder = tmp_path_factory.mktemp("tape")
     seen = backend.serve(TRACES["all at once"], core(request.param, num_blocks=TIGHT), folder)
     assert any(step.plan.preempted for step in seen.steps), "the pool is not tight enough for this suite"
@@ -178,6 +188,8 @@ def test_moved_blocks_hold_what_was_in_them(backend: Simulated) -> None:
 def test_where_time_cannot_matter_every_backend_sees_the_same_decisions(
     backend: Simulated, tmp_path: Path, composition: str, caching: bool, trace: str, num_blocks: int
 ) -> None:
+    skip_unless_tried(backend, composition)
+
     def run(on: Simulated) -> Seen:
         return on.serve(TRACES[trace], core(composition, num_blocks=num_blocks, caching=caching), tmp_path)
 
@@ -195,6 +207,7 @@ def test_forced_lengths_are_decided_on_as_forced_tokens_are(
     backend: Simulated, tmp_path: Path, composition: str
 ) -> None:
     """A real engine's own tokens come back, preempted sequences included: all that is decided stays."""
+    skip_unless_tried(backend, composition)
     trace = TRACES["all at once"]
     ours = backend.serve(trace, core(composition, num_blocks=TIGHT, caching=False), tmp_path, "lengths")
     reference = reference_backend().serve(trace, core(composition, num_blocks=TIGHT, caching=False), tmp_path)

@@ -1,4 +1,4 @@
-"""Which processes a process has started, and whether they are gone. Linux only."""
+"""Which ranks a process has started, and whether they are gone. Linux only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def children_of(process: int) -> list[int]:
-    """Those that run; one that has ended and was not waited for is none."""
+def ranks_of(process: int) -> list[int]:
+    """Its children that run as ranks; one that has ended and was not waited for is none."""
     listed = Path(f"/proc/{process}/task").glob("*/children")
-    return [child for file in listed for child in map(int, file.read_text().split()) if is_running(child)]
+    return [child for file in listed for child in map(int, file.read_text().split()) if _is_rank(child)]
+
+
+def _is_rank(process: int) -> bool:
+    return is_running(process) and b"real.parallel.worker" in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def is_running(process: int) -> bool:

@@ -30,7 +30,7 @@ from testbed.request import Request, SamplingParams
 from testbed.serve import serve
 from testbed.specs import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, plan_of, row, tiny_backend, tiny_spec
-from tests.real.processes import assert_gone, children_of
+from tests.real.processes import assert_gone, ranks_of
 from tests.real.test_engine_groups_under_core import Requests
 from tests.real.test_engine_under_core import TickingClock
 from tests.real.thread_ranks import on_ranks
@@ -159,7 +159,7 @@ def test_two_ranks_give_the_logits_and_the_tokens_of_one(changes):
     """With a vocabulary that does not divide."""
     spec = tiny_spec(vocab_size=509, eos_token_id=EOS, **changes)
     several = ranked(spec)
-    processes = children_of(os.getpid())
+    processes = ranks_of(os.getpid())
     assert processes
     try:
         twin = Twin(RealBackend(spec, RealConfig(device="cpu"), **SIZES), several)
@@ -191,7 +191,7 @@ def test_two_gpus_give_the_logits_of_one_and_a_dead_one_ends_both():
     for expected, actual in zip(*seen, strict=True):
         torch.testing.assert_close(actual, expected, atol=2e-3, rtol=0)  # TF32
     began = time.monotonic()
-    for process in children_of(os.getpid()):
+    for process in ranks_of(os.getpid()):
         os.kill(process, signal.SIGKILL)
     with pytest.raises(DeviceError, match=r"rank 1 .* was killed by SIGKILL"):
         several.start(PLAN).wait()
@@ -248,7 +248,7 @@ def test_more_ranks_than_gpus_is_refused_with_both_numbers(monkeypatch):
 def test_ranks_that_do_not_divide_the_model_are_refused_before_any_is_started():
     with pytest.raises(ConfigError, match="tensor_parallel_size is 3; it must divide the 4 attention heads"):
         ranked(num_ranks=3)
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())
 
 
 def test_memory_that_the_ranks_need_together_is_counted_together(monkeypatch):
@@ -258,7 +258,7 @@ def test_memory_that_the_ranks_need_together_is_counted_together(monkeypatch):
     monkeypatch.setattr("real.host_memory.available_bytes", lambda: need - 1)
     with pytest.raises(DeviceError, match="no memory for 40 KV blocks"):
         ranked(spec)
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())
 
 
 class Trap(int):
@@ -288,7 +288,7 @@ class Sprung(Trap):
 def test_a_rank_that_fails_while_it_loads_ends_the_others_with_its_own_words(what, error, told):
     with pytest.raises(error, match=told):
         ranked(seed=Trap(what))
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())
 
 
 @pytest.fixture
@@ -296,11 +296,11 @@ def pair() -> Iterator[RankedBackend]:
     backend = ranked(rank_timeout_s=4.0)
     yield backend
     backend.close()
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())
 
 
 def test_a_rank_that_is_silent_ends_the_step_after_its_time_and_one_that_dies_at_once(pair):
-    (process,) = children_of(os.getpid())
+    (process,) = ranks_of(os.getpid())
     pair.start(PLAN).wait()
     os.kill(process, signal.SIGSTOP)
     began = time.monotonic()

@@ -14,7 +14,7 @@ import pytest
 
 from analysis.load import load_run
 from tests.experiments.kit import REAL, TINY, manifest_of
-from tests.real.processes import assert_gone, children_of
+from tests.real.processes import assert_gone, ranks_of
 
 LONG = ("trace.num_requests=9000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
 
@@ -32,7 +32,7 @@ def stepping(folder: Path) -> tuple[subprocess.Popen[str], int]:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    (rank,) = children_of(process.pid)
+    (rank,) = ranks_of(process.pid)
     return process, rank
 
 
@@ -89,6 +89,6 @@ def test_an_llm_on_two_ranks_says_what_it_says_on_one() -> None:
             said.append(
                 [output.outputs[0] for output in llm.generate(["hello", "once upon"], sampling, use_tqdm=False)]
             )
-            assert len(children_of(os.getpid())) == num_ranks - 1
+            assert len(ranks_of(os.getpid())) == num_ranks - 1
     assert [one.token_ids for one in said[0]] == [one.token_ids for one in said[1]]
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())

@@ -19,7 +19,7 @@ from testbed.plan import BatchPlan, BatchShape, PrefillChunk, Spans, StepResult
 from testbed.profiles import MeasuredStep, Profile
 from testbed.specs import DeviceSpec, ModelSpec
 from tests.cost.profiling import MODEL, grid, manifest, measured
-from tests.cost.test_cost_models import shapes
+from tests.cost.shapes import shapes
 
 KNOWN = Calibration(
     manifest(),

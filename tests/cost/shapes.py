@@ -1,0 +1,22 @@
+"""Shapes of steps for tests of prices: by hand, and drawn."""
+
+from hypothesis import strategies as st
+
+from testbed.plan import BatchShape, PrefillChunk
+
+chunks = st.builds(PrefillChunk, st.integers(0, 30_000), st.integers(1, 8192))
+shapes = st.builds(
+    lambda decodes, context, prefills, samples, *blocks: BatchShape(
+        decodes, context + decodes if decodes else 0, tuple(prefills), samples, *blocks
+    ),
+    st.integers(0, 600), st.integers(0, 10**6), st.lists(chunks, max_size=4), st.integers(0, 600),
+    *[st.integers(0, 500)] * 3,
+)  # fmt: skip
+
+
+def decode(num: int, context_each: int = 1000) -> BatchShape:
+    return BatchShape(num, num * context_each, (), num)
+
+
+def prefill(*lengths: int, start: int = 0) -> BatchShape:
+    return BatchShape(0, 0, tuple(PrefillChunk(start, n) for n in lengths), len(lengths))

@@ -178,6 +178,18 @@ def test_a_draw_depends_on_nothing_else_in_the_batch(batch, random, max_elements
         sampler.MAX_NOISE_ELEMENTS = whole
 
 
+def test_the_nucleus_is_of_what_a_rows_own_top_k_has_left():
+    """Rows of several top_k share one ranking, as long as the longest."""
+    params = [SamplingParams(temperature=1.0, top_k=top_k, top_p=0.7, seed=1) for top_k in (2, 4, 16)]
+    rows = [row_of(i, [1], [2], sampling) for i, sampling in enumerate(params)]
+    logits = torch.linspace(1.0, -1.0, VOCAB_SIZE).repeat(3, 1)
+    found = shaped(logits, rows)
+    for own, row, probs in zip(logits.tolist(), rows, found, strict=True):
+        assert probs == pytest.approx(reference(own, row)[0], abs=1e-5)
+    sizes = [sum(prob > 0 for prob in probs) for probs in found]
+    assert sizes[0] < sizes[1] < sizes[2] < 16
+
+
 def test_forbidden_tokens_are_never_drawn_and_min_tokens_ends():
     sampling = SamplingParams(temperature=5.0, min_tokens=3, stop_token_ids=(1, 2), seed=1)
     logits = torch.zeros(200, VOCAB_SIZE)

@@ -9,7 +9,7 @@ import pytest
 
 from testbed.errors import ConfigError, ModelError
 from testbed.hf_config import load_hf_config
-from testbed.specs import ModelSpec
+from testbed.specs import ModelSpec, RopeScaling
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,6 +67,13 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | byte
         ({"dtype": ["float32"]}, "'dtype' is ['float32']"),
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' is 'no'"),
         ({"eos_token_id": "</s>"}, "'eos_token_id' is '</s>'"),
+        ({"attention_bias": "yes"}, "'attention_bias' is 'yes'; it must be true or false"),
+        ({"hidden_act": 3}, "'hidden_act' is 3"),
+        ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear'; it must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' is 0; it must be a finite number above 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling 'llama3' lacks 'low_freq_factor'"),
+        ({"rope_parameters": {"full_attention": {}}}, "'rope_parameters' differs by the kind of layer"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -92,6 +99,70 @@ def test_a_window_and_a_narrow_embedding_are_read(tmp_path: Path) -> None:
     spec = ModelSpec("opt", **load_hf_config(config))  # tied, as transformers has it where the file is silent
     assert spec.num_embedding_parameters == 100 * 32 + 2 * 32 * 64 + (2048 + 2) * 64
     assert spec.num_mlp_parameters == 2 * 64 * 9
+
+
+ROPE: list[tuple[dict[str, object], RopeScaling | None, float, int]] = [
+    ({"rope_theta": 5e5}, None, 5e5, 2048),
+    ({"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, None, 7.0, 2048),
+    ({"rope_scaling": {"type": "linear", "factor": 4}}, RopeScaling("linear", 4), 1e4, 8192),
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}},
+        RopeScaling("dynamic", 2.0),
+        1e4,
+        4096,
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512}},
+        RopeScaling("yarn", 4.0, 512),
+        1e4,
+        2048,
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2, "high_freq_factor": 5}},
+        RopeScaling("llama3", 8.0, low_freq_factor=2, high_freq_factor=5),
+        1e4,
+        2048,
+    ),
+    ({"rope_scaling": {"type": "su", "short_factor": [1.0]}}, RopeScaling("su"), 1e4, 2048),
+    (
+        {"rope_theta": 3.0, "rope_parameters": {"rope_type": "linear", "factor": 1.5, "rope_theta": 5.0}},
+        RopeScaling("linear", 1.5),
+        5.0,
+        3072,
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "scaling", "theta", "length"), ROPE)
+def test_rotary_positions_are_read_in_the_words_of_transformers_4_and_5(
+    tmp_path: Path, change: dict[str, object], scaling: RopeScaling | None, theta: float, length: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GOOD, "max_position_embeddings": 2048, **change}))
+    spec = ModelSpec(name="m", **load_hf_config(tmp_path))
+    assert (spec.rope_scaling, spec.rope_theta, spec.max_length) == (scaling, theta, length)
+
+
+SILENT: dict[str, dict[str, object]] = {  # what transformers takes where the file says nothing
+    "Qwen3ForCausalLM": {"head_dim": 128, "num_key_value_heads": 32, "sliding_window": None, "eos_token_id": None},
+    "LlamaForCausalLM": {"head_dim": 16, "num_key_value_heads": 4, "sliding_window": None, "eos_token_id": 2},
+    "MistralForCausalLM": {"head_dim": 16, "num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
+    "OPTForCausalLM": {"head_dim": 16, "hidden_act": "relu", "attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("architecture", SILENT)
+def test_a_silent_file_has_the_defaults_of_its_architecture(tmp_path: Path, architecture: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GOOD, "architectures": [architecture]}))
+    found = load_hf_config(tmp_path)
+    assert {key: found[key] for key in SILENT[architecture]} == SILENT[architecture]
+
+
+def test_biases_that_an_architecture_does_not_have_are_not_read(tmp_path: Path) -> None:
+    for architecture, expected in {"MistralForCausalLM": (False, False), "Qwen3ForCausalLM": (True, False)}.items():
+        config = {**GOOD, "architectures": [architecture], "attention_bias": True, "mlp_bias": True}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = load_hf_config(tmp_path)
+        assert (found["attention_bias"], found["mlp_bias"]) == expected
 
 
 @pytest.mark.parametrize("field", ["sliding_window", "word_embed_proj_dim", "head_dim"])

@@ -204,6 +204,7 @@ def test_hydra_stays_at_the_edge() -> None:
             ("torch", "transformers", "simpy", "hydra", "experiments"),
         ),
         ("import sim.driver, sim.backend", ("torch", "transformers", "triton", "hydra", "real")),
+        ("import real.parallel.worker, real.parallel.wire", ("torch", "numpy", "simpy", "hydra", "sim", "experiments")),
     ],
 )
 def test_a_process_loads_no_more_than_it_may(program: str, absent: tuple[str, ...]) -> None:

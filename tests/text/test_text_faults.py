@@ -12,7 +12,17 @@ from experiments.llm import LLM
 from real.text.outputs import Piece
 from real.text.sampling import SamplingParams
 from testbed.errors import ConfigError, ModelError, RequestError, TestbedError
-from tests.text.kit import PROMPTS, ROOMY, assert_idle, greedy, make_folder, token_ids, tokenizer_with_chat, write
+from tests.text.kit import (
+    PROMPTS,
+    ROOMY,
+    assert_idle,
+    greedy,
+    joined,
+    make_folder,
+    token_ids,
+    tokenizer_with_chat,
+    write,
+)
 
 # --- stopped early ---
 
@@ -150,6 +160,8 @@ def test_a_prompt_that_no_pool_could_hold_is_refused(folder: Path) -> None:
     (one,) = output.outputs
     assert (one.finish_reason, len(one.token_ids)) == ("ignored", 13)
     assert output.message
+    text, tokens, ends = joined(list(small.stream([[1] * 20], greedy(100))))[0, 0]
+    assert (text, tokens, ends) == (one.text, one.token_ids, [None] * 13 + ["ignored"])
     assert_idle(small)
 
 

@@ -68,6 +68,7 @@ def test_texts_do_not_depend_on_how_they_were_scheduled(llm: LLM, folder: Path, 
     with LLM(folder, **SETTINGS[settings]) as other:
         num_preempted = count_preemptions(other)
         found = other.generate(PROMPTS, sampling)
+        assert [output.metrics.num_cached_tokens for output in found] == [0] * 4, "of the first admission"
         streamed = joined(list(other.stream(PROMPTS, sampling)))
         assert_idle(other)
         assert bool(num_preempted) == (settings != "chunks")

@@ -25,7 +25,7 @@ def test_in_the_interpreter(name):
     if version("triton") < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("the interpreter of Triton before 3.7 breaks with numpy 2.4 and later")
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / f"{name}.py")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER / f"{name}.py")]
     env = own | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -68,19 +68,21 @@ class RankedBackend:
             Setup(rank, num_ranks, store.port, device.type, spec, config, options) for rank in range(1, num_ranks)
         ]
         self.num_ranks = num_ranks
-        self._is_cuda = device.type == "cuda"
         self._is_in_step = False
         self._ranks = Ranks(setups, config.rank_timeout_s)
-        self._end = weakref.finalize(self, self._ranks.close)  # also where nobody closes
+        ends = [self._ranks.close]
+        self._end = weakref.finalize(self, _run, ends)  # also where nobody closes
         try:
             with self._explained():
                 self._ranks.wait_until_ready()
                 if device.type == "cuda":
                     torch.cuda.set_device(0)
-                self._group = join(store, 0, num_ranks, device.type, config.rank_timeout_s)
+                group = join(store, 0, num_ranks, device.type, config.rank_timeout_s)
                 if device.type == "cuda":
-                    self._ranks.on_failure(self._group.abort)
-                self._local = RealBackend(spec, config, group=self._group, **options)
+                    self._ranks.on_failure(group.abort)
+                    ends.append(group.abort)  # what is left of it here
+                self._local = RealBackend(spec, config, group=group, **options)
+                ends.insert(0, self._local.close)  # captured graphs go before the communicator that they hold
         except BaseException:
             self._end()
             raise
@@ -112,10 +114,7 @@ class RankedBackend:
 
     def close(self) -> None:
         """Ends the other ranks. May be called again; the engine is of no use after it."""
-        self._local.close()
         self._end()
-        if self._is_cuda:
-            self._group.abort()  # what is left of it here
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -128,6 +127,11 @@ class RankedBackend:
             self._ranks.check()
             raise
         self._ranks.check()
+
+
+def _run(ends: Sequence[Callable[[], None]]) -> None:
+    for end in ends:
+        end()
 
 
 def _check_gpus(num_ranks: int) -> None:

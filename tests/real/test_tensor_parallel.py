@@ -20,6 +20,7 @@ from real.driver import run
 from real.parallel import backend as parallel
 from real.parallel.backend import RankedBackend, RankedWork
 from real.parallel.wire import pack, unpack
+from real.parallel.worker import Setup
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
@@ -259,6 +260,21 @@ def test_memory_that_the_ranks_need_together_is_counted_together(monkeypatch):
     with pytest.raises(DeviceError, match="no memory for 40 KV blocks"):
         ranked(spec)
     assert not ranks_of(os.getpid())
+
+
+@pytest.mark.parametrize(("num_threads", "num_ranks", "each"), [(8, 2, 4), (3, 2, 1), (1, 4, 1)])
+def test_ranks_on_the_cpu_share_its_threads(monkeypatch, num_threads, num_ranks, each):
+    given: list[int | None] = []
+
+    def start(setups: list[Setup], timeout_s: float) -> None:
+        given.extend(setup.config.num_threads for setup in setups)
+        raise InterruptedError
+
+    monkeypatch.setattr(parallel, "Ranks", start)
+    config = RealConfig(device="cpu", num_threads=num_threads)
+    with pytest.raises(InterruptedError):
+        RankedBackend(tiny_spec(), config, num_ranks, **SIZES)
+    assert given == [each] * (num_ranks - 1)
 
 
 class Trap(int):

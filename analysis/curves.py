@@ -60,8 +60,9 @@ class Engine:
 
     @property
     def preemptions_s(self) -> FloatArray:
-        """The starts of the steps that preempted."""
-        return np.asarray(self.start[numbers(self.steps, "num_preempted") > 0] / 1e9, dtype=np.float64)
+        """The starts of the steps that preempted, by recompute or by swap."""
+        did = (numbers(self.steps, "num_preempted") > 0) | (numbers(self.steps, "num_swapped_out") > 0)
+        return np.asarray(self.start[did] / 1e9, dtype=np.float64)
 
 
 def engines_of(run: Run) -> list[Engine]:

@@ -131,6 +131,16 @@ def test_a_fleet_has_a_timeline_of_sums_and_a_band(tmp_path):
     saved(figure, tmp_path, "fleet")
 
 
+@pytest.mark.parametrize("column", ["num_preempted", "num_swapped_out"])
+def test_steps_that_preempted_in_either_way_are_marked(tmp_path, column):
+    row = {"arrival_ns": 0, "token_ns": [4 * S], "finish_ns": 4 * S, "finish_reason": "stop"}
+    step = {"num_running": 1, "num_waiting": 0, "num_swapped": 0, "num_preempted": 0, "num_swapped_out": 0}
+    steps = [step | {"step": i, "start_ns": i * S, "end_ns": (i + 1) * S, "free_gpu_blocks": 3} for i in range(4)]
+    steps[2][column] = 1
+    _, requests = plots.timeline({"run": degenerate(tmp_path / "run", [row], steps)}).axes
+    assert [line.get_xdata().tolist() for line in requests.lines if line.get_marker() == "|"] == [[2.0]]
+
+
 @given(st.data())
 def test_a_sum_of_levels_is_their_sum_at_every_instant(data):
     times = st.lists(st.integers(0, 12), min_size=1, max_size=8).map(sorted)

@@ -345,8 +345,8 @@ def test_a_group_can_be_exchanged_when_a_run_is_repeated(
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("seed=x", "seed=x"),
-        ("cache.num_gpu_blocks=abc", "cache.num_gpu_blocks=abc"),
+        ("seed=x", "seed is 'x'; it must be a whole number"),
+        ("cache.num_gpu_blocks=abc", "cache.num_gpu_blocks is 'abc'; it must be a whole number"),
         ("cache.blok=1", "cache.block_size"),
     ],
 )

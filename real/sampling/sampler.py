@@ -30,7 +30,7 @@ ToLogits = Callable[[Tensor], Tensor]  # places int64 [m] of the batch's tokens 
 
 
 class Drawn(NamedTuple):
-    """What a step's logits gave, on the device."""
+    """What a step's logits gave, on its way to the host: to be read once the device is done."""
 
     token_ids: Tensor  # int64 [num_draws]: the first token of each row that samples, then the further ones
     logprobs: Scored | None
@@ -45,12 +45,19 @@ def launch(logits: Tensor, inputs: SampleInputs, to_logits: ToLogits) -> Drawn:
     if inputs.logprobs is not None:
         rows, targets, num_top = inputs.logprobs
         scored = score(logits, rows, token_ids[targets], max(num_top))
+    prompts = None if inputs.prompts is None else _score_prompts(inputs.prompts, logits.shape[-1], to_logits)
+    beams = None if inputs.beams is None else best_continuations(logits, inputs.beams)
     return Drawn(
-        token_ids,
-        scored,
-        None if inputs.prompts is None else _score_prompts(inputs.prompts, logits.shape[-1], to_logits),
-        None if inputs.beams is None else best_continuations(logits, inputs.beams),
+        _to_host(token_ids),
+        None if scored is None else Scored(*map(_to_host, scored)),
+        None if prompts is None else Scored(*map(_to_host, prompts)),
+        None if beams is None else Candidates(*map(_to_host, beams)),
     )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Into pinned memory, behind what the device is doing; nothing to do where the device is a CPU."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def choose(logits: Tensor, inputs: SampleInputs) -> Tensor:

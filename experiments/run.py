@@ -20,7 +20,7 @@ from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible, undisturbed
 from experiments.recorders import ProgressBar, Recorders, status_lines
-from experiments.replay import ReplayLog, at_speed, warnings_of
+from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
 from experiments.seeds import SeededInbox, needs_seed
 from experiments.settings import TraceConfig
@@ -220,7 +220,7 @@ def _run(
         **engines.describe_engines(schedulers, records),
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "cost_notes": watch.notes() if watch is not None else [],
-        **({} if prepared.replay is None else prepared.replay.describe()),
+        **(NO_REPLAY if prepared.replay is None else prepared.replay.describe()),
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure)

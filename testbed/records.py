@@ -115,6 +115,8 @@ MANIFEST_KEYS = (
     "num_unsent",  # rows that did not: turns after one that was ignored or aborted, or cut off by a partial run's end
     "prefix_cache",  # {queried_tokens, hit_tokens} of first admissions
     "digest",  # final decision digest, 16 hex digits; of several replicas: xxh64 over theirs, in order, 8 bytes each
+    "replay",  # {pace, speed, lag of arrivals, notes}, real runs only
+    "host",  # means over the steps of the host's share of them, real runs only
     "replicas",  # {num_steps, num_sent, prefix_cache, digest} of each; null where there is one
 )
 

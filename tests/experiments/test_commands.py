@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def test_the_demo_makes_its_report(
         "experiments.demo.SEEDS": (0,),
         "experiments.demo.OTHER_RATES": (),
         "experiments.demo_real.RATE_SCALES": (4.0,),
-        "experiments.demo_real.profile": lambda config, num_requests: profile(config, num_requests=2),
+        "experiments.demo_real.profile": lambda config, extent: profile(
+            config, replace(extent, repeats=1, num_requests=2, max_s=8.0)
+        ),
         "experiments.demo_real._real_overrides": lambda model, quick: [
             *overrides(model, quick=quick),
             "trace.limit=6",

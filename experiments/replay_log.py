@@ -21,6 +21,9 @@ def at_speed(trace: Trace, speed: float) -> Trace:
         raise ConfigError(str(error).replace("factor", "backend.speed", 1)) from None
 
 
+NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest of a simulated run has of it
+
+
 class ReplayLog:
     """What is measured beside the records. lag: a `Recorder`; host: the driver's."""
 
@@ -40,4 +43,4 @@ class ReplayLog:
 
 def warnings_of(manifest: dict[str, Any]) -> list[str]:
     """What makes a run's numbers doubtful: prices outside their range, a replay that did not keep pace."""
-    return [*manifest["cost_notes"], *manifest.get("replay", {}).get("notes", [])]
+    return [*manifest["cost_notes"], *(manifest["replay"] or {}).get("notes", [])]

@@ -19,7 +19,7 @@ from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import FlatBatch, cumulative
 from real.cache_engine import LayerCaches
 from real.models.interface import CausalLM
-from real.staging import layout, memory_pair, views, write
+from real.staging import Staging, layout, memory_pair, views, write
 
 Work = Callable[[], Tensor]  # on fixed memory; its result lies in the same place each time
 
@@ -35,15 +35,16 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one: cuBLAS keeps memory for each
 
     def __call__(self, work: Work) -> Work:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()  # loads kernels and picks algorithms, which a capture must not do
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             result = work()
 
         def replay() -> Tensor:
@@ -65,55 +66,59 @@ def captured_sizes(largest: int) -> list[int]:
 
 
 class GraphInputs:
-    """The fixed memory of one batch size: pinned on the host, its twin on the device."""
+    """The fixed memory of one batch size: pinned on the host, its twin on the device.
 
-    def __init__(self, size: int, max_blocks: int, scratch_slot: int, scratch_block: int, device: torch.device) -> None:
+    tables: int32 [size, max_blocks] on the device, shared with the other sizes. Only what a batch uses of it is
+    written: rows that pad read one position of some block, which means nothing, and write to the scratch block.
+    """
+
+    def __init__(self, size: int, tables: Tensor, scratch_slot: int, staging: Staging) -> None:
         self.size = size
-        self._batch = FlatBatch(
-            token_ids=np.zeros(size, dtype=np.int64),
-            positions=np.zeros(size, dtype=np.int64),
-            slots=np.full(size, scratch_slot, dtype=np.int64),
-            query_lens=np.ones(size, dtype=np.int64),
-            context_lens=np.ones(size, dtype=np.int32),
-            block_tables=np.full((size, max_blocks), scratch_block, dtype=np.int32),
-        )
-        self._scratch_slot, self._scratch_block = scratch_slot, scratch_block
-        batch = self._batch
+        self._tables = tables
+        self._staging = staging
+        self._scratch_slot = scratch_slot
         self._arrays = [
-            batch.token_ids, batch.positions, batch.slots, batch.context_lens,
-            cumulative(batch.query_lens), cumulative(batch.context_lens), batch.block_tables,
-        ]  # fmt: skip
+            np.zeros(size, dtype=np.int64),  # token ids
+            np.zeros(size, dtype=np.int64),  # positions
+            np.full(size, scratch_slot, dtype=np.int64),  # slots
+            np.ones(size, dtype=np.int32),  # context lengths
+            np.arange(size + 1, dtype=np.int32),  # cumulative query lengths
+            np.arange(size + 1, dtype=np.int32),  # cumulative context lengths
+        ]
         self._offsets, total = layout(self._arrays)
-        self._host, self._twin = memory_pair(total, device)
-        (
-            self.token_ids, self.positions, self._slots, self._context_lens,
-            self._query_starts, self._context_starts, self._block_tables,
-        ) = views(self._arrays, self._offsets, self._twin)  # fmt: skip
+        self._host, self._twin = memory_pair(total, tables.device)
         self._send()
+        tensors = views(self._arrays, self._offsets, self._twin)
+        self.token_ids, self.positions, self._slots, self._context_lens, *self._starts = tensors
 
     def metadata(self, max_model_len: int) -> AttentionMetadata:
         """For the host every row is as long as a row can be; how long it is, the device reads at each replay."""
+        query_starts, context_starts = self._starts
         return AttentionMetadata(
             query_lens=(1,) * self.size,
             context_lens=(max_model_len,) * self.size,
-            query_starts=self._query_starts,
-            context_starts=self._context_starts,
+            query_starts=query_starts,
+            context_starts=context_starts,
             context_lens_tensor=self._context_lens,
             slot_mapping=self._slots,
-            block_tables=self._block_tables,
+            block_tables=self._tables,
         )
 
     def load(self, batch: FlatBatch) -> None:
-        """Overwrites the inputs with a batch of at most `size` decodes, padded. Does not wait for the copy."""
-        num, own = batch.num_rows, self._batch
-        own.token_ids[:num], own.token_ids[num:] = batch.token_ids, 0
-        own.positions[:num], own.positions[num:] = batch.positions, 0
-        own.slots[:num], own.slots[num:] = batch.slots, self._scratch_slot
-        own.context_lens[:num], own.context_lens[num:] = batch.context_lens, 1
-        own.block_tables[:num, : batch.block_tables.shape[1]] = batch.block_tables
-        own.block_tables[num:, 0] = self._scratch_block
-        self._arrays[5] = cumulative(own.context_lens)
+        """Overwrites the inputs with a batch of at most `size` decodes, padded. Waits for nothing."""
+        num = batch.num_rows
+        columns = (
+            (batch.token_ids, 0),
+            (batch.positions, 0),
+            (batch.slots, self._scratch_slot),
+            (batch.context_lens, 1),
+        )
+        for array, (values, padding) in zip(self._arrays, columns, strict=False):
+            array[:num], array[num:] = values, padding
+        self._arrays[-1] = cumulative(self._arrays[3])
         self._send()
+        (tables,) = self._staging.send([batch.block_tables])
+        self._tables[:num, : tables.shape[1]].copy_(tables)
 
     def _send(self) -> None:
         write(self._arrays, self._offsets, self._host.numpy())
@@ -150,10 +155,13 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._sizes = sizes
         max_blocks = -(-max_model_len // block_size)
+        with torch.inference_mode(False):  # ordinary memory: it may be written to anywhere
+            tables = torch.full((sizes[-1], max_blocks), scratch_block, dtype=torch.int32, device=device)
+        staging = Staging(device)
         self._max_blocks = max_blocks
         self._captured: dict[int, Captured] = {}
         for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
-            inputs = GraphInputs(size, max_blocks, scratch_block * block_size, scratch_block, device)
+            inputs = GraphInputs(size, tables[:size], scratch_block * block_size, staging)
             self._captured[size] = Captured(inputs, capture(partial(self._forward, inputs)))
 
     def _forward(self, inputs: GraphInputs) -> Tensor:

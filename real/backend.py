@@ -13,7 +13,7 @@ from real.attention.registry import choose_attention
 from real.batch import Layout
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
-from real.device import Placement, Stopwatch, describe_device, resolve_device, resolve_dtype, stopwatch
+from real.device import Placement, Stopwatch, describe_device, memory_named, resolve_device, resolve_dtype, stopwatch
 from real.graphs import CudaCapture, captured_sizes
 from real.host_memory import check_fits
 from real.loader import load_weights
@@ -27,6 +27,11 @@ from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
 from testbed.errors import ConfigError, DeviceError
 from testbed.plan import BatchPlan, Outcome, PromptLogprobs, ScheduledSequence, Spans
 from testbed.specs import ModelSpec
+
+LESS_MEMORY = (
+    "lower cache.num_gpu_blocks or cache.gpu_memory_utilization, scheduler.max_num_batched_tokens or "
+    "scheduler.max_num_seqs"
+)
 
 
 class Launched(NamedTuple):
@@ -147,14 +152,18 @@ class RealBackend:
         self._device = placement.device
         self._stopwatch = stopwatch(placement.device)
         self._eos_token_id = spec.eos_token_id
-        warm_up(self.runner, self.cache, placement, limits)
-        if config.cuda_graphs and self._device.type == "cuda" and choice.provider.supports_graphs:
-            sizes = captured_sizes(min(config.max_captured_size, max_num_seqs, max_num_batched_tokens))
-            self.runner.graphs = capture_decodes(self.runner, self.cache, placement, limits, sizes, CudaCapture())
+        with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
+            warm_up(self.runner, self.cache, placement, limits)
+            if config.cuda_graphs and self._device.type == "cuda" and choice.provider.supports_graphs:
+                sizes = captured_sizes(min(config.max_captured_size, max_num_seqs, max_num_batched_tokens))
+                self.runner.graphs = capture_decodes(self.runner, self.cache, placement, limits, sizes, CudaCapture())
 
-    @torch.inference_mode()
     def start(self, plan: BatchPlan) -> RealWork:
         """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done."""
+        with memory_named(LESS_MEMORY), torch.inference_mode():
+            return self._start(plan)
+
+    def _start(self, plan: BatchPlan) -> RealWork:
         assert plan.num_steps == 1, "the real engine takes its plans one step at a time"
         began_ns = time.perf_counter_ns()
         rows = plan.scheduled

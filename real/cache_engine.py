@@ -12,6 +12,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from real import kernels
 from real.device import Placement
 from testbed.errors import DeviceError
 from testbed.plan import BatchPlan
@@ -102,6 +103,7 @@ class CacheEngine:
             ) from None
         self.gpu = LayerCaches(gpu)
         self.cpu = list(cpu.unbind(0))
+        self._has_kernels = is_cuda and kernels.why_not(placement.device) is None
         self._swaps = SwapStream(placement.device, layers) if is_cuda and num_cpu_blocks else None
 
     def execute(self, plan: BatchPlan) -> None:
@@ -133,7 +135,7 @@ class CacheEngine:
         """(GPU block, GPU block): copies on write. All sources are read before any destination is written."""
         whole = self.gpu.whole
         sources, destinations = zip(*pairs, strict=True)
-        if whole.is_cuda and has_triton() and not set(sources) & set(destinations):
+        if self._has_kernels and not set(sources) & set(destinations):
             from real.kernels.block_copy import copy_blocks
 
             copy_blocks(whole, _to_device(list(pairs), whole.device))
@@ -200,12 +202,6 @@ def runs(pairs: Pairs) -> list[tuple[int, int, int]]:
                 continue
         found.append((source, destination, 1))
     return found
-
-
-def has_triton() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None
 
 
 def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Pairs) -> None:

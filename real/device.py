@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -57,6 +59,15 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+@contextmanager
+def memory_named(remedy: str) -> Iterator[None]:
+    """Turns a GPU that runs out of memory into a DeviceError of one line, which ends with what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise DeviceError(f"out of GPU memory; {remedy}") from None
 
 
 class Stopwatch(Protocol):

@@ -77,7 +77,7 @@ class GraphInputs:
         self._tables = tables
         self._staging = staging
         self._scratch_slot = scratch_slot
-        self._arrays = [
+        self._arrays: list[np.ndarray] = [
             np.zeros(size, dtype=np.int64),  # token ids
             np.zeros(size, dtype=np.int64),  # positions
             np.full(size, scratch_slot, dtype=np.int64),  # slots

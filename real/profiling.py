@@ -9,13 +9,14 @@ import torch
 
 from real.attention.interface import AttentionMetadata
 from real.cache_engine import CacheEngine, block_bytes
-from real.device import Placement
+from real.device import Placement, memory_named
 from real.graphs import Capture, DecodeGraphs
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
 from testbed.specs import ModelSpec, num_kv_blocks
 
+WARM_UP_CONTEXT = 1024  # worth several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for a prefill of a measured kind; the maximum would take a CPU seconds
 
 
@@ -77,15 +78,13 @@ def _measure(
         [(chunk, max_model_len)] * max(1, max_num_batched_tokens // chunk),  # prefills at the end of long prompts
         [(1, max_model_len)] * min(max_num_seqs, max_num_batched_tokens),  # decodes of the longest sequences
     ]
-    try:
+    with memory_named(
+        f"a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences does not fit: lower "
+        "scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+    ):
         for load in loads:
             inputs = _synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
             _run(runner, inputs, kv_caches)
-    except torch.OutOfMemoryError:
-        raise DeviceError(
-            f"not enough GPU memory for a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences; "
-            "lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
-        ) from None
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - weights
     torch.cuda.empty_cache()
@@ -96,10 +95,19 @@ def _measure(
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: Limits) -> None:
-    """Runs a prefill and a decode step and touches the device's KV memory: no measured step pays for first calls."""
+    """Runs steps of each kind and touches the device's KV memory: no measured step pays for first calls.
+
+    On a GPU those are the kinds that launch other kernels: long and short prefills, alone and beside decodes, few long
+    decodes and many short ones, and a block copy.
+    """
     num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    for load in ([(num_tokens, num_tokens)], [(1, 1)] * num_seqs):
+    loads = [[(num_tokens, num_tokens)], [(1, 1)] * num_seqs]
+    if placement.device.type == "cuda":
+        short, long = min(7, num_tokens), (1, min(WARM_UP_CONTEXT, limits.max_model_len))
+        loads += [[(num_tokens, num_tokens), long], [(short, short)], [(short, short), *[(1, 1)] * num_seqs], [long]]
+        cache.copy([(0, cache.scratch_block)])
+    for load in loads:
         _run(runner, _synthetic_load(load, 1, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
     for layer in cache.gpu:
         layer.zero_()

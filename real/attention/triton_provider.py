@@ -7,7 +7,6 @@ step's keys and values have been written.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from real import kernels
 from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128  # query heads of a KV head: the rows of a prefill tile
-MIN_CAPABILITY = (8, 0)
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -36,15 +35,7 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"its kernels take up to {MAX_GROUP} query heads a KV head, the model has {group}"
     if is_interpreted():
         return _why_not_interpreted(spec)
-    if spec.device.type != "cuda":
-        return f"it needs CUDA, the device is {spec.device.type}"
-    if not torch.cuda.is_available():
-        return "it needs CUDA, and torch finds no GPU here"
-    if (found := torch.cuda.get_device_capability(spec.device)) < MIN_CAPABILITY:
-        return f"it needs compute capability 8.0 or later, the GPU's is {found[0]}.{found[1]}"
-    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        return "Triton needs a C compiler to build its launchers; install gcc or clang, or set CC"
-    return None
+    return kernels.why_not(spec.device)
 
 
 def is_interpreted() -> bool:

@@ -13,6 +13,7 @@ from real import host_memory, profiling
 from real.cache_engine import block_bytes
 from real.config import RealConfig
 from real.device import Placement
+from real.runner import ModelRunner
 from real.sampling import sampler
 from testbed.errors import ConfigError, DeviceError, RequestError
 from testbed.interfaces import Backend
@@ -167,6 +168,18 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
 
 def test_kv_memory_starts_as_zeros_after_the_warm_up():
     assert all(layer.count_nonzero() == 0 for layer in tiny_backend().cache.gpu)
+
+
+@pytest.mark.parametrize("place", ["warm-up", "a step"])
+def test_memory_that_runs_out_later_is_one_line_too(monkeypatch, place):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmany lines")
+
+    backend = tiny_backend()
+    monkeypatch.setattr(ModelRunner, "draw", full)
+    with pytest.raises(DeviceError, match=r"^out of GPU memory; lower cache\.num_gpu_blocks .*$") as error:
+        tiny_backend() if place == "warm-up" else backend.start(plan_of(row(0, [1, 2], [0])))
+    assert "\n" not in str(error.value)
 
 
 def test_more_blocks_than_memory_is_one_line():

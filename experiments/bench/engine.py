@@ -8,16 +8,19 @@ tokens in and out against transformers' continuous batching, with every attentio
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.bench import engine_steps as steps
 from real.config import RealConfig
-from testbed.errors import ConfigError
+from real.replay import HostTimes
+from testbed.errors import ConfigError, TestbedError
 from testbed.specs import ModelSpec
 
 SMALL = ModelSpec(
@@ -28,6 +31,8 @@ SMALL = ModelSpec(
 SHAPES = ("qwen3_0.6b", "qwen3_8b")
 BATCHES, CONTEXT = (1, 8, 64, 256), 1024
 PROMPTS = (512, 2048, 8192)
+CPU_LOAD = (16, 128)  # requests, tokens in and as many out
+SERVED, SERVED_TOKENS = 64, 128  # of the run that says what the host costs
 
 
 def main(arguments: list[str]) -> int:
@@ -119,14 +124,15 @@ def _show_step(name: str, taken: steps.StepTime, floor_s: float) -> None:
 
 
 def _against_generate(spec: ModelSpec, repeats: int) -> None:
-    """16 prompts of 128 tokens, 128 tokens out, greedy: the same tokens must come out of both."""
+    """Prompts of one length, greedy: the same tokens must come out of both."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from real.checkpoint import make_checkpoint
 
+    num_requests, length = CPU_LOAD
     rng = random.Random(0)
-    prompts = [[rng.randrange(spec.vocab_size) for _ in range(128)] for _ in range(16)]
+    prompts = [[rng.randrange(spec.vocab_size) for _ in range(length)] for _ in range(num_requests)]
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(Path(folder) / "model", spec, seed=1)
         reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # in eval mode
@@ -136,82 +142,129 @@ def _against_generate(spec: ModelSpec, repeats: int) -> None:
         def generate() -> list[list[int]]:
             with torch.inference_mode():
                 output = reference.generate(
-                    inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=128, min_new_tokens=128,
+                    inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=length, min_new_tokens=length,
                     do_sample=False, pad_token_id=0,
                 )  # fmt: skip
-            tokens: list[list[int]] = output[:, 128:].tolist()
+            tokens: list[list[int]] = output[:, length:].tolist()
             return tokens
 
         arms = {
             "transformers.generate": generate,
-            "this engine": lambda: engine.generate(prompts, [128] * len(prompts)),
+            "this engine": lambda: engine.generate(prompts, [length] * num_requests),
         }
-        print(f"\n  {spec.num_parameters / 1e6:.1f} M parameters, float32, 16 x (128 in + 128 out), in turns")
-        outputs = _compare(arms, 16 * 128, repeats)
+        size = f"{spec.num_parameters / 1e6:.1f} M parameters, {spec.dtype}"
+        print(f"\n  {size}, {num_requests} x ({length} in + {length} out), in turns")
+        outputs = _compare(arms, [length] * num_requests, repeats)
+        engine.close()
     same = sum(ours == theirs for ours, theirs in zip(*outputs.values(), strict=True))
-    print(f"  {same} of {len(prompts)} outputs are the same token for token")
+    print(f"  {same} of {num_requests} outputs are the same token for token")
 
 
 def _against_continuous_batching(spec: ModelSpec, repeats: int) -> None:
-    """256 requests of 100 to 1,024 tokens in and out, all there at once; each provider of ours that can run."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    """256 requests of 100 to 1,024 tokens in and out, all there at once: each provider that can run, and transformers.
 
-    from real.checkpoint import make_checkpoint
-
+    Each has the GPU to itself, one after the other; its model, cache and graphs are made, and one run is over, before
+    the clock starts.
+    """
     rng = random.Random(0)
     prompts = [[rng.randrange(spec.vocab_size) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     lengths = [rng.randint(100, 1024) for _ in prompts]
     print(f"\n  {spec.name}, {spec.dtype}, 256 requests, 100 to 1,024 tokens in and out: {sum(lengths):,} tokens")
+    rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        from real.checkpoint import make_checkpoint
+
         path = make_checkpoint(Path(folder) / "model", spec, seed=1)
+        with Transformers(path, spec.dtype, max(lengths)) as theirs:
+            name = "transformers, continuous batching"
+            rates[name] = _rates({name: lambda: theirs.generate(prompts, lengths)}, lengths, repeats)[0][name]
+        _free_gpu()
         for attention in ("flash_attn", "triton", "torch"):
+            name = f"this engine, {attention}"
             try:
                 engine = Offline(path, [f"backend.attention={attention}", "scheduler.max_num_seqs=256"])
-            except ConfigError as error:
-                print(f"  {'this engine, ' + attention:<34}{error}")
+            except TestbedError as error:
+                print(f"  {name:<36}{error}")
                 continue
-            _compare(
-                {f"this engine, {attention}": lambda e=engine: e.generate(prompts, lengths)}, sum(lengths), repeats
-            )
+            rates |= _rates({name: partial(engine.generate, prompts, lengths)}, lengths, repeats)[0]
+            engine.close()
             del engine
-            torch.cuda.empty_cache()
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, spec.dtype))
-        model.to("cuda")
-        arm = {"transformers, continuous batching": lambda: _continuous_batching(model, prompts, lengths)}
-        _compare(arm, sum(lengths), repeats)
+            _free_gpu()
+    _show_rates(rates)
 
 
-def _continuous_batching(model: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """transformers' own scheduler and paged cache, each request with its own limit."""
-    from transformers import GenerationConfig
+def _free_gpu() -> None:
+    import torch
 
-    config: Any = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max(lengths))  # type: ignore[no-untyped-call]
-    outputs: dict[str, list[int]] = {}
-    with model.continuous_batching_context_manager(generation_config=config) as manager:
-        ids = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Transformers:
+    """transformers' own scheduler and paged cache over the same checkpoint, kept from run to run."""
+
+    def __init__(self, path: Path, dtype: str, max_new_tokens: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        config: Any = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max_new_tokens)  # type: ignore[no-untyped-call]
+        self._context = model.continuous_batching_context_manager(generation_config=config)
+
+    def __enter__(self) -> Transformers:
+        self._manager = self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        """Each request with its own limit. Raises TestbedError if one fails."""
+        manager: Any = self._manager
+        outputs: dict[str, list[int]] = {}
+        ids: list[str] = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
         while len(outputs) < len(ids):
             result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise TestbedError("transformers' continuous batching stopped before it was done; see its log")
             if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise TestbedError(f"transformers' continuous batching failed: {result.error}")
                 outputs[result.request_id] = result.generated_tokens
-    return [outputs[i] for i in ids]
+        return [outputs[i] for i in ids]
 
 
-def _compare(arms: dict[str, Any], num_tokens: int, repeats: int) -> dict[str, Any]:
-    """Runs the arms in turns, once unmeasured; prints tokens/s of each (median and range), and ratios to the first."""
+def _compare(arms: dict[str, Any], lengths: list[int], repeats: int) -> dict[str, Any]:
+    """Runs the arms in turns and shows them; the outputs of each."""
+    rates, outputs = _rates(arms, lengths, repeats)
+    _show_rates(rates)
+    return outputs
+
+
+def _rates(
+    arms: dict[str, Any], lengths: list[int], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """Tokens/s of each arm in each of its turns, after one that is not measured; and the outputs of that."""
     outputs = {name: run() for name, run in arms.items()}
+    for name, output in outputs.items():
+        if [len(tokens) for tokens in output] != lengths:
+            raise TestbedError(f"{name} did not give every request the tokens that it asked for; nothing to compare")
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(repeats):
         for name, run in arms.items():
             began = time.perf_counter()
             run()
-            rates[name].append(num_tokens / (time.perf_counter() - began))
-    first = next(iter(rates.values()))
+            rates[name].append(sum(lengths) / (time.perf_counter() - began))
+    return rates, outputs
+
+
+def _show_rates(rates: dict[str, list[float]]) -> None:
+    """Median, range, and how many times the median of the first."""
+    first = statistics.median(next(iter(rates.values())))
     for name, found in rates.items():
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(found, first, strict=True))
-        spread = f"({min(found):,.0f} to {max(found):,.0f})"
-        print(f"  {name:<34}{statistics.median(found):>9,.0f} tokens/s {spread:<20}{ratio:>6.2f}x", flush=True)
-    return outputs
+        spread, median = f"({min(found):,.0f} to {max(found):,.0f})", statistics.median(found)
+        print(f"  {name:<36}{median:>9,.0f} tokens/s {spread:<20}{median / first:>6.2f}x", flush=True)
 
 
 class Offline:
@@ -229,6 +282,10 @@ class Offline:
         settings = self._config.backend
         assert isinstance(settings, RealConfig)
         self._settings = settings
+        self.host = HostTimes()  # of the last run
+
+    def close(self) -> None:
+        self._backend.close()
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         from real.driver import run
@@ -243,7 +300,8 @@ class Offline:
                 for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
             ]
         )
-        run(serve(inbox, scheduler, _NoRecords()), self._backend, self._settings)
+        self.host = HostTimes()
+        run(serve(inbox, scheduler, _NoRecords()), self._backend, self._settings, log=self.host)
         return [inbox.outputs[str(i)] for i in range(len(prompts))]
 
 

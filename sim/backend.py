@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from sim.cost.base import CostModel, price_decodes
 from testbed.errors import ConfigError, RequestError
-from testbed.plan import BatchPlan, BatchShape, Outcome, ScheduledSequence, Spans
+from testbed.plan import BatchPlan, BatchShape, Outcome, RunSpans, ScheduledSequence, Spans
 from testbed.streams import draw
+
+_FIRST_PIECE = 16  # steps of a run, priced at once, before it is known how many fit; most runs are shorter
 
 
 class SimWork(NamedTuple):
     """What a plan costs, step by step. A step lasts at least 1 ns, also one that only preempts."""
 
-    durations_ns: tuple[int, ...]
-    spans: tuple[Spans, ...]
+    durations_ns: Sequence[int]
+    spans: Sequence[Spans]
     outcomes: tuple[Outcome, ...] | None = None
 
 
@@ -44,6 +47,7 @@ class SimBackend:
         schedule_ns_per_seq: int = 0,
     ) -> None:
         self.cost = cost
+        self._prices_runs = hasattr(cost, "price_decodes")
         self._schedule_ns = schedule_ns
         self._schedule_ns_per_seq = schedule_ns_per_seq
         self._seed = seed
@@ -51,19 +55,16 @@ class SimBackend:
         self._eos_token_id = eos_token_id
 
     def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork:
-        """limit_ns: of several steps, none is priced that begins so long after the first, or later."""
+        """limit_ns: of several steps, none is priced that begins so long after the first, or not much later."""
+        shape = plan.shape
         if plan.num_steps > 1:
-            spans = self._run(plan, limit_ns)
-            if min(map(min, spans)) < 0:
-                raise self._negative(spans)
-            return SimWork(tuple([max(1, sum(one)) for one in spans]), spans)
-        spans = (self._scheduled(self.cost.price(plan.shape), plan.shape),)
-        if min(spans[0]) < 0:
-            raise self._negative(spans)
-        outcomes = self._outcomes(plan) if plan.has_beams else None
-        return SimWork((max(1, sum(spans[0])),), spans, outcomes)
+            return self._run(plan, limit_ns)
+        spans = self._scheduled(self.cost.price(shape), shape)
+        if min(spans) < 0:
+            raise self._negative((spans,))
+        return SimWork((max(1, sum(spans)),), (spans,), self._outcomes(plan) if plan.has_beams else None)
 
-    def _negative(self, spans: tuple[Spans, ...]) -> ConfigError:
+    def _negative(self, spans: Sequence[Spans]) -> ConfigError:
         worst = min(spans, key=min)
         name, value = min(worst._asdict().items(), key=lambda item: item[1])
         return ConfigError(f"cost: {type(self.cost).__name__} returned {name}={value}; a span is 0 ns or more")
@@ -80,26 +81,48 @@ class SimBackend:
         """What the link takes to move these blocks: the swap part of the price of a step that does nothing else."""
         return self.cost.price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
 
-    def _run(self, plan: BatchPlan, limit_ns: int | None) -> tuple[Spans, ...]:
+    def _run(self, plan: BatchPlan, limit_ns: int | None) -> SimWork:
         """Prices of the steps of a plan, in pieces: how many are wanted is known from what they last."""
-        spans: list[Spans] = []
-        left_ns, left = limit_ns, plan.num_steps
-        while left and (left_ns is None or left_ns > 0):
-            piece = left
-            if left_ns is not None:
-                first_ns = sum(spans[-1] if spans else self._scheduled(self.cost.price(plan.shape), plan.shape))
-                piece = min(left, left_ns // max(1, first_ns) + 1)
-            if plan.shape.prefills:
-                priced = [self.cost.price(plan.shape_of(len(spans) + index)) for index in range(piece)]
-            else:
-                priced = price_decodes(self.cost, plan.shape_of(len(spans)), piece)
-            if self._schedule_ns or self._schedule_ns_per_seq:
-                priced = [self._scheduled(one, plan.shape) for one in priced]
-            spans += priced
-            left -= piece
-            if left_ns is not None:
-                left_ns -= sum(map(sum, priced))
-        return tuple(spans)
+        left = plan.num_steps
+        first_piece = 1 if plan.shape.prefills or not self._prices_runs else _FIRST_PIECE
+        piece = left if limit_ns is None else min(left, first_piece)
+        spans, durations_ns = self._piece(plan, 0, piece)
+        if limit_ns is None:
+            return SimWork(durations_ns, spans)
+        all_spans, all_ns = [spans], durations_ns
+        left_ns = limit_ns - sum(durations_ns)
+        while left_ns > 0 and len(all_ns) < left:
+            piece = min(left - len(all_ns), left_ns // all_ns[-1] + 1)
+            spans, durations_ns = self._piece(plan, len(all_ns), piece)
+            all_spans.append(spans)
+            all_ns = all_ns + durations_ns
+            left_ns -= sum(durations_ns)
+        return SimWork(all_ns, spans if len(all_spans) == 1 else _joined(all_spans))
+
+    def _piece(self, plan: BatchPlan, start: int, num_steps: int) -> tuple[Sequence[Spans], list[int]]:
+        """Spans and durations of some steps of a plan, from step `start` on."""
+        shape = plan.shape_of(start) if start else plan.shape
+        if shape.prefills:
+            each = [self.cost.price(plan.shape_of(start + index)) for index in range(num_steps)]
+            spans: Sequence[Spans] = tuple([self._scheduled(one, shape) for one in each])
+        else:
+            spans = price_decodes(self.cost, shape, num_steps)
+            if isinstance(spans, RunSpans):
+                return self._priced_at_once(spans, shape)
+            spans = tuple([self._scheduled(one, shape) for one in spans])
+        if min(map(min, spans)) < 0:
+            raise self._negative(spans)
+        return spans, [max(1, sum(one)) for one in spans]
+
+    def _priced_at_once(self, spans: RunSpans, shape: BatchShape) -> tuple[RunSpans, list[int]]:
+        first = self._scheduled(spans.first, shape)
+        if first is not spans.first:
+            spans = RunSpans(first, spans.forward_ns)
+        rest_ns = sum(first) - first.forward_ns  # the same in each step
+        durations_ns = [rest_ns + ns for ns in spans.forward_ns]
+        if min(spans.forward_ns) < 0 or min(first) < 0:
+            raise self._negative(spans)
+        return spans, durations_ns if min(durations_ns) > 0 else [max(1, ns) for ns in durations_ns]
 
     def _scheduled(self, spans: Spans, shape: BatchShape) -> Spans:
         """The price with the scheduler's own time, which is the same for each step of a plan."""
@@ -145,6 +168,14 @@ class SimBackend:
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
+
+
+def _joined(pieces: list[Sequence[Spans]]) -> Sequence[Spans]:
+    """The spans of one run."""
+    runs = [piece for piece in pieces if isinstance(piece, RunSpans)]
+    if len(runs) < len(pieces):
+        return tuple(chain.from_iterable(pieces))
+    return RunSpans(runs[0].first, list(chain.from_iterable([run.forward_ns for run in runs])))
 
 
 def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:

@@ -59,9 +59,12 @@ def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
 
     Raises ConfigError for prices that lead beyond what instants can say.
     """
-    durations_ns, spans = work.durations_ns, work.spans
+    durations_ns, spans, outcomes = work
     if len(durations_ns) == 1:
-        ends = [start_ns + durations_ns[0]]
+        end_ns = start_ns + durations_ns[0]
+        if end_ns <= MAX_NS:
+            return StepResult((end_ns,), outcomes, spans[0])
+        ends = [end_ns]
     else:
         ends = list(accumulate(durations_ns, initial=start_ns))[1:]
         if wake_ns is not None and ends[-1] > wake_ns:
@@ -72,4 +75,4 @@ def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
             f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {longest_s:.2e} s; check the prices (cost, "
             "the device's rates, backend.schedule_ns)"
         )
-    return StepResult(tuple(ends), work.outcomes, spans[0], spans[1 : len(ends)])
+    return StepResult(tuple(ends), outcomes, spans[0], spans[1 : len(ends)])

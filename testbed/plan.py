@@ -6,9 +6,10 @@ Everything here is a NamedTuple or a frozen, slotted dataclass.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from testbed.request import Request, SamplingParams
 
@@ -229,6 +230,40 @@ class Spans(NamedTuple):
     sample_ns: int = 0
 
 
+class RunSpans(Seq[Spans]):
+    """The spans of steps that differ in forward_ns alone; each is made when somebody looks at it.
+
+    first: of the first step. forward_ns: of each step, the first included.
+    """
+
+    __slots__ = ("first", "forward_ns")
+
+    def __init__(self, first: Spans, forward_ns: list[int]) -> None:
+        self.first = first
+        self.forward_ns = forward_ns
+
+    def __len__(self) -> int:
+        return len(self.forward_ns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Seq) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of any list
+
+    @overload
+    def __getitem__(self, index: int) -> Spans: ...
+    @overload
+    def __getitem__(self, index: slice) -> RunSpans: ...
+    def __getitem__(self, index: int | slice) -> Spans | RunSpans:
+        if isinstance(index, slice):
+            return RunSpans(self.first, self.forward_ns[index])
+        return self.first._replace(forward_ns=self.forward_ns[index])
+
+    def __iter__(self) -> Iterator[Spans]:
+        schedule_ns, prepare_ns, swap_ns, _, sample_ns = self.first
+        return iter([Spans(schedule_ns, prepare_ns, swap_ns, ns, sample_ns) for ns in self.forward_ns])
+
+
 class StepResult(NamedTuple):
     """The end of each executed step (absolute ns; fewer than planned if a wake cut the plan), and what came out.
 
@@ -240,7 +275,7 @@ class StepResult(NamedTuple):
     end_ns: tuple[int, ...]
     outcomes: tuple[Outcome, ...] | None = None
     spans: Spans = Spans()
-    later_spans: tuple[Spans, ...] = ()
+    later_spans: Seq[Spans] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from array import array
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from testbed.plan import Spans
+from testbed.plan import BlockedBy, RunSpans, Spans
 
 if TYPE_CHECKING:
     from testbed.interfaces import StepView
+
+
+_REASONS = (None, *(reason.value for reason in BlockedBy))
+_REASON_CODES = {None: 0} | {reason: code for code, reason in enumerate(BlockedBy, 1)}
+
+
+class CodedTexts(NamedTuple):
+    """A column of few different texts. codes: [num_rows], indices into `texts`, which may hold None."""
+
+    codes: Any
+    texts: tuple[str | None, ...]
 
 
 class RowTable:
@@ -86,7 +97,7 @@ class ArrowArrays:
     def of(self, column: Any, kind: Any) -> Any:
         """kind: the Arrow type. OverflowError if a number does not fit."""
         if kind == self._pa.string():
-            return self._strings(column)
+            return self._coded(column) if isinstance(column, CodedTexts) else self._strings(column)
         if kind == self._pa.list_(self._pa.int64()):
             return self._lists(column, kind)
         dtype = kind.to_pandas_dtype()
@@ -98,6 +109,15 @@ class ArrowArrays:
         if numbers.dtype != column.dtype and (numbers != column).any():
             raise OverflowError(f"a number does not fit into {kind}")
         return self._array(kind, len(column), None, numbers)
+
+    def _coded(self, column: CodedTexts) -> Any:
+        np, codes = self._np, column.codes
+        texts = [b"" if text is None else text.encode() for text in column.texts]
+        offsets = np.append(0, np.cumsum(np.array([len(text) for text in texts])[codes])).astype(np.int32)
+        is_known = np.array([text is not None for text in column.texts])[codes]
+        known = None if is_known.all() else np.packbits(is_known, bitorder="little")
+        data = b"".join([texts[code] for code in codes[is_known].tolist()])
+        return self._array(self._pa.string(), len(codes), known, offsets, data)
 
     def _strings(self, column: Any) -> Any:
         texts = [b"" if text is None else text.encode() for text in column]
@@ -129,64 +149,96 @@ class ArrowArrays:
 class StepTable:
     """Steps, one row each, taken plan by plan: what a plan's steps have in common is kept once until it is written."""
 
+    CONDENSE_PLANS = 256  # whose views are kept until their numbers are taken, a column at a time: a third of the time
+
     def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
         self._table = RowTable(path, columns, flush_rows)
         self._flush_rows = flush_rows
+        self._plans: list[tuple[Any, ...]] = []  # not yet condensed
         self._reset()
 
     def _reset(self) -> None:
-        self._plans: list[tuple[Any, ...]] = []
-        self._num_steps: list[int] = []
+        self._columns: list[list[int]] = [[] for _ in range(24)]  # of plans; see `_condense` and `_flush`
         self._ends = array("q")
         self._free = array("q")
         self._digests = array("Q")
-        self._spans: list[Spans] = []
+        self._forward = array("q")  # forward_ns of each step
+        self._others: list[tuple[int, Spans]] = []  # steps whose spans differ in more than that from their plan's first
 
     def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
-        plan, result = step.plan, step.result
-        shape = plan.shape
-        admitted = plan.admitted
+        plan, plan_ns, result, digests, emitters, num_running, num_waiting, num_swapped, free_blocks, free_cpu = step
+        end_ns, _, spans, later, _ = result
         self._plans.append(
             (
-                replica, plan.step, step.plan_ns, shape.num_decodes, len(shape.prefills), shape.num_prefill_tokens,
-                shape.decode_context_tokens, len(step.emitters), step.num_running, step.num_waiting, step.num_swapped,
-                step.free_cpu_blocks, len(admitted), sum([one.num_cached_tokens for one in admitted]), num_recomputed,
-                num_swapped_out, len(plan.swapped_in), len(plan.ignored),
-                plan.blocked_by.value if plan.blocked_by is not None else None,
+                plan, spans, plan_ns, len(end_ns), len(emitters), num_running, num_waiting, num_swapped, free_cpu,
+                num_recomputed, num_swapped_out, replica,
             )
         )  # fmt: skip
-        self._num_steps.append(len(result.end_ns))
-        self._ends.extend(result.end_ns)
-        self._free.extend(step.free_blocks)
-        self._digests.extend(step.digests)
-        self._spans.append(result.spans)
-        self._spans += result.later_spans
+        self._ends.extend(end_ns)
+        self._free.extend(free_blocks)
+        self._digests.extend(digests)
+        self._forward.append(spans.forward_ns)
+        if isinstance(later, RunSpans):
+            self._forward.extend(later.forward_ns)
+        elif later:
+            self._append_spans(spans, later)
+        if len(self._plans) >= self.CONDENSE_PLANS:
+            self._condense()
         if len(self._ends) >= self._flush_rows:
             self._flush()
 
+    def _append_spans(self, first: Spans, later: Sequence[Spans]) -> None:
+        for spans in later:
+            if spans._replace(forward_ns=first.forward_ns) != first:
+                self._others.append((len(self._forward), spans))
+            self._forward.append(spans.forward_ns)
+
+    def _condense(self) -> None:
+        """Takes the numbers of the plans: their views hold much more."""
+        plans, spans, *counts = zip(*self._plans, strict=True)
+        step, _, shapes, _, _, admitted, _, _, _, swapped_in, _, ignored, blocked_by, _ = zip(*plans, strict=True)
+        num_decodes, context, prefills, *_ = zip(*shapes, strict=True)
+        schedule_ns, prepare_ns, swap_ns, _, sample_ns = zip(*spans, strict=True)
+        columns = (
+            step, num_decodes, context, *counts, schedule_ns, prepare_ns, swap_ns, sample_ns,
+            [len(chunks) for chunks in prefills],
+            [sum([chunk.num_tokens for chunk in chunks]) if chunks else 0 for chunks in prefills],
+            [len(some) for some in admitted],
+            [sum([one.num_cached_tokens for one in some]) if some else 0 for some in admitted],
+            [len(some) for some in swapped_in],
+            [len(some) for some in ignored],
+            [_REASON_CODES[reason] for reason in blocked_by],
+        )  # fmt: skip
+        for column, values in zip(self._columns, columns, strict=True):
+            column += values
+        self._plans = []
+
     def _flush(self) -> None:
-        if not self._plans:
+        if self._plans:
+            self._condense()
+        if not self._ends:
             return
         import numpy as np
 
-        num_steps = np.array(self._num_steps)  # [num_plans]
-        first = np.cumsum(num_steps) - num_steps  # index of each plan's first step
-        nth = np.arange(len(self._ends)) - np.repeat(first, num_steps)  # of its plan
-        *columns, blocked_by = zip(*self._plans, strict=True)
         (
-            replica, step, plan_ns, num_decodes, num_prefills, num_prefill_tokens, context, num_emitted, running,
-            waiting, swapped, free_cpu, admitted, cached, recomputed, swapped_out, swapped_in, ignored,
-        ) = (np.repeat(np.array(column, dtype=np.int64), num_steps) for column in columns)  # fmt: skip
+            step, num_decodes, context, plan_ns, _, num_emitted, running, waiting, swapped, free_cpu,
+            recomputed, swapped_out, replica, schedule_ns, prepare_ns, swap_ns, sample_ns, num_prefills, prefill_tokens,
+            admitted, cached, swapped_in, ignored, blocked_by,
+        ) = np.repeat(np.array(self._columns, dtype=np.int64), self._columns[4], axis=1)  # fmt: skip
+        spans = [schedule_ns, prepare_ns, swap_ns, np.array(self._forward), sample_ns]
+        for index, other in self._others:
+            for column, value in zip(spans, other, strict=True):
+                column[index] = value
         ends = np.array(self._ends)
-        starts = np.where(nth == 0, plan_ns, np.concatenate(([0], ends[:-1])))
-        spans = np.fromiter(chain.from_iterable(self._spans), np.int64, 5 * len(ends)).reshape(-1, 5)
-        blocked = [why for why, count in zip(blocked_by, self._num_steps, strict=True) for _ in range(count)]
+        before = np.concatenate(([0], ends[:-1]))
+        first = np.cumsum(self._columns[4]) - self._columns[4]  # index of each plan's first step
+        nth = np.arange(len(ends)) - np.repeat(first, self._columns[4])  # of its plan
         self._table.write(
             [
-                replica, step + nth, starts, ends, num_decodes, num_prefills, num_decodes, num_prefill_tokens,
-                context + nth * num_decodes, num_emitted, running, waiting, swapped, np.array(self._free), free_cpu,
-                admitted, cached, recomputed, swapped_out, swapped_in, ignored, blocked, *spans.T,
-                np.array(self._digests),
+                replica, step + nth, np.where(nth == 0, plan_ns, before), ends, num_decodes, num_prefills, num_decodes,
+                prefill_tokens, context + nth * num_decodes, num_emitted, running, waiting, swapped,
+                np.array(self._free), free_cpu, admitted, cached, recomputed, swapped_out, swapped_in, ignored,
+                CodedTexts(blocked_by, _REASONS), *spans, np.array(self._digests),
             ]
         )  # fmt: skip
         self._reset()

@@ -174,42 +174,46 @@ class RunRecorder:
 
     def committed(self, step: StepView) -> None:
         plan = step.plan
-        live = self._open
-        preempted: dict[str, PreemptionMode] = {}  # requests; the members of a group go together
-        for preemption in plan.preempted:
-            live[preemption.request_id].preempted(preemption, is_first=preemption.request_id not in preempted)
-            preempted[preemption.request_id] = preemption.mode
+        num_recomputed = num_preempted = 0
+        if plan.preempted:
+            num_recomputed, num_preempted = self._preempted(plan.preempted)
         for admission in plan.admitted:
-            live[admission.request_id].admitted(admission, step.plan_ns)
+            self._open[admission.request_id].admitted(admission, step.plan_ns)
         if step.emitters is not self._emitters:
             self._change_emitters(step.emitters)
         if self._since:
             self._ends.extend(step.result.end_ns)
         for request_id in self._in_groups:
-            live[request_id].member_emitted(step.commit_ns)
+            self._open[request_id].member_emitted(step.commit_ns)
         if len(self._ends) > self.MAX_ENDS:
             self._change_emitters([])
-        num_recomputed = sum([1 for mode in preempted.values() if mode is PreemptionMode.RECOMPUTE])
         if self._keeps_steps:
-            self._steps.append(step, num_recomputed, len(preempted) - num_recomputed, self._replica or 0)
+            self._steps.append(step, num_recomputed, num_preempted - num_recomputed, self._replica or 0)
         if self._decisions is not None:
             for one in step.each():
                 whose = {} if self._replica is None else {"replica": self._replica}
                 self._decisions.write(json.dumps(whose | decision(one)) + "\n")
 
+    def _preempted(self, preempted: tuple[Preemption, ...]) -> tuple[int, int]:
+        """How many requests are to be recomputed, and how many were preempted; the members of a group go together."""
+        modes: dict[str, PreemptionMode] = {}
+        for preemption in preempted:
+            is_first = preemption.request_id not in modes
+            self._open[preemption.request_id].preempted(preemption, is_first=is_first)
+            modes[preemption.request_id] = preemption.mode
+        return sum([1 for mode in modes.values() if mode is PreemptionMode.RECOMPUTE]), len(modes)
+
     def _change_emitters(self, emitters: list[Sequence]) -> None:
         """From here on, these emit in each step: what the others emitted becomes theirs."""
         before, end = self._since, len(self._ends)
-        since: dict[str, int] = {}
-        in_groups: list[str] = []
-        for seq in emitters:
-            request_id = seq.request.request_id
-            if seq.group is not None:
-                in_groups.append(request_id)
-            else:
-                since[request_id] = before.pop(request_id, end)
+        alone = [seq for seq in emitters if seq.group is None]
+        since = {seq.request.request_id: end for seq in alone}
+        in_groups = [seq.request.request_id for seq in emitters if seq.group is not None]
         for request_id, start in before.items():
-            self._open[request_id].token_ns.extend(self._ends[start:])
+            if request_id in since:
+                since[request_id] = start
+            else:
+                self._open[request_id].token_ns.extend(self._ends[start:])
         if not since:
             self._ends = array("q")
         self._emitters, self._since, self._in_groups = emitters, since, in_groups

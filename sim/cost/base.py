@@ -6,9 +6,10 @@ is rounded to an integer of ns. So a price is the same on every machine, and ste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from testbed.plan import BatchShape, Spans
+from testbed.plan import BatchShape, RunSpans, Spans
 
 
 class CostModel(Protocol):
@@ -42,7 +43,7 @@ class Itemised(Protocol):
         ...
 
 
-def price_decodes(model: CostModel, shape: BatchShape, num_steps: int) -> list[Spans]:
+def price_decodes(model: CostModel, shape: BatchShape, num_steps: int) -> Sequence[Spans]:
     """The spans of each step of a run of decodes, exactly those that `model.price` gives one by one.
 
     A model that is no DecodePricer is asked for each step. shape: of the first step: decodes only, nothing moved.
@@ -52,9 +53,7 @@ def price_decodes(model: CostModel, shape: BatchShape, num_steps: int) -> list[S
     at_once = getattr(model, "price_decodes", None)  # isinstance of a protocol takes microseconds
     if at_once is None:
         return [model.price(later_decode(shape, index)) for index in range(num_steps)]
-    (schedule_ns, prepare_ns, swap_ns, _, sample_ns), forward_ns = at_once(shape, num_steps)
-    make = tuple.__new__  # what Spans(...) does, in half the time
-    return [make(Spans, (schedule_ns, prepare_ns, swap_ns, ns, sample_ns)) for ns in forward_ns]
+    return RunSpans(*at_once(shape, num_steps))
 
 
 def later_decode(shape: BatchShape, index: int) -> BatchShape:

@@ -117,24 +117,16 @@ class RooflineCost:
             return Spans(0, self._host_ns, swap_ns, copy_ns, 0)
         is_graph = self._is_graph(num_decodes, prefills)
         rows = self._padded(num_tokens) if is_graph else num_tokens
-        dense = self._dense.get(rows)
-        if dense is None:
-            dense = self._dense[rows] = sum(self._dense_parts(rows).values())
-        head = self._sampled.get(num_samples)
-        if head is None:
-            parts = self._sample_parts(num_samples)
-            head = self._sampled[num_samples] = parts["lm_head"] + parts["gather"], parts["sampler"]
-        device_ns = dense + attention + head[0]
+        rest_ns, sampler_ns = self._rest_ns(rows, num_samples)
+        device_ns = rest_ns + attention
         launch_ns = self.config.graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
-        return Spans(0, self._host_ns, swap_ns, device_ns + copy_ns + launch_ns, head[1])
+        return Spans(0, self._host_ns, swap_ns, device_ns + copy_ns + launch_ns, sampler_ns)
 
     def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
         """As price, step by step, in the same order of floats; what does not change is taken out of the loop."""
-        first = self.price(shape)
-        num_decodes, context = shape.num_decodes, shape.decode_context_tokens
+        num_decodes, context, _, num_samples, *_ = shape
         is_graph = self._is_graph(num_decodes, ())
-        rows = self._padded(num_decodes) if is_graph else num_decodes
-        rest_ns = self._dense[rows] + self._sampled[shape.num_samples][0]
+        rest_ns, sampler_ns = self._rest_ns(self._padded(num_decodes) if is_graph else num_decodes, num_samples)
         kv_ns, pair_ns, qo_ns = self._kv_ns_per_token, self._attention_ns_per_pair, num_decodes * self._qo_ns_per_token
         reads = range(context + num_decodes, context + num_decodes + num_steps * num_decodes, num_decodes)
         if is_graph:
@@ -148,7 +140,18 @@ class RooflineCost:
         if not is_graph and forward_ns[0] < self._launch_ns:
             launch_ns = self._launch_ns
             forward_ns = [max(device_ns, launch_ns) for device_ns in forward_ns]
-        return first, forward_ns
+        return Spans(0, self._host_ns, 0, forward_ns[0], sampler_ns), forward_ns
+
+    def _rest_ns(self, num_tokens: int, num_samples: int) -> tuple[int, int]:
+        """What depends on the numbers of tokens and of sampled rows alone: the device's ns, and the sampler's."""
+        dense = self._dense.get(num_tokens)
+        if dense is None:
+            dense = self._dense[num_tokens] = sum(self._dense_parts(num_tokens).values())
+        head = self._sampled.get(num_samples)
+        if head is None:
+            parts = self._sample_parts(num_samples)
+            head = self._sampled[num_samples] = parts["lm_head"] + parts["gather"], parts["sampler"]
+        return dense + head[0], head[1]
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each operator, over all layers; their sum is that of price(shape).

@@ -57,7 +57,7 @@ MODELS: dict[str, CostModel] = {
 def test_a_run_is_priced_as_its_steps_are(name, num_decodes, context_each, extra, num_steps, all_sample):
     model = MODELS[name]
     shape = BatchShape(num_decodes, num_decodes * context_each + extra, (), num_decodes if all_sample else 0)
-    run = price_decodes(model, shape, num_steps)
+    run = list(price_decodes(model, shape, num_steps))
     assert run == [model.price(later_decode(shape, index)) for index in range(num_steps)]
     assert all(type(spans) is Spans and all(type(part) is int for part in spans) for spans in run)
     if isinstance(model, DecodePricer):

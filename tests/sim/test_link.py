@@ -246,6 +246,6 @@ def test_the_schedulers_time_is_added_to_every_step(num_steps: int) -> None:
     backend = SimBackend(Prices(), schedule_ns=50, schedule_ns_per_seq=3)
     plan = plan_of([1, 2])._replace(num_steps=num_steps)
     work = backend.start(plan)
-    assert work.durations_ns == (1056,) * num_steps
-    assert work.spans == (Spans(schedule_ns=56, forward_ns=1000),) * num_steps
+    assert list(work.durations_ns) == [1056] * num_steps
+    assert list(work.spans) == [Spans(schedule_ns=56, forward_ns=1000)] * num_steps
     assert len(backend.start(plan, limit_ns=1056).durations_ns) <= 2

@@ -38,11 +38,13 @@ def _engine(env: simpy.Environment, loop: Loop, backend: PricedBackend) -> Gener
         command = next(loop)
         while True:
             if isinstance(command, Execute):
+                plan, wake_ns = command
                 now_ns = int(env.now)
-                limit_ns = None if command.wake_ns is None else max(1, command.wake_ns - now_ns)
-                result = result_of(backend.start(command.plan, limit_ns), now_ns, command.wake_ns)
-                yield timeout(result.end_ns[-1] - now_ns)
-                command = loop.send(Resume(result.end_ns[-1], result))
+                limit_ns = None if wake_ns is None else max(1, wake_ns - now_ns)
+                result = result_of(backend.start(plan, limit_ns), now_ns, wake_ns)
+                end_ns = result.end_ns[-1]
+                yield timeout(end_ns - now_ns)
+                command = loop.send(Resume(end_ns, result))
             else:
                 if command.until_ns is None:
                     raise LivelockError("the loop waits to be woken, and nobody is there to do it")

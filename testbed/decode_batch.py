@@ -109,20 +109,14 @@ class DecodeBatch:
         """Members whose computed tokens fill their blocks: the next one needs a new block."""
         return self._bucket(-self.tick % self._block_size)
 
-    def filling(self) -> list[Sequence]:
-        """Members whose next computed token fills a block."""
-        return self._bucket((-1 - self.tick) % self._block_size)
-
-    def grow(self, blocks: BlockManager) -> int:
-        """Slots for the next token of every member; there are enough blocks. Returns how many that takes."""
-        crossing = self.crossing()
+    def grow(self, blocks: BlockManager, crossing: list[Sequence]) -> None:
+        """Slots for the next token of every member; there are enough blocks. crossing: the answer of `crossing`."""
         if crossing:
             blocks.grow_each(crossing)
         if blocks.publishes_at_allocation:
-            filling = self.filling()
+            filling = self._bucket((-1 - self.tick) % self._block_size)  # their next computed token fills a block
             if filling:
                 blocks.publish_each(filling, 1)
-        return len(crossing)
 
     def num_steps_to_end(self) -> int:
         """Decode steps until a member has reached the limit of its length."""
@@ -154,6 +148,8 @@ class DecodeBatch:
 
     def _bucket(self, border: int) -> list[Sequence]:
         """Members of one border, in running order."""
+        if not self._crossing[border]:
+            return []
         bucket = list(self._crossing[border].values())
         if self._disordered[border]:
             bucket.sort(key=lambda seq: seq.admission)
@@ -173,22 +169,27 @@ class DecodeBatch:
         ending = self._ending.get(self.tick)
         return list(ending.values()) if ending is not None else []
 
+    def advance_all(self, num_members: int) -> None:
+        """A decode step of all members is over."""
+        self.tick += 1
+        self.context_tokens += num_members
+
     def advance(self, decoded: list[Sequence]) -> None:
         """A decode step is over: `decoded` emitted a token each, other members took no part."""
         members = self.members
-        late: list[Sequence] = []
-        if len(decoded) < len(members):
-            in_step = {seq.seq_id for seq in decoded}
-            late = [seq for seq in members if seq.seq_id not in in_step]
-            for seq in late:
-                del self._crossing[self._border(seq)][seq.seq_id]
-                self._unschedule_end(seq)
-        self.tick += 1
-        self.context_tokens += len(decoded)
+        if len(decoded) == len(members):
+            return self.advance_all(len(members))
+        in_step = {seq.seq_id for seq in decoded}
+        late = [seq for seq in members if seq.seq_id not in in_step]
+        for seq in late:
+            del self._crossing[self._border(seq)][seq.seq_id]
+            self._unschedule_end(seq)
+        self.advance_all(len(decoded))
         for seq in late:
             seq.lag()
             self._put(seq)
             self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq
+        return None
 
     def _unschedule_end(self, seq: Sequence) -> None:
         end_tick = self._end_tick(seq)

@@ -42,15 +42,18 @@ class Digest:
             self._composition = _hash(members + [1] * len(decoded) + [row[2] for row in rows])
         return self._composition
 
-    def add(self, composition: int, free_gpu: int, free_cpu: int, events: list[int]) -> None:
-        """Adds one step."""
+    def add(self, composition: int, free_gpu: int, free_cpu: int, events: list[int]) -> int:
+        """Adds one step; the value after it."""
         head = _STEP.pack(self.value, composition, free_gpu, free_cpu)
         self.value = xxh64_intdigest(head + array("q", events).tobytes() if events else head)
+        return self.value
 
 
 def plan_events(step: Step) -> list[int]:
     """The events of a plan as integers: admissions with their hits, preemptions, requests ended as ignored."""
     events: list[int] = []
+    if step.is_eventless:
+        return events
     for admission in step.admitted:
         events += (1, admission.seq_id, admission.num_cached_tokens, int(admission.is_resumed))
     for preemption in step.preempted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from testbed.plan import BatchPlan, Finished, StepResult
@@ -43,8 +42,7 @@ class Inbox(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WaitUntil:
+class WaitUntil(NamedTuple):
     """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
 
     After each commit the loop of an open inbox waits until that very instant: events of others may come with it.
@@ -53,8 +51,7 @@ class WaitUntil:
     until_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Execute:
+class Execute(NamedTuple):
     """Run the plan. One of several steps ends early, at the first boundary at or after `wake_ns` (the next known event;
     None: there is none) and at or after any wake that the driver learns of meanwhile."""
 

@@ -13,7 +13,39 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int 
     decoded, decodes = step.decoded, core.decodes
     num_decodes = num_samples = len(decoded)
     context = decodes.context_tokens if decoded is decodes.members else sum([seq.num_tokens for seq in decoded])
-    window = core.blocks.sliding_window  # decodes are rows of their own then
+    prefills: tuple[PrefillChunk, ...] = ()
+    has_beams = False
+    if step.rows:
+        as_decodes, row_context, prefills, row_samples, has_beams = _row_shapes(step, core.blocks.sliding_window)
+        num_decodes, context, num_samples = num_decodes + as_decodes, context + row_context, num_samples + row_samples
+    copies = core.blocks.copies
+    if copies:
+        core.blocks.copies = []
+    shape = BatchShape(
+        num_decodes, context, prefills, num_samples, len(step.swap_out), len(step.swap_in), len(copies)
+    )
+    return BatchPlan(  # by position, which is faster
+        core.num_steps,
+        num_steps_ahead(step, core, max_steps) if max_steps > 1 else 1,
+        shape,
+        lambda: _rows(step),
+        _num_scheduled(step) if record_decisions else None,
+        tuple(step.admitted),
+        tuple(step.preempted),
+        tuple(step.swap_out),
+        tuple(step.swap_in),
+        tuple(step.swapped_in),
+        tuple(copies),
+        tuple(step.ignored),
+        step.blocked_by,
+        has_beams,
+    )
+
+
+def _row_shapes(step: Step, window: int | None) -> tuple[int, int, tuple[PrefillChunk, ...], int, bool]:
+    """Of the rows: those that are decodes, and the positions that these attend to; the prefills; how many sample;
+    whether there are beams."""
+    num_decodes = context = num_samples = 0
     prefills: list[PrefillChunk] = []
     has_beams = False
     for seq, start, num_tokens in step.rows:
@@ -24,27 +56,7 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int 
             prefills.append(PrefillChunk(start if window is None else min(start, window - 1), num_tokens))
         num_samples += start + num_tokens == seq.num_tokens
         has_beams = has_beams or (seq.group is not None and seq.group.is_beam)
-    copies = core.blocks.copies
-    if copies:
-        core.blocks.copies = []
-    return BatchPlan(
-        step=core.num_steps,
-        num_steps=num_steps_ahead(step, core, max_steps) if max_steps > 1 else 1,
-        shape=BatchShape(
-            num_decodes, context, tuple(prefills), num_samples, len(step.swap_out), len(step.swap_in), len(copies)
-        ),
-        rows=lambda: _rows(step),
-        num_scheduled=_num_scheduled(step) if record_decisions else None,
-        admitted=tuple(step.admitted),
-        preempted=tuple(step.preempted),
-        swap_out=tuple(step.swap_out),
-        swap_in=tuple(step.swap_in),
-        swapped_in=tuple(step.swapped_in),
-        copies=tuple(copies),
-        ignored=tuple(step.ignored),
-        blocked_by=step.blocked_by,
-        has_beams=has_beams,
-    )
+    return num_decodes, context, tuple(prefills), num_samples, has_beams
 
 
 def _num_scheduled(step: Step) -> tuple[tuple[str, int], ...]:

@@ -36,17 +36,23 @@ class Progress:
         """The step is executed; the sequences that end with it. Adds to the step's events those of groups that part."""
         num_drawn = self._num_drawn(step.decoded)
         ending = self._advance_decodes(step.decoded, outcomes[:num_drawn], num_drawn)
-        return ending + self._advance_rows(step, outcomes[num_drawn:], events)
+        if step.rows:
+            return ending + self._advance_rows(step, outcomes[num_drawn:], events)
+        assert len(outcomes) == num_drawn, "more outcomes than sampled rows"
+        return ending
 
-    def repeat(self, step: Step) -> None:
-        """The same for a step of forced decodes, and chunks of prompts, in which nothing ends and nobody parts."""
+    def repeat(self, step: Step) -> list[Sequence]:
+        """The same for a step of forced decodes, and chunks of prompts, in which nothing ends and nobody parts; the
+        decodes that cross a border next."""
         blocks, decodes = self._core.blocks, self._core.decodes
-        decodes.advance(step.decoded)
-        if blocks.caches_prefixes and not blocks.publishes_at_allocation:
-            blocks.publish_each(decodes.crossing(), 0)
+        decodes.advance_all(len(step.decoded))
+        crossing = decodes.crossing()
+        if crossing and not blocks.publishes_at_allocation:
+            blocks.publish_each(crossing, 0)
         for seq, start, num_tokens in step.rows:
             blocks.publish(seq, start + num_tokens)
             seq.num_computed_tokens = start + num_tokens
+        return crossing
 
     def note_prompts(self, step: Step, parts: tuple[PromptLogprobs, ...]) -> None:
         """Keeps what came of the prompts that the step computed parts of; of a part computed again, the first."""
@@ -112,9 +118,6 @@ class Progress:
 
     def _advance_rows(self, step: Step, outcomes: tuple[Outcome, ...], events: list[int]) -> list[Ending]:
         """Counts the rows as computed, and takes what they emit; the sequences that end with it."""
-        if not step.rows:
-            assert not outcomes, "more outcomes than sampled rows"
-            return []
         drawn = iter(outcomes)
         ending: list[Ending] = []
         emitted: list[Sequence] = []

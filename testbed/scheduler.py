@@ -213,6 +213,7 @@ class Scheduler:
             self._run_ahead(step, result.end_ns[:-1])
         self._core.num_steps += 1
         events = self._pending_events + plan_events(step)
+        self._pending_events = []
         ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
         finished = [item for item in ended if item is not None]
         if result.prompt_logprobs:
@@ -232,23 +233,25 @@ class Scheduler:
         return finished
 
     def _add_digest(self, events: list[int]) -> None:
-        self._digest.add(self._composition_hash, self.free_gpu_blocks, self.free_cpu_blocks, events)
-        self._pending_events = []
-        self.digests.append(self._digest.value)
+        self.digests.append(
+            self._digest.add(self._composition_hash, self.free_gpu_blocks, self.free_cpu_blocks, events)
+        )
         self.free_blocks.append(self.free_gpu_blocks)
 
     def _run_ahead(self, step: Step, end_ns: tuple[int, ...]) -> None:
         """Commits these steps, each a decode of all and perhaps one more chunk of a prompt, and plans the one after
         each: no more than that is to be done."""
         core, blocks, decodes = self._core, self.blocks, self._core.decodes
+        events, self._pending_events = self._pending_events, []
         for now_ns in end_ns:
             core.num_steps += 1
-            self._progress.repeat(step)
+            crossing = self._progress.repeat(step)
             if self._served is not None:
                 for seq, num_tokens, num_emitted in self._progress.service(step):
                     self._served(seq, num_tokens, num_emitted, now_ns)
-            self._add_digest(self._pending_events)
-            decodes.grow(blocks)
+            self._add_digest(events)
+            events = []
+            decodes.grow(blocks, crossing)
             if step.rows:
                 step.repeat_rows()
             self.free_gpu_blocks = blocks.num_free_blocks

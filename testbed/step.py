@@ -135,7 +135,7 @@ class Step:
         spare = 1 if blocks.rules.growth_test == "one_per_sequence" else 0
         if (crossing and blocks.num_free_blocks < len(crossing) + spare) or (spare and not blocks.num_free_blocks):
             return self._decode_one_by_one(min_budget)
-        decodes.grow(blocks)
+        decodes.grow(blocks, crossing)
         decodes.last_step = self._core.num_steps
         self.decoded = members
         self.token_budget -= len(members)
@@ -434,8 +434,9 @@ class Step:
 
     def close(self) -> None:
         """The step is decided: held sequences are in the queue again."""
-        for seq in (*reversed(self._deferred), *self._held):
-            self._core.push_back(seq)
+        if self._deferred or self._held:
+            for seq in (*reversed(self._deferred), *self._held):
+                self._core.push_back(seq)
         self.blocks.planned()
 
 

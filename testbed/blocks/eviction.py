@@ -8,7 +8,6 @@ pool. Every operation is O(1) or O(log n). Ties never depend on anything but the
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from testbed.errors import ConfigError
@@ -83,16 +82,20 @@ class _LazyHeap(Generic[Key]):
         return len(self._keys)
 
 
+_MAX_VOID_PLACES = 4096  # before the first block of a line, whose list is then cut
+
+
 class LRU:
     """Least recently used first; among blocks released together, the deepest of a prefix goes first.
 
     What is removed stays in the line, marked, until it comes to the front or the line is swept.
     """
 
-    __slots__ = ("_gone", "_line", "_num_gone")
+    __slots__ = ("_gone", "_line", "_num_gone", "_start")
 
     def __init__(self) -> None:
-        self._line: deque[int] = deque()
+        self._line: list[int] = []
+        self._start = 0  # the line begins here: what is before has been given up
         self._gone: dict[int, int] = {}  # block -> how many of its places in the line, the first ones, are void
         self._num_gone = 0
 
@@ -101,7 +104,7 @@ class LRU:
 
     def add_all(self, blocks: list[int]) -> None:
         """The same as `add` for each, in order."""
-        self._line.extend(blocks)
+        self._line += blocks
 
     def hit(self, block: int) -> None:
         """Recency is renewed when the block is released again."""
@@ -109,32 +112,42 @@ class LRU:
     def remove(self, block: int) -> None:
         self._gone[block] = self._gone.get(block, 0) + 1
         self._num_gone += 1
-        if self._num_gone > 64 + len(self._line) // 2:
-            self._line = deque(self.pop_all(len(self)))
-            self._gone, self._num_gone = {}, 0
+        if self._num_gone > 64 + (len(self._line) - self._start) // 2:
+            self._line = self.pop_all(len(self))
+            self._start, self._gone, self._num_gone = 0, {}, 0
 
     def pop(self) -> int:
         return self.pop_all(1)[0]
 
     def pop_all(self, num_blocks: int) -> list[int]:
         """The same as `pop` so many times."""
-        next_block, gone = self._line.popleft, self._gone
-        if not gone:
-            return [next_block() for _ in range(num_blocks)]
-        blocks: list[int] = []
-        while len(blocks) < num_blocks:
-            block = next_block()
-            if block not in gone:
-                blocks.append(block)
-                continue
-            self._num_gone -= 1
-            gone[block] -= 1
-            if not gone[block]:
-                del gone[block]
+        blocks = self._next(num_blocks)
+        gone = self._gone
+        while gone and not gone.keys().isdisjoint(blocks):
+            blocks = [block for block in blocks if block not in gone or not self._is_void(block)]
+            blocks += self._next(num_blocks - len(blocks))
+        assert len(blocks) == num_blocks, "no block is left to give up"
+        return blocks
+
+    def _is_void(self, block: int) -> bool:
+        """This place of a block in the line is void, as the block has been removed since."""
+        self._num_gone -= 1
+        self._gone[block] -= 1
+        if not self._gone[block]:
+            del self._gone[block]
+        return True
+
+    def _next(self, num_blocks: int) -> list[int]:
+        start = self._start
+        blocks = self._line[start : start + num_blocks]
+        self._start = start = start + num_blocks
+        if start > _MAX_VOID_PLACES and start > len(self._line) // 2:
+            del self._line[:start]
+            self._start = 0
         return blocks
 
     def __len__(self) -> int:
-        return len(self._line) - self._num_gone
+        return len(self._line) - self._start - self._num_gone
 
 
 class LRUByLastStep:

@@ -18,21 +18,19 @@ class GPUBlocks:
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(num_blocks, eviction)
         self.evictable = eviction
+        # blocks that an allocation can have: the free ones, and the cached ones that nothing references
+        self.num_free = num_blocks
         self.is_merged = rules.duplicates == "merged"
         self.is_lru = type(eviction) is LRU  # not a class of a user's that is derived from it
         self.is_one_queue = rules.free_order == "one_queue"
         # the step that last scheduled an owner of the block, as known when an owner released it
         self.last_steps = array("q", [-1]) * num_blocks if rules.lru_by == "last_step" else None
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that an allocation can have: the free ones, and the cached ones that nothing references."""
-        return self.pool.num_free + len(self.evictable)
-
     def take(self, num_blocks: int) -> list[int]:
         """New blocks, each with one reference; cached content is evicted for them where the pool is short."""
         pool, evictable = self.pool, self.evictable
         num_short = num_blocks - pool.num_free
+        self.num_free -= num_blocks
         if num_short <= 0:
             return pool.allocate(num_blocks)
         if self.is_lru:
@@ -46,7 +44,7 @@ class GPUBlocks:
                 self.cache.forget_all(evicted[-1:])
         evicted.reverse()
         pool.claim(evicted)
-        return evicted + pool.allocate(num_blocks - num_short)
+        return evicted if num_short == num_blocks else evicted + pool.allocate(num_blocks - num_short)
 
     def reference(self, block: int) -> None:
         """One more reference to a block with content."""
@@ -55,11 +53,13 @@ class GPUBlocks:
         else:
             self.evictable.remove(block)
             self.pool.revive(block)
+            self.num_free -= 1
 
     def release(self, block: int, depth: int) -> None:
         """One reference less; without any, the block is evictable if it has content, else free."""
         if not self.pool.drop(block):
             return
+        self.num_free += 1
         if self.cache.entry_of[block] is not None or self.is_one_queue:
             last_step = -1
             if self.last_steps is not None:
@@ -79,6 +79,7 @@ class GPUBlocks:
             return
         pool, entry_of = self.pool, self.cache.entry_of
         released = pool.drop_all(table[::-1])
+        self.num_free += len(released)
         cached = released if self.is_one_queue else [block for block in released if entry_of[block] is not None]
         if len(cached) < len(released):
             for block in released:
@@ -99,6 +100,7 @@ class GPUBlocks:
                 references[block] += 1
         assert references == self.pool.ref_counts, "reference counts differ from the tables"
         num_referenced = sum(1 for count in references if count)
+        assert self.num_free == self.pool.num_free + len(self.evictable)
         assert self.pool.num_free + num_referenced + len(self.evictable) == self.pool.num_blocks
         assert all(self.cache.entry_of[block] is None for block in self.pool.free_blocks())
         assert self.is_one_queue or self.cache.num_cached_blocks >= len(self.evictable)

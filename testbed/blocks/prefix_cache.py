@@ -175,31 +175,31 @@ class PrefixCache:
 
     def forget_all(self, blocks: list[int]) -> None:
         """These blocks, in this order, no longer hold what they hold, if anything."""
-        entry_of = self.entry_of
+        entry_of, num_blocks = self.entry_of, len(blocks)
         index = 0
-        while index < len(blocks):
+        while index < num_blocks:
             entry = entry_of[blocks[index]]
             if type(entry) is LonePrefix:
-                index += self._shorten(entry, blocks[index : index + entry.num_blocks])
+                index = self._shorten(entry, blocks, index)
                 continue
             if entry is not None:
                 assert isinstance(entry, CacheEntry)
                 self._leave(entry, blocks[index])
             index += 1
 
-    def _shorten(self, lone: LonePrefix, blocks: list[int]) -> int:
-        """Forgets those of these blocks, in order, that are the deepest of the prefix; returns how many."""
-        num_left = lone.num_blocks - len(blocks)
-        if blocks != lone.table[num_left : lone.num_blocks][::-1]:
-            assert blocks[0] == lone.table[lone.num_blocks - 1], "the deepest block goes first"
-            blocks, num_left = blocks[:1], lone.num_blocks - 1
-        for block in blocks:
-            self.entry_of[block] = None
-        self.num_cached_blocks -= len(blocks)
-        lone.num_blocks = num_left
-        if not num_left:
+    def _shorten(self, lone: LonePrefix, blocks: list[int], start: int) -> int:
+        """Forgets those of these blocks, from `start` on, that are the deepest of the prefix; the index after them."""
+        entry_of, table, left, index = self.entry_of, lone.table, lone.num_blocks, start
+        while left and index < len(blocks) and blocks[index] == table[left - 1]:
+            left -= 1
+            entry_of[table[left]] = None
+            index += 1
+        assert index > start, "the deepest block goes first"
+        self.num_cached_blocks -= index - start
+        lone.num_blocks = left
+        if not left:
             del self.lone[lone.key]
-        return len(blocks)
+        return index
 
     def _leave(self, entry: CacheEntry, block: int) -> None:
         """The block holds this content no more; entries that stand for nothing go."""

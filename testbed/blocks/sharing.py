@@ -204,7 +204,9 @@ class PrefixSharing:
 
     def publish_each(self, seqs: list[Sequence], num_more: int) -> None:
         """Token `num_computed_tokens + num_more` has filled a block of each of these sequences."""
-        if self._keys is None or self.is_merged or self._is_newest_found:
+        if self._keys is None:
+            return
+        if self.is_merged or self._is_newest_found:
             for seq in seqs:
                 self.publish(seq, seq.num_computed_tokens + num_more)
             return
@@ -215,9 +217,13 @@ class PrefixSharing:
             seq_id = seq.seq_id
             table, chain = tables[seq_id], chains[seq_id]
             index = len(table) - 1  # without lookahead the block that is filled is the last one
-            if chain.lone is not None:
-                cache.extend_lone(chain.lone, index + 1)
-                chain.num_published = index + 1
+            lone = chain.lone
+            if lone is not None and lone.num_blocks == index:  # as extend_lone
+                block = table[index]
+                assert entry_of[block] is None, f"block {block} is published twice"
+                entry_of[block] = lone
+                lone.num_blocks = chain.num_published = index + 1
+                num_new += 1
                 continue
             parent = chain.entry
             if chain.num_published == index and parent is not None and not chain.is_broken:

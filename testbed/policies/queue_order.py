@@ -54,7 +54,7 @@ class FCFS:
         self._queue.move_to_end(seq.seq_id, last=False)
 
     def head(self, now_ns: int) -> Sequence | None:
-        return next(iter(self._queue.values()), None)
+        return next(iter(self._queue.values())) if self._queue else None
 
     def remove(self, seq: Sequence) -> None:
         del self._queue[seq.seq_id]

@@ -35,7 +35,7 @@ class Unified:
         else:
             for seq in step.running():
                 self._catch_up(step, seq, threshold)
-        if not step.preempted:
+        if step.num_swapped and not step.preempted:
             self._swap_in(step)
         self._admit(step, threshold)
 

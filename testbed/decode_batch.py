@@ -169,10 +169,35 @@ class DecodeBatch:
         ending = self._ending.get(self.tick)
         return list(ending.values()) if ending is not None else []
 
-    def advance_all(self, num_members: int) -> None:
-        """A decode step of all members is over."""
-        self.tick += 1
-        self.context_tokens += num_members
+    def advance_all(self, num_members: int, num_steps: int = 1) -> None:
+        """Decode steps of all members are over."""
+        self.tick += num_steps
+        self.context_tokens += num_members * num_steps
+
+    def run_ahead(self, num_steps: int, blocks: BlockManager) -> list[int]:
+        """So many steps of all members are over, nobody emits a last token, and after each there are slots for the next.
+        Returns how many blocks are free after each."""
+        size, num_members = self._block_size, len(self.members)
+        batches = [self._bucket(-(self.tick + index) % size) for index in range(1, min(num_steps + 1, size) + 1)]
+        if num_steps >= size:
+            batches = (batches * (num_steps // size + 1))[: num_steps + 1]
+        filling = batches.pop()  # by the step that comes then
+        free: list[int] = []
+        if blocks.grow_ahead(batches, filling):
+            self.advance_all(num_members, num_steps)
+            left = blocks.num_free_blocks
+            for batch in reversed(batches):
+                free.append(left)
+                left += len(batch)
+            free.reverse()
+            return free
+        for batch in batches:
+            self.advance_all(num_members)
+            if batch and not blocks.publishes_at_allocation:
+                blocks.publish_each(batch, 0)
+            self.grow(blocks, batch)
+            free.append(blocks.num_free_blocks)
+        return free
 
     def advance(self, decoded: list[Sequence]) -> None:
         """A decode step is over: `decoded` emitted a token each, other members took no part."""

@@ -49,6 +49,17 @@ class Digest:
         return self.value
 
 
+    def add_steps(self, composition: int, free_gpu: list[int], free_cpu: int) -> list[int]:
+        """The same for steps without events; the values after each."""
+        value, values = self.value, []
+        pack, digest = _STEP.pack, xxh64_intdigest
+        for free in free_gpu:
+            value = digest(pack(value, composition, free, free_cpu))
+            values.append(value)
+        self.value = value
+        return values
+
+
 def plan_events(step: Step) -> list[int]:
     """The events of a plan as integers: admissions with their hits, preemptions, requests ended as ignored."""
     events: list[int] = []

@@ -241,6 +241,19 @@ class Scheduler:
     def _run_ahead(self, step: Step, end_ns: tuple[int, ...]) -> None:
         """Commits these steps, each a decode of all and perhaps one more chunk of a prompt, and plans the one after
         each: no more than that is to be done."""
+        core, blocks = self._core, self.blocks
+        if self._pending_events or step.rows or self._served is not None:
+            self._step_ahead(step, end_ns)
+        else:
+            core.num_steps += len(end_ns)
+            free = [self.free_gpu_blocks, *core.decodes.run_ahead(len(end_ns), blocks)]
+            self.free_gpu_blocks = free.pop()
+            self.free_blocks = free
+            self.digests = self._digest.add_steps(self._composition_hash, free, self.free_cpu_blocks)
+        core.decodes.last_step = core.num_steps
+
+    def _step_ahead(self, step: Step, end_ns: tuple[int, ...]) -> None:
+        """The same, step by step."""
         core, blocks, decodes = self._core, self.blocks, self._core.decodes
         events, self._pending_events = self._pending_events, []
         for now_ns in end_ns:
@@ -252,10 +265,8 @@ class Scheduler:
             self._add_digest(events)
             events = []
             decodes.grow(blocks, crossing)
-            if step.rows:
-                step.repeat_rows()
+            step.repeat_rows()
             self.free_gpu_blocks = blocks.num_free_blocks
-        decodes.last_step = core.num_steps
 
     def _stop_running(self, seq: Sequence) -> None:
         """Takes one running sequence out: its siblings go on."""

@@ -215,8 +215,8 @@ class Step:
         """Several members are recomputed as so many sequences, each from its own first token."""
         for one in reversed(seq.together):
             self._note_preemption(one, PreemptionMode.RECOMPUTE)
-            one.num_computed_tokens = 0
             self.blocks.free(one)
+            one.num_computed_tokens = 0
             one.enter(SequenceState.WAITING)
             one.siblings, one.unit_id = None, one.seq_id
             if self.blocks.rules.victims_return == "this_step":

@@ -46,6 +46,19 @@ class GPUBlocks:
         pool.claim(evicted)
         return evicted if num_short == num_blocks else evicted + pool.allocate(num_blocks - num_short)
 
+    def take_each(self, nums: list[int]) -> list[int]:
+        """The same blocks as `take` would give for each of these numbers, one after the other."""
+        pool, total = self.pool, sum(nums)
+        if total <= pool.num_free:
+            return self.take(total)
+        if pool.num_free or not self.is_lru:
+            return [block for num in nums for block in self.take(num)]
+        taken = self.take(total)[::-1]  # in the order evicted
+        blocks: list[int] = []
+        for num in nums:
+            blocks += taken[len(blocks) : len(blocks) + num][::-1]
+        return blocks
+
     def reference(self, block: int) -> None:
         """One more reference to a block with content."""
         if self.pool.ref_counts[block]:

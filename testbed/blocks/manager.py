@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum, auto
+from itertools import chain
 
 from testbed.blocks.config import KVRules, check_pool_sizes
 from testbed.blocks.eviction import EvictionPolicy
@@ -225,6 +226,19 @@ class BlockManager:
             tables[seq.seq_id].append(block)
             seq.num_slots += block_size
 
+    def grow_ahead(self, batches: list[list[Sequence]], filling: list[Sequence]) -> bool:
+        """What as many decode steps do, if it can be done at once: `grow_each` for one batch after the other, and
+        `publish_each` for each of them, and for those that the step after these fills. There are enough blocks."""
+        seqs = list(chain.from_iterable(batches))
+        if not self._prefixes.are_alone(seqs + filling):
+            return False
+        if seqs:
+            tables, block_size = self._tables, self.block_size
+            for seq, block in zip(seqs, self._gpu.take_each([len(batch) for batch in batches]), strict=True):
+                tables[seq.seq_id].append(block)
+                seq.num_slots += block_size
+        return True
+
     def release_outside_window(self, seq: Sequence) -> None:
         """Gives back the blocks that no later token of the sequence looks at."""
         assert self.sliding_window is not None
@@ -275,6 +289,8 @@ class BlockManager:
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
         """Moves the blocks of the sequence and those with it to the CPU; the (GPU, CPU) pairs to copy."""
         seqs = seq.together
+        for one in seqs:
+            self._prefixes.settle(one)
         contents = {one.seq_id: self._prefixes.full_contents(one) for one in seqs} if self._prefixes.is_merged else {}
         tables = {one.seq_id: self._tables.pop(one.seq_id) for one in seqs}
         origins = self._take_back_copies(tables.values())
@@ -359,7 +375,9 @@ class BlockManager:
             if self._gpu.last_steps is not None and seq.last_step >= 0:
                 for block in table:
                     self._gpu.last_steps[block] = seq.last_step
-            self._take_back_copies([table])
+            if self.copies:
+                self._take_back_copies([table])
+            self._prefixes.settle(seq)
             self._gpu.release_all(table)
         seq.num_slots = 0
         self._prefixes.freed(seq)

@@ -33,10 +33,12 @@ class CacheEntry:
 class LonePrefix:
     """The first `num_blocks` blocks of a table, whose content no other blocks have: entries that are not yet made.
 
-    They are given up from the deepest on, as LRU does. salt: of the keys, which are made from the sequence's tokens.
+    While its sequence holds the blocks, it is as long as the sequence has computed, and `num_blocks` is brought up to
+    date when somebody asks. Then they are given up from the deepest on, as LRU does. salt: of the keys, which are made
+    from the sequence's tokens. num_tokens: these are published, whether or not the sequence has computed them.
     """
 
-    __slots__ = ("key", "num_blocks", "salt", "seq", "table")
+    __slots__ = ("key", "num_blocks", "num_tokens", "salt", "seq", "table")
 
     def __init__(self, key: int, seq: Sequence, table: list[int], salt: str) -> None:
         self.key = key  # of its first block
@@ -44,6 +46,7 @@ class LonePrefix:
         self.table = table
         self.salt = salt
         self.num_blocks = 0
+        self.num_tokens = 0
 
 
 class PrefixCache:
@@ -221,7 +224,6 @@ class PrefixCache:
         for key, lone in self.lone.items():
             assert lone.key == key
             assert key not in self.entries, "it is not alone"
-            assert lone.num_blocks
             assert all(self.entry_of[block] is lone for block in lone.table[: lone.num_blocks])
         for key, entry in self.entries.items():
             assert entry.key == key

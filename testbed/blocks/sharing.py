@@ -173,8 +173,7 @@ class PrefixSharing:
             return
         if chain.lone is not None or (self._keeps_lone and not chain.num_published and self._is_alone(seq, chain)):
             assert chain.lone is not None
-            self._cache.extend_lone(chain.lone, num_full)
-            chain.num_published = num_full
+            chain.lone.num_tokens = num_tokens
             return
         self._chain(seq, num_full)
         table, cache = self._tables[seq.seq_id], self._cache
@@ -215,17 +214,13 @@ class PrefixSharing:
         num_new = 0
         for seq in seqs:
             seq_id = seq.seq_id
-            table, chain = tables[seq_id], chains[seq_id]
-            index = len(table) - 1  # without lookahead the block that is filled is the last one
-            lone = chain.lone
-            if lone is not None and lone.num_blocks == index:  # as extend_lone
-                block = table[index]
-                assert entry_of[block] is None, f"block {block} is published twice"
-                entry_of[block] = lone
-                lone.num_blocks = chain.num_published = index + 1
-                num_new += 1
+            chain = chains[seq_id]
+            if chain.lone is not None:
+                if num_more:
+                    chain.lone.num_tokens = seq.num_computed_tokens + num_more
                 continue
-            parent = chain.entry
+            table, parent = tables[seq_id], chain.entry
+            index = len(table) - 1  # without lookahead the block that is filled is the last one
             if chain.num_published == index and parent is not None and not chain.is_broken:
                 # keys of the chain are left as they are: they are made up for if the sequence is looked up again
                 key, content = next_key(parent.key, seq.tokens, index)
@@ -238,6 +233,20 @@ class PrefixSharing:
                     continue
             self.publish(seq, seq.num_computed_tokens + num_more)
         cache.num_cached_blocks += num_new
+
+    def are_alone(self, seqs: list[Sequence]) -> bool:
+        """Whether what these sequences compute next needs no publishing: nobody else has their prefixes."""
+        if self._keys is None:
+            return True
+        chains = self._chains
+        return all([chains[seq.seq_id].lone is not None for seq in seqs])
+
+    def settle(self, seq: Sequence) -> None:
+        """The sequence gives its blocks back: what it has computed is published."""
+        if self._keys is not None:
+            lone = self._chains[seq.seq_id].lone
+            if lone is not None:
+                self._extend(lone)
 
     def withdraw(self, seq: Sequence, num_tokens: int) -> None:
         """Takes `scheduled` back: only the first `num_tokens` tokens are computed, the rest may not be hit."""
@@ -282,18 +291,26 @@ class PrefixSharing:
         self._cache.lone[key] = chain.lone
         return True
 
+    def _extend(self, lone: LonePrefix) -> None:
+        """Its sequence still holds the blocks: the prefix is as long as the sequence has computed."""
+        num_full = max(lone.num_tokens, lone.seq.num_computed_tokens) // self._block_size
+        self._cache.extend_lone(lone, num_full)
+
     def _part(self, lone: LonePrefix) -> None:
         """Publishes the blocks of a prefix that was alone one by one."""
         assert self._keys is not None
+        chain = self._chains.get(lone.seq.seq_id)
+        is_held = chain is not None and chain.lone is lone
+        if is_held:
+            self._extend(lone)
         keys: list[int] = []
         contents: list[bytes] = []
         self._keys.extend(keys, contents, lone.seq.tokens, lone.num_blocks, lone.salt)
         blocks = self._cache.part(lone)
         newest = self._cache.publish_new(blocks, keys, contents, None)
-        chain = self._chains.get(lone.seq.seq_id)
-        if chain is None or chain.lone is not lone:
+        if chain is None or not is_held:
             return
-        chain.lone, chain.entry = None, newest
+        chain.lone, chain.entry, chain.num_published = None, newest, len(blocks)
         if newest is None:  # a collision of keys
             chain.num_published, chain.is_broken = 0, True
 

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.compose import compose_from
+from experiments.compose import compose_from, compose_raw
 from experiments.config import RunConfig, read_config, register
 from experiments.messages import is_hydras, translate
 from experiments.run import INTERRUPTED, RunResult, execute
@@ -36,6 +36,11 @@ def run_app(arguments: list[str]) -> int:
     sources = [item for item in arguments if item.startswith("from=")]
     if sources:
         return _run_from(sources[-1][5:], [item for item in arguments if not item.startswith("from=")])
+    plain = _plain(arguments)
+    if plain is not None:
+        config, folder = plain
+        _finish(execute(config, folder, command=shlex.join(["testbed", "run", *arguments])))
+        return 0
     register()
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     flags = [item for item in arguments if item in ("-m", "--multirun")]  # argparse wants them before the overrides
@@ -55,6 +60,23 @@ def run_app(arguments: list[str]) -> int:
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return 0
+
+
+def _plain(arguments: list[str]) -> tuple[RunConfig, Path] | None:
+    """Configuration and folder of a single run that asks nothing else of Hydra; None: it is Hydra's to run.
+
+    Hydra's own app composes the configuration twice (once to see whether it is a sweep) and copies it three times.
+    """
+    keys = [item.partition("=")[0] for item in arguments if "=" in item]
+    is_of_hydra = any(key.startswith(("-", "hydra")) and key != "hydra.run.dir" for key in keys)
+    if len(keys) < len(arguments) or is_of_hydra:
+        return None
+    raw = compose_raw(arguments, with_hydra=True)
+    of_hydra = raw.pop("hydra")
+    job = of_hydra["job"]
+    if of_hydra["mode"] not in (None, RunMode.RUN) or of_hydra["callbacks"] or job["env_set"] or job["chdir"]:
+        return None  # the configuration itself wants it
+    return RunConfig.from_container(raw), Path(of_hydra["run"]["dir"])
 
 
 class _WithoutFraming(io.TextIOBase):

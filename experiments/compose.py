@@ -8,7 +8,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from experiments.config import GROUPS, RunConfig, register
@@ -19,11 +19,24 @@ from testbed.errors import ConfigError
 
 def compose_config(overrides: list[str]) -> RunConfig:
     """The configuration that `testbed run <overrides>` would have. Raises ConfigError in one line."""
+    return RunConfig.from_container(compose_raw(overrides))
+
+
+def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, Any]:
+    """The same as plain containers. with_hydra: Hydra's own settings too, as `hydra`: of these modes, callbacks, job
+    and the run's folder. Raises ConfigError in one line."""
     register()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("experiments.conf", version_base="1.3"):
-            node = compose("config", overrides=overrides)
+            node = compose("config", overrides=overrides, return_hydra_config=with_hydra)
+        of_hydra = {}
+        if with_hydra:
+            of_hydra = {key: OmegaConf.to_container(node.hydra[key], resolve=True) for key in ("run", "callbacks")}
+            job = node.hydra.job
+            of_hydra |= {"mode": node.hydra.mode, "job": {"env_set": dict(job.env_set), "chdir": job.chdir}}
+            with open_dict(node):
+                del node["hydra"]
         raw = OmegaConf.to_container(node, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise translate(error, overrides) from None
@@ -32,7 +45,7 @@ def compose_config(overrides: list[str]) -> RunConfig:
             raise
         raise translate(error, overrides) from None
     assert isinstance(raw, dict)
-    return RunConfig.from_container({str(key): value for key, value in raw.items()})
+    return {str(key): value for key, value in raw.items()} | ({"hydra": of_hydra} if with_hydra else {})
 
 
 def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from real.text.status import CacheHits, StatusLine
 from testbed.interfaces import Recorder, StepView
 from testbed.plan import Finished
@@ -43,17 +41,23 @@ class ProgressBar:
     """Finished requests, with rate and ETA; silent when standard error is no terminal. A `Recorder`."""
 
     def __init__(self, total: int | None, label: str) -> None:
-        self._bar: tqdm[Any] = tqdm(total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm  # not at the top: nobody may look
+
+            self._bar = tqdm(total=total, desc=label, unit="req", leave=False, delay=0.5)
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
     def committed(self, step: StepView) -> None: ...
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
-        self._bar.update(len(finished))
+        if self._bar is not None:
+            self._bar.update(len(finished))
 
     def close(self) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 def status_lines(interval_s: float | None, schedulers: Sequence[Scheduler]) -> list[list[StatusLine]]:
@@ -69,6 +73,8 @@ def _status_line(interval_s: float, scheduler: Scheduler, label: str) -> StatusL
 
     def hits() -> CacheHits:
         return CacheHits(blocks.num_queried_tokens, blocks.num_hit_tokens)
+
+    from tqdm import tqdm  # not at the top, as above
 
     def say(line: str) -> None:
         log.info("status: %s%s", label, line)

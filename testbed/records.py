@@ -162,11 +162,13 @@ class RunRecorder:
         # When the sequences emitted that emit in each step: from the ends of those steps, and since when each is there.
         self._ends = array("q")
         self._emitters: list[Sequence] = []
-        self._since: dict[str, int] = {}  # request id -> its first end in `_ends`
+        self._since: dict[Sequence, int] = {}  # its first end in `_ends`
+        self._has_groups = False  # whether any request is several sequences
         self._in_groups: list[str] = []  # requests of those that are in groups, once for each member
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         self.num_sent += 1
+        self._has_groups = self._has_groups or request.sampling.num_seqs > 1
         self._open[request.request_id] = _OpenRequest(request, now_ns)
 
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
@@ -206,25 +208,29 @@ class RunRecorder:
     def _change_emitters(self, emitters: list[Sequence]) -> None:
         """From here on, these emit in each step: what the others emitted becomes theirs."""
         before, end = self._since, len(self._ends)
-        alone = [seq for seq in emitters if seq.group is None]
-        since = {seq.request.request_id: end for seq in alone}
-        in_groups = [seq.request.request_id for seq in emitters if seq.group is not None]
-        for request_id, start in before.items():
-            if request_id in since:
-                since[request_id] = start
+        in_groups = [seq for seq in emitters if seq.group is not None] if self._has_groups else []
+        since = dict.fromkeys(emitters, end)
+        for seq in in_groups:
+            del since[seq]
+        for seq, start in before.items():
+            if seq in since:
+                since[seq] = start
             else:
-                self._open[request_id].token_ns.extend(self._ends[start:])
+                self._open[seq.request.request_id].token_ns.extend(self._ends[start:])
         if not since:
             self._ends = array("q")
-        self._emitters, self._since, self._in_groups = emitters, since, in_groups
+        self._emitters, self._since = emitters, since
+        self._in_groups = [seq.request.request_id for seq in in_groups]
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
+        if self._since:  # those that ended emit no more
+            ids = {item.request.request_id for item in finished}
+            for seq in [seq for seq in self._since if seq.request.request_id in ids]:
+                self._open[seq.request.request_id].token_ns.extend(self._ends[self._since.pop(seq) :])
         for item in finished:
             if item.reason is FinishReason.IGNORED:
                 self.ignored.append((item.request.request_id, item.message))
             request = self._open.pop(item.request.request_id)
-            if item.request.request_id in self._since:
-                request.token_ns.extend(self._ends[self._since.pop(item.request.request_id) :])
             self._requests.append(self._row(request, item.reason.value, item.message, now_ns))
             self.num_finished += 1
 

@@ -8,6 +8,8 @@ pool. Every operation is O(1) or O(log n). Ties never depend on anything but the
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from testbed.errors import ConfigError
@@ -82,29 +84,29 @@ class _LazyHeap(Generic[Key]):
         return len(self._keys)
 
 
-_MAX_VOID_PLACES = 4096  # before the first block of a line, whose list is then cut
-
-
 class LRU:
     """Least recently used first; among blocks released together, the deepest of a prefix goes first.
 
-    What is removed stays in the line, marked, until it comes to the front or the line is swept.
+    Blocks that were released together stand in the line as one run. What is removed stays in the line, marked, until
+    it comes to the front or the line is swept.
     """
 
-    __slots__ = ("_gone", "_line", "_num_gone", "_start")
+    __slots__ = ("_gone", "_line", "_num_gone", "_num_places")
 
     def __init__(self) -> None:
-        self._line: list[int] = []
-        self._start = 0  # the line begins here: what is before has been given up
+        self._line: deque[tuple[list[int], object]] = deque()  # runs: their blocks, last one first, and owners
+        self._num_places = 0  # in the line, void ones included
         self._gone: dict[int, int] = {}  # block -> how many of its places in the line, the first ones, are void
         self._num_gone = 0
 
     def add(self, block: int, depth: int, last_step: int) -> None:
-        self._line.append(block)
+        self.add_all([block])
 
-    def add_all(self, blocks: list[int]) -> None:
-        """The same as `add` for each, in order."""
-        self._line += blocks
+    def add_all(self, blocks: list[int], owner: object = None) -> None:
+        """The same as `add` for each, in order. owner: whatever `pop_runs` is to say of them."""
+        if blocks:
+            self._line.append((blocks[::-1], owner))
+            self._num_places += len(blocks)
 
     def hit(self, block: int) -> None:
         """Recency is renewed when the block is released again."""
@@ -112,42 +114,49 @@ class LRU:
     def remove(self, block: int) -> None:
         self._gone[block] = self._gone.get(block, 0) + 1
         self._num_gone += 1
-        if self._num_gone > 64 + (len(self._line) - self._start) // 2:
-            self._line = self.pop_all(len(self))
-            self._start, self._gone, self._num_gone = 0, {}, 0
+        if self._num_gone > 64 + self._num_places // 2:
+            runs = self.pop_runs(len(self))
+            self._line, self._num_places, self._gone, self._num_gone = deque(), 0, {}, 0
+            for blocks, owner in runs:
+                self.add_all(blocks, owner)
 
     def pop(self) -> int:
         return self.pop_all(1)[0]
 
     def pop_all(self, num_blocks: int) -> list[int]:
         """The same as `pop` so many times."""
-        blocks = self._next(num_blocks)
-        gone = self._gone
-        while gone and not gone.keys().isdisjoint(blocks):
-            blocks = [block for block in blocks if block not in gone or not self._is_void(block)]
-            blocks += self._next(num_blocks - len(blocks))
-        assert len(blocks) == num_blocks, "no block is left to give up"
-        return blocks
+        return list(chain.from_iterable([blocks for blocks, _ in self.pop_runs(num_blocks)]))
+
+    def pop_runs(self, num_blocks: int) -> list[tuple[list[int], object]]:
+        """The same, as parts of runs: blocks and owner of each."""
+        line, runs, left = self._line, [], num_blocks
+        while left:
+            run, owner = line[0]
+            blocks = run[-left:]
+            if len(blocks) < len(run):
+                del run[-left:]
+            else:
+                line.popleft()
+            blocks.reverse()
+            self._num_places -= len(blocks)
+            if self._gone and not self._gone.keys().isdisjoint(blocks):
+                blocks = [block for block in blocks if not self._is_void(block)]
+            left -= len(blocks)
+            runs.append((blocks, owner))
+        return runs
 
     def _is_void(self, block: int) -> bool:
-        """This place of a block in the line is void, as the block has been removed since."""
+        """Whether this place of a block in the line is void, as the block has been removed since."""
+        if block not in self._gone:
+            return False
         self._num_gone -= 1
         self._gone[block] -= 1
         if not self._gone[block]:
             del self._gone[block]
         return True
 
-    def _next(self, num_blocks: int) -> list[int]:
-        start = self._start
-        blocks = self._line[start : start + num_blocks]
-        self._start = start = start + num_blocks
-        if start > _MAX_VOID_PLACES and start > len(self._line) // 2:
-            del self._line[:start]
-            self._start = 0
-        return blocks
-
     def __len__(self) -> int:
-        return len(self._line) - self._start - self._num_gone
+        return self._num_places - self._num_gone
 
 
 class LRUByLastStep:

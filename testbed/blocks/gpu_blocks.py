@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.pool import BlockPool
-from testbed.blocks.prefix_cache import PrefixCache
+from testbed.blocks.prefix_cache import LonePrefix, PrefixCache
 from testbed.blocks.swap_space import RELEASED
 
 
@@ -35,8 +36,7 @@ class GPUBlocks:
             return pool.allocate(num_blocks)
         if self.is_lru:
             assert isinstance(evictable, LRU)
-            evicted = evictable.pop_all(num_short)
-            self.cache.forget_all(evicted)
+            evicted = self._forget(evictable.pop_runs(num_short))
         else:
             evicted = []
             for _ in range(num_short):
@@ -45,6 +45,16 @@ class GPUBlocks:
         evicted.reverse()
         pool.claim(evicted)
         return evicted if num_short == num_blocks else evicted + pool.allocate(num_blocks - num_short)
+
+    def _forget(self, runs: list[tuple[list[int], object]]) -> list[int]:
+        """The blocks of these runs, which no longer hold what they hold."""
+        cache = self.cache
+        for blocks, owner in runs:
+            if isinstance(owner, LonePrefix) and not owner.is_parted:
+                cache.shorten_lone(owner, len(blocks))
+            else:
+                cache.forget_all(blocks)
+        return runs[0][0] if len(runs) == 1 else list(chain.from_iterable([blocks for blocks, _ in runs]))
 
     def take_each(self, nums: list[int]) -> list[int]:
         """The same blocks as `take` would give for each of these numbers, one after the other."""
@@ -81,8 +91,11 @@ class GPUBlocks:
         else:
             self.pool.put_back(block)
 
-    def release_all(self, table: list[int]) -> None:
-        """A whole table, deepest block first; in table order where the order of equals goes by block ids."""
+    def release_all(self, table: list[int], lone: LonePrefix | None = None) -> None:
+        """A whole table, deepest block first; in table order where the order of equals goes by block ids.
+
+        lone: the prefix that its first blocks hold, if no others do.
+        """
         evictable = self.evictable
         if not self.is_lru or table[:1] == [RELEASED]:
             is_by_id = isinstance(evictable, LRUByLastStep)
@@ -90,16 +103,25 @@ class GPUBlocks:
                 if table[index] != RELEASED:
                     self.release(table[index], index)
             return
-        pool, entry_of = self.pool, self.cache.entry_of
-        released = pool.drop_all(table[::-1])
-        self.num_free += len(released)
-        cached = released if self.is_one_queue else [block for block in released if entry_of[block] is not None]
-        if len(cached) < len(released):
-            for block in released:
-                if entry_of[block] is None:
-                    pool.put_back(block)
         assert isinstance(evictable, LRU)
-        evictable.add_all(cached)
+        released = self.pool.drop_all(table[::-1])
+        self.num_free += len(released)
+        if lone is not None:
+            assert len(released) == len(table), "a lone prefix is shared"
+            num_rest = len(table) - lone.num_blocks
+            cached, uncached = released[num_rest:], released[:num_rest]
+        else:
+            entry_of = self.cache.entry_of
+            cached = released if self.is_one_queue else [block for block in released if entry_of[block] is not None]
+            uncached = []
+            if len(cached) < len(released):
+                uncached = [block for block in released if entry_of[block] is None]
+        if self.is_one_queue:
+            evictable.add_all(uncached)
+        else:
+            for block in uncached:
+                self.pool.put_back(block)
+        evictable.add_all(cached, lone)
 
     def check_invariants(self, tables: list[list[int]]) -> None:
         """free + referenced + cached-and-unreferenced = total; counts equal the tables' references."""

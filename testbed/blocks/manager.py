@@ -67,7 +67,9 @@ class BlockManager:
         self.publishes_at_allocation = rules.hits_visible != "commit"
         self.caches_prefixes = key_source is not None
         # a decoding sequence needs nothing but a new block at each border, whoever comes first
-        self.is_plain = not (lookahead_slots or sliding_window or (rules.duplicates == "merged" and self.caches_prefixes))
+        self.is_plain = not (
+            lookahead_slots or sliding_window or (rules.duplicates == "merged" and self.caches_prefixes)
+        )
         self.copies: list[tuple[int, int]] = []  # copies-on-write of the step being planned, which takes them
         self._tables: dict[int, list[int]] = {}
         self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction)
@@ -289,14 +291,11 @@ class BlockManager:
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
         """Moves the blocks of the sequence and those with it to the CPU; the (GPU, CPU) pairs to copy."""
         seqs = seq.together
-        for one in seqs:
-            self._prefixes.settle(one)
         contents = {one.seq_id: self._prefixes.full_contents(one) for one in seqs} if self._prefixes.is_merged else {}
         tables = {one.seq_id: self._tables.pop(one.seq_id) for one in seqs}
         origins = self._take_back_copies(tables.values())
-        for table in tables.values():
-            self._gpu.release_all(table)
         for one in seqs:
+            self._gpu.release_all(tables[one.seq_id], self._prefixes.settle(one))
             one.num_slots = 0
         return [(origins.get(gpu, gpu), cpu) for gpu, cpu in self._swap.put(tables, contents)]
 
@@ -377,8 +376,7 @@ class BlockManager:
                     self._gpu.last_steps[block] = seq.last_step
             if self.copies:
                 self._take_back_copies([table])
-            self._prefixes.settle(seq)
-            self._gpu.release_all(table)
+            self._gpu.release_all(table, self._prefixes.settle(seq))
         seq.num_slots = 0
         self._prefixes.freed(seq)
 

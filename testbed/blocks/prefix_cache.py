@@ -38,7 +38,7 @@ class LonePrefix:
     from the sequence's tokens. num_tokens: these are published, whether or not the sequence has computed them.
     """
 
-    __slots__ = ("key", "num_blocks", "num_tokens", "salt", "seq", "table")
+    __slots__ = ("is_parted", "key", "num_blocks", "num_tokens", "salt", "seq", "table")
 
     def __init__(self, key: int, seq: Sequence, table: list[int], salt: str) -> None:
         self.key = key  # of its first block
@@ -47,6 +47,7 @@ class LonePrefix:
         self.salt = salt
         self.num_blocks = 0
         self.num_tokens = 0
+        self.is_parted = False  # entries were made
 
 
 class PrefixCache:
@@ -57,15 +58,13 @@ class PrefixCache:
     def __init__(self, num_blocks: int, eviction: EvictionPolicy) -> None:
         self.entries: dict[int, CacheEntry] = {}  # by key
         self.lone: dict[int, LonePrefix] = {}  # by the key of the first block, which no entry has
-        self.entry_of: list[CacheEntry | LonePrefix | None] = [None] * num_blocks
+        self.entry_of: list[CacheEntry | None] = [None] * num_blocks  # of blocks that are in no lone prefix
         self.evictable = eviction  # free blocks whose content may still be hit
         self.num_cached_blocks = 0
 
     def entry(self, block: int) -> CacheEntry | None:
         """What the block holds, if anything. Its prefix is not kept as a lone one."""
-        entry = self.entry_of[block]
-        assert not isinstance(entry, LonePrefix), f"block {block} is part of a lone prefix"
-        return entry
+        return self.entry_of[block]
 
     def find(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
         """The entry of this content after `parent`, if a block holds it."""
@@ -136,21 +135,23 @@ class PrefixCache:
 
     def extend_lone(self, lone: LonePrefix, num_blocks: int) -> None:
         """The first `num_blocks` blocks of its table hold the prefix."""
-        entry_of = self.entry_of
-        for block in lone.table[lone.num_blocks : num_blocks]:
-            assert entry_of[block] is None, f"block {block} is published twice"
-            entry_of[block] = lone
         self.num_cached_blocks += num_blocks - lone.num_blocks
         lone.num_blocks = num_blocks
 
+    def shorten_lone(self, lone: LonePrefix, num_blocks: int) -> None:
+        """So many blocks, the deepest, no longer hold it."""
+        assert num_blocks <= lone.num_blocks, "more blocks are given up than there are"
+        self.num_cached_blocks -= num_blocks
+        lone.num_blocks -= num_blocks
+        if not lone.num_blocks:
+            del self.lone[lone.key]
+
     def part(self, lone: LonePrefix) -> list[int]:
         """The prefix is no longer kept as one; its blocks, which hold nothing until they are published."""
-        blocks = lone.table[: lone.num_blocks]
         del self.lone[lone.key]
-        for block in blocks:
-            self.entry_of[block] = None
-        self.num_cached_blocks -= len(blocks)
-        return blocks
+        lone.is_parted = True
+        self.num_cached_blocks -= lone.num_blocks
+        return lone.table[: lone.num_blocks]
 
     def _alive(self, entry: CacheEntry) -> CacheEntry:
         """The entry that stands for this prefix now: it may have died with a block that took its own one's place."""
@@ -178,31 +179,11 @@ class PrefixCache:
 
     def forget_all(self, blocks: list[int]) -> None:
         """These blocks, in this order, no longer hold what they hold, if anything."""
-        entry_of, num_blocks = self.entry_of, len(blocks)
-        index = 0
-        while index < num_blocks:
-            entry = entry_of[blocks[index]]
-            if type(entry) is LonePrefix:
-                index = self._shorten(entry, blocks, index)
-                continue
+        entry_of = self.entry_of
+        for block in blocks:
+            entry = entry_of[block]
             if entry is not None:
-                assert isinstance(entry, CacheEntry)
-                self._leave(entry, blocks[index])
-            index += 1
-
-    def _shorten(self, lone: LonePrefix, blocks: list[int], start: int) -> int:
-        """Forgets those of these blocks, from `start` on, that are the deepest of the prefix; the index after them."""
-        entry_of, table, left, index = self.entry_of, lone.table, lone.num_blocks, start
-        while left and index < len(blocks) and blocks[index] == table[left - 1]:
-            left -= 1
-            entry_of[table[left]] = None
-            index += 1
-        assert index > start, "the deepest block goes first"
-        self.num_cached_blocks -= index - start
-        lone.num_blocks = left
-        if not left:
-            del self.lone[lone.key]
-        return index
+                self._leave(entry, block)
 
     def _leave(self, entry: CacheEntry, block: int) -> None:
         """The block holds this content no more; entries that stand for nothing go."""
@@ -218,13 +199,14 @@ class PrefixCache:
 
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]
-        assert len(held) == self.num_cached_blocks
         num_lone = sum(lone.num_blocks for lone in self.lone.values())
-        assert sum(len(entry.blocks) for entry in self.entries.values()) + num_lone == len(held)
+        assert len(held) + num_lone == self.num_cached_blocks
+        assert sum(len(entry.blocks) for entry in self.entries.values()) == len(held)
         for key, lone in self.lone.items():
             assert lone.key == key
             assert key not in self.entries, "it is not alone"
-            assert all(self.entry_of[block] is lone for block in lone.table[: lone.num_blocks])
+            assert not lone.is_parted
+            assert all(self.entry_of[block] is None for block in lone.table[: lone.num_blocks])
         for key, entry in self.entries.items():
             assert entry.key == key
             assert entry.blocks or entry.num_children, "an entry that stands for nothing"

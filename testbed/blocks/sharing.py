@@ -241,12 +241,15 @@ class PrefixSharing:
         chains = self._chains
         return all([chains[seq.seq_id].lone is not None for seq in seqs])
 
-    def settle(self, seq: Sequence) -> None:
-        """The sequence gives its blocks back: what it has computed is published."""
-        if self._keys is not None:
-            lone = self._chains[seq.seq_id].lone
-            if lone is not None:
-                self._extend(lone)
+    def settle(self, seq: Sequence) -> LonePrefix | None:
+        """The sequence gives its blocks back, and what it has computed is published; the prefix that nobody else has."""
+        if self._keys is None:
+            return None
+        chain = self._chains[seq.seq_id]
+        lone, chain.lone = chain.lone, None
+        if lone is not None:
+            self._extend(lone)
+        return lone
 
     def withdraw(self, seq: Sequence, num_tokens: int) -> None:
         """Takes `scheduled` back: only the first `num_tokens` tokens are computed, the rest may not be hit."""
@@ -425,7 +428,7 @@ class PrefixSharing:
         """The sequence holds no blocks: its hit is looked up anew."""
         chain = self._chains.get(seq.seq_id)
         if chain is not None:
-            chain.frozen = chain.lone = None
+            chain.frozen = None
 
     def forget(self, seq: Sequence) -> None:
         """The sequence will not come back."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from experiments.collector import THRESHOLD
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
 USAGE = """usage: testbed <command> ...
@@ -59,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    gc.set_threshold(THRESHOLD, *gc.get_threshold()[1:])  # what the start makes is kept: collecting it finds nothing
     from experiments.app import run_app
 
     return run_app(arguments)

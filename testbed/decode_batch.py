@@ -175,7 +175,7 @@ class DecodeBatch:
         self.context_tokens += num_members * num_steps
 
     def run_ahead(self, num_steps: int, blocks: BlockManager) -> list[int]:
-        """So many steps of all members are over, nobody emits a last token, and after each there are slots for the next.
+        """So many steps of all members are over, in which nobody ends, and after each there are slots for the next.
         Returns how many blocks are free after each."""
         size, num_members = self._block_size, len(self.members)
         batches = [self._bucket(-(self.tick + index) % size) for index in range(1, min(num_steps + 1, size) + 1)]

@@ -48,7 +48,6 @@ class Digest:
         self.value = xxh64_intdigest(head + array("q", events).tobytes() if events else head)
         return self.value
 
-
     def add_steps(self, composition: int, free_gpu: list[int], free_cpu: int) -> list[int]:
         """The same for steps without events; the values after each."""
         value, values = self.value, []

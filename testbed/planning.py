@@ -21,9 +21,7 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int 
     copies = core.blocks.copies
     if copies:
         core.blocks.copies = []
-    shape = BatchShape(
-        num_decodes, context, prefills, num_samples, len(step.swap_out), len(step.swap_in), len(copies)
-    )
+    shape = BatchShape(num_decodes, context, prefills, num_samples, len(step.swap_out), len(step.swap_in), len(copies))
     return BatchPlan(  # by position, which is faster
         core.num_steps,
         num_steps_ahead(step, core, max_steps) if max_steps > 1 else 1,

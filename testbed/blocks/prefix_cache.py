@@ -135,6 +135,7 @@ class PrefixCache:
 
     def extend_lone(self, lone: LonePrefix, num_blocks: int) -> None:
         """The first `num_blocks` blocks of its table hold the prefix."""
+        assert num_blocks >= lone.num_blocks, "what is held is not given up"
         self.num_cached_blocks += num_blocks - lone.num_blocks
         lone.num_blocks = num_blocks
 

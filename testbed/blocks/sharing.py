@@ -90,10 +90,6 @@ class PrefixSharing:
         self._chains: dict[int, _Chain] = {}
         self._fresh: list[CacheEntry] = []  # allocated for their content by the step being planned
 
-    @property
-    def is_on(self) -> bool:
-        return self._keys is not None
-
     # --- hits ---
 
     def lookup(self, seq: Sequence) -> PrefixHit:
@@ -239,10 +235,10 @@ class PrefixSharing:
         if self._keys is None:
             return True
         chains = self._chains
-        return all([chains[seq.seq_id].lone is not None for seq in seqs])
+        return None not in [chains[seq.seq_id].lone for seq in seqs]
 
     def settle(self, seq: Sequence) -> LonePrefix | None:
-        """The sequence gives its blocks back, and what it has computed is published; the prefix that nobody else has."""
+        """The sequence gives its blocks back, and what it computed is published; the prefix that it alone has."""
         if self._keys is None:
             return None
         chain = self._chains[seq.seq_id]

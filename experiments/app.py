@@ -68,7 +68,7 @@ def _plain(arguments: list[str]) -> tuple[RunConfig, Path] | None:
     Hydra's own app composes the configuration twice (once to see whether it is a sweep) and copies it three times.
     """
     keys = [item.partition("=")[0] for item in arguments if "=" in item]
-    is_of_hydra = any(key.startswith(("-", "hydra")) and key != "hydra.run.dir" for key in keys)
+    is_of_hydra = any(key.lstrip("+~").startswith(("-", "hydra")) and key != "hydra.run.dir" for key in keys)
     if len(keys) < len(arguments) or is_of_hydra:
         return None
     raw = compose_raw(arguments, with_hydra=True)

@@ -62,8 +62,8 @@ class Digest:
 def plan_events(step: Step) -> list[int]:
     """The events of a plan as integers: admissions with their hits, preemptions, requests ended as ignored."""
     events: list[int] = []
-    if step.is_eventless:
-        return events
+    if not (step.admitted or step.preempted or step.ignored or step.swap_out or step.swap_in):
+        return events  # most steps
     for admission in step.admitted:
         events += (1, admission.seq_id, admission.num_cached_tokens, int(admission.is_resumed))
     for preemption in step.preempted:

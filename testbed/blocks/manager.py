@@ -66,10 +66,6 @@ class BlockManager:
         self.sliding_window = sliding_window
         self.publishes_at_allocation = rules.hits_visible != "commit"
         self.caches_prefixes = key_source is not None
-        # a decoding sequence needs nothing but a new block at each border, whoever comes first
-        self.is_plain = not (
-            lookahead_slots or sliding_window or (rules.duplicates == "merged" and self.caches_prefixes)
-        )
         self.copies: list[tuple[int, int]] = []  # copies-on-write of the step being planned, which takes them
         self._tables: dict[int, list[int]] = {}
         self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction)
@@ -95,6 +91,11 @@ class BlockManager:
     @property
     def num_free_cpu_blocks(self) -> int:
         return self._swap.num_free
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a decoding sequence needs nothing but a new block at each border, whoever comes first."""
+        return not (self._prefixes.is_merged or self.lookahead_slots or self.sliding_window)
 
     @property
     def num_queried_tokens(self) -> int:

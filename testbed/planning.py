@@ -20,8 +20,9 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int 
         num_decodes, context, num_samples = num_decodes + as_decodes, context + row_context, num_samples + row_samples
     copies = core.blocks.copies
     if copies:
-        core.blocks.copies = []
-    shape = BatchShape(num_decodes, context, prefills, num_samples, len(step.swap_out), len(step.swap_in), len(copies))
+        core.blocks.copies, copies = [], _last_into_each(copies)
+    swap_in = step.swap_in and _last_into_each(step.swap_in)
+    shape = BatchShape(num_decodes, context, prefills, num_samples, len(step.swap_out), len(swap_in), len(copies))
     return BatchPlan(  # by position, which is faster
         core.num_steps,
         num_steps_ahead(step, core, max_steps) if max_steps > 1 else 1,
@@ -31,7 +32,7 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int 
         tuple(step.admitted),
         tuple(step.preempted),
         tuple(step.swap_out),
-        tuple(step.swap_in),
+        tuple(swap_in),
         tuple(step.swapped_in),
         tuple(copies),
         tuple(step.ignored),
@@ -55,6 +56,12 @@ def _row_shapes(step: Step, window: int | None) -> tuple[int, int, tuple[Prefill
         num_samples += start + num_tokens == seq.num_tokens
         has_beams = has_beams or (seq.group is not None and seq.group.is_beam)
     return num_decodes, context, tuple(prefills), num_samples, has_beams
+
+
+def _last_into_each(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of the moves into one block the last: its first taker found its content elsewhere and gave it back."""
+    sources = {destination: source for source, destination in pairs}
+    return [(source, destination) for source, destination in pairs if sources[destination] == source]
 
 
 def _num_scheduled(step: Step) -> tuple[tuple[str, int], ...]:

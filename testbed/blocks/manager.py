@@ -315,7 +315,8 @@ class BlockManager:
         watermark = self.watermark_blocks if self.rules.watermark_for_swapped_in else 0
         if num_blocks + watermark > self.num_gpu_blocks:
             return Verdict.NEVER
-        return Verdict.OK if self.num_free_blocks - num_blocks >= watermark else Verdict.LATER
+        num_free = self.num_free_blocks - len(self._unread_blocks())
+        return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
 
     def _num_growing(self, seqs: list[Sequence], tables: list[list[int]]) -> int:
         """Blocks that the next token of each takes: new ones, and copies of a block that several would write into."""
@@ -338,6 +339,7 @@ class BlockManager:
     def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
         """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""
         moved: dict[int, int] = {}
+        unread = self._unread_blocks()
         for one in seq.together:
             table = self._tables[one.seq_id] = []
             self._prefixes.restart(one)
@@ -349,7 +351,8 @@ class BlockManager:
                     self._gpu.pool.share(moved[cpu_block])
                     block = moved[cpu_block]
                 else:
-                    (block,) = self._gpu.take(1) if index >= num_full else self._prefixes.by_content(one, index)
+                    found = self._prefixes.by_content(one, index) if index < num_full else None
+                    block = self._take_but(unread) if found is None else found
                     moved[cpu_block] = block
                 table.append(block)
                 if index < num_full:
@@ -358,6 +361,22 @@ class BlockManager:
             if table[:1] == [RELEASED]:
                 self._prefixes.stop(one)
         return list(moved.items())
+
+    def _unread_blocks(self) -> list[int]:
+        """Free blocks that copies of this step are still to be made from: a device swaps in before it copies."""
+        counts = self._gpu.pool.ref_counts
+        return list(dict.fromkeys(source for source, _ in self.copies if not counts[source]))
+
+    def _take_but(self, unread: list[int]) -> int:
+        """A new block that is none of these; there must be one."""
+        (block,) = self._gpu.take(1)
+        aside = []
+        while block in unread:
+            aside.append(block)
+            (block,) = self._gpu.take(1)
+        for held in reversed(aside):
+            self._gpu.release(held, 0)
+        return block
 
     # --- release ---
 

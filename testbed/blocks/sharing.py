@@ -340,16 +340,16 @@ class PrefixSharing:
         if num_full * self._block_size < num_tokens:
             table += self._gpu.take(1)
 
-    def by_content(self, seq: Sequence, index: int) -> list[int]:
-        """The block that holds the content of the sequence's block `index` on the GPU, or a new one."""
+    def by_content(self, seq: Sequence, index: int) -> int | None:
+        """The block that holds the content of the sequence's block `index` on the GPU, now referenced, if any does."""
         chain = self._chains[seq.seq_id]
         found = None
         if not chain.is_broken:
             found = self._cache.find(chain.keys[index], chain.contents[index], chain.entry)
         if found is None:
-            return self._gpu.take(1)
+            return None
         self._gpu.reference(found.blocks[0])
-        return [found.blocks[0]]
+        return found.blocks[0]
 
     def _merge(self, table: list[int], index: int, chain: _Chain) -> CacheEntry | None:
         """A block that has become full: another with its content takes its place in the table, or it is published."""

@@ -112,6 +112,19 @@ def test_presets_follow_the_shadow(name: str):
         life.check_repeats(2)
 
 
+@pytest.mark.parametrize("seed", ["x21", "x53", "x117", "x146", *range(8)])
+def test_what_a_step_gives_back_is_not_moved_over_before_it_is_read(seed: str | int):
+    """Equal full blocks become one, so a step gives back blocks that it has just filled, or that it will copy from;
+    groups that come back from the CPU take them. The named seeds failed once."""
+    rng = random.Random(seed)
+    limits = Limits(8, rng.choice((16, 64)), 60, 0, 1)
+    values = presets()["vllm_v0"] | {"preemption": "swap"}
+    life = Life(Setup(**values, limits=limits, num_blocks=rng.choice((12, 16, 24)), num_cpu_blocks=12), rng)
+    for _ in range(80):
+        rng.choice((life.add, life.step, life.step, life.step, life.abort if rng.random() < 0.2 else life.step))()
+    life.drain()
+
+
 @pytest.mark.parametrize("victim", ["oldest first", "most_blocks", "least_progress"])
 def test_what_a_victim_was_to_compute_in_the_same_step_is_never_hit(victim: str):
     """Hits are visible at once, and victims may be scheduled already: prompts that are long for the pool, in chunks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MAX_SHAPES = 64  # compilations of a function: of each hidden size and epsilon, for one token and for several
 
 
 def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
@@ -34,10 +37,26 @@ def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
         if not first.is_cuda or not can_compile():
             return fn(*args, **kwargs)
         if compiled is None:
-            compiled = torch.compile(fn, fullgraph=True, dynamic=True, options={"emulate_precision_casts": True})
+            compiled = compile_shapes(fn, options={"emulate_precision_casts": True})
         return compiled(*args, **kwargs)
 
     return call
+
+
+def compile_shapes(fn: Callable[P, R], **how: Any) -> Callable[P, R]:
+    """torch.compile for all models that a process loads. Weights are parameters, whose sizes it takes as constants: so
+    each model's are compiled anew, and torch by itself gives up after 8. how: further arguments of torch.compile.
+    """
+    if takes_limit():
+        how["recompile_limit"] = MAX_SHAPES
+    else:  # torch's own setting, which is read at each compilation, for whatever the process compiles
+        torch._dynamo.config.recompile_limit = max(MAX_SHAPES, torch._dynamo.config.recompile_limit)
+    return torch.compile(fn, fullgraph=True, dynamic=True, **how)
+
+
+def takes_limit() -> bool:
+    """Whether this torch has a limit for each function, which came after 2.8."""
+    return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 @cache

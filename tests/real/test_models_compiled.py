@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from real.layers import compiled
 from real.layers.activation import silu_and_mul
-from real.layers.compiled import can_compile, compiled_on_cuda
+from real.layers.compiled import can_compile, compile_shapes, compiled_on_cuda
 from real.layers.norm import add_rms_norm, rms_norm
 from real.layers.rotary import rotate
 
@@ -49,21 +50,43 @@ def both(name: str, fn: Callable[..., Tensor], num_tokens: int, device: str, dty
     return results
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_one_graph_for_all_sizes(name):
-    """Traced as on a GPU, run by torch's own operators: no break, nothing fixed to the first size, what is overwritten
-    is overwritten."""
-    graphs: list[object] = []
+class Graphs:
+    """A backend of torch.compile that counts what it is given, and runs it by torch's own operators."""
 
-    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        self.count += 1
         return graph.forward
 
-    traced = torch.compile(FUNCTIONS[name].__wrapped__, fullgraph=True, dynamic=True, backend=backend)  # type: ignore[attr-defined]
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_one_graph_for_all_sizes(name):
+    """Traced as on a GPU: no break, nothing fixed to the first size, what is overwritten is overwritten."""
+    graphs = Graphs()
+    traced = compile_shapes(FUNCTIONS[name].__wrapped__, backend=graphs)  # type: ignore[attr-defined]
     for num_tokens in SIZES:
         plain, other = both(name, traced, num_tokens, "cpu", torch.float32)
         torch.testing.assert_close(other, plain, atol=0, rtol=0)
-    assert len(graphs) == 2
+    assert graphs.count == 2
+
+
+@pytest.mark.parametrize("has_own_limit", [True, False])
+def test_a_process_may_load_models_of_many_shapes(monkeypatch, has_own_limit):
+    if has_own_limit and not compiled.takes_limit():
+        pytest.skip("this torch has no limit for each function")
+    monkeypatch.setattr(compiled, "takes_limit", lambda: has_own_limit)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        traced = compile_shapes(rms_norm.__wrapped__, backend=Graphs())
+        for hidden_size in (16, 32, 48, 64):
+            weight = torch.nn.Parameter(torch.rand(hidden_size), requires_grad=False)
+            for num_tokens, eps in ((3, 1e-6), (1, 1e-6), (5, 1e-5)):
+                x = torch.randn(num_tokens, hidden_size)
+                with torch.inference_mode():
+                    torch.testing.assert_close(traced(x, weight, eps), rms_norm(x, weight, eps), atol=0, rtol=0)
+        assert torch._dynamo.config.recompile_limit == (8 if has_own_limit else compiled.MAX_SHAPES)
 
 
 def test_the_cpu_calls_them_as_they_are(monkeypatch):
@@ -93,14 +116,17 @@ def test_compiled_on_cuda_and_captured(name, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_it_is_compiled_once_for_many_sizes():
-    calls = []
+def test_it_is_compiled_once_for_many_sizes(monkeypatch):
+    graphs, compile_plainly = Graphs(), torch.compile
+    monkeypatch.setattr(compiled, "takes_limit", lambda: False)
+    monkeypatch.setattr(torch, "compile", lambda fn, options, **how: compile_plainly(fn, backend=graphs, **how))
 
     @compiled_on_cuda
     def double(x: Tensor) -> Tensor:
-        calls.append(1)  # while it is traced
         return x * 2
 
-    for num_tokens in (3, 4, 50, 7):
-        assert torch.equal(double(torch.ones(num_tokens, 2, device="cuda")), torch.full((num_tokens, 2), 2.0).cuda())
-    assert len(calls) <= 1
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for num_tokens in (3, 4, 50, 7):
+            doubled = double(torch.ones(num_tokens, 2, device="cuda"))
+            assert torch.equal(doubled, torch.full((num_tokens, 2), 2.0, device="cuda"))
+    assert graphs.count == 1

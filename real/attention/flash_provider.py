@@ -10,10 +10,12 @@ A sliding window is its `window_size`, (tokens to the left, to the right) of a q
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Sequence
 from itertools import accumulate
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from real.attention.interface import AttentionMetadata, AttentionSpec, StepAtten
 from real.attention.triton_provider import PagedRows, scoring_of, send
 
 PAGE = 256  # tokens
+MIN_CAPABILITY = (8, 0)
 ALL = slice(None)
 
 
@@ -36,17 +39,41 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"it needs float16 or bfloat16, the dtype is {str(spec.dtype).removeprefix('torch.')}"
     if spec.head_dim > 256 or spec.head_dim % 8:
         return f"it needs a head size of at most 256 and a multiple of 8, the model's is {spec.head_dim}"
+    if (found := torch.cuda.get_device_capability(spec.device)) < MIN_CAPABILITY:
+        return f"it needs compute capability 8.0 or later, the GPU's is {found[0]}.{found[1]}"
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
+    try:
+        package = importlib.import_module("flash_attn")
+    except Exception as error:  # noqa: BLE001  (a binary for another torch or CUDA: whatever it raises is told)
+        told = " ".join(str(error).split())
+        return (
+            f"the installed flash-attn cannot be imported ({type(error).__name__}: {told}); install it for this torch"
+        )
     if not takes_pages(spec) and (reason := triton_provider.why_not(spec)) is not None:
         return f"the Triton kernels would take its paged calls ({_why_no_pages(spec)}), and: {reason}"
-    if spec.sliding_window is not None and not _knows("window_size"):
-        return (
-            f"the installed flash-attn has no window_size (it came with 2.3), cache.sliding_window is "
-            f"{spec.sliding_window}"
-        )
-    if spec.alibi_slopes is not None and not _knows("alibi_slopes"):
-        return "the installed flash-attn has no alibi_slopes (they came with 2.4), and the model has some"
+    return _why_too_old(package, spec)
+
+
+def _why_too_old(package: ModuleType, spec: AttentionSpec) -> str | None:
+    """Which of the arguments that the steps of such a spec hand over a function of the package does not take."""
+    functions = ["flash_attn_varlen_func"]
+    asked = []
+    if takes_pages(spec):
+        functions.append("flash_attn_with_kvcache")
+        asked.append(("block_table", "2.5", f"cache.block_size is {spec.block_size}"))
+    if spec.sliding_window is not None:
+        asked.append(("window_size", "2.3", f"cache.sliding_window is {spec.sliding_window}"))
+    if spec.alibi_slopes is not None:
+        asked.append(("alibi_slopes", "2.4", "the model has ALiBi slopes"))
+    for name in functions:
+        function = getattr(package, name, None)
+        if function is None:
+            return f"the installed flash-attn has no {name}; install 2.8"
+        known = inspect.signature(function).parameters
+        for option, since, why in asked:
+            if option not in known:
+                return f"the installed flash-attn's {name} takes no {option} (it came with {since}), and {why}"
     return None
 
 
@@ -59,12 +86,6 @@ def _why_no_pages(spec: AttentionSpec) -> str:
     if spec.kv_dtype != "auto":
         return f"it reads no {spec.kv_dtype} cache"
     return f"cache.block_size is {spec.block_size}, no multiple of {PAGE}"
-
-
-def _knows(option: str) -> bool:
-    from flash_attn import flash_attn_varlen_func
-
-    return option in inspect.signature(flash_attn_varlen_func).parameters
 
 
 class FlashAttention:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real.attention import flash_provider, torch_provider, triton_provider
+from real.attention import torch_provider, triton_provider
 from real.attention.flash_provider import FlashAttention, why_not
-from real.attention.registry import choose_attention
+from real.attention.registry import Choice, choose_attention
 from real.attention.torch_provider import TorchAttention
 from testbed.errors import ConfigError
 from tests.kernels.paged_batches import Batch, make_spec
@@ -126,6 +126,18 @@ def test_flash_attention_is_called_as_its_documentation_asks(flash, rows, calls,
 HALF = {"device": torch.device("cuda"), "dtype": torch.float16}
 
 
+@pytest.fixture
+def no_triton(monkeypatch):
+    monkeypatch.setattr(triton_provider, "why_not", lambda spec: "no Triton here")
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """What torch would say of a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+
+@pytest.mark.usefixtures("flash", "no_triton", "ampere")
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -133,44 +145,79 @@ HALF = {"device": torch.device("cuda"), "dtype": torch.float16}
         (make_spec(device=torch.device("cuda")), "dtype is float32"),
         (make_spec(**HALF, block_size=256, head_dim=320), "head size"),
         (make_spec(**HALF, block_size=256), None),
-        (make_spec(**HALF, block_size=16), "block_size is 16, no multiple of 256.*no GPU here"),
-        (make_spec(**HALF, block_size=256, kv_dtype="fp8_e5m2"), "reads no fp8_e5m2 cache.*no GPU here"),
+        (make_spec(**HALF, block_size=16), "block_size is 16, no multiple of 256.*no Triton here"),
+        (make_spec(**HALF, block_size=256, kv_dtype="fp8_e5m2"), "reads no fp8_e5m2 cache.*no Triton here"),
     ],
 )
-def test_flash_attention_says_why_it_cannot_run(flash, monkeypatch, spec, reason):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_flash_attention_says_why_it_cannot_run(spec, reason):
     assert why_not(spec) is None if reason is None else re.search(reason, why_not(spec))
 
 
-def test_flash_attention_is_able_at_any_block_size_where_the_kernels_are(flash, monkeypatch):
+@pytest.mark.usefixtures("flash", "no_triton")
+def test_flash_attention_needs_an_ampere(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert why_not(make_spec(**HALF, block_size=256)) == "it needs compute capability 8.0 or later, the GPU's is 7.5"
+
+
+@pytest.mark.usefixtures("flash", "ampere")
+def test_flash_attention_is_able_at_any_block_size_where_the_kernels_are(monkeypatch):
     monkeypatch.setattr(triton_provider, "why_not", lambda spec: None)
     assert why_not(make_spec(**HALF, block_size=16)) is None
     assert why_not(make_spec(**HALF, block_size=16, kv_dtype="fp8_e4m3")) is None
 
 
+def chosen_by_auto(spec, monkeypatch) -> Choice:
+    """Providers are made without a GPU, onto which they put what they know beforehand."""
+    for provider in (FlashAttention, TorchAttention, triton_provider.TritonAttention):
+        monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    return choose_attention("auto", spec)
+
+
+def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k): ...
+
+
+def old_decode(q, k_cache, v_cache, cache_seqlens, softmax_scale, causal): ...
+
+
+@pytest.mark.usefixtures("ampere", "no_triton")
 @pytest.mark.parametrize(
-    ("options", "is_old", "lacks"),
+    ("options", "old", "lacks"),
     [
-        ({"window": 6}, True, "no window_size .*cache.sliding_window is 6"),
-        ({"alibi": True}, True, "no alibi_slopes"),
-        ({}, True, None),
-        ({"window": 6, "alibi": True}, False, None),
+        ({"window": 6}, {}, None),
+        ({"window": 6, "alibi": True}, {}, None),
+        ({}, {"varlen_func": old_varlen}, "varlen_func takes no block_table .*cache.block_size is 256"),
+        ({}, {"with_kvcache": old_decode}, "with_kvcache takes no block_table .*cache.block_size is 256"),
+        ({}, {"with_kvcache": None}, "has no flash_attn_with_kvcache"),
+        ({"block_size": 16}, {"varlen_func": old_varlen, "with_kvcache": None}, None),
+        ({"block_size": 16, "window": 6}, {"varlen_func": old_varlen}, "no window_size .*sliding_window is 6"),
+        ({"block_size": 16, "alibi": True}, {"varlen_func": old_varlen}, "no alibi_slopes"),
     ],
 )
-def test_a_flash_attention_that_lacks_what_is_asked_for_is_not_chosen(flash, monkeypatch, options, is_old, lacks):
-    def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k): ...
-
-    if is_old:
-        flash.flash_attn_varlen_func = old_varlen
-    spec = make_spec(**HALF, block_size=256, **options)
+def test_a_flash_attention_that_lacks_what_is_asked_for_is_not_chosen(flash, monkeypatch, options, old, lacks):
+    for name, function in old.items():
+        monkeypatch.setattr(flash, f"flash_attn_{name}", function)
+    spec = make_spec(**HALF, **{"block_size": 256, **options})
+    if spec.block_size == 16:
+        monkeypatch.setattr(triton_provider, "why_not", lambda spec: None)
     reason = why_not(spec)
     assert reason is None if lacks is None else re.search(lacks, reason)
-    monkeypatch.setattr(flash_provider.FlashAttention, "__init__", lambda self, spec: None)  # puts slopes onto a GPU
-    monkeypatch.setattr(torch_provider.TorchAttention, "__init__", lambda self, spec: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    choice = choose_attention("auto", spec)
-    assert choice.provider.name == ("flash_attn" if lacks is None else "torch")
+    choice = chosen_by_auto(spec, monkeypatch)
+    assert (choice.provider.name == "flash_attn") == (lacks is None)
     assert choice.reasons["flash_attn"] == (reason or "first that can run")
+
+
+@pytest.mark.usefixtures("ampere", "no_triton")
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
+def test_a_flash_attention_that_was_built_for_another_torch_is_passed_over(monkeypatch, tmp_path, error):
+    (tmp_path / "flash_attn.py").write_text(f"raise {error}('flash_attn_2_cuda.so: undefined\\n  symbol: _ZN3c104')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    choice = chosen_by_auto(make_spec(**HALF, block_size=256), monkeypatch)
+    assert choice.provider.name == "torch"
+    assert choice.reasons["flash_attn"] == (
+        f"the installed flash-attn cannot be imported ({error}: flash_attn_2_cuda.so: undefined symbol: _ZN3c104); "
+        "install it for this torch"
+    )
 
 
 def test_auto_takes_the_first_provider_that_can_run_and_says_why_not_the_others():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -101,7 +103,21 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """The current device's. Its watchdog is told to leave errors to us: it would end the driver with its records."""
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # torch reads it now; groups of others are theirs
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """The variable has this value within, and what it had before afterwards."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

@@ -5,9 +5,10 @@ The driver's process is rank 0; it decides, sends each plan, computes its own sh
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,13 +20,15 @@ from real.backend import RealBackend, RealWork, check_host_memory
 from real.config import RealConfig
 from real.device import resolve_device, resolve_dtype
 from real.models.registry import check_supported
-from real.parallel.distributed import LostPeerError, host_store, join
+from real.parallel.distributed import DistributedGroup, LostPeerError, host_store, join
 from real.parallel.processes import Ranks
 from real.parallel.wire import pack
 from real.parallel.worker import Setup
 from testbed.errors import DeviceError
 from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans
 from testbed.specs import ModelSpec
+
+ABORT_S = 5.0  # that an aborted collective may take to leave the GPU
 
 
 class RankedWork:
@@ -68,10 +71,9 @@ class RankedBackend:
             Setup(rank, num_ranks, store.port, device.type, spec, config, options) for rank in range(1, num_ranks)
         ]
         self.num_ranks = num_ranks
-        self._is_in_step = False
         self._ranks = Ranks(setups, config.rank_timeout_s)
-        ends = [self._ranks.close]
-        self._end = weakref.finalize(self, _run, ends)  # also where nobody closes
+        self._ending = Ending(self._ranks)
+        self._end = weakref.finalize(self, self._ending)  # also where nobody closes
         try:
             with self._explained():
                 self._ranks.wait_until_ready()
@@ -80,9 +82,8 @@ class RankedBackend:
                 group = join(store, 0, num_ranks, device.type, config.rank_timeout_s)
                 if device.type == "cuda":
                     self._ranks.on_failure(group.abort)
-                    ends.append(group.abort)  # what is left of it here
-                self._local = RealBackend(spec, config, group=group, **options)
-                ends.insert(0, self._local.close)  # captured graphs go before the communicator that they hold
+                    self._ending.group, self._ending.stream = group, torch.cuda.current_stream()
+                self._local = self._ending.local = RealBackend(spec, config, group=group, **options)
         except BaseException:
             self._end()
             raise
@@ -94,9 +95,9 @@ class RankedBackend:
 
     def start(self, plan: BatchPlan) -> RankedWork:
         """Launches one step on every rank. Raises DeviceError if the last one was not waited for."""
-        if self._is_in_step or not self._end.alive:
+        if self._ending.is_in_step or not self._end.alive:
             raise DeviceError("the ranks were stopped in the middle of a step, or closed; load the model again")
-        self._is_in_step = True
+        self._ending.is_in_step = True
         began_ns = time.perf_counter_ns()
         rows = plan.scheduled
         with self._explained():
@@ -109,7 +110,7 @@ class RankedBackend:
         with self._explained():
             self._ranks.wait_for(work.is_done)
             result = work.wait()
-        self._is_in_step = False
+        self._ending.is_in_step = False
         return result
 
     def close(self) -> None:
@@ -129,9 +130,47 @@ class RankedBackend:
         self._ranks.check()
 
 
-def _run(ends: Sequence[Callable[[], None]]) -> None:
-    for end in ends:
-        end()
+class Ending:
+    """Ends an engine, of which it knows the parts alone: so it can end one that nobody closed. Called once.
+
+    NCCL lets go of its memory when no captured graph is left that uses it, so the graphs go before the group is
+    aborted. But a graph goes when the GPU is done with it: where a step is in flight, which may wait for a rank that
+    never got its plan, the abort begins first, frees the GPU, and goes on beside.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.local: RealBackend | None = None
+        self.group: DistributedGroup | None = None  # between GPUs
+        self.stream: torch.cuda.Stream | None = None  # that steps run on
+        self.is_in_step = False
+
+    def __call__(self) -> None:
+        group, aborting = self.group, None
+        if group is not None and self.is_in_step:
+            aborting = threading.Thread(target=group.abort, name="abort", daemon=True)
+            aborting.start()
+            self._wait_until_idle()
+        if self.local is not None:
+            self.local.close()
+        self._ranks.close()
+        if aborting is not None:
+            aborting.join()
+        elif group is not None:
+            group.abort()  # what is left of it here
+
+    def _wait_until_idle(self) -> None:
+        """Or for ABORT_S. Others run meanwhile, which they could not while a graph that is still in use is let go."""
+        deadline = time.monotonic() + ABORT_S
+        while not self._is_idle() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _is_idle(self) -> bool:
+        assert self.stream is not None
+        try:
+            return self.stream.query()
+        except RuntimeError:  # an earlier kernel has failed: nothing runs any more
+            return True
 
 
 def _check_gpus(num_ranks: int) -> None:

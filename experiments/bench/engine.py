@@ -155,6 +155,7 @@ def _against_generate(spec: ModelSpec, repeats: int) -> None:
         size = f"{spec.num_parameters / 1e6:.1f} M parameters, {spec.dtype}"
         print(f"\n  {size}, {num_requests} x ({length} in + {length} out), in turns")
         outputs = _compare(arms, [length] * num_requests, repeats)
+        engine.show_host(f"this engine, {num_requests} at a time")
         engine.close()
     same = sum(ours == theirs for ours, theirs in zip(*outputs.values(), strict=True))
     print(f"  {same} of {num_requests} outputs are the same token for token")
@@ -187,6 +188,8 @@ def _against_continuous_batching(spec: ModelSpec, repeats: int) -> None:
                 print(f"  {name:<36}{error}")
                 continue
             rates |= _rates({name: partial(engine.generate, prompts, lengths)}, lengths, repeats)[0]
+            engine.generate(prompts[:SERVED], [SERVED_TOKENS] * SERVED)
+            engine.show_host(f"{name}, {SERVED} at a time")
             engine.close()
             del engine
             _free_gpu()
@@ -286,6 +289,11 @@ class Offline:
 
     def close(self) -> None:
         self._backend.close()
+
+    def show_host(self, name: str) -> None:
+        """The share of the last run's steps in which the device did nothing for them: scheduling, inputs, hand-over."""
+        share = self.host.describe()["exposed_share"]
+        print(f"  {name}: the host takes {share:.1%} of a step", flush=True)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         from real.driver import run

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
+from real.layers.linear import multiply
 from real.layers.slots import Slot, empty_parameter, shared
 
 
@@ -58,7 +59,7 @@ class LMHead(VocabParallel):
             self.weight = tied_to.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = functional.linear(hidden, self.weight)  # [num_rows, vocab / ranks]
+        logits = multiply(hidden, self.weight)  # [num_rows, vocab / ranks]
         if self.group.size > 1:
             logits = self.group.all_gather(logits)[:, : self.vocab_size]
         return logits.float()

@@ -17,6 +17,8 @@ from torch.nn import functional
 from real.device import Placement
 from real.layers.slots import Slot, empty_parameter, shared, whole
 
+MAX_FEW_TOKENS = 64
+
 
 class LinearMethod(Protocol):
     """How a linear layer stores its weight and multiplies by it."""
@@ -35,7 +37,20 @@ class Unquantized:
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        return functional.linear(x, weight, bias)
+        return multiply(x, weight, bias)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features].
+
+    For a few tokens on several threads of a CPU the product is taken the other way round: its library shares the rows
+    of the left matrix out among the threads, and the weight has more of them.
+    """
+    is_few = 1 < x.shape[0] <= MAX_FEW_TOKENS
+    if is_few and x.is_cpu and x.dtype == torch.float32 and torch.get_num_threads() > 1:
+        product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
+        return product.t().contiguous()
+    return functional.linear(x, weight, bias)
 
 
 def share(size: int, placement: Placement) -> int:

@@ -97,7 +97,7 @@ def tiling(
     """Tiles for a head size, query heads of a KV head, the format that is computed in, the longest row, and the GPU.
 
     is_plain: no FP8, no window, no ALiBi; these take more registers, of which GPUs before Hopper (whose matrix units
-    read both operands from shared memory) have none to spare.
+    read both operands from shared memory) have none to spare. Nor have the four warps of a short tile there.
     """
     head_pad = max(16, triton.next_power_of_2(head_dim))
     block_m = 64 if max_query_len * group <= 64 or head_pad > 128 else 128
@@ -106,7 +106,7 @@ def tiling(
         return Tiling(max(32, triton.next_power_of_2(group)), 32 if head_pad <= 128 else 16, 8, 2)
     num_warps = 8 if block_m >= 128 or head_pad > 128 else 4
     is_hopper = capability is None or capability >= (9, 0)
-    block_n = 64 if head_pad <= 128 and (is_hopper or is_plain) else 32
+    block_n = 64 if head_pad <= 128 and (is_hopper or (is_plain and num_warps == 8)) else 32
     return Tiling(block_m, block_n, num_warps, 3 if is_hopper else 2)
 
 

@@ -15,17 +15,25 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from real.attention.triton_provider import is_interpreted
 
+if TYPE_CHECKING:
+    from real.kernels.attend import Tiling
+
 TARGETS = (80, 90)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 BLOCK_SIZE = 16
-UNINDEXED: dict[str, Any] = {"rows": None, "query_starts": None, "HAS_ROWS": False}  # row i is token i
+LONG, SHORT = 4096, 2  # query tokens of the longest row of a step: prefill has a tile for each kind
+ROWS: dict[str, dict[str, Any]] = {
+    "": {"rows": None, "query_starts": None, "HAS_ROWS": False},  # row i is token i: a step of decodes
+    " rows": {"HAS_ROWS": True},  # the decodes of a mixed step
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ def attention_variants(
     has_window: bool = False,
     has_alibi: bool = False,
 ) -> Iterator[Variant]:
-    """Decode in one pass and split, and prefill, of one model shape with 8 KV heads."""
+    """Decode in one pass and split, of all rows and of some, and prefill, of one model shape with 8 KV heads."""
     from real.kernels import decode, prefill
     from real.kernels.formats import as_stored
 
@@ -95,18 +103,25 @@ def attention_variants(
     ]
     shape_name = " ".join([label, f"head {head_dim}", f"group {group}", *(extra for extra in extras if extra)])
     tile = decode.tiling(head_dim, group, dtype)
-    rows = UNINDEXED | {"MIN_SPLIT": decode.MIN_SPLIT}
-    for is_split in (False, True):
-        constants = shape | rows | {
+    for rows, is_split in product(ROWS, (False, True)):
+        constants = shape | ROWS[rows] | {
             "NUM_HEADS": 8 * group, "GROUP_TILE": tile.block_m, "BLOCK_N": tile.block_n, "IS_SPLIT": is_split,
-            "partial": "*fp32" if is_split else None,
+            "partial": "*fp32" if is_split else None, "MIN_SPLIT": decode.MIN_SPLIT,
         }  # fmt: skip
-        name = f"decode{' split' if is_split else ''} {shape_name}"
+        name = f"decode{' split' if is_split else ''}{rows} {shape_name}"
         yield variant(name, decode.decode_kernel, pointers, constants, tile.num_warps, tile.num_stages)
-    is_plain = not (fp8 or has_window or has_alibi)
-    wide = prefill.tiling(head_dim, group, dtype, 4096, divmod(target, 10), is_plain)
-    constants = shape | {"BLOCK_M": wide.block_m, "BLOCK_N": wide.block_n}
-    yield variant(f"prefill {shape_name}", prefill.prefill_kernel, pointers, constants, wide.num_warps, wide.num_stages)
+    for which, tile in prefill_tiles(head_dim, group, dtype, target, not (fp8 or has_window or has_alibi)).items():
+        constants = shape | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        name = f"prefill{which} {shape_name}"
+        yield variant(name, prefill.prefill_kernel, pointers, constants, tile.num_warps, tile.num_stages)
+
+
+def prefill_tiles(head_dim: int, group: int, dtype: torch.dtype, target: int, is_plain: bool) -> dict[str, Tiling]:
+    """The tiles that steps choose between, each under what tells it from the others in a name."""
+    from real.kernels.prefill import tiling
+
+    long, short = (tiling(head_dim, group, dtype, longest, divmod(target, 10), is_plain) for longest in (LONG, SHORT))
+    return {"": long} if short == long else {"": long, " short": short}
 
 
 def small_variants() -> Iterator[Variant]:
@@ -121,12 +136,14 @@ def small_variants() -> Iterator[Variant]:
         }  # fmt: skip
         name = ("", "", " e4m3", " e5m2")[kv_format]
         yield variant(f"store bf16 head 128{name}", store.store_kernel, pointers, constants, 4)
-    constants = UNINDEXED | {
-        "MIN_SPLIT": decode.MIN_SPLIT, "HAS_WINDOW": False,
-        "NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS_PAD": decode.MAX_SPLITS, "TILE": decode.REDUCE_TILE,
-    }  # fmt: skip
     pointers = {"output": "*bf16", "partial": "*fp32"}
-    yield variant("reduce bf16 head 128", decode.reduce_kernel, pointers, constants, 4)
+    for rows, has_window in product(ROWS, (False, True)):
+        constants = ROWS[rows] | {
+            "MIN_SPLIT": decode.MIN_SPLIT, "HAS_WINDOW": has_window, "NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128,
+            "SPLITS_PAD": decode.MAX_SPLITS, "TILE": decode.REDUCE_TILE,
+        }  # fmt: skip
+        name = f"reduce{rows} bf16 head 128{' window' if has_window else ''}"
+        yield variant(name, decode.reduce_kernel, pointers, constants, 4)
     yield variant("copy", block_copy.copy_kernel, {"words": "*i64"}, {"WORDS": 4096, "CHUNK": block_copy.CHUNK}, 4)
 
 

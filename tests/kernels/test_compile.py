@@ -26,7 +26,7 @@ def test_main_shapes_compile_without_spills(target, tmp_path):
     done = compile_by(["--targets", target, "--filter", wanted], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    assert len(lines) == 2 * 3 + 5
+    assert len(lines) == 2 * 6 + 8
     for line in lines:
         name, of_target, registers, local_bytes, _, _ = line.rsplit(maxsplit=5)
         assert of_target == f"sm_{target}"
@@ -39,7 +39,7 @@ def test_what_is_rare_compiles_too(tmp_path):
     wanted = r"^decode split bf16 head 64 group 4 e|^prefill .*alibi|^decode bf16 head 80 group 1$"
     done = compile_by(["--filter", wanted], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 1 + 2 * 4
+    assert len(done.stdout.splitlines()) == 1 + 2 * 5
 
 
 def test_with_the_interpreter_nothing_is_compiled(tmp_path):

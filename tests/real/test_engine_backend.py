@@ -255,9 +255,30 @@ def test_importing_the_package_or_its_driver_needs_no_torch_and_no_simulator():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_a_sequence_whose_blocks_another_took_meanwhile_goes_on_from_the_host(device):
+    backend = tiny_backend(device=device)
+    known = list(PROMPTS[2])  # 12 tokens, 3 blocks
+    expected = generate(tiny_backend(), [known], 6, 64)[0]
+    table = [0, 1, 2]
+    for step in range(6):
+        swap_in = ()
+        if step == 2:
+            used = row(1, [7] * 16, [0, 1, 2, 3])
+            backend.start(plan_of(used, swap_out=((0, 5), (1, 15), (2, 0), (20, 3)))).wait()
+            swap_in, table = ((5, 11), (15, 3), (0, 1), (3, 2)), [11, 3, 1, 2]
+        start = 0 if step == 0 else len(known) - 1
+        (outcome,), _ = backend.start(plan_of(row(0, known, [*table, 20, 21], start=start), swap_in=swap_in)).wait()
+        known += outcome.tokens
+    assert known[len(PROMPTS[2]) :] == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_cuda_memory_profile_and_swap():
+def test_cuda_memory_is_measured_and_tokens_are_those_of_the_cpu():
     backend = tiny_backend(device="cuda", num_gpu_blocks=None, gpu_memory_utilization=0.5)
     _, total = torch.cuda.mem_get_info()
     size = block_bytes(tiny_spec(), 4, torch.float32)

@@ -261,18 +261,25 @@ NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_a_sequence_whose_blocks_another_took_meanwhile_goes_on_from_the_host(device):
     backend = tiny_backend(device=device)
-    known = list(PROMPTS[2])  # 12 tokens, 3 blocks
+
+    def computed(table: list[int]) -> torch.Tensor:
+        """Keys and values of the first 13 positions."""
+        return backend.cache.gpu.whole[:, :, table].flatten(2, 3)[:, :, :13].clone()
+
+    known, table = list(PROMPTS[2]), [0, 1, 2, 20]  # 12 tokens, 3 blocks
     expected = generate(tiny_backend(), [known], 6, 64)[0]
-    table = [0, 1, 2]
     for step in range(6):
         swap_in = ()
         if step == 2:
-            used = row(1, [7] * 16, [0, 1, 2, 3])
-            backend.start(plan_of(used, swap_out=((0, 5), (1, 15), (2, 0), (20, 3)))).wait()
+            kept = computed(table)
+            other = row(1, [7] * 16, [0, 1, 2, 20])
+            backend.start(plan_of(other, swap_out=((0, 5), (1, 15), (2, 0), (20, 3)))).wait()
+            assert not torch.equal(computed(table), kept)
             swap_in, table = ((5, 11), (15, 3), (0, 1), (3, 2)), [11, 3, 1, 2]
         start = 0 if step == 0 else len(known) - 1
-        (outcome,), _ = backend.start(plan_of(row(0, known, [*table, 20, 21], start=start), swap_in=swap_in)).wait()
+        (outcome,), _ = backend.start(plan_of(row(0, known, [*table, 21], start=start), swap_in=swap_in)).wait()
         known += outcome.tokens
+    assert torch.equal(computed(table), kept)
     assert known[len(PROMPTS[2]) :] == expected
 
 

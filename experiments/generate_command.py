@@ -324,5 +324,7 @@ def _label(asked: Asked) -> str:
 
 
 def _write_out(text: str) -> None:
+    if sys.stdout is None:  # closed by the caller (>&-); what --output names is written all the same
+        return
     sys.stdout.write(text)
     sys.stdout.flush()

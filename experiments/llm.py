@@ -58,7 +58,7 @@ class LLM:
         status_s: float | None = None,
         **settings: Any,
     ) -> None:
-        found = find_model(fspath(model), tokenizer, settings.get("load_format"))
+        found = find_model(fspath(model), tokenizer, settings.get("load_format") or settings.get("backend.load_format"))
         overrides = ["backend=real", *_preset(scheduler), *found.overrides, *settings_to_overrides(settings)]
         config = compose_config(overrides)
         self.config: RunConfig = replace(config, model=replace(config.model, name=found.name))

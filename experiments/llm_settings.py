@@ -12,6 +12,7 @@ from experiments.messages import options
 from experiments.settings import unknown
 from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap
 from testbed.errors import ConfigError, ModelError
+from testbed.hf_config import load_hf_config
 
 SETTINGS = {  # keyword argument -> key of the configuration
     "dtype": "backend.dtype",
@@ -60,6 +61,7 @@ def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundMode
     given = None if tokenizer is None else read_tokenizer(tokenizer)
     if path.exists():
         folder = path if path.is_dir() else path.parent
+        load_hf_config(path)  # first: a tokenizer reads it too, and would be blamed
         own = load_tokenizer(folder) if given is None and has_tokenizer(folder) else None
         overrides = to_overrides({"model": {"path": str(path)}})
         return FoundModel(path.resolve().name, overrides, folder, given or own, own is not None)

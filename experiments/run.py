@@ -121,14 +121,19 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
         from experiments.parity import recorded_inputs
 
         inputs = recorded_inputs(Path(recorded), config, whole(trace))
-        description = {"cost": "recorded", "attention": None, "device": config.device.name}
+        description = {"cost": "recorded", "attention": None, "weights": None, "device": config.device.name}
         return _Prepared(
             inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
             build.max_steps(config),
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
-    description = {"cost": config.raw["cost"].get("name"), "attention": None, "device": config.device.name}
+    description = {
+        "cost": config.raw["cost"].get("name"),
+        "attention": None,
+        "weights": None,
+        "device": config.device.name,
+    }
     inbox = _trace_inbox(config, trace)
     fleet = engines.build_fleet(config, inbox, priced)
     return _Prepared(
@@ -148,7 +153,10 @@ def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
 
     assert isinstance(config.backend, RealConfig)
     options = config.backend
-    description = {"cost": None, "attention": backend.attention_name, "device": backend.device_description}
+    description = {
+        "cost": None, "attention": backend.attention_name, "weights": backend.load_format,
+        "device": backend.device_description,
+    }  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
     inboxes = [_trace_inbox(config, at_speed(trace, options.speed))]
     log = ReplayLog(options)

@@ -91,7 +91,7 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full ({error.filename or 'while writing'}); free some space and run again"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; choose another folder or file (hydra.run.dir, --out)"
+        return f"{error.filename}: {error.strerror}; choose another folder or file (hydra.run.dir, --out, --output)"
     if isinstance(error, MemoryError):
         return "out of memory; lower trace.limit, or record.token_times=false"
     return str(error) or type(error).__name__

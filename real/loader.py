@@ -106,6 +106,12 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
                     )
                 slot = slots[name]
                 slot.view.copy_(_read(weights, stored_name, slot, file))
+                if not slot.view.isfinite().all():
+                    dtype = str(slot.view.dtype).removeprefix("torch.")
+                    raise ModelError(
+                        f"{file}: weight {stored_name!r} has values that are not finite, as {dtype}; the checkpoint is "
+                        "damaged, or backend.dtype too narrow for it"
+                    )
                 missing.pop(name, None)
     if missing:
         raise _incomplete(folder, {name: slots[name] for name in missing})

@@ -79,7 +79,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
         "tie_word_embeddings": _flag(file, "tie_word_embeddings", raw.get("tie_word_embeddings", False)),
         "rms_norm_eps": _positive(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        "rope_theta": _positive(file, "rope_theta", rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        "rope_theta": _positive(file, "rope_theta", _first(10_000.0, rope.get("rope_theta"), raw.get("rope_theta"))),
         "dtype": _dtype(file, raw),
         "eos_token_id": _eos_token_id(file, raw),
         "sliding_window": _sliding_window(architecture, raw),
@@ -90,6 +90,11 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         "hidden_act": raw.get("activation_function" if is_opt else "hidden_act") or "silu",
         "do_layer_norm_before": bool(raw.get("do_layer_norm_before", True)),
     }
+
+
+def _first(default: Any, *values: Any) -> Any:
+    """The first that is there."""
+    return next((value for value in values if value is not None), default)
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str:

@@ -102,6 +102,7 @@ MANIFEST_KEYS = (
     "scheduler",  # name
     "device",  # name
     "attention",  # provider, real runs only
+    "weights",  # safetensors, or dummy: random; real runs only
     "cost",  # cost model, simulated runs only
     "cost_notes",  # what the cost model says of this run: prices that it extrapolated
     "estimator",  # what prices recompute and swap for policies that ask, in both modes

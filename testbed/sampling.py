@@ -171,7 +171,9 @@ class SamplingParams:
         if value is None and optional:
             return
         if not _is_whole(value) or not least <= value <= INT32_MAX:
-            raise RequestError(f"sampling.{name} is {value!r}; it must be {wanted}")
+            most = f", at most {INT32_MAX}" if _is_whole(value) and value > INT32_MAX else ""
+            kind = "" if _is_whole(value) else "a whole number, "
+            raise RequestError(f"sampling.{name} is {value!r}; it must be {kind}{wanted}{most}")
 
     def _check_bias(self) -> None:
         for token, value in self.logit_bias:

@@ -111,6 +111,15 @@ def test_wrong_shape(spec):
     assert f"{SINGLE_FILE}: weight '{K_PROJ}' has shape [16, 64], the model config expects [32, 64]" in message
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_values_that_are_not_finite(spec, value):
+    edit(spec, lambda weights: weights[K_PROJ].__setitem__((0, 0), value))
+    options = {"dtype": "float16"} if value == 1e30 else {}  # too large for it
+    message = load_error(spec, **options)
+    assert SINGLE_FILE in message
+    assert f"{K_PROJ!r} has values that are not finite, as {options.get('dtype', 'float32')};" in message
+
+
 def test_unknown_weight(spec):
     edit(spec, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
     assert "'model.layers.0.self_attn.q_proj.bias', which the model does not have" in load_error(spec)

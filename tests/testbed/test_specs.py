@@ -59,6 +59,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | byte
         ({"architectures": [7]}, "must name one architecture"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "64"}, "'hidden_size' is '64'"),
+        ({"rope_theta": 0}, "'rope_theta' is 0; it must be a finite number above 0"),
         ({"rope_theta": "1e6"}, "'rope_theta' is '1e6'; it must be a finite number above 0"),
         ({"rope_parameters": [1]}, "'rope_parameters' is [1]"),
         ({"rms_norm_eps": None}, "'rms_norm_eps' is None"),

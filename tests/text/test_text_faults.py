@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments.cli import main
 from experiments.llm import LLM
 from real.text.outputs import Piece
 from real.text.sampling import SamplingParams
@@ -163,6 +166,21 @@ def test_a_prompt_that_no_pool_could_hold_is_refused(folder: Path) -> None:
     text, tokens, ends = joined(list(small.stream([[1] * 20], greedy(100))))[0, 0]
     assert (text, tokens, ends) == (one.text, one.token_ids, [None] * 13 + ["ignored"])
     assert_idle(small)
+
+
+def test_a_bad_config_is_not_blamed_on_the_tokenizer(folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(folder, bad)
+    (bad / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"bad/config\.json is not JSON"):
+        LLM(bad, **ROOMY)
+
+
+def test_a_closed_stdout_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    output = tmp_path / "out.jsonl"
+    assert main(["generate", "--model", "tiny", "a", "--max-tokens", "2", "--output", str(output)]) == 0
+    assert len(output.read_text().splitlines()) == 1
 
 
 def test_texts_without_a_tokenizer_are_refused_with_the_way_out(tmp_path: Path) -> None:

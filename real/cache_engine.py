@@ -152,9 +152,9 @@ class SwapStream:
     """
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._moved = [torch.cuda.Event() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
-        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
+        self._moved = [torch.cuda.Event() for _ in range(num_layers)]
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._is_measured = True
 
     def launch(self, gpu: Tensor, cpu: Sequence[Tensor], swap_out: Pairs, swap_in: Pairs) -> list[torch.cuda.Event]:

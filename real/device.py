@@ -119,12 +119,12 @@ class CudaStopwatch:
 
     def mark(self) -> None:
         if self._num_marks == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[self._num_marks].record()
         self._num_marks += 1
 
     def is_done(self) -> bool:
-        return bool(self._events[self._num_marks - 1].query())  # type: ignore[no-untyped-call]
+        return bool(self._events[self._num_marks - 1].query())
 
     def finish(self) -> list[int]:
         marked = self._events[: self._num_marks]

@@ -35,7 +35,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one: cuBLAS keeps memory for each
+        self._stream = torch.cuda.Stream()  # one: cuBLAS keeps memory for each
 
     def __call__(self, work: Work) -> Work:
         stream = self._stream

@@ -93,7 +93,8 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
     heads: list[tuple[str, Path, Slot]] = []
     for file in _weight_files(folder):
         with _open(file) as weights:
-            for stored_name in weights.keys():  # noqa: SIM118 (not a dict)
+            stored_names: list[str] = weights.keys()
+            for stored_name in stored_names:
                 name = _own_name(stored_name, slots)
                 if name is None:
                     continue

@@ -191,8 +191,8 @@ def _rope_scaling(file: Path, raw: dict[str, Any], rope: dict[str, Any]) -> Rope
         if values.get(key) is None:
             raise ModelError(f"{file}: rope scaling {rope_type!r} lacks {key!r}")
     numbers = [item.name for item in fields(RopeScaling) if item.name not in ("rope_type", "truncate")]
-    given = {key: _positive(file, key, values[key]) for key in numbers if values.get(key) is not None}
-    return RopeScaling(rope_type, truncate=bool(values.get("truncate", True)), **given)  # type: ignore[arg-type]
+    given: dict[str, Any] = {key: _positive(file, key, values[key]) for key in numbers if values.get(key) is not None}
+    return RopeScaling(rope_type, truncate=bool(values.get("truncate", True)), **given)
 
 
 def _flag(file: Path, key: str, value: object) -> bool:

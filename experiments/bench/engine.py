@@ -212,7 +212,7 @@ class Transformers:
 
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        config: Any = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max_new_tokens)  # type: ignore[no-untyped-call]
+        config: Any = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max_new_tokens)
         self._context = model.continuous_batching_context_manager(generation_config=config)
 
     def __enter__(self) -> Transformers:

@@ -73,6 +73,14 @@ class TextEngine:
                 raise RequestError(
                     f"{where}: logit_bias names token {token}; the model's vocabulary has ids 0 to {vocab_size - 1}"
                 )
+        if (
+            sampling.min_tokens
+            and len({token for token in sampling.stop_token_ids if token < vocab_size}) == vocab_size
+        ):
+            raise RequestError(
+                f"{where}: min_tokens is {sampling.min_tokens}, and every token of the vocabulary is among "
+                "stop_token_ids; leave one out, or set min_tokens=0"
+            )
         if len(tokens) > limits.max_model_len:
             raise RequestError(
                 f"{where} has {len(tokens)} tokens, more than max_model_len ({limits.max_model_len}); shorten it, or "

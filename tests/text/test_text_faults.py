@@ -139,6 +139,7 @@ def test_closing_twice_is_fine_and_a_closed_llm_says_so(own: LLM) -> None:
         ("a", {"temperature": 1}, "sampling_params has a str; give SamplingParams"),
         (["a", "b"], [greedy()], "2 prompts and 1 sampling parameters"),
         ("a", greedy(n=500, temperature=1.0), "prompt 0 asks for 500 sequences"),
+        ("a", greedy(min_tokens=2, stop_token_ids=range(600)), "prompt 0: min_tokens is 2, and every token"),
         ("a", greedy(logit_bias={512: 1.0}), "logit_bias names token 512; the model's vocabulary has ids 0 to 511"),
         ("a", greedy(beam_width=2, stop="x"), "beam search does not look for stop strings"),
     ],

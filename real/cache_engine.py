@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from real import kernels
 from real.device import Placement
+from real.staging import send_array
 from testbed.errors import DeviceError
 from testbed.plan import BatchPlan
 from testbed.specs import ModelSpec
@@ -138,9 +140,9 @@ class CacheEngine:
         if self._has_kernels and not set(sources) & set(destinations):
             from real.kernels.block_copy import copy_blocks
 
-            copy_blocks(whole, _to_device(list(pairs), whole.device))
+            copy_blocks(whole, send_array(np.array(pairs), whole.device))
             return
-        ids = _to_device([list(sources), list(destinations)], whole.device)
+        ids = send_array(np.array([sources, destinations]), whole.device)
         raw = _raw(whole)
         raw.index_copy_(2, ids[1], raw.index_select(2, ids[0]))
 
@@ -218,8 +220,3 @@ def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Pair
 def _raw(tensor: Tensor) -> Tensor:
     """FP8 as bytes: torch gathers and scatters those."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _to_device(ids: list[tuple[int, int]] | list[list[int]], device: torch.device) -> Tensor:
-    tensor = torch.tensor(ids)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -36,6 +36,12 @@ class Staging:
         return views(arrays, offsets, self._twin)
 
 
+def send_array(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array by itself to the device, without waiting: torch keeps its pinned memory until the copy is over."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @torch.inference_mode(False)
 def memory_pair(num_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Host memory, pinned for a GPU, and as much on the device. Ordinary tensors: they may be written to anywhere."""

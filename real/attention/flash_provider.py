@@ -24,7 +24,8 @@ from torch import Tensor
 
 from real.attention import triton_provider
 from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, as_stored, store_kv
-from real.attention.triton_provider import PagedRows, scoring_of, send
+from real.attention.triton_provider import PagedRows, scoring_of
+from real.staging import send_array
 
 PAGE = 256  # tokens
 MIN_CAPABILITY = (8, 0)
@@ -213,7 +214,7 @@ def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
         )  # fmt: skip
     device = metadata.block_tables.device
     query_starts, context_starts = (
-        send(np.array([0, *accumulate(lens)], dtype=np.int32), device) for lens in (query_lens, context_lens)
+        send_array(np.array([0, *accumulate(lens)], dtype=np.int32), device) for lens in (query_lens, context_lens)
     )
     first_tokens = [0, *accumulate(metadata.query_lens)]
     if rows[-1] - rows[0] == len(rows) - 1:  # side by side: views, no copies
@@ -221,6 +222,6 @@ def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
         chosen: slice | Tensor = slice(rows[0], rows[-1] + 1)
     else:
         spans = [np.arange(first_tokens[row], first_tokens[row + 1]) for row in rows]
-        tokens, chosen = send(np.concatenate(spans), device), send(np.array(rows), device)
+        tokens, chosen = send_array(np.concatenate(spans), device), send_array(np.array(rows), device)
     own_lens, own_tables = metadata.context_lens_tensor[chosen], metadata.block_tables[chosen]
     return Part(tokens, query_starts, context_starts, *longest, own_lens, own_tables)

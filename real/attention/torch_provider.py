@@ -13,6 +13,7 @@ from collections import defaultdict
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +27,7 @@ from real.attention.interface import (
     dequantize,
     store_kv,
 )
+from real.staging import send_array
 
 MAX_GATHERED_TOKENS = 2**16  # padded positions that one decode group gathers; a single longer row stands alone
 MAX_MASK_ELEMENTS = 2**24  # queries x keys of one prefill tile
@@ -102,9 +104,9 @@ class TorchAttention:
         tables, lengths = metadata.block_tables, metadata.context_lens_tensor
         tokens: Tensor | None = None
         if len(rows) != metadata.num_rows:
-            index = torch.tensor(rows, device=device)
+            index = send_array(np.array(rows), device)
             tables, lengths = tables[index], lengths[index]
-            tokens = torch.tensor([first_tokens[row] for row in rows], device=device)
+            tokens = send_array(np.array([first_tokens[row] for row in rows]), device)
         num_blocks = max(self._num_attended_blocks(metadata.context_lens[row]) for row in rows)
         positions = torch.arange(num_blocks * self.spec.block_size, device=device)
         if window is None or window >= max(metadata.context_lens[row] for row in rows):

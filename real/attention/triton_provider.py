@@ -17,6 +17,7 @@ from torch import Tensor
 
 from real import kernels
 from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention
+from real.staging import send_array
 
 if TYPE_CHECKING:
     from real.kernels.attend import Scoring, Tiling
@@ -110,7 +111,7 @@ class PagedRows:
         self._max_context = max((metadata.context_lens[row] for row in decodes), default=0)
         self._prefills: Prefills | None = None
         if decodes and len(decodes) != metadata.num_rows:
-            self._decodes = send(np.array(decodes, dtype=np.int32), spec.device)
+            self._decodes = send_array(np.array(decodes, dtype=np.int32), spec.device)
         if others:
             self._prefills = _lay_out(spec, metadata, others)
 
@@ -149,7 +150,7 @@ def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, rows: Sequence[in
     longest = max(metadata.query_lens[row] for row in rows)
     chosen = tiling(spec.head_dim, group, spec.dtype, longest, capability(spec.device), is_plain)
     tiles = layout_tiles(rows, metadata.query_lens, metadata.context_lens, chosen.block_m // group)
-    return Prefills(send(tiles, spec.device), chosen)
+    return Prefills(send_array(tiles, spec.device), chosen)
 
 
 def scoring_of(spec: AttentionSpec) -> Scoring:
@@ -159,9 +160,3 @@ def scoring_of(spec: AttentionSpec) -> Scoring:
     slopes = spec.alibi_slopes
     on_device = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=spec.device)
     return Scoring(spec.scale, spec.sliding_window, on_device, spec.k_scale, spec.v_scale)
-
-
-def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """A small array to the device, without waiting for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -17,6 +17,8 @@ from real.parallel.group import SINGLE, TensorGroup
 from testbed.errors import ConfigError, DeviceError
 from testbed.specs import ModelSpec
 
+MEMORY_WORDS = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation")
+
 
 class Placement(NamedTuple):
     """Where tensors live, in which format, and among which ranks they are shared out."""
@@ -66,8 +68,20 @@ def memory_named(remedy: str) -> Iterator[None]:
     """Turns a GPU that runs out of memory into a DeviceError of one line, which ends with what helps."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise DeviceError(f"out of GPU memory; {remedy}") from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch's own error, or that of the driver, cuBLAS, Triton or NCCL, which say it in words.
+
+    Also where it was the first error of several: a capture that memory ends is then told to end, and fails at that.
+    """
+    if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in MEMORY_WORDS):
+        return True
+    return error.__context__ is not None and is_out_of_memory(error.__context__)
 
 
 class Stopwatch(Protocol):

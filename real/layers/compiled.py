@@ -16,6 +16,7 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MIN_CAPABILITY = (8, 0)
 MAX_SHAPES = 64  # compilations of a function: of each hidden size and epsilon, for one token and for several
 
 
@@ -24,8 +25,9 @@ def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
 
     It is compiled when the first tensor on a GPU comes, for all sizes but 0 and 1, which are compiled by themselves. So
     that a capture never compiles, who captures a graph runs its sizes once before. What lies between is rounded to the
-    tensors' format, as torch's own operators do. Without Triton or a C compiler, which torch.compile needs, the
-    function stays as it is; so it does under torch's TORCHDYNAMO_DISABLE=1.
+    tensors' format, as torch's own operators do. Without Triton or a C compiler, which torch.compile needs, and before
+    compute capability 8.0, where it refuses bfloat16, the function stays as it is; so it does under torch's
+    TORCHDYNAMO_DISABLE=1.
     """
     compiled: Callable[P, R] | None = None
 
@@ -34,7 +36,7 @@ def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
         nonlocal compiled
         first: Any = args[0]
         assert isinstance(first, Tensor)
-        if not first.is_cuda or not can_compile():
+        if not first.is_cuda or not can_compile(first.device):
             return fn(*args, **kwargs)
         if compiled is None:
             compiled = compile_shapes(fn, options={"emulate_precision_casts": True})
@@ -60,7 +62,8 @@ def takes_limit() -> bool:
 
 
 @cache
-def can_compile() -> bool:
-    """Whether torch.compile finds what it makes kernels with."""
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile can make kernels for a GPU, with what it finds here."""
     compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
+    has_tools = find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
+    return has_tools and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

@@ -109,7 +109,10 @@ def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
                 floor_s = steps.prefill_floor_s(spec, length, ceilings.flops_per_s)
                 taken = steps.prefill_time(backend, spec, length, max(3, num_steps // 3))
                 _show_step(f"prefill, {length} tokens", taken, floor_s)
+        backend.close()
         del backend
+        if is_cuda:
+            _free_gpu()
 
 
 def _show_step(name: str, taken: steps.StepTime, floor_s: float) -> None:
@@ -176,9 +179,7 @@ def _against_continuous_batching(spec: ModelSpec, repeats: int) -> None:
         from real.checkpoint import make_checkpoint
 
         path = make_checkpoint(Path(folder) / "model", spec, seed=1)
-        with Transformers(path, spec.dtype, max(lengths)) as theirs:
-            name = "transformers, continuous batching"
-            rates[name] = _rates({name: lambda: theirs.generate(prompts, lengths)}, lengths, repeats)[0][name]
+        rates |= _rates_of_transformers(path, spec, prompts, lengths, repeats)
         _free_gpu()
         for attention in ("flash_attn", "triton", "torch"):
             name = f"this engine, {attention}"
@@ -194,6 +195,15 @@ def _against_continuous_batching(spec: ModelSpec, repeats: int) -> None:
             del engine
             _free_gpu()
     _show_rates(rates)
+
+
+def _rates_of_transformers(
+    path: Path, spec: ModelSpec, prompts: list[list[int]], lengths: list[int], repeats: int
+) -> dict[str, list[float]]:
+    """Its model and cache, most of the GPU, are nobody's any more when this returns."""
+    with Transformers(path, spec.dtype, max(lengths)) as theirs:
+        arms = {"transformers, continuous batching": lambda: theirs.generate(prompts, lengths)}
+        return _rates(arms, lengths, repeats)[0]
 
 
 def _free_gpu() -> None:

@@ -34,7 +34,7 @@ from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Swap
 from testbed.request import SamplingParams
 from testbed.scheduler import Scheduler
-from testbed.specs import activation_bytes, check_ranks, num_kv_blocks
+from testbed.specs import activation_bytes, check_ranks, graph_bytes, num_kv_blocks
 from testbed.traces.schema import TokenIds, Trace, TraceRequest, TraceSource
 
 
@@ -76,9 +76,20 @@ def simulated_pools(config: RunConfig) -> Pools:
             utilization=config.cache.gpu_memory_utilization,
             weight_bytes=config.model.weight_bytes(config.tensor_parallel_size),
             activation_bytes=activation_bytes(config.model, bounds.max_num_batched_tokens, bounds.max_num_seqs),
+            graph_bytes=graph_bytes(config.model, _largest_captured(config)),
             block_bytes=block_bytes(config),
         )
     return Pools(num_gpu, num_cpu_blocks(config))
+
+
+def _largest_captured(config: RunConfig) -> int:
+    """Rows of the largest decode that an engine captures: what the cost model says of graphs, else what it does when
+    nothing is said. 0: none."""
+    said, usual, bounds = config.raw["cost"], RealConfig(), limits(config)
+    if config.device.kind != "cuda" or not said.get("cuda_graphs", usual.cuda_graphs):
+        return 0
+    largest: int = said.get("max_captured_size", usual.max_captured_size)
+    return min(largest, bounds.max_num_seqs, bounds.max_num_batched_tokens)
 
 
 def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) -> Scheduler:

@@ -13,7 +13,16 @@ from real.attention.registry import choose_attention
 from real.batch import Layout
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
-from real.device import Placement, Stopwatch, describe_device, memory_named, resolve_device, resolve_dtype, stopwatch
+from real.device import (
+    Placement,
+    Stopwatch,
+    describe_device,
+    is_out_of_memory,
+    memory_named,
+    resolve_device,
+    resolve_dtype,
+    stopwatch,
+)
 from real.graphs import CudaCapture, captured_sizes
 from real.host_memory import check_fits
 from real.loader import load_weights
@@ -132,10 +141,15 @@ class RealBackend:
             eos_token_id=spec.eos_token_id,
         )
         limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
+        captured: tuple[list[int], CudaCapture] | None = None
+        if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
+            largest = min(config.max_captured_size, max_num_seqs, max_num_batched_tokens)
+            captured = captured_sizes(largest), CudaCapture()
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
-                self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization, config.cpu_kv_bytes
-            )
+                self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization,
+                config.cpu_kv_bytes, captured,
+            )  # fmt: skip
             num_gpu_blocks = _least(num_gpu_blocks, placement)
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks or 0
@@ -154,9 +168,8 @@ class RealBackend:
         self._eos_token_id = spec.eos_token_id
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
             warm_up(self.runner, self.cache, placement, limits)
-            if config.cuda_graphs and self._device.type == "cuda" and choice.provider.supports_graphs:
-                sizes = captured_sizes(min(config.max_captured_size, max_num_seqs, max_num_batched_tokens))
-                self.runner.graphs = capture_decodes(self.runner, self.cache, placement, limits, sizes, CudaCapture())
+            if captured is not None:
+                self.runner.graphs = capture_decodes(self.runner, self.cache, placement, limits, *captured)
 
     def start(self, plan: BatchPlan) -> RealWork:
         """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done."""
@@ -213,7 +226,9 @@ def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: i
     """The model with its weights, and where they came from."""
     try:
         model = build_model(spec, placement)
-    except RuntimeError:  # torch has no narrower one for host memory
+    except RuntimeError as error:
+        if not is_out_of_memory(error):  # say, a driver that is too old for this torch
+            raise
         raise DeviceError(
             f"the weights of {spec.name} ({spec.num_parameters * placement.dtype.itemsize:,} bytes) do not fit on "
             f"{describe_device(placement.device)}; choose a smaller model"

@@ -34,8 +34,12 @@ class CudaCapture:
     """Captures on the current device; all graphs share one pool of memory, as only one runs at a time."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # one: cuBLAS keeps memory for each
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """To be called when all graphs so far were let go of: torch takes no more into the pool that they had."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         stream = self._stream
@@ -157,6 +161,7 @@ class DecodeGraphs:
         max_blocks = -(-max_model_len // block_size)
         with torch.inference_mode(False):  # ordinary memory: it may be written to anywhere
             tables = torch.full((sizes[-1], max_blocks), scratch_block, dtype=torch.int32, device=device)
+        self._hidden: Tensor | None = None  # [largest size, hidden], where every graph leaves its result
         staging = Staging(device)
         self._max_blocks = max_blocks
         self._captured: dict[int, Captured] = {}
@@ -165,8 +170,12 @@ class DecodeGraphs:
             self._captured[size] = Captured(inputs, capture(partial(self._forward, inputs)))
 
     def _forward(self, inputs: GraphInputs) -> Tensor:
+        """Into memory that all sizes share: a graph that kept its own result would take room in the pool for good."""
         attention = self._attention.prepare(inputs.metadata(self._max_model_len))
-        return self._model.hidden_states(inputs.token_ids, inputs.positions, self._caches, attention)
+        hidden = self._model.hidden_states(inputs.token_ids, inputs.positions, self._caches, attention)
+        if self._hidden is None:  # work runs once before it is captured
+            self._hidden = hidden.new_empty((self._sizes[-1], *hidden.shape[1:]))
+        return self._hidden[: inputs.size].copy_(hidden)
 
     def holds(self, batch: FlatBatch) -> bool:
         """Whether the batch runs in a graph: decodes only, not too many, none too long."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from real.attention.interface import AttentionMetadata
-from real.cache_engine import CacheEngine, block_bytes
+from real.cache_engine import CacheEngine, LayerCaches, block_bytes
 from real.device import Placement, memory_named
-from real.graphs import Capture, DecodeGraphs
+from real.graphs import Capture, CudaCapture, DecodeGraphs, Work
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
@@ -37,17 +37,27 @@ def fitting_num_blocks(
     cache_dtype: torch.dtype,
     gpu_memory_utilization: float,
     cpu_kv_bytes: int,
+    captured: tuple[list[int], CudaCapture] | None = None,
 ) -> int:
-    """KV blocks that the device has room for. Raises DeviceError if not even one fits."""
+    """KV blocks that the device has room for. Raises DeviceError if not even one fits.
+
+    captured: the sizes of the decodes that are to be captured beside the blocks, and how.
+    """
     size = block_bytes(spec, limits.block_size, cache_dtype, placement.group.size)
     if placement.device.type == "cpu":
         return _num_blocks_of_budget(size, limits.block_size, cpu_kv_bytes)
     weights, temporaries = _measure(runner, spec, placement, limits, cache_dtype)
+    graphs = 0
+    if captured is not None:
+        caches = _few_blocks(spec, placement, limits.block_size, cache_dtype)
+        with memory_named("captured decodes do not fit: lower backend.max_captured_size or set cuda_graphs=false"):
+            graphs = _measure_graphs(runner, caches, placement, limits, *captured)
     return num_kv_blocks(
         memory_bytes=torch.cuda.mem_get_info(placement.device)[1],
         utilization=gpu_memory_utilization,
         weight_bytes=weights,
         activation_bytes=temporaries,
+        graph_bytes=graphs,
         block_bytes=size,
     )
 
@@ -70,8 +80,7 @@ def _measure(
     device = placement.device
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device)
-    shape = (2, 1, block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)
-    kv_caches = [torch.zeros(shape, device=device, dtype=cache_dtype)] * spec.num_hidden_layers
+    kv_caches = _few_blocks(spec, placement, block_size, cache_dtype)
     torch.cuda.reset_peak_memory_stats(device)
     chunk = min(max_num_batched_tokens, max_model_len)
     loads = [
@@ -91,6 +100,58 @@ def _measure(
     free, total = torch.cuda.mem_get_info(device)
     others = max(0, total - free - torch.cuda.memory_reserved(device))  # the CUDA context, other processes
     return weights, activations + others
+
+
+def _few_blocks(spec: ModelSpec, placement: Placement, block_size: int, dtype: torch.dtype) -> LayerCaches:
+    """KV memory of two blocks: one that all rows of a synthetic load share, and a scratch block."""
+    tail = (block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)
+    shape = (spec.num_hidden_layers, 2, 2, *tail)
+    return LayerCaches(torch.zeros(shape, device=placement.device, dtype=dtype))
+
+
+class _Metered:
+    """A capture that notes how much of the GPU each one takes."""
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self._capture, self._device = capture, device
+        self._free = _free_bytes(device)
+        self.taken: list[int] = []
+
+    def __call__(self, work: Work) -> Work:
+        replay = self._capture(work)
+        free = _free_bytes(self._device)
+        self.taken.append(self._free - free)
+        self._free = free
+        return replay
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of the GPU, after torch has given back what nobody uses."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _measure_graphs(
+    runner: ModelRunner,
+    caches: LayerCaches,
+    placement: Placement,
+    limits: Limits,
+    sizes: list[int],
+    capture: CudaCapture,
+) -> int:
+    """Bytes that captured decodes of these sizes will hold: tensors, and what the driver keeps of each.
+
+    Measured on three of them, whose graphs are let go of again: the largest, which brings the memory that all of them
+    work in, and two more, which say what any other adds.
+    """
+    probes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    metered = _Metered(capture, placement.device)
+    _captured(runner, caches, placement, limits, probes, metered, scratch_block=1)
+    capture.begin_anew()
+    first, *others = metered.taken
+    per_graph = sum(others) / max(1, len(others))
+    return max(0, round(first + per_graph * (len(sizes) - 1)))
 
 
 @torch.inference_mode()
@@ -113,23 +174,35 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
         layer.zero_()
 
 
-@torch.inference_mode()
 def capture_decodes(
     runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: Limits, sizes: list[int], capture: Capture
 ) -> DecodeGraphs:
     """Decode steps of these batch sizes over the cache, ready to be replayed; the KV memory is zeros again."""
+    return _captured(runner, cache.gpu, placement, limits, sizes, capture, cache.scratch_block)
+
+
+@torch.inference_mode()
+def _captured(
+    runner: ModelRunner,
+    caches: LayerCaches,
+    placement: Placement,
+    limits: Limits,
+    sizes: list[int],
+    capture: Capture,
+    scratch_block: int,
+) -> DecodeGraphs:
     graphs = DecodeGraphs(
         runner.model,
         runner.attention,
-        cache.gpu,
+        caches,
         sizes=sizes,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
-        scratch_block=cache.scratch_block,
+        scratch_block=scratch_block,
         device=placement.device,
         capture=capture,
     )
-    cache.gpu.whole[:, :, cache.scratch_block].zero_()
+    caches.whole[:, :, scratch_block].zero_()
     return graphs
 
 

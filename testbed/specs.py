@@ -259,18 +259,26 @@ DEVICE_FIELDS: dict[str, Expected] = {
 
 
 def num_kv_blocks(
-    *, memory_bytes: int, utilization: float, weight_bytes: int, activation_bytes: int, block_bytes: int
+    *,
+    memory_bytes: int,
+    utilization: float,
+    weight_bytes: int,
+    activation_bytes: int,
+    block_bytes: int,
+    graph_bytes: int = 0,
 ) -> int:
-    """How many KV blocks fit: `(memory x utilization - weights - activations) // block`. Both backends ask here.
+    """How many KV blocks fit: `(memory x utilization - weights - activations - graphs) // block`. Both backends ask
+    here.
 
-    Raises DeviceError if not even one fits.
+    graph_bytes: of captured decodes; 0: none are captured. Raises DeviceError if not even one fits.
     """
-    usable = int(memory_bytes * utilization) - weight_bytes - activation_bytes
+    usable = int(memory_bytes * utilization) - weight_bytes - activation_bytes - graph_bytes
     num_blocks = usable // block_bytes
     if num_blocks < 1:
         raise DeviceError(
             f"no room for one KV block of {block_bytes:,} bytes: {memory_bytes:,} bytes x {utilization} utilization - "
-            f"{weight_bytes:,} weights - {activation_bytes:,} activations = {usable:,}; "
+            f"{weight_bytes:,} weights - {activation_bytes:,} activations - {graph_bytes:,} captured graphs = "
+            f"{usable:,}; "
             "raise cache.gpu_memory_utilization or device.tensor_parallel_size, or choose a smaller model"
         )
     return int(num_blocks)
@@ -280,3 +288,13 @@ def activation_bytes(model: ModelSpec, max_num_batched_tokens: int, max_num_seqs
     """The peak of a step's temporaries at the maximum load, estimated: hidden states, the MLP's inner row, logits."""
     per_token = 4 * model.hidden_size + 3 * model.intermediate_size
     return model.activation_dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
+
+
+def graph_bytes(model: ModelSpec, largest: int) -> int:
+    """What captured decodes of up to `largest` rows hold, estimated: the temporaries of the largest, in which the
+    smaller ones work too, and their result.
+
+    What the driver keeps of each graph, which an engine measures, is left out: no data sheet says it.
+    """
+    per_token = 5 * model.hidden_size + 3 * model.intermediate_size
+    return model.activation_dtype_bytes * largest * per_token

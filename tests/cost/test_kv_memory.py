@@ -15,6 +15,7 @@ TOKEN = 2 * 32 * 8 * 128 * 2  # K and V, layers, KV heads, head size, bfloat16
 LAYER = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
 EMBEDDINGS = 2 * 128256 * 4096
 ACTIVATIONS = 2 * 2048 * (4 * 4096 + 3 * 14336) + 4 * 256 * 128256
+GRAPHS = 2 * 256 * (5 * 4096 + 3 * 14336)  # captured decodes of up to 256 rows
 
 
 def blocks(*overrides: str) -> build.Pools:
@@ -25,8 +26,8 @@ def price(*overrides: str) -> CostModel:
     return costs.build_cost(compose_config([*LLAMA, *overrides]))
 
 
-def test_the_blocks_are_what_weights_and_activations_leave():
-    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - ACTIVATIONS
+def test_the_blocks_are_what_weights_activations_and_captured_decodes_leave():
+    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - ACTIVATIONS - GRAPHS
     assert blocks() == build.Pools(usable // (16 * TOKEN), 4 * 2**30 // (16 * TOKEN))
 
 
@@ -50,7 +51,7 @@ def test_ranks_beyond_the_kv_heads_keep_copies(size):
     """Eight KV heads: sixteen ranks have one each, twice over, and K, V and their weights are not spared any more."""
     kv_heads = max(1, 8 // size)
     layer = 4096 * (2 * 4096 // size + 2 * kv_heads * 128) + 3 * 4096 * 14336 // size
-    usable = int(80e9 * 0.9) - 2 * (32 * layer + EMBEDDINGS // size) - ACTIVATIONS
+    usable = int(80e9 * 0.9) - 2 * (32 * layer + EMBEDDINGS // size) - ACTIVATIONS - GRAPHS
     block = 16 * 2 * 32 * kv_heads * 128 * 2
     found = blocks(f"device.tensor_parallel_size={size}")
     assert found == build.Pools(usable // block, 4 * 2**30 // block)
@@ -64,6 +65,21 @@ def test_fp8_weights_leave_room_and_keep_two_byte_activations():
     assert spec.weight_bytes() == layers + 2 * 2 * spec.vocab_size * spec.hidden_size
     assert spec.kv_bytes_per_token() == ModelSpec("m").kv_bytes_per_token()
     assert blocks("model.dtype=fp8").num_gpu_blocks > blocks().num_gpu_blocks
+
+
+@pytest.mark.parametrize(
+    ("setting", "largest"),
+    [
+        ("cost.cuda_graphs=false", 0),
+        ("cost.max_captured_size=64", 64),
+        ("scheduler.max_num_seqs=16", 16),
+        ("cost=linear", 256),
+    ],
+)
+def test_captured_decodes_are_those_that_an_engine_would_have(setting, largest):
+    activations = ACTIVATIONS - 4 * (256 - 16) * 128256 if largest == 16 else ACTIVATIONS
+    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - activations - GRAPHS // 256 * largest
+    assert blocks(setting).num_gpu_blocks == usable // (16 * TOKEN)
 
 
 def test_what_is_given_is_taken():

@@ -1,0 +1,185 @@
+"""Our Triton kernels as a FakeGPU runs them: what is launched is checked, and computed in plain torch.
+
+A check is what a GPU would answer with an error or with wrong numbers: tensors of the host, a grid that is too large,
+number formats, strides that are not the tensors' own, blocks and slots that do not exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.real.fake_cuda import FakeGPU
+from tests.real.fake_streams import DeviceTensor, Launch, TroubleError
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+FP8 = {2: torch.float8_e4m3fn, 3: torch.float8_e5m2}
+Values = dict[str, Any]
+
+
+class Launcher:
+    """Stands where a kernel stands in its module. writes: names of its arguments that it writes."""
+
+    def __init__(self, gpu: FakeGPU, kernel: Any, writes: tuple[str, ...], compute: Callable[[Values], None]) -> None:
+        self._gpu, self._kernel, self._writes, self._compute = gpu, kernel, writes, compute
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **named: Any) -> None:
+        name = self._kernel.__name__
+        values = dict(zip(self._kernel.arg_names, args, strict=False)) | named
+        if set(values) != set(self._kernel.arg_names) or len(values) != len(args) + len(named):
+            raise TroubleError(f"{name} is launched with other arguments than it has")
+        if any(not 1 <= size <= most for size, most in zip(grid, MAX_GRID, strict=False)):
+            raise TroubleError(f"{name} is launched with a grid of {grid}")
+        for key, value in values.items():
+            if isinstance(value, Tensor) and not isinstance(value, DeviceTensor):
+                raise TroubleError(f"{key} of {name} lies on the host")
+        inner = {key: value.inner if isinstance(value, Tensor) else value for key, value in values.items()}
+        work = partial(self._work, inner)
+        tensors = {key: value for key, value in inner.items() if isinstance(value, Tensor)}
+        reads = [value for key, value in tensors.items() if key not in self._writes]
+        self._gpu.launch(Launch(name, reads, [tensors[key] for key in self._writes if key in tensors], work))
+        work()
+
+    def _work(self, values: Values) -> None:
+        with torch.inference_mode(), _disable_current_modes():
+            self._compute(values)
+
+
+def must(holds: bool, what: str) -> None:
+    if not holds:
+        raise TroubleError(what)
+
+
+def check_strides(values: Values, **strides: tuple[str, int]) -> None:
+    """By the name of a stride: the tensor and the dimension that it belongs to."""
+    for name, (tensor, dim) in strides.items():
+        must(values[name] == values[tensor].stride(dim), f"{name} is not {tensor}'s")
+
+
+def store(values: Values) -> None:
+    keys, slots, cache = values["keys"], values["slots"], values["key_cache"]
+    must(slots.dtype == torch.int64, "slots are 64 bits wide")
+    check_strides(
+        values, stride_key_token=("keys", 0), stride_key_head=("keys", 1), stride_value_token=("values", 0),
+        stride_value_head=("values", 1), stride_block=("key_cache", 0), stride_slot=("key_cache", 1),
+        stride_kv_head=("key_cache", 2),
+    )  # fmt: skip
+    must(slots.shape == keys.shape[:1] and int(slots.max()) < cache.shape[0] * cache.shape[1], "slots that exist")
+    kept = slots >= 0
+    for source, target, scale in (
+        ("keys", "key_cache", "inverse_k_scale"),
+        ("values", "value_cache", "inverse_v_scale"),
+    ):
+        new, old = values[source][kept], values[target]
+        if values["KV_FORMAT"]:
+            fp8 = FP8[values["KV_FORMAT"]]
+            limit = torch.finfo(fp8).max
+            new = (new.float() * values[scale]).clamp(-limit, limit).to(fp8).view(torch.uint8)
+        must(new.dtype == old.dtype, "the cache has another format")
+        old.view(-1, *old.shape[2:])[slots[kept]] = new
+
+
+def read_keys(values: Values, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Keys and values at positions first … last - 1 of a row, float32 [n, num_kv_heads, head_dim], unscaled."""
+    tables, size = values["tables"], values["BLOCK_SIZE"]
+    must(tables.dtype == torch.int32 and tables.stride(1) == 1, "block tables are rows of 32 bits")
+    positions = torch.arange(first, last)
+    blocks = tables[row, positions // size].long()
+    must(not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < len(values["keys"])), "blocks that exist")
+    found = []
+    for name in ("keys", "values"):
+        read = values[name][blocks, positions % size]
+        if values["KV_FORMAT"] > 1:
+            read = read.view(FP8[values["KV_FORMAT"]]).float() / (256.0 if values["KV_FORMAT"] == 2 else 1.0)
+        found.append(read.float())
+    return found[0], found[1]
+
+
+def attend(values: Values, row: int, token: int, position: int) -> None:
+    """Fills the output of one token, which is at this position of its row."""
+    first = max(0, position + 1 - values["window"]) if values["HAS_WINDOW"] else 0
+    keys, read = read_keys(values, row, first, position + 1)
+    query = values["query"][token].float()
+    group = query.shape[0] // keys.shape[1]
+    keys, read = keys.repeat_interleave(group, 1), read.repeat_interleave(group, 1)
+    scores = torch.einsum("hd,phd->hp", query, keys) * (values["qk_scale"] * math.log(2))
+    if values["HAS_ALIBI"]:
+        scores = scores + values["slopes"][:, None] * (torch.arange(first, position + 1) - position)
+    weights = scores.softmax(-1) if position >= 0 else scores
+    output = torch.einsum("hp,phd->hd", weights, read) * values["value_scale"]
+    values["output"][token] = output.to(values["output"].dtype)
+
+
+def check_attention(values: Values) -> None:
+    check_strides(
+        values, stride_query_token=("query", 0), stride_query_head=("query", 1), stride_output_token=("output", 0),
+        stride_output_head=("output", 1), stride_block=("keys", 0), stride_slot=("keys", 1),
+        stride_kv_head=("keys", 2), stride_table=("tables", 0),
+    )  # fmt: skip
+    must(values["query"].stride(2) == values["output"].stride(2) == 1, "the elements of a head lie side by side")
+    must(values["query"].dtype == values["output"].dtype, "query and output have one format")
+    must(values["context_lens"].dtype == torch.int32, "context lengths are 32 bits wide")
+
+
+def decode(values: Values) -> None:
+    """Also of a split context: the partial results are left out, and the second kernel has nothing to do."""
+    check_attention(values)
+    lens, rows = values["context_lens"], values["rows"]
+    must(values["IS_SPLIT"] == (values["partial"] is not None), "partial results have a place")
+    if values["HAS_ROWS"]:
+        must(rows.dtype == values["query_starts"].dtype == torch.int32, "rows are 32 bits wide")
+    for row in rows.tolist() if values["HAS_ROWS"] else range(len(lens)):
+        token = int(values["query_starts"][row]) if values["HAS_ROWS"] else row
+        attend(values, row, token, int(lens[row]) - 1)
+
+
+def reduce(values: Values) -> None:
+    must(values["partial"].dtype == torch.float32, "partial results are float32")
+
+
+def prefill(values: Values) -> None:
+    check_attention(values)
+    starts, tiles = values["query_starts"], values["tiles"]
+    must(starts.dtype == tiles.dtype == torch.int32, "tiles are 32 bits wide")
+    for row, first in tiles.tolist():
+        begin, num = int(starts[row]), int(starts[row + 1] - starts[row])
+        before = int(values["context_lens"][row]) - num
+        for query in range(first, min(first + values["BLOCK_M"] // values["GROUP"], num)):
+            attend(values, row, begin + query, before + query)
+
+
+def copy(values: Values) -> None:
+    words, pairs = values["words"], values["pairs"]
+    check_strides(values, stride_plane=("words", 0))
+    must(pairs.dtype == torch.int64 and pairs.is_contiguous(), "pairs are 64 bits wide, side by side")
+    words[:, pairs[:, 1]] = words[:, pairs[:, 0]]
+
+
+def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
+    """Every kernel of real/kernels runs on this GPU."""
+    from real.kernels import block_copy
+    from real.kernels import decode as decoding
+    from real.kernels import prefill as prefilling
+    from real.kernels import store as storing
+
+    for module, name, writes, compute in (
+        (storing, "store_kernel", ("key_cache", "value_cache"), store),
+        (decoding, "decode_kernel", ("output", "partial"), decode),
+        (decoding, "reduce_kernel", ("output",), reduce),
+        (prefilling, "prefill_kernel", ("output",), prefill),
+        (block_copy, "copy_kernel", ("words",), copy),
+    ):
+        monkeypatch.setattr(module, name, Launcher(gpu, getattr(module, name), writes, compute))
+    for module in (decoding, prefilling):  # remembered by device, which another test may have seen otherwise
+        monkeypatch.setattr(module, "capability", torch.cuda.get_device_capability)
+    monkeypatch.setattr(decoding, "num_processors", lambda device: 132)

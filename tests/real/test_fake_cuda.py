@@ -1,0 +1,457 @@
+"""The engine as it runs on a GPU, on one that is not there (fake_cuda.py): streams, waits, captures, memory, devices.
+
+What comes out must be what the engine gives on a CPU; what a GPU would not do, or would wait for, raises or is counted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from real.backend import RealBackend
+from real.cache_engine import LayerCaches
+from real.config import RealConfig
+from real.device import Placement
+from real.driver import run
+from real.graphs import CudaCapture
+from real.parallel.distributed import DistributedGroup
+from real.profiler.grid import Episode, Moves, Room
+from real.profiler.measure import Bench, fill_with_noise, run_episode
+from real.profiling import _few_blocks, _run, _synthetic_load
+from real.staging import Staging, send_array
+from testbed.errors import DeviceError
+from testbed.plan import BatchPlan, PrefillChunk
+from testbed.policies.preemption import Swap
+from testbed.request import GREEDY, SamplingParams
+from testbed.serve import serve
+from tests.real.engine_helpers import OPT, plan_of, row, tiny_backend, tiny_spec
+from tests.real.fake_cuda import CONTEXT_BYTES, GRAPH_BYTES, FakeGPU, fake_cuda
+from tests.real.fake_launches import fake_kernels
+from tests.real.fake_streams import TroubleError
+from tests.real.test_engine_under_core import REQUESTS, Requests, TickingClock
+from tests.real.test_profiler import alone
+from tests.testbed.core_kit import make_limits, make_scheduler
+
+SHORT = {"max_num_seqs": 4, "max_model_len": 64}
+PROVIDERS = ["triton", "torch"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    with fake_cuda(monkeypatch, FakeGPU()) as made:
+        fake_kernels(monkeypatch, made)
+        yield made
+
+
+class Watched:
+    """An engine whose steps wait for the device as often as they must: once, and once more for swaps."""
+
+    def __init__(self, gpu: FakeGPU, backend: RealBackend) -> None:
+        self.gpu, self.backend = gpu, backend
+        self.num_steps = 0
+
+    def start(self, plan: BatchPlan) -> Any:
+        """Implements real.driver.RunningBackend."""
+        before = len(self.gpu.syncs)
+        work = self.backend.start(plan)
+        assert self.gpu.syncs[before:] == [], "launching a step waits for nothing"
+        wait = work.wait
+
+        def waited() -> Any:
+            result = wait()
+            num = 2 if plan.swap_out or plan.swap_in else 1
+            assert self.gpu.syncs[before:] == ["an event"] * num
+            return result
+
+        work.wait = waited
+        self.num_steps += 1
+        return work
+
+    def step(self, *rows: Any, **moves: Any) -> Any:
+        return self.start(plan_of(*rows, **moves)).wait()[0]
+
+
+def on_gpu(gpu: FakeGPU, spec: Any = None, **options: Any) -> Watched:
+    return Watched(gpu, tiny_backend(spec, device="cuda", **{**SHORT, **options}))
+
+
+def on_cpu(spec: Any = None, **options: Any) -> RealBackend:
+    return tiny_backend(spec, **{**SHORT, "attention": "torch", **options})
+
+
+def num_replays(gpu: FakeGPU) -> int:
+    return sum(graph.num_replays for graph in gpu.graphs)
+
+
+# --- whole runs ---
+
+
+def served(backend: Any, num_blocks: int, num_cpu_blocks: int) -> Requests:
+    scheduler = make_scheduler(
+        "unified", num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, caching=True, preemption=Swap(),
+        limits=make_limits(budget=24, seqs=4, model_len=64),
+    )  # fmt: skip
+    inbox = Requests(REQUESTS)
+    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    return inbox
+
+
+@pytest.mark.parametrize("attention", PROVIDERS)
+def test_a_run_with_chunks_swaps_and_mixed_batches_gives_the_tokens_of_a_cpu(gpu, attention):
+    expected = served(on_cpu(num_gpu_blocks=24), 24, 32)
+    engine = on_gpu(gpu, attention=attention, num_gpu_blocks=24, num_cpu_blocks=32)
+    found = served(engine, 24, 32)
+    assert found.outputs == expected.outputs
+    assert found.num_preemptions
+    assert found.num_cached_tokens
+    assert (num_replays(gpu) > 10) == (attention == "triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "options"),
+    [
+        ("a window", (9, 0), {"sliding_window": 6}),
+        ("e4m3, which the GPU converts", (9, 0), {"kv_dtype": "fp8_e4m3", "k_scale": 0.5}),
+        ("e4m3, which it does not", (8, 0), {"kv_dtype": "fp8_e4m3", "v_scale": 2.0}),
+        ("e5m2", (8, 0), {"kv_dtype": "fp8_e5m2"}),
+    ],
+)
+def test_caches_of_all_kinds(monkeypatch, name, capability, options):
+    with fake_cuda(monkeypatch, FakeGPU(), capability) as gpu:
+        fake_kernels(monkeypatch, gpu)
+        check_a_few_steps(on_gpu(gpu, attention="triton", **options), on_cpu(**options))
+
+
+@pytest.mark.parametrize("attention", PROVIDERS)
+@pytest.mark.parametrize("changes", [OPT, {"num_key_value_heads": 4}], ids=["opt", "one query head a KV head"])
+def test_models_of_all_kinds(gpu, attention, changes):
+    spec = tiny_spec(**changes)
+    check_a_few_steps(on_gpu(gpu, spec, attention=attention), on_cpu(spec))
+
+
+def check_a_few_steps(engine: Watched, reference: RealBackend) -> None:
+    """Prompts, chunks, decodes alone and in pairs, mixed, copied, moved out and in: the tokens of the reference."""
+    rng = random.Random(8)
+    first, second = ([rng.randrange(512) for _ in range(num)] for num in (13, 19))
+    tables = [[9, 3, 17, 5, 30, 2], [1, 40, 22, 8, 33, 12]]
+    copies = ((3, 50), (5, 51))
+    out, back = ((1, 5), (40, 0), (22, 6)), ((5, 41), (0, 42), (6, 60))
+    steps: list[tuple[list[Any], dict[str, Any]]] = [
+        ([(0, first, 0, 13)], {}),
+        ([(1, second, 0, 9), (0, first, 13, 14)], {}),
+        ([(1, second, 9, 19), (0, first, 14, 15)], {"copies": copies}),
+        ([(0, first, 15, 16), (1, second, 19, 20)], {}),
+        ([(0, first, 16, 17)], {"swap_out": out}),
+        ([(0, first, 17, 18), (1, second, 20, 21)], {"swap_in": back}),
+        ([(1, second, 21, 22)], {"swap_out": ((9, 9),), "swap_in": ((9, 9),), "copies": ((9, 10),)}),
+    ]
+    for number, (wanted, moves) in enumerate(steps):
+        if number == 2:
+            tables[0][1], tables[0][3] = 50, 51
+        if number == 5:
+            tables[1][:3] = [41, 42, 60]
+        rows = [
+            row(i, known, tables[i], start=start, end=end, samples=end == len(known)) for i, known, start, end in wanted
+        ]
+        found = engine.step(*rows, **moves)
+        expected = reference.start(plan_of(*rows, **moves)).wait()[0]
+        assert found == expected, f"step {number}"
+        for outcome in expected or ():
+            (first, second)[outcome.seq_id].extend(outcome.tokens)
+
+
+# --- sampling ---
+
+EVERYTHING = [
+    SamplingParams(temperature=0.9, seed=3),
+    SamplingParams(temperature=1.1, top_k=5, top_p=0.8, min_p=0.01, seed=4, logprobs=2),
+    SamplingParams(temperature=0.7, top_p=0.5, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1),
+    SamplingParams(logit_bias=((7, 30.0), (9, 31.0)), logprobs=3, min_tokens=4, stop_token_ids=(9,)),
+    SamplingParams(prompt_logprobs=2, logprobs=0),
+    SamplingParams(temperature=1.0, n=3, seed=8, logprobs=1),
+    SamplingParams(beam_width=2),
+    GREEDY,
+]
+
+
+@pytest.mark.parametrize("num_new", [6, 1], ids=["prompts", "decodes"])
+def test_a_step_with_all_that_a_sampler_can_do_waits_once(gpu, num_new):
+    rng = random.Random(2)
+    known = [[rng.randrange(512) for _ in range(6)] for _ in EVERYTHING]
+    rows = []
+    for i, sampling in enumerate(EVERYTHING):
+        made = row(i, known[i], [2 * i, 2 * i + 1], start=6 - num_new, sampling=sampling)
+        num_samples = sampling.n if num_new > 1 else 1
+        rows.append(made._replace(num_prompt_tokens=6, history=tuple(known[i]), num_samples=num_samples, group_id=i))
+    engine, reference = on_gpu(gpu, max_num_seqs=8), on_cpu(max_num_seqs=8)
+    if num_new == 1:  # what comes before them
+        prompts = [row(i, tokens, [2 * i, 2 * i + 1], end=5, samples=False) for i, tokens in enumerate(known)]
+        assert engine.step(*prompts) is reference.start(plan_of(*prompts)).wait()[0] is None
+    found = engine.start(plan_of(*rows))
+    outcomes = found.wait()[0]
+    expected = reference.start(plan_of(*rows))
+    for ours, theirs in zip(outcomes, expected.wait()[0], strict=True):
+        assert (ours.tokens, ours.forks) == (theirs.tokens, theirs.forks)
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert len(found.prompt_logprobs) == len(expected.prompt_logprobs) == (num_new > 1)
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("utilization", [0.5, 0.9])
+@pytest.mark.parametrize("attention", PROVIDERS)
+def test_blocks_leave_room_for_the_largest_steps_and_for_captured_decodes(gpu, attention, utilization):
+    options = {"num_gpu_blocks": None, "num_cpu_blocks": 0, "gpu_memory_utilization": utilization, "max_num_seqs": 40}
+    engine = on_gpu(gpu, attention=attention, **options).backend
+    assert len(gpu.graphs) == (8 if attention == "triton" else 0)
+    free, total = gpu.memory_info()
+    reserve = round(total * (1 - utilization))
+    gpu.reset_peak()
+    with torch.inference_mode():
+        for load in ([(64, 64)], [(1, 64)] * 40):
+            _run(engine.runner, _synthetic_load(load, 40, 4, 512, torch.device("cuda", 0)), engine.cache.gpu)
+    least = free - (gpu.peak - gpu.allocated)
+    assert least >= reserve - 2**16, "the largest step goes beyond its share"
+    assert least <= reserve + 2**20, "memory is left unused"
+
+
+def test_what_others_hold_of_the_gpu_is_left_to_them(gpu):
+    held = torch.zeros(2**24, dtype=torch.uint8, device="cuda")
+    options = {"num_gpu_blocks": None, "num_cpu_blocks": 0, "attention": "torch"}
+    with_others = on_gpu(gpu, **options).backend.num_gpu_blocks
+    held_bytes = held.nbytes
+    del held
+    alone_there = on_gpu(gpu, **options).backend.num_gpu_blocks
+    size = 4 * tiny_spec().kv_bytes_per_token()
+    assert (alone_there - with_others) * size == pytest.approx(held_bytes, abs=size)
+
+
+def test_an_engine_that_is_gone_leaves_nothing(gpu):
+    before = gpu.memory_info()[0]
+    engine = on_gpu(gpu, num_gpu_blocks=None)
+    assert gpu.memory_info()[0] < before / 2
+    engine.backend.close()
+    assert not gpu.graphs
+    del engine
+    assert gpu.memory_info()[0] == before
+
+
+NO_BLOCKS = "no memory for 64 KV blocks on cuda:0 and 16 in host memory, 2,048 bytes each (CUDA out of memory.)"
+
+
+@pytest.mark.parametrize(
+    ("room", "num_blocks", "told"),
+    [
+        (2 << 20, None, "out of GPU memory; captured decodes do not fit: lower backend.max_captured_size or set "),
+        (1 << 19, None, "out of GPU memory; a step of 64 tokens of 4 sequences does not fit: lower scheduler."),
+        (2 << 20, 64, "out of GPU memory; lower cache.num_gpu_blocks or "),
+        (450_000, 64, NO_BLOCKS),
+        (1 << 18, 64, "the weights of tiny-test (376,832 bytes) do not fit on Fake H100; choose a smaller model"),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_one_line(gpu, room, num_blocks, told):
+    gpu.total_bytes = CONTEXT_BYTES + room
+    with pytest.raises(DeviceError) as error:
+        on_gpu(gpu, num_gpu_blocks=num_blocks)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_lack_of_memory_is_not_called_so(gpu, monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setattr("real.backend.build_model", broken)
+    with pytest.raises(RuntimeError, match="too old"):
+        on_gpu(gpu)
+
+
+def test_memory_that_ends_a_capture_is_one_line(gpu, monkeypatch):
+    def full(*_: object) -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr("real.backend.capture_decodes", full)
+    with pytest.raises(DeviceError, match=r"^out of GPU memory; .*backend\.cuda_graphs=false$"):
+        on_gpu(gpu)
+
+
+# --- several ranks, profiles ---
+
+
+class Pair:
+    """NCCL's group of two ranks that hold the same: what torch.distributed calls on the GPU, on the current stream."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        tensors[0].mul_(2)
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp
+        output.view(2, -1).copy_(tensor.reshape(1, -1).expand(2, -1))
+
+
+@pytest.mark.parametrize("attention", PROVIDERS)
+def test_a_rank_of_two_captures_its_collectives_and_waits_once_a_step(gpu, attention):
+    spec = tiny_spec(vocab_size=510)
+    pair = [DistributedGroup(0, 2, Pair()) for _ in range(2)]
+    engine = on_gpu(gpu, spec, attention=attention, group=pair[0], num_gpu_blocks=None)
+    num = engine.backend.num_gpu_blocks
+    check_a_few_steps(engine, on_cpu(spec, group=pair[1], num_gpu_blocks=num))
+    assert bool(num_replays(gpu)) == (attention == "triton")
+
+
+def test_episodes_of_a_profile_wait_once_a_step(gpu):
+    engine = on_gpu(gpu, num_gpu_blocks=60)
+    fill_with_noise(engine.backend.cache.gpu.whole)
+    assert engine.backend.cache.gpu.whole.inner.std() > 0.5
+    room = Room(4, 60, 16, 4, 64, 64)
+    caching = []
+
+    def scheduler(*, budget: int, caching: bool | None) -> Any:
+        return make_scheduler(
+            "unified", num_blocks=60, num_cpu_blocks=16, block_size=4, caching=bool(caching),
+            limits=make_limits(seqs=4, budget=budget, model_len=64),
+        )  # fmt: skip
+
+    bench = Bench(engine, room, scheduler, alone, 512, GREEDY)
+    moves = (Moves(3), Moves(0, 3), Moves(2, 2), Moves(0, 0, 2))
+    for episode in (
+        Episode((9, 20), 2, moves, ((PrefillChunk(0, 20),), (PrefillChunk(8, 5), PrefillChunk(0, 3)))),
+        Episode((8,), batches=((PrefillChunk(0, 30),),), budget=16),
+    ):
+        assert episode.fits(room)
+        measured = run_episode(bench, episode, 1)
+        assert len(measured) >= episode.num_alone + len(episode.moves) + len(episode.batches)
+        assert all(spans.forward_ns > 0 for _, spans, _ in measured)
+        caching += [shape.num_blocks_swapped_out for shape, _, _ in measured]
+    assert max(caching) == 3
+    assert engine.num_steps >= 10
+
+
+# --- the fake finds what it is for ---
+
+
+def two_prompts(engine: Watched) -> None:
+    engine.step(row(0, [1, 2, 3, 4, 5], [1, 2]), row(1, [6, 7, 8], [3]))
+
+
+def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
+    engine = on_gpu(gpu)
+    two_prompts(engine)
+    launch = engine.backend.cache._swaps.launch
+
+    def one_layer_early(*arguments: Any) -> Any:
+        events = launch(*arguments)
+        return [events[0], events[0]]
+
+    monkeypatch.setattr(engine.backend.cache._swaps, "launch", one_layer_early)
+    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
+        engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_out=((1, 1),))
+    monkeypatch.setattr(LayerCaches, "will_be_moved", lambda self, events: None)
+    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
+        engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_in=((1, 1),))
+
+
+def test_a_graph_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
+    engine = on_gpu(gpu)
+    two_prompts(engine)
+    monkeypatch.setattr(LayerCaches, "wait", lambda self: None)
+    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
+        engine.step(row(1, [6, 7, 8, 9], [3], start=3), swap_out=((1, 1),))
+
+
+@pytest.mark.parametrize("num_new", [1, 3], ids=["captured", "eager"])
+def test_inputs_that_are_overwritten_on_their_way_are_found(gpu, num_new):
+    engine = on_gpu(gpu)
+    first = engine.backend.start(plan_of(row(0, [1, 2, 3, 4][:num_new], [1])))
+    engine.backend.start(plan_of(row(1, [6, 7, 8, 9][:num_new], [3])))
+    with pytest.raises(TroubleError, match="pinned memory was written again"):
+        first.wait()
+
+
+def test_a_copy_that_waits_is_counted(gpu, monkeypatch):
+    monkeypatch.setattr(
+        "real.attention.torch_provider.send_array", lambda array, device: torch.tensor(array.tolist(), device=device)
+    )
+    engine = on_gpu(gpu, attention="torch")
+    with pytest.raises(AssertionError, match="launching a step waits for nothing"):
+        engine.step(row(0, [1, 2, 3], [1]), row(1, [4], [2]))
+
+
+def test_results_are_garbage_until_they_were_waited_for(gpu):
+    there = torch.full((3,), 5, device="cuda")
+    here = there.to("cpu", non_blocking=True)
+    assert here.tolist() == [77, 77, 77]
+    gpu.synchronize()
+    assert here.tolist() == [5, 5, 5]
+    assert there.cpu().tolist() == [5, 5, 5]
+    assert len(gpu.syncs) == 2
+
+
+def test_devices_do_not_mix(gpu):
+    there = torch.ones(3, device="cuda")
+    for mixed in (
+        lambda: there + torch.ones(3),
+        lambda: there[torch.tensor([0])],
+        lambda: there.copy_(there) @ torch.ones(3),
+    ):
+        with pytest.raises(TroubleError, match="on the GPU and on the host"):
+            mixed()
+    assert (there + torch.tensor(1.0)).inner.tolist() == [2, 2, 2]  # a number is a number
+
+
+def test_what_a_capture_must_not_do_is_found(gpu):
+    there = torch.ones(2, device="cuda")
+    staging = Staging(torch.device("cuda", 0))
+    for work, trouble in {
+        lambda: torch.ones(2).to("cuda:0"): "between the host and the GPU",
+        lambda: send_array(np.ones(2), there.device): "pinned memory is allocated",
+        lambda: staging.send([np.ones(2)])[0]: "between the host and the GPU",
+        lambda: there * there.sum().item(): "a wait for aten._local_scalar_dense",
+        lambda: there[there > 0]: "a wait for aten.index",
+    }.items():
+        with pytest.raises(TroubleError, match=trouble):
+            CudaCapture()(work)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with (
+        pytest.raises(TroubleError, match="nothing ran on the capture's stream before"),
+        torch.cuda.graph(graph, stream=stream),
+    ):
+        there * 2
+
+
+def test_a_graph_reads_what_lies_in_its_memory_at_the_replay(gpu):
+    there, kept = torch.ones(2, device="cuda"), [torch.ones(2, device="cuda")]
+    replay = CudaCapture()(lambda: (there + kept[0]) * 3)
+    there.fill_(2)
+    result = replay()
+    assert result.inner.tolist() == [9, 9]
+    kept.clear()
+    with pytest.raises(TroubleError, match="memory that was let go of"):
+        replay()
+
+
+def test_memory_of_graphs_is_what_the_largest_takes_and_the_drivers_of_each(gpu):
+    free = gpu.memory_info()[0]
+    assert free == gpu.total_bytes - CONTEXT_BYTES
+    capture = CudaCapture()
+    replays = [capture(lambda size=size: torch.ones(size, dtype=torch.uint8, device="cuda")) for size in (4096, 1024)]
+    gpu.synchronize()
+    assert free - gpu.memory_info()[0] == 4096 + 2 * GRAPH_BYTES
+    del replays
+    assert gpu.memory_info()[0] == free
+
+
+def test_the_small_cache_of_a_measurement_has_all_layers(gpu):
+    caches = _few_blocks(tiny_spec(), Placement(torch.device("cuda", 0), torch.float32), 4, torch.float32)
+    assert caches.whole.shape == (2, 2, 2, 4, 2, 16)

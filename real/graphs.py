@@ -6,8 +6,10 @@ overwrites in one copy; rows that only pad the batch read and write the cache's 
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -34,6 +36,7 @@ class CudaCapture:
     """Captures on the current device; all graphs share one pool of memory, as only one runs at a time."""
 
     def __init__(self) -> None:
+        gc.collect()  # engines that are gone hold memory until then
         self._stream = torch.cuda.Stream()  # one: cuBLAS keeps memory for each
         self.begin_anew()
 
@@ -48,7 +51,7 @@ class CudaCapture:
             work()  # loads kernels and picks algorithms, which a capture must not do
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with _without_collections(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
             result = work()
 
         def replay() -> Tensor:
@@ -56,6 +59,19 @@ class CudaCapture:
             return result
 
         return replay
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """What Python's collector would find meanwhile may be a graph, a kernel or pinned memory of an engine that is gone;
+    to free one breaks a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def call_again(work: Work) -> Work:

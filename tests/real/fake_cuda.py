@@ -11,6 +11,7 @@ torch.cuda. It raises TroubleError where a GPU would fail or be wrong, and lists
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -84,6 +85,8 @@ class FakeGPU(TorchDispatchMode):
         self.synchronize()
         if stream is None or not stream.clock.get(stream.number):
             raise TroubleError("nothing ran on the capture's stream before: it would load kernels and pick algorithms")
+        if gc.isenabled():
+            raise TroubleError("in a capture: a collection may free graphs, kernels and pinned memory")
         graph.pool = pool or graph
         with self.on_stream(stream):
             self.capturing = graph

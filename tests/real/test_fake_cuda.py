@@ -5,6 +5,7 @@ What comes out must be what the engine gives on a CPU; what a GPU would not do, 
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -428,6 +429,11 @@ def test_what_a_capture_must_not_do_is_found(gpu):
         torch.cuda.graph(graph, stream=stream),
     ):
         there * 2
+    with torch.cuda.stream(stream):
+        there * 2
+    with pytest.raises(TroubleError, match="a collection may free"), torch.cuda.graph(graph, stream=stream):
+        there * 2
+    assert gc.isenabled()
 
 
 def test_a_graph_reads_what_lies_in_its_memory_at_the_replay(gpu):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,39 @@ def test_steps_and_whole_runs_are_shown(capsys, monkeypatch):
     for start in ("  decode, batch 3, context 256", "  prefill, 16 tokens", "  transformers.generate", "  this engine"):
         assert any(line.startswith(start) for line in lines), said.out
     assert "3 of 3 outputs are the same token for token" in said.out
+
+
+def test_each_whole_run_has_the_gpu_to_itself(capsys, monkeypatch):
+    """What transformers held is nobody's when this engine measures its room."""
+    held: list[weakref.ref[object]] = []
+
+    class Theirs:
+        def __init__(self, *_: object) -> None:
+            held.append(weakref.ref(self))
+
+        def __enter__(self) -> Theirs:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+            return [[0] * length for length in lengths]
+
+    class Ours(Theirs):
+        def __init__(self, *_: object) -> None:
+            assert [one() for one in held] == [None] * len(held)
+            super().__init__()
+
+        def show_host(self, name: str) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(engine, "Transformers", Theirs)
+    monkeypatch.setattr(engine, "Offline", Ours)
+    engine._against_continuous_batching(TINY, 1)
+    assert len(held) == 4
+    said = capsys.readouterr().out
+    assert "transformers, continuous batching" in said
+    assert "this engine, triton" in said
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,10 @@ class FakeGPU(TorchDispatchMode):
         weakref.finalize(tensor, self._let_go, at, size)
         return tensor
 
+    def put(self, inner: Tensor) -> DeviceTensor:
+        """What a launch of another package made."""
+        return self._on_device(inner, is_new=True)
+
     def _let_go(self, at: int, size: int) -> None:
         self._tensors[at] -= 1
         if not self._tensors[at]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.real.fake_cuda import FakeGPU
 from tests.real.fake_streams import DeviceTensor, Launch, TroubleError
@@ -165,9 +166,31 @@ def copy(values: Values) -> None:
     words[:, pairs[:, 1]] = words[:, pairs[:, 0]]
 
 
+def on_gpu(gpu: FakeGPU, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of another package that is one launch: its tensors must lie on the GPU, and so does its result."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        must(all(isinstance(tensor, DeviceTensor) for tensor in tensors), f"{function.__name__} of the host's tensors")
+        inner = tree_map(lambda leaf: leaf.inner if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+        def work() -> Tensor:
+            with torch.inference_mode(), _disable_current_modes():
+                return function(*inner[0], **inner[1])
+
+        result = work()
+        output = gpu.put(result)
+        reads = [tensor.inner for tensor in tensors]
+        gpu.launch(Launch(function.__name__, reads, [result], lambda: result.copy_(work())))
+        return output
+
+    return call
+
+
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     """Every kernel of real/kernels runs on this GPU."""
-    from real.kernels import block_copy
+    from real.kernels import block_copy, formats
     from real.kernels import decode as decoding
     from real.kernels import prefill as prefilling
     from real.kernels import store as storing
@@ -180,6 +203,6 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (block_copy, "copy_kernel", ("words",), copy),
     ):
         monkeypatch.setattr(module, name, Launcher(gpu, getattr(module, name), writes, compute))
-    for module in (decoding, prefilling):  # remembered by device, which another test may have seen otherwise
+    for module in (decoding, prefilling, formats):  # remembered by device, which another test may have seen otherwise
         monkeypatch.setattr(module, "capability", torch.cuda.get_device_capability)
     monkeypatch.setattr(decoding, "num_processors", lambda device: 132)

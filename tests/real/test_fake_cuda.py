@@ -5,88 +5,36 @@ What comes out must be what the engine gives on a CPU; what a GPU would not do, 
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator
+import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from real.backend import RealBackend
-from real.cache_engine import LayerCaches
 from real.config import RealConfig
-from real.device import Placement
 from real.driver import run
-from real.graphs import CudaCapture
 from real.parallel.distributed import DistributedGroup
 from real.profiler.grid import Episode, Moves, Room
 from real.profiler.measure import Bench, fill_with_noise, run_episode
-from real.profiling import _few_blocks, _run, _synthetic_load
-from real.staging import Staging, send_array
+from real.profiling import _run, _synthetic_load
 from testbed.errors import DeviceError
-from testbed.plan import BatchPlan, PrefillChunk
+from testbed.plan import PrefillChunk
 from testbed.policies.preemption import Swap
 from testbed.request import GREEDY, SamplingParams
 from testbed.serve import serve
-from tests.real.engine_helpers import OPT, plan_of, row, tiny_backend, tiny_spec
-from tests.real.fake_cuda import CONTEXT_BYTES, GRAPH_BYTES, FakeGPU, fake_cuda
+from tests.real.engine_helpers import OPT, plan_of, row, tiny_spec
+from tests.real.fake_cuda import CONTEXT_BYTES, FakeGPU, fake_cuda
+from tests.real.fake_engine import Watched, num_replays, on_cpu, on_gpu
+from tests.real.fake_flash import FakeFlash
 from tests.real.fake_launches import fake_kernels
-from tests.real.fake_streams import TroubleError
+from tests.real.fake_launches import on_gpu as launched
 from tests.real.test_engine_under_core import REQUESTS, Requests, TickingClock
 from tests.real.test_profiler import alone
 from tests.testbed.core_kit import make_limits, make_scheduler
 
-SHORT = {"max_num_seqs": 4, "max_model_len": 64}
 PROVIDERS = ["triton", "torch"]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
-    with fake_cuda(monkeypatch, FakeGPU()) as made:
-        fake_kernels(monkeypatch, made)
-        yield made
-
-
-class Watched:
-    """An engine whose steps wait for the device as often as they must: once, and once more for swaps."""
-
-    def __init__(self, gpu: FakeGPU, backend: RealBackend) -> None:
-        self.gpu, self.backend = gpu, backend
-        self.num_steps = 0
-
-    def start(self, plan: BatchPlan) -> Any:
-        """Implements real.driver.RunningBackend."""
-        before = len(self.gpu.syncs)
-        work = self.backend.start(plan)
-        assert self.gpu.syncs[before:] == [], "launching a step waits for nothing"
-        wait = work.wait
-
-        def waited() -> Any:
-            result = wait()
-            num = 2 if plan.swap_out or plan.swap_in else 1
-            assert self.gpu.syncs[before:] == ["an event"] * num
-            return result
-
-        work.wait = waited
-        self.num_steps += 1
-        return work
-
-    def step(self, *rows: Any, **moves: Any) -> Any:
-        return self.start(plan_of(*rows, **moves)).wait()[0]
-
-
-def on_gpu(gpu: FakeGPU, spec: Any = None, **options: Any) -> Watched:
-    return Watched(gpu, tiny_backend(spec, device="cuda", **{**SHORT, **options}))
-
-
-def on_cpu(spec: Any = None, **options: Any) -> RealBackend:
-    return tiny_backend(spec, **{**SHORT, "attention": "torch", **options})
-
-
-def num_replays(gpu: FakeGPU) -> int:
-    return sum(graph.num_replays for graph in gpu.graphs)
 
 
 # --- whole runs ---
@@ -133,6 +81,22 @@ def test_caches_of_all_kinds(monkeypatch, name, capability, options):
 def test_models_of_all_kinds(gpu, attention, changes):
     spec = tiny_spec(**changes)
     check_a_few_steps(on_gpu(gpu, spec, attention=attention), on_cpu(spec))
+
+
+@pytest.mark.parametrize("block_size", [256, 16])
+def test_flash_attention_where_it_is_installed(gpu, monkeypatch, block_size):
+    """Its own pages, and those that it leaves to our kernels."""
+    package = FakeFlash()
+    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        setattr(package, name, launched(gpu, getattr(package, name)))
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    options = {"block_size": block_size, "dtype": "float16"}
+    engine = on_gpu(gpu, attention="auto", **options)
+    assert engine.backend.attention_name == "flash_attn"
+    check_a_few_steps(engine, on_cpu(**options))
+    assert num_replays(gpu) == 4
+    own_pages = {"paged varlen", "decode"} if block_size == 256 else set()
+    assert {kind for kind, _ in package.calls} == {"varlen"} | own_pages
 
 
 def check_a_few_steps(engine: Watched, reference: RealBackend) -> None:
@@ -337,127 +301,3 @@ def test_episodes_of_a_profile_wait_once_a_step(gpu):
         caching += [shape.num_blocks_swapped_out for shape, _, _ in measured]
     assert max(caching) == 3
     assert engine.num_steps >= 10
-
-
-# --- the fake finds what it is for ---
-
-
-def two_prompts(engine: Watched) -> None:
-    engine.step(row(0, [1, 2, 3, 4, 5], [1, 2]), row(1, [6, 7, 8], [3]))
-
-
-def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
-    engine = on_gpu(gpu)
-    two_prompts(engine)
-    launch = engine.backend.cache._swaps.launch
-
-    def one_layer_early(*arguments: Any) -> Any:
-        events = launch(*arguments)
-        return [events[0], events[0]]
-
-    monkeypatch.setattr(engine.backend.cache._swaps, "launch", one_layer_early)
-    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
-        engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_out=((1, 1),))
-    monkeypatch.setattr(LayerCaches, "will_be_moved", lambda self, events: None)
-    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
-        engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_in=((1, 1),))
-
-
-def test_a_graph_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
-    engine = on_gpu(gpu)
-    two_prompts(engine)
-    monkeypatch.setattr(LayerCaches, "wait", lambda self: None)
-    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
-        engine.step(row(1, [6, 7, 8, 9], [3], start=3), swap_out=((1, 1),))
-
-
-@pytest.mark.parametrize("num_new", [1, 3], ids=["captured", "eager"])
-def test_inputs_that_are_overwritten_on_their_way_are_found(gpu, num_new):
-    engine = on_gpu(gpu)
-    first = engine.backend.start(plan_of(row(0, [1, 2, 3, 4][:num_new], [1])))
-    engine.backend.start(plan_of(row(1, [6, 7, 8, 9][:num_new], [3])))
-    with pytest.raises(TroubleError, match="pinned memory was written again"):
-        first.wait()
-
-
-def test_a_copy_that_waits_is_counted(gpu, monkeypatch):
-    monkeypatch.setattr(
-        "real.attention.torch_provider.send_array", lambda array, device: torch.tensor(array.tolist(), device=device)
-    )
-    engine = on_gpu(gpu, attention="torch")
-    with pytest.raises(AssertionError, match="launching a step waits for nothing"):
-        engine.step(row(0, [1, 2, 3], [1]), row(1, [4], [2]))
-
-
-def test_results_are_garbage_until_they_were_waited_for(gpu):
-    there = torch.full((3,), 5, device="cuda")
-    here = there.to("cpu", non_blocking=True)
-    assert here.tolist() == [77, 77, 77]
-    gpu.synchronize()
-    assert here.tolist() == [5, 5, 5]
-    assert there.cpu().tolist() == [5, 5, 5]
-    assert len(gpu.syncs) == 2
-
-
-def test_devices_do_not_mix(gpu):
-    there = torch.ones(3, device="cuda")
-    for mixed in (
-        lambda: there + torch.ones(3),
-        lambda: there[torch.tensor([0])],
-        lambda: there.copy_(there) @ torch.ones(3),
-    ):
-        with pytest.raises(TroubleError, match="on the GPU and on the host"):
-            mixed()
-    assert (there + torch.tensor(1.0)).inner.tolist() == [2, 2, 2]  # a number is a number
-
-
-def test_what_a_capture_must_not_do_is_found(gpu):
-    there = torch.ones(2, device="cuda")
-    staging = Staging(torch.device("cuda", 0))
-    for work, trouble in {
-        lambda: torch.ones(2).to("cuda:0"): "between the host and the GPU",
-        lambda: send_array(np.ones(2), there.device): "pinned memory is allocated",
-        lambda: staging.send([np.ones(2)])[0]: "between the host and the GPU",
-        lambda: there * there.sum().item(): "a wait for aten._local_scalar_dense",
-        lambda: there[there > 0]: "a wait for aten.index",
-    }.items():
-        with pytest.raises(TroubleError, match=trouble):
-            CudaCapture()(work)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with (
-        pytest.raises(TroubleError, match="nothing ran on the capture's stream before"),
-        torch.cuda.graph(graph, stream=stream),
-    ):
-        there * 2
-    with torch.cuda.stream(stream):
-        there * 2
-    with pytest.raises(TroubleError, match="a collection may free"), torch.cuda.graph(graph, stream=stream):
-        there * 2
-    assert gc.isenabled()
-
-
-def test_a_graph_reads_what_lies_in_its_memory_at_the_replay(gpu):
-    there, kept = torch.ones(2, device="cuda"), [torch.ones(2, device="cuda")]
-    replay = CudaCapture()(lambda: (there + kept[0]) * 3)
-    there.fill_(2)
-    result = replay()
-    assert result.inner.tolist() == [9, 9]
-    kept.clear()
-    with pytest.raises(TroubleError, match="memory that was let go of"):
-        replay()
-
-
-def test_memory_of_graphs_is_what_the_largest_takes_and_the_drivers_of_each(gpu):
-    free = gpu.memory_info()[0]
-    assert free == gpu.total_bytes - CONTEXT_BYTES
-    capture = CudaCapture()
-    replays = [capture(lambda size=size: torch.ones(size, dtype=torch.uint8, device="cuda")) for size in (4096, 1024)]
-    gpu.synchronize()
-    assert free - gpu.memory_info()[0] == 4096 + 2 * GRAPH_BYTES
-    del replays
-    assert gpu.memory_info()[0] == free
-
-
-def test_the_small_cache_of_a_measurement_has_all_layers(gpu):
-    caches = _few_blocks(tiny_spec(), Placement(torch.device("cuda", 0), torch.float32), 4, torch.float32)
-    assert caches.whole.shape == (2, 2, 2, 4, 2, 16)

@@ -96,6 +96,14 @@ def test_the_cpu_calls_them_as_they_are(monkeypatch):
         torch.testing.assert_close(wrapped, plain, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize(("capability", "is_able"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_they_are_compiled_for_gpus_that_know_bfloat16(monkeypatch, capability, is_able):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name)
+    assert can_compile.__wrapped__(torch.device("cuda", 0)) == is_able
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

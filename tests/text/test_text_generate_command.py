@@ -171,3 +171,26 @@ def test_whatever_comes_first_is_printed_in_order_and_once(data: st.DataObject, 
     printer.flush()
     wanted = [f"[{i}{f'.{j}' if j else ''}] prompt {i}\n{came[i, j]}\n" for i, j in sorted(came)]
     assert "".join(out) == "".join(wanted)
+
+
+def test_the_arguments_of_llm_are_flags(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Stopped(LLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            seen.update(settings)
+            super().__init__(model, **settings)
+
+    monkeypatch.setattr("experiments.llm.LLM", Stopped)
+    flags = ["--max-model-len", "8", "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "0.5"]
+    said = generate(capsys, folder, "a prompt that is too long for eight tokens of context", *flags)
+    assert said.status == 1
+    assert said.lines[-1].startswith("error: prompt 0")
+    assert "max_model_len (8)" in said.lines[-1]
+    wanted = {"max_model_len": 8, "enforce_eager": True, "enable_prefix_caching": False, "swap_space": 0.5}
+    assert wanted.items() <= seen.items()
+    assert "prefix_caching" not in seen, "what is not given is left as it is"
+    said = generate(capsys, folder, "a", "--gpu-memory-utilization", "2")
+    assert said.lines[-1] == "error: cache.gpu_memory_utilization is 2.0; it must be in (0, 1]"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from experiments.config import GROUPS
+from experiments.interrupt import terminated_as_interrupted
 from experiments.llm_settings import SETTINGS
 from experiments.settings import unknown
 from real.text.interrupt import deferred
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
     )
     flags = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in flags.items() if value is not None}
-    with LLM(options.model, **settings, **overrides) as llm:
+    with terminated_as_interrupted(), LLM(options.model, **settings, **overrides) as llm:
         _generate(llm, asked, options)
     return 0
 

@@ -86,13 +86,14 @@ def test_each_prompt_becomes_a_conversation_with_chat(
     assert [line["prompt"] for line in lines_of(out)] == ["<user>hi<assistant>", "<user>you<assistant>"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_what_is_finished(
-    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, out = generate_command._line, tmp_path / "out.jsonl"
 
     def pressed(*arguments: Any) -> str:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         return write(*arguments)
 
     rows = [{"prompt": "a", "max_tokens": 3 + 40 * index} for index in range(3)]

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from itertools import chain
 
+from testbed.blocks.chains import Chains
 from testbed.blocks.config import KVRules, check_pool_sizes
 from testbed.blocks.eviction import EvictionPolicy
 from testbed.blocks.gpu_blocks import GPUBlocks
@@ -69,17 +70,18 @@ class BlockManager:
         self.copies: list[tuple[int, int]] = []  # copies-on-write of the step being planned, which takes them
         self._tables: dict[int, list[int]] = {}
         self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction)
+        self._chains = Chains(key_source, block_size=block_size, isolate_tenants=isolate_tenants)
         self._prefixes = PrefixSharing(
-            self._gpu, self._tables, key_source, block_size=block_size, rules=rules, isolate_tenants=isolate_tenants,
-            sliding_window=sliding_window,
-        )  # fmt: skip
-        self._swap = SwapSpace(num_cpu_blocks, by_content=self._prefixes.is_merged)
+            self._gpu, self._tables, self._chains, rules=rules, sliding_window=sliding_window
+        )
+        self._merged = self._prefixes.merged
+        self._swap = SwapSpace(num_cpu_blocks, by_content=self._merged is not None)
         # what sequences share is the business of PrefixSharing; these are its methods
         self.lookup = self._prefixes.lookup
         self.publish = self._prefixes.publish
         self.publish_each = self._prefixes.publish_each
         self.withdraw = self._prefixes.withdraw
-        self.salt_of = self._prefixes.salt_of
+        self.salt_of = self._chains.salt_of
 
     # --- state ---
 
@@ -95,7 +97,7 @@ class BlockManager:
     @property
     def is_plain(self) -> bool:
         """Whether a decoding sequence needs nothing but a new block at each border, whoever comes first."""
-        return not (self._prefixes.is_merged or self.lookahead_slots or self.sliding_window)
+        return not (self._merged is not None or self.lookahead_slots or self.sliding_window)
 
     @property
     def num_queried_tokens(self) -> int:
@@ -108,7 +110,7 @@ class BlockManager:
 
     @property
     def merges_content(self) -> bool:
-        return self._prefixes.is_merged
+        return self._merged is not None
 
     def table(self, seq_id: int) -> list[int]:
         """Logical block i of the sequence is physical block `table[i]`."""
@@ -162,9 +164,9 @@ class BlockManager:
         assert seq.seq_id not in self._tables, f"{seq} has a table already"
         if self.rules.allocate == "whole":
             num_tokens = seq.num_tokens
-        if self._prefixes.is_merged:
+        if self._merged is not None:
             table = self._tables[seq.seq_id] = []
-            self._prefixes.fill_by_content(seq, table, num_tokens)
+            self._merged.fill(seq, table, num_tokens)
         else:
             table = self._tables[seq.seq_id] = self._prefixes.adopt(seq, hit)
             table += self._gpu.take(self.num_blocks_for(num_tokens) - len(table))
@@ -251,7 +253,7 @@ class BlockManager:
             self._gpu.release(table[index], index)
             table[index] = RELEASED
             index -= 1
-            self._prefixes.stop(seq)
+            self._chains.stop(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares every block of its parent; nothing is allocated."""
@@ -272,7 +274,8 @@ class BlockManager:
 
     def planned(self) -> None:
         """The step is decided: what it allocated for its content counts as computed for the next one."""
-        self._prefixes.planned()
+        if self._merged is not None:
+            self._merged.planned()
         self._swap.planned()
 
     # --- swap ---
@@ -283,7 +286,7 @@ class BlockManager:
             num_blocks = self.num_held_blocks(seq)
         else:
             num_blocks = sum(
-                self._num_touched(one) - self._swap.num_held(self._prefixes.full_contents(one)) for one in seq.together
+                self._num_touched(one) - self._swap.num_held(self._chains.full_contents(one)) for one in seq.together
             )
         if num_blocks > self.num_cpu_blocks:
             return Verdict.NEVER
@@ -292,7 +295,7 @@ class BlockManager:
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
         """Moves the blocks of the sequence and those with it to the CPU; the (GPU, CPU) pairs to copy."""
         seqs = seq.together
-        contents = {one.seq_id: self._prefixes.full_contents(one) for one in seqs} if self._prefixes.is_merged else {}
+        contents = {one.seq_id: self._chains.full_contents(one) for one in seqs} if self._merged is not None else {}
         tables = {one.seq_id: self._tables.pop(one.seq_id) for one in seqs}
         origins = self._take_back_copies(tables.values())
         for one in seqs:
@@ -308,10 +311,7 @@ class BlockManager:
             num_blocks = len(dict.fromkeys(block for table in tables for block in table if block != RELEASED))
             num_blocks += max(len(seqs), self._num_growing(seqs, tables))
         else:
-            num_blocks = sum(
-                self._num_touched(one) - self._prefixes.num_referenced(self._prefixes.full_contents(one))
-                for one in seqs
-            )
+            num_blocks = sum(self._num_touched(one) - self._num_there(one) for one in seqs)
         watermark = self.watermark_blocks if self.rules.watermark_for_swapped_in else 0
         if num_blocks + watermark > self.num_gpu_blocks:
             return Verdict.NEVER
@@ -336,14 +336,18 @@ class BlockManager:
         num_tokens = seq.num_tokens if is_whole else seq.num_computed_tokens
         return num_tokens // self.block_size + (not is_whole or num_tokens % self.block_size > 0)
 
+    def _num_there(self, seq: Sequence) -> int:
+        """Full blocks whose content others reference on the GPU: a swap in takes those."""
+        return 0 if self._merged is None else self._merged.num_referenced(self._chains.full_contents(seq))
+
     def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
         """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""
         moved: dict[int, int] = {}
         unread = self._unread_blocks()
         for one in seq.together:
             table = self._tables[one.seq_id] = []
-            self._prefixes.restart(one)
-            num_full = len(self._prefixes.full_contents(one)) if self._prefixes.is_merged else 0
+            self._chains.restart(one)
+            num_full = 0 if self._merged is None else len(self._chains.full_contents(one))
             for index, cpu_block in enumerate(self._swap.drop(one.seq_id)):
                 if cpu_block == RELEASED:
                     block = RELEASED
@@ -351,7 +355,9 @@ class BlockManager:
                     self._gpu.pool.share(moved[cpu_block])
                     block = moved[cpu_block]
                 else:
-                    found = self._prefixes.by_content(one, index) if index < num_full else None
+                    found = None
+                    if self._merged is not None and index < num_full:
+                        found = self._merged.block_of(one, index)
                     block = self._take_but(unread) if found is None else found
                     moved[cpu_block] = block
                 table.append(block)
@@ -359,7 +365,7 @@ class BlockManager:
                     self.publish(one, (index + 1) * self.block_size)
             one.num_slots = len(table) * self.block_size
             if table[:1] == [RELEASED]:
-                self._prefixes.stop(one)
+                self._chains.stop(one)
         return list(moved.items())
 
     def _unread_blocks(self) -> list[int]:
@@ -398,7 +404,7 @@ class BlockManager:
                 self._take_back_copies([table])
             self._gpu.release_all(table, self._prefixes.settle(seq))
         seq.num_slots = 0
-        self._prefixes.freed(seq)
+        self._chains.freed(seq)
 
     def _take_back_copies(self, tables: Iterable[list[int]]) -> dict[int, int]:
         """Copies of this step into blocks that are given up now are not made; by such a block, its source."""
@@ -412,7 +418,7 @@ class BlockManager:
     def forget(self, seq: Sequence) -> None:
         """The sequence will not come back."""
         assert seq.seq_id not in self._tables, f"{seq} still has a table"
-        self._prefixes.forget(seq)
+        self._chains.forget(seq)
 
     # --- inside ---
 

@@ -161,7 +161,8 @@ class Scheduler:
         for seq in members[:]:
             self._pending_events += abort_event(seq.seq_id)
             if seq.state is SequenceState.RUNNING:
-                self._stop_running(seq)
+                self._core.stop_one(seq)
+                self.blocks.free(seq)
             elif seq.state is SequenceState.SWAPPED:
                 self._core.swapped.pop(seq.unit_id, None)
                 self.blocks.free(seq)
@@ -186,7 +187,7 @@ class Scheduler:
             self._core.victims.now_ns = now_ns  # type: ignore[attr-defined]  # looked for when it was built
         if self._rejected:
             for seq, reason in self._rejected:
-                step.end_rejected(seq, reason)
+                step.end(seq, reason)
             self._rejected = []
         self._composition.compose(step)
         self._unblock(step)
@@ -224,7 +225,8 @@ class Scheduler:
                 self._served(seq, num_tokens, num_emitted, now_ns)
         for seq, reason in ending:
             if seq.state is SequenceState.RUNNING:
-                self._stop_running(seq)
+                self._core.stop_one(seq)
+                self.blocks.free(seq)
             events += finish_event(seq.seq_id, reason)
             item = self._end(seq, reason, "", now_ns)
             if item is not None:
@@ -267,22 +269,6 @@ class Scheduler:
             decodes.grow(blocks, crossing)
             step.repeat_rows()
             self.free_gpu_blocks = blocks.num_free_blocks
-
-    def _stop_running(self, seq: Sequence) -> None:
-        """Takes one running sequence out: its siblings go on."""
-        core = self._core
-        core.prefilling.pop(seq.seq_id, None)
-        if seq.is_in_step:
-            core.decodes.leave(seq)
-        if seq.siblings is None or len(seq.siblings) == 1:
-            del core.running[seq.unit_id]
-            core.num_groups -= seq.group is not None
-        else:
-            left = [one for one in seq.siblings if one is not seq]
-            for one in left:
-                one.siblings = left if len(left) > 1 else None
-            core.running[seq.unit_id] = left[0]
-        self.blocks.free(seq)
 
     def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int) -> Finished | None:
         """The sequence has ended; what to say of its request if it was the last of it."""

@@ -141,3 +141,11 @@ class Core:
         limits = self.limits
         threshold = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
         return seq.num_tokens - seq.num_computed_tokens > threshold
+
+    def check_invariants(self, *, is_between_steps: bool) -> None:
+        """What is kept beside the running sequences agrees with them."""
+        self.decodes.check_invariants()
+        assert self.num_groups == sum(1 for seq in self.running.values() if seq.group is not None)
+        if is_between_steps:
+            prefilling = [seq.seq_id for seq in self.running.values() if seq.is_prefilling]
+            assert sorted(self.prefilling) == sorted(prefilling), "unfinished prefills are kept apart"

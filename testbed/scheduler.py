@@ -277,25 +277,15 @@ class Scheduler:
         self.blocks.forget(seq)
         if self._left is not None:
             self._left(seq, now_ns)
-        request = seq.request
-        members = self._live[request.request_id]
+        request_id = seq.request.request_id
+        members = self._live[request_id]
         members.remove(seq)
         if seq.group is not None and reason is not FinishReason.DROPPED:
             seq.group.finished.append(seq)
         if members:
             return None
-        del self._live[request.request_id]
-        prompt = tuple(seq.prompt_logprobs or ())
-        if seq.group is None:
-            one = seq.completion
-            return Finished(
-                request, reason, message, len(one.token_ids), one.token_ids, completions=(one,), prompt_logprobs=prompt
-            )
-        done = tuple([member.completion for member in seq.group.finished])
-        outputs = tuple([one.token_ids for one in done])
-        last = done[-1].reason if done else reason
-        first = outputs[0] if outputs else ()
-        return Finished(request, last, message, sum(map(len, outputs)), first, outputs, done, prompt)
+        del self._live[request_id]
+        return seq.finished(message)
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""
@@ -318,7 +308,7 @@ class Scheduler:
         """Every live sequence is in exactly one place; running ones have tables that cover what is computed."""
         core = self._core
         self.blocks.check_invariants()
-        core.decodes.check_invariants()
+        core.check_invariants(is_between_steps=self._step is None)
         ended = {seq.seq_id for seq, _ in self._step.ended} if self._step is not None else set()
         places: dict[SequenceState, set[int]] = {
             SequenceState.WAITING: {seq.seq_id for seq in core.queue} | {seq.seq_id for seq, _ in self._rejected},
@@ -333,10 +323,6 @@ class Scheduler:
                 self._check_sequence(seq)
         if not getattr(self._composition, "caps_batches_only", False):
             assert sum(seq.num_seqs for seq in core.running.values()) <= self.limits.max_num_seqs
-        assert core.num_groups == sum(1 for seq in core.running.values() if seq.group is not None)
-        if self._step is None:
-            prefilling = [seq.seq_id for seq in core.running.values() if seq.is_prefilling]
-            assert sorted(core.prefilling) == sorted(prefilling), "unfinished prefills are kept apart"
 
     def _check_sequence(self, seq: Sequence) -> None:
         if seq.siblings is not None:

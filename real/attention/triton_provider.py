@@ -145,9 +145,8 @@ def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, rows: Sequence[in
     from real.kernels.prefill import layout_tiles, tiling
 
     group = spec.num_heads // spec.num_kv_heads
-    is_plain = spec.kv_dtype == "auto" and spec.sliding_window is None and spec.alibi_slopes is None
     longest = max(metadata.query_lens[row] for row in rows)
-    chosen = tiling(spec.head_dim, group, spec.dtype, longest, capability(spec.device), is_plain)
+    chosen = tiling(spec.head_dim, group, spec.dtype, longest, capability(spec.device))
     tiles = layout_tiles(rows, metadata.query_lens, metadata.context_lens, chosen.block_m // group)
     return Prefills(send(tiles, spec.device), chosen)
 

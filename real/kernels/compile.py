@@ -110,17 +110,17 @@ def attention_variants(
         }  # fmt: skip
         name = f"decode{' split' if is_split else ''}{rows} {shape_name}"
         yield variant(name, decode.decode_kernel, pointers, constants, tile.num_warps, tile.num_stages)
-    for which, tile in prefill_tiles(head_dim, group, dtype, target, not (fp8 or has_window or has_alibi)).items():
+    for which, tile in prefill_tiles(head_dim, group, dtype, target).items():
         constants = shape | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
         name = f"prefill{which} {shape_name}"
         yield variant(name, prefill.prefill_kernel, pointers, constants, tile.num_warps, tile.num_stages)
 
 
-def prefill_tiles(head_dim: int, group: int, dtype: torch.dtype, target: int, is_plain: bool) -> dict[str, Tiling]:
+def prefill_tiles(head_dim: int, group: int, dtype: torch.dtype, target: int) -> dict[str, Tiling]:
     """The tiles that steps choose between, each under what tells it from the others in a name."""
     from real.kernels.prefill import tiling
 
-    long, short = (tiling(head_dim, group, dtype, longest, divmod(target, 10), is_plain) for longest in (LONG, SHORT))
+    long, short = (tiling(head_dim, group, dtype, longest, divmod(target, 10)) for longest in (LONG, SHORT))
     return {"": long} if short == long else {"": long, " short": short}
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from real.kernels.attend import LOG2_E, MAX_WINDOW, Scoring, Tiling, attend
+from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
 from real.kernels.formats import as_stored, capability
 
 MAX_GROUP_TILE = 64  # query heads of one program
@@ -146,7 +146,9 @@ def tiling(head_dim: int, group: int, dtype: torch.dtype) -> Tiling:
     head_pad = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
         return Tiling(group_tile, 32 if head_pad <= 64 else 16, 4, 2)
-    return Tiling(group_tile, 64 if head_pad <= 128 else 32, 4, 3)
+    if head_pad > 128:
+        return Tiling(group_tile, 32, 4, 3)
+    return Tiling(group_tile, 4096 // max(64, head_pad), 4, STAGES)
 
 
 @cache

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from real.kernels.attend import LOG2_E, MAX_WINDOW, Scoring, Tiling, attend
+from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
 from real.kernels.formats import as_stored, capability
+
+HAVE_ROOM = (9, 10)  # major compute capabilities with 227 KB of shared memory for a program; the others have 99 or 163
 
 
 @triton.jit(
@@ -87,17 +89,11 @@ def prefill_kernel(
 
 
 def tiling(
-    head_dim: int,
-    group: int,
-    dtype: torch.dtype,
-    max_query_len: int,
-    capability: tuple[int, int] | None,
-    is_plain: bool,
+    head_dim: int, group: int, dtype: torch.dtype, max_query_len: int, capability: tuple[int, int] | None
 ) -> Tiling:
     """Tiles for a head size, query heads of a KV head, the format that is computed in, the longest row, and the GPU.
 
-    is_plain: no FP8, no window, no ALiBi; these take more registers, of which GPUs before Hopper (whose matrix units
-    read both operands from shared memory) have none to spare. Nor have the four warps of a short tile there.
+    Where STAGES would take more than 99 KB, the least that a GPU has, tiles have fewer keys, or loads wait.
     """
     head_pad = max(16, triton.next_power_of_2(head_dim))
     block_m = 64 if max_query_len * group <= 64 or head_pad > 128 else 128
@@ -105,9 +101,9 @@ def tiling(
     if dtype == torch.float32:
         return Tiling(max(32, triton.next_power_of_2(group)), 32 if head_pad <= 128 else 16, 8, 2)
     num_warps = 8 if block_m >= 128 or head_pad > 128 else 4
-    is_hopper = capability is None or capability >= (9, 0)
-    block_n = 64 if head_pad <= 128 and (is_hopper or (is_plain and num_warps == 8)) else 32
-    return Tiling(block_m, block_n, num_warps, 3 if is_hopper else 2)
+    has_room = capability is None or capability[0] in HAVE_ROOM
+    block_n = 64 if has_room and head_pad <= 128 and num_warps == 8 else 32
+    return Tiling(block_m, block_n, num_warps, STAGES if has_room or head_pad <= 128 else 3)
 
 
 def layout_tiles(

@@ -4,6 +4,7 @@ compiles what a launch would need. Nothing runs."""
 from __future__ import annotations
 
 import random
+import re
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.kernels: dict[str, set[int]] = {}
+        self.pending: dict[str, list[int]] = {}  # loads that are left under way when a kernel waits in a loop
         self.grids: list[tuple[str, tuple[int, ...]]] = []
 
     @property
@@ -51,6 +53,9 @@ def launches(request, monkeypatch, tmp_path):
         def run(*args, **kwargs):
             kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
             found.kernels.setdefault(self.__name__, set()).add(id(kernel))
+            for _, loop in re.findall(r"^( *)%\S* = scf\.for(.*?)^\1}", kernel.asm["ttgir"], re.DOTALL | re.MULTILINE):
+                waits = re.findall(r"async_wait .*?num = (\d+)", loop)
+                found.pending.setdefault(self.__name__, []).append(min(map(int, waits), default=0))
             found.grids.append((self.__name__, grid))
 
         return run
@@ -111,3 +116,28 @@ def test_a_step_launches_what_its_rows_need(launches):
         ("decode_kernel", (2, 2, 1)),
         ("prefill_kernel", (2, 2)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("launches", "head_dim", "options"),
+    [
+        ((9, 0), 128, {}),
+        ((9, 0), 256, {}),
+        ((9, 0), 64, {"kv_dtype": "fp8_e5m2"}),
+        ((8, 0), 128, {"window": 50}),
+        ((8, 0), 64, {"kv_dtype": "fp8_e4m3", "alibi": True}),
+    ],
+    indirect=["launches"],
+    ids=str,
+)
+def test_while_a_tile_is_computed_the_next_is_loaded(launches, head_dim, options):
+    """Keys lie where a table says, so they wait for its loads: with too few stages Triton waits for all in each turn
+    of a loop, and the multiprocessor for the memory."""
+    spec = make_spec(1, 4, head_dim, 16, torch.bfloat16, **options)
+    step(spec, [(0, 40), (300, 1)])
+    step(spec, [(0, 7)])
+    loops = launches.pending["prefill_kernel"]
+    assert len(loops) == 2 * (1 if spec.sliding_window else 2)
+    assert min(loops) >= 2
+    if head_dim <= 128:
+        assert min(launches.pending["decode_kernel"]) >= 2

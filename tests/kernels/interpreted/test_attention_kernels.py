@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from real.attention import first_step
 from real.attention.flash_provider import FlashAttention
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention, scoring_of, why_not
@@ -270,6 +271,12 @@ def test_flash_attention_leaves_to_the_kernels_what_it_cannot_page(monkeypatch, 
     output = provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     assert_right(batch, output, batch.expected())
     assert flash.calls == [("varlen", 2)]
+
+
+def test_the_first_step_on_a_gpu_is_right_here_too():
+    for options in ({}, {"kv_dtype": "fp8_e4m3", "scales": (0.02, 40.0), "window": 300}):
+        spec = make_spec(1, 2, 32, 16, **options)
+        assert first_step.why_it_fails(TritonAttention(spec), spec) is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from dataclasses import replace
 
@@ -254,6 +255,35 @@ def test_copies(shape, dtype, num_pairs, seed):
     expected[:, :, destinations] = expected[:, :, sources]
     copy_blocks(cache, torch.tensor(list(zip(sources, destinations, strict=True))))
     assert torch.equal(cache.view(torch.uint8), expected)
+
+
+# --- places ---
+
+
+def test_a_cache_of_more_elements_than_32_bits_count():
+    """Blocks at its very end are written, read by decode and prefill, copied. Memory that nobody touches is free."""
+    spec = make_spec(1, 2, 32, 16, kv_dtype="fp8_e4m3")
+    block = spec.block_size * spec.num_kv_heads * spec.head_dim
+    num_blocks = 2**31 // block + 5
+    memory = mmap.mmap(-1, 2 * num_blocks * block, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    cache = torch.frombuffer(memory, dtype=torch.uint8).view(spec.cache_dtype).view(2, num_blocks, 16, 1, 32)
+    batch = Batch(spec, [(0, 20), (0, 7), (40, 1)], 4)
+    expected, small, metadata = batch.expected(), batch.kv_cache, batch.metadata
+    offset = num_blocks - small.shape[1]
+    cache[:, offset:].view(torch.uint8).copy_(small.view(torch.uint8))
+    batch.kv_cache, spare = cache, 2  # of the blocks that are copied, one lies at the beginning
+    batch.metadata = replace(
+        metadata,
+        slot_mapping=metadata.slot_mapping + offset * 16,
+        block_tables=metadata.block_tables + offset,
+    )
+    assert_right(batch, run(TritonAttention, batch), expected)
+    last = batch.tables[0][0] + offset
+    copy_blocks(cache[None], torch.tensor([[last, spare]]))
+    assert torch.equal(cache[:, spare].view(torch.uint8), cache[:, last].view(torch.uint8))
+    copy_blocks(cache[None], torch.tensor([[spare, batch.tables[1][0] + offset]]))
+    assert torch.equal(cache[:, batch.tables[1][0] + offset].view(torch.uint8), cache[:, last].view(torch.uint8))
+    assert cache[:, last].view(torch.uint8).any()
 
 
 # --- the providers ---

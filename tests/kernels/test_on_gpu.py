@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from real.attention.flash_provider import why_not as why_not_flash
 from real.attention.interface import AttentionSpec
 from real.attention.torch_provider import TorchAttention
 from tests.kernels.paged_batches import Batch, make_spec
+from tests.real.fake_flash import FakeFlash
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +135,13 @@ def test_a_captured_step_follows_what_its_tensors_say(block_size, kv_dtype):
             error = (output[:num].double().cpu() - expected).abs().max().item()
             assert error <= TOLERANCE[torch.bfloat16], f"{provider.__name__} is {error} off"
             assert output[num:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["flash_attn_varlen_func", "flash_attn_with_kvcache"])
+def test_the_stand_in_for_flash_attn_has_its_parameters(name):
+    flash_attn = pytest.importorskip("flash_attn")
+    real, ours = (list(inspect.signature(getattr(module, name)).parameters) for module in (flash_attn, FakeFlash()))
+    assert ours == real[: len(ours)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -39,7 +39,7 @@ def launches(request, monkeypatch, tmp_path):
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from real.kernels import decode, prefill
+    from real.kernels import decode, parts, prefill
 
     found, major, minor = Launches(), *request.param
     target = GPUTarget("cuda", 10 * major + minor, 32)
@@ -65,7 +65,7 @@ def launches(request, monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stand_in)
     for module in (decode, prefill):
         monkeypatch.setattr(module, "capability", lambda device: (major, minor))
-    monkeypatch.setattr(decode, "num_processors", lambda device: 132)
+    monkeypatch.setattr(parts, "num_processors", lambda device: 132)
     return found
 
 
@@ -100,22 +100,31 @@ def test_later_steps_need_no_kernel_that_the_first_did_not(launches, kv_dtype, w
     num_parted = 0 if window else 2  # for a window of 50 keys parts are not worth it
     expected = {"store_kernel": 1, "prefill_kernel": 2, "decode_kernel": 2 + num_parted}
     if num_parted:
-        expected["reduce_kernel"] = num_parted
+        expected |= {"plan_kernel": num_parted, "reduce_kernel": num_parted}
     assert {name: len(kernels) for name, kernels in launches.kernels.items()} == expected
 
 
 def test_a_step_launches_what_its_rows_need(launches):
     spec = make_spec(2, 4, 64, 16, torch.bfloat16)
-    step(spec, [(500, 1)])
-    assert launches.take() == [("store_kernel", (1, 1)), ("decode_kernel", (1, 2, 4)), ("reduce_kernel", (1, 8))]
+    step(spec, [(500, 1)])  # 501 keys are at most 4 parts
+    assert launches.take() == [
+        ("plan_kernel", (1,)),
+        ("store_kernel", (1, 1)),
+        ("decode_kernel", (4, 2)),
+        ("reduce_kernel", (1, 8)),
+    ]
     step(spec, [(0, 100)])  # tiles of 32 query tokens with 4 heads each
     assert launches.take() == [("store_kernel", (100, 1)), ("prefill_kernel", (4, 2))]
     step(spec, [(30, 1), (0, 15), (17, 16), (60, 1)])  # of 16: no row is longer
     assert launches.take() == [
         ("store_kernel", (33, 1)),
-        ("decode_kernel", (2, 2, 1)),
+        ("decode_kernel", (2, 2)),
         ("prefill_kernel", (2, 2)),
     ]
+    step(spec, [(300, 1)] * 200)  # whole: there are programs enough, and none is long
+    assert launches.take("decode_kernel") == [("decode_kernel", (200, 2))]
+    step(spec, [(300, 1)] * 199 + [(5000, 1)])  # one is: 264 parts would fill 132 multiprocessors with 4 programs each
+    assert launches.take("decode_kernel") == [("decode_kernel", (200 + 264, 2))]
 
 
 @pytest.mark.parametrize(

@@ -83,20 +83,20 @@ def test_bits_are_read_as_the_gpu_reads_numbers(monkeypatch, kv_dtype):
     check(model_spec(2, 4, 128, torch.bfloat16, kv_dtype=kv_dtype, scales=(0.02, 0.7)), ROWS)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 13, 64])
-def test_long_decodes_in_parts(num_splits):
+@pytest.mark.parametrize("num_parts", [1, 2, 13, 64, 300])
+def test_long_decodes_in_parts(num_parts):
     from real.attention.triton_provider import scoring_of
     from real.kernels.decode import paged_decode
+    from real.kernels.parts import plan_parts
     from real.kernels.store import store_kv
 
-    batch = Batch(model_spec(4, 4, 128, torch.bfloat16), [(5000, 1), (40, 1), (0, 1), (8191, 1)], num_splits)
+    batch = Batch(model_spec(4, 4, 128, torch.bfloat16), [(5000, 1), (40, 1), (0, 1), (8191, 1)], num_parts)
     expected, gpu = batch.expected(), batch.to(GPU)
     store_kv(gpu.key, gpu.value, gpu.kv_cache, gpu.metadata.slot_mapping)
     output = torch.full_like(gpu.query, float("nan"))
     lens, tables = gpu.metadata.context_lens_tensor, gpu.metadata.block_tables
-    paged_decode(
-        gpu.query, gpu.kv_cache, tables, lens, output, scoring_of(gpu.spec), max_context=8192, num_splits=num_splits
-    )
+    parts = plan_parts(lens, None, None, programs=4, max_context=8192, num_parts=num_parts)
+    paged_decode(gpu.query, gpu.kv_cache, tables, lens, output, scoring_of(gpu.spec), parts=parts)
     assert (output.double().cpu() - expected).abs().max() < TOLERANCE[torch.bfloat16]
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from real.profiling import Limits, warm_up_loads
 from tests.kernels.paged_batches import Batch, make_spec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -77,25 +78,23 @@ def step(spec, rows: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launches", "kv_dtype", "window"),
-    [((9, 0), "auto", None), ((8, 0), "fp8_e4m3", 50)],
+    ("launches", "group", "kv_dtype", "window"),
+    [((9, 0), 4, "auto", None), ((9, 0), 16, "auto", None), ((8, 0), 1, "fp8_e4m3", 50)],
     indirect=["launches"],
-    ids=["sm_90", "sm_80"],
+    ids=str,
 )
-def test_later_steps_need_no_kernel_that_the_first_did_not(launches, kv_dtype, window):
+def test_after_the_warm_up_no_step_needs_another_kernel(launches, group, kv_dtype, window):
     """Or serving would stop for a compilation when a longer row, or another number of parts, comes along."""
-    spec = make_spec(2, 4, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))
-    step(spec, [(0, 40), (300, 1), (9, 1)])
-    step(spec, [(300, 1), (9, 1)])
-    step(spec, [(0, 7)])
-    step(spec, [(0, 7), *[(20, 1)] * 300])  # too many rows for parts, also below
-    step(spec, [(20, 1)] * 300)
+    spec = make_spec(2, group, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))
+    for load in warm_up_loads(Limits(16, 512, 300, 2048), is_cuda=True):
+        step(spec, [(context - num, num) for num, context in load])
     known = launches.num_kernels
     rng = random.Random(0)
     for _ in range(20):
         rows = [(rng.randrange(800), rng.choice([1, 1, 1, 2, 17, 100])) for _ in range(rng.randint(1, 9))]
         step(spec, rows)
         step(spec, [(before, 1) for before, _ in rows])
+    step(spec, [(20, 1)] * 300 + [(5000, 1)])
     assert launches.num_kernels == known
     num_parted = 0 if window else 2  # for a window of 50 keys parts are not worth it
     expected = {"store_kernel": 1, "prefill_kernel": 2, "decode_kernel": 2 + num_parted}

@@ -26,7 +26,7 @@ def test_main_shapes_compile_without_spills(target, tmp_path):
     done = compile_by(["--targets", target, "--filter", wanted], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    assert len(lines) == 2 * 6 + 8
+    assert len(lines) == 2 * 6 + 10
     for line in lines:
         name, of_target, registers, local_bytes, _, _ = line.rsplit(maxsplit=5)
         assert of_target == f"sm_{target}"

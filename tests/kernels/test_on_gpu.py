@@ -12,8 +12,10 @@ import torch
 from real.attention.flash_provider import FlashAttention
 from real.attention.flash_provider import why_not as why_not_flash
 from real.attention.interface import AttentionSpec
+from real.attention.registry import choose_attention
 from real.attention.torch_provider import TorchAttention
 from tests.kernels.paged_batches import Batch, make_spec
+from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
 from tests.real.fake_flash import FakeFlash
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +83,35 @@ def test_bits_are_read_as_the_gpu_reads_numbers(monkeypatch, kv_dtype):
     for module in (decode, prefill):
         monkeypatch.setattr(module, "capability", lambda device: None)
     check(model_spec(2, 4, 128, torch.bfloat16, kv_dtype=kv_dtype, scales=(0.02, 0.7)), ROWS)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_auto_settles_on_no_reference(block_size):
+    choice = choose_attention("auto", model_spec(8, 4, 128, torch.bfloat16, block_size=block_size, device=GPU))
+    assert choice.provider.name != "torch", choice.passed_over
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300}, {"kv_dtype": "fp8_e4m3"}], ids=str)
+def test_once_an_engine_has_started_no_step_compiles_a_kernel(monkeypatch, options):
+    from triton import knobs
+
+    rng = random.Random(7)
+    options |= {"max_model_len": 2048, "num_gpu_blocks": 600, "max_num_batched_tokens": 512}
+    spec = tiny_spec(num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
+    backend = tiny_backend(spec, device="cuda", dtype="bfloat16", attention="triton", block_size=16, **options)
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    tokens = [[rng.randrange(512) for _ in range(1200)] for _ in range(4)]
+    blocks = rng.sample(range(600), 4 * 128)
+    tables = [blocks[128 * i : 128 * i + 128] for i in range(4)]
+    known = [0] * 4
+    for _ in range(40):  # prompts, chunks and decodes, in any company
+        chosen = rng.sample(range(4), rng.randint(1, 4))
+        ends = {i: known[i] + rng.choice([1, 1, 2, 3, 25]) for i in chosen}  # below 1200
+        step_logits(backend, *(row(i, tokens[i], tables[i], start=known[i], end=end) for i, end in ends.items()))
+        for i, end in ends.items():
+            known[i] = end
+    assert not compiled
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 13, 64, 300])

@@ -65,20 +65,25 @@ def prefill_kernel(
     keys += kv_head.to(tl.int64) * stride_kv_head
     values += kv_head.to(tl.int64) * stride_kv_head
 
-    first = 0
+    # three stretches of keys: before what the window of all queries holds, what all queries see, behind it
     last = num_before + tl.minimum(first_query + TOKENS, num_queries)  # behind what the last query sees
+    first, seen_from = 0, 0
     if HAS_WINDOW:
         first = tl.maximum(num_before + first_query + 1 - window, 0)
-    else:
-        seen_by_all = (num_before + first_query + 1) // BLOCK_N * BLOCK_N
+        seen_from = tl.minimum(tl.maximum(last - window, 0), num_before + first_query + 1)
         acc, top, total = attend(
-            vectors, acc, top, total, first, seen_by_all, positions, head_slopes, table, keys, values,
+            vectors, acc, top, total, first, seen_from, positions, head_slopes, table, keys, values,
             stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
-            HAS_ALIBI, HAS_WINDOW, False, True,
+            HAS_ALIBI, HAS_WINDOW, True, True,
         )  # fmt: skip
-        first = seen_by_all
+    seen_until = seen_from + (num_before + first_query + 1 - seen_from) // BLOCK_N * BLOCK_N
     acc, top, total = attend(
-        vectors, acc, top, total, first, last, positions, head_slopes, table, keys, values,
+        vectors, acc, top, total, seen_from, seen_until, positions, head_slopes, table, keys, values,
+        stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
+        HAS_ALIBI, HAS_WINDOW, False, True,
+    )  # fmt: skip
+    acc, top, total = attend(
+        vectors, acc, top, total, seen_until, last, positions, head_slopes, table, keys, values,
         stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
         HAS_ALIBI, HAS_WINDOW, True, True,
     )  # fmt: skip

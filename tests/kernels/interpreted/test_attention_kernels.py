@@ -72,7 +72,7 @@ def test_large_heads(head_dim, num_new):
     assert_right(batch, run(TritonAttention, batch), batch.expected())
 
 
-@pytest.mark.parametrize("window", [1, 3, 40])
+@pytest.mark.parametrize("window", [1, 3, 40, 130])
 def test_prompts_much_longer_than_the_window(window):
     """Tiles of 128 query tokens and 64 keys: the last queries see none of the keys that come first."""
     batch = Batch(make_spec(1, 1, 16, 16, torch.float16, window=window), [(20, 140)], window, released=0, poison=NAN)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.util import find_spec
@@ -12,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from real.kernels import why_no_launchers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +24,7 @@ def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
 
     It is compiled when the first tensor on a GPU comes, for all sizes but 0 and 1, which are compiled by themselves. So
     that a capture never compiles, who captures a graph runs its sizes once before. What lies between is rounded to the
-    tensors' format, as torch's own operators do. Without Triton or a C compiler, which torch.compile needs, the
+    tensors' format, as torch's own operators do. Without Triton, or what that builds its launchers with, the
     function stays as it is; so it does under torch's TORCHDYNAMO_DISABLE=1.
     """
     compiled: Callable[P, R] | None = None
@@ -62,5 +62,4 @@ def takes_limit() -> bool:
 @cache
 def can_compile() -> bool:
     """Whether torch.compile finds what it makes kernels with."""
-    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
+    return find_spec("triton") is not None and why_no_launchers() is None

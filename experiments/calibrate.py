@@ -33,7 +33,8 @@ from testbed.interfaces import Recorder, StepView
 from testbed.plan import BatchShape, Finished, Spans
 from testbed.policies.config import SchedulerConfig
 from testbed.profiles import Profile, ProfileManifest, number_repeats, write_profile
-from testbed.records import RunRecorder, decision
+from testbed.recorder import RunRecorder
+from testbed.records import decision
 from testbed.request import Request
 from testbed.scheduler import Scheduler
 from testbed.serve import serve

@@ -22,7 +22,7 @@ from testbed.errors import ConfigError
 from testbed.interfaces import Inbox
 from testbed.operators import Itemise
 from testbed.plan import BatchShape, Spans
-from testbed.records import RunRecorder
+from testbed.recorder import RunRecorder
 from testbed.scheduler import Scheduler
 
 

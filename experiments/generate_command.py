@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from experiments.config import GROUPS
+from experiments.interrupt import terminated_as_interrupted
+from experiments.llm_settings import SETTINGS
 from experiments.settings import unknown
 from real.text.interrupt import deferred
 from testbed.errors import ConfigError, RequestError, RunFolderError
@@ -40,6 +42,9 @@ FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type o
     "logprobs": (int, "log-probabilities of each token and of as many of the likeliest (in --output)"),
     "seed": (int, "of the draws of each prompt"),
 }
+ENGINE_FLAGS = tuple(
+    name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching")
+)  # --seed is of the draws
 PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", "cache_salt", "priority")
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
 
@@ -72,9 +77,19 @@ def main(arguments: list[str]) -> int:
 
     if options.model == "tiny":
         print("note: tiny has random weights, made on the spot: its text is noise", file=sys.stderr)
-    flags = {name: getattr(options, name) for name in ("tokenizer", "scheduler", "dtype", "device", "status_s")}
+    names = (
+        "tokenizer",
+        "scheduler",
+        "dtype",
+        "device",
+        "status_s",
+        "enforce_eager",
+        "enable_prefix_caching",
+        *ENGINE_FLAGS,
+    )
+    flags = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in flags.items() if value is not None}
-    with LLM(options.model, **settings, **overrides) as llm:
+    with terminated_as_interrupted(), LLM(options.model, **settings, **overrides) as llm:
         _generate(llm, asked, options)
     return 0
 
@@ -102,6 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end token")
     for name, (kind, says) in FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=says)
+    engine = parser.add_argument_group("engine", "the arguments of LLM, each with the key that it sets")
+    engine.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="cache.prefix_caching, as vLLM has it"
+    )
+    for name in ENGINE_FLAGS:
+        engine.add_argument(f"--{name.replace('_', '-')}", type=yaml.safe_load, metavar="VALUE", help=SETTINGS[name])
+    engine.add_argument("--enforce-eager", action="store_true", default=None, help="backend.cuda_graphs=false")
     return parser
 
 

@@ -52,6 +52,19 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Within, SIGTERM does what Ctrl-C does, whatever that is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+@contextmanager
 def _handled(handler: Any) -> Iterator[None]:
     """Within, both signals are `handler`'s."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}

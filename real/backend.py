@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -125,9 +126,13 @@ class RealBackend:
         placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec), group)
         check_supported(spec, sliding_window, group.size, max_model_len)
         attention = _attention_spec(spec, config, block_size, placement, sliding_window, kv_dtype)
-        choice = choose_attention(config.attention, attention)
+        with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
+            choice = choose_attention(config.attention, attention)
         self.attention_name = choice.provider.name
         self.attention_reasons = choice.reasons
+        if config.attention == "auto" and placement.device.type == "cuda" and group.rank == 0:
+            for sentence in choice.passed_over:
+                logging.getLogger("testbed").warning("%s", sentence)
         self.device_description = describe_device(placement.device)
         if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
             check_host_memory(spec, config, placement.dtype, attention.cache_dtype, block_size, num_gpu_blocks)

@@ -179,6 +179,9 @@ def _weight_files(folder: Path) -> list[Path]:
         names = json.loads(index.read_text())["weight_map"].values()
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
         raise ModelError(f"{index} is not an index of safetensors: expected JSON with a 'weight_map'") from None
+    for name in dict.fromkeys(names):
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{index} names {name!r}; expected the name of a file beside it")
     files = [folder / name for name in dict.fromkeys(names)]
     for file in files:
         if not file.is_file():

@@ -156,22 +156,27 @@ def _measure_graphs(
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: Limits) -> None:
-    """Runs steps of each kind and touches the device's KV memory: no measured step pays for first calls.
-
-    On a GPU those are the kinds that launch other kernels: long and short prefills, alone and beside decodes, few long
-    decodes and many short ones, and a block copy.
-    """
-    num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
-    num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    loads = [[(num_tokens, num_tokens)], [(1, 1)] * num_seqs]
-    if placement.device.type == "cuda":
-        short, long = min(7, num_tokens), (1, min(WARM_UP_CONTEXT, limits.max_model_len))
-        loads += [[(num_tokens, num_tokens), long], [(short, short)], [(short, short), *[(1, 1)] * num_seqs], [long]]
+    """Runs steps of each kind and touches the device's KV memory: no measured step pays for first calls."""
+    is_cuda = placement.device.type == "cuda"
+    if is_cuda:
         cache.copy([(0, cache.scratch_block)])
-    for load in loads:
+    for load in warm_up_loads(limits, is_cuda):
         _run(runner, _synthetic_load(load, 1, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
     for layer in cache.gpu:
         layer.zero_()
+
+
+def warm_up_loads(limits: Limits, is_cuda: bool) -> list[list[tuple[int, int]]]:
+    """Rows (query length, context length) of steps of each kind. On a GPU those are the kinds that launch other
+    kernels: long and short prefills, alone and beside decodes, few long decodes and many short ones."""
+    num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
+    decodes = [(1, 1)] * min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    prefill = (num_tokens, num_tokens)
+    loads = [[prefill], decodes]
+    if is_cuda:
+        short, long = (min(2, num_tokens),) * 2, (1, min(WARM_UP_CONTEXT, limits.max_model_len))
+        loads += [[prefill, long], [short], [short, *decodes], [long]]
+    return loads
 
 
 def capture_decodes(

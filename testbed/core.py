@@ -71,6 +71,54 @@ class Core:
         self.num_admissions = 0
         self.num_steps = 0
 
+    # --- the running ---
+
+    def start(self, seq: Sequence) -> None:
+        """A sequence runs, and those with it, behind all others."""
+        self.num_admissions += 1
+        self.running[seq.unit_id] = seq
+        self.num_groups += seq.group is not None
+        for one in seq.together:
+            one.admission = self.num_admissions
+            if one.is_prefilling:
+                self.prefilling[one.seq_id] = one
+
+    def stop(self, seq: Sequence) -> None:
+        """The sequence runs no more, nor do those with it."""
+        del self.running[seq.unit_id]
+        self.prefilling.pop(seq.seq_id, None)
+        self.num_groups -= seq.group is not None
+        for one in seq.together:
+            if one.is_in_step:
+                self.decodes.leave(one)
+
+    def stop_one(self, seq: Sequence) -> None:
+        """One sequence runs no more: its siblings go on."""
+        self.prefilling.pop(seq.seq_id, None)
+        if seq.is_in_step:
+            self.decodes.leave(seq)
+        if seq.siblings is None or len(seq.siblings) == 1:
+            del self.running[seq.unit_id]
+            self.num_groups -= seq.group is not None
+        else:
+            left = [one for one in seq.siblings if one is not seq]
+            for one in left:
+                one.siblings = left if len(left) > 1 else None
+            self.running[seq.unit_id] = left[0]
+
+    def reorder(self, seqs: list[Sequence]) -> None:
+        """Gives the running sequences another order; `seqs` are all of them."""
+        assert len(seqs) == len(self.running)
+        if seqs == list(self.running.values()):
+            return
+        self.running.clear()
+        for seq in seqs:
+            self.running[seq.unit_id] = seq
+            self.num_admissions += 1
+            for one in seq.together:
+                one.admission = self.num_admissions
+        self.decodes.reordered()
+
     # --- the waiting ---
 
     def push(self, seq: Sequence) -> None:
@@ -93,3 +141,11 @@ class Core:
         limits = self.limits
         threshold = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
         return seq.num_tokens - seq.num_computed_tokens > threshold
+
+    def check_invariants(self, *, is_between_steps: bool) -> None:
+        """What is kept beside the running sequences agrees with them."""
+        self.decodes.check_invariants()
+        assert self.num_groups == sum(1 for seq in self.running.values() if seq.group is not None)
+        if is_between_steps:
+            prefilling = [seq.seq_id for seq in self.running.values() if seq.is_prefilling]
+            assert sorted(self.prefilling) == sorted(prefilling), "unfinished prefills are kept apart"

@@ -18,9 +18,9 @@ def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int 
     if step.rows:
         as_decodes, row_context, prefills, row_samples, has_beams = _row_shapes(step, core.blocks.sliding_window)
         num_decodes, context, num_samples = num_decodes + as_decodes, context + row_context, num_samples + row_samples
-    copies = core.blocks.copies
+    copies = core.blocks.copies.pairs
     if copies:
-        core.blocks.copies, copies = [], _last_into_each(copies)
+        copies = _last_into_each(core.blocks.copies.take())
     swap_in = step.swap_in and _last_into_each(step.swap_in)
     shape = BatchShape(num_decodes, context, prefills, num_samples, len(step.swap_out), len(swap_in), len(copies))
     return BatchPlan(  # by position, which is faster

@@ -161,7 +161,8 @@ class Scheduler:
         for seq in members[:]:
             self._pending_events += abort_event(seq.seq_id)
             if seq.state is SequenceState.RUNNING:
-                self._stop_running(seq)
+                self._core.stop_one(seq)
+                self.blocks.free(seq)
             elif seq.state is SequenceState.SWAPPED:
                 self._core.swapped.pop(seq.unit_id, None)
                 self.blocks.free(seq)
@@ -186,7 +187,7 @@ class Scheduler:
             self._core.victims.now_ns = now_ns  # type: ignore[attr-defined]  # looked for when it was built
         if self._rejected:
             for seq, reason in self._rejected:
-                step.end_rejected(seq, reason)
+                step.end(seq, reason)
             self._rejected = []
         self._composition.compose(step)
         self._unblock(step)
@@ -224,7 +225,8 @@ class Scheduler:
                 self._served(seq, num_tokens, num_emitted, now_ns)
         for seq, reason in ending:
             if seq.state is SequenceState.RUNNING:
-                self._stop_running(seq)
+                self._core.stop_one(seq)
+                self.blocks.free(seq)
             events += finish_event(seq.seq_id, reason)
             item = self._end(seq, reason, "", now_ns)
             if item is not None:
@@ -268,22 +270,6 @@ class Scheduler:
             step.repeat_rows()
             self.free_gpu_blocks = blocks.num_free_blocks
 
-    def _stop_running(self, seq: Sequence) -> None:
-        """Takes one running sequence out: its siblings go on."""
-        core = self._core
-        core.prefilling.pop(seq.seq_id, None)
-        if seq.is_in_step:
-            core.decodes.leave(seq)
-        if seq.siblings is None or len(seq.siblings) == 1:
-            del core.running[seq.unit_id]
-            core.num_groups -= seq.group is not None
-        else:
-            left = [one for one in seq.siblings if one is not seq]
-            for one in left:
-                one.siblings = left if len(left) > 1 else None
-            core.running[seq.unit_id] = left[0]
-        self.blocks.free(seq)
-
     def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int) -> Finished | None:
         """The sequence has ended; what to say of its request if it was the last of it."""
         seq.enter(SequenceState.FINISHED)
@@ -291,25 +277,15 @@ class Scheduler:
         self.blocks.forget(seq)
         if self._left is not None:
             self._left(seq, now_ns)
-        request = seq.request
-        members = self._live[request.request_id]
+        request_id = seq.request.request_id
+        members = self._live[request_id]
         members.remove(seq)
         if seq.group is not None and reason is not FinishReason.DROPPED:
             seq.group.finished.append(seq)
         if members:
             return None
-        del self._live[request.request_id]
-        prompt = tuple(seq.prompt_logprobs or ())
-        if seq.group is None:
-            one = seq.completion
-            return Finished(
-                request, reason, message, len(one.token_ids), one.token_ids, completions=(one,), prompt_logprobs=prompt
-            )
-        done = tuple([member.completion for member in seq.group.finished])
-        outputs = tuple([one.token_ids for one in done])
-        last = done[-1].reason if done else reason
-        first = outputs[0] if outputs else ()
-        return Finished(request, last, message, sum(map(len, outputs)), first, outputs, done, prompt)
+        del self._live[request_id]
+        return seq.finished(message)
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""
@@ -332,7 +308,7 @@ class Scheduler:
         """Every live sequence is in exactly one place; running ones have tables that cover what is computed."""
         core = self._core
         self.blocks.check_invariants()
-        core.decodes.check_invariants()
+        core.check_invariants(is_between_steps=self._step is None)
         ended = {seq.seq_id for seq, _ in self._step.ended} if self._step is not None else set()
         places: dict[SequenceState, set[int]] = {
             SequenceState.WAITING: {seq.seq_id for seq in core.queue} | {seq.seq_id for seq, _ in self._rejected},
@@ -347,10 +323,6 @@ class Scheduler:
                 self._check_sequence(seq)
         if not getattr(self._composition, "caps_batches_only", False):
             assert sum(seq.num_seqs for seq in core.running.values()) <= self.limits.max_num_seqs
-        assert core.num_groups == sum(1 for seq in core.running.values() if seq.group is not None)
-        if self._step is None:
-            prefilling = [seq.seq_id for seq in core.running.values() if seq.is_prefilling]
-            assert sorted(core.prefilling) == sorted(prefilling), "unfinished prefills are kept apart"
 
     def _check_sequence(self, seq: Sequence) -> None:
         if seq.siblings is not None:

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from testbed.errors import IllegalTransitionError
-from testbed.plan import Completion, FinishReason, TokenLogprobs
+from testbed.plan import Completion, Finished, FinishReason, TokenLogprobs
 from testbed.request import Request
 
 
@@ -182,6 +182,22 @@ class Sequence:
         """What to say of the sequence when it has ended."""
         assert self.finish_reason is not None
         return Completion(self.output_token_ids, self.finish_reason, self.score, tuple(self.logprobs or ()))
+
+    def finished(self, message: str) -> Finished:
+        """What to say of its request, of which it was the last sequence to end."""
+        assert self.finish_reason is not None
+        prompt = tuple(self.prompt_logprobs or ())
+        if self.group is None:
+            one = self.completion
+            return Finished(
+                self.request, self.finish_reason, message, len(one.token_ids), one.token_ids,
+                completions=(one,), prompt_logprobs=prompt,
+            )  # fmt: skip
+        done = tuple([member.completion for member in self.group.finished])
+        outputs = tuple([one.token_ids for one in done])
+        reason = done[-1].reason if done else self.finish_reason
+        first = outputs[0] if outputs else ()
+        return Finished(self.request, reason, message, sum(map(len, outputs)), first, outputs, done, prompt)
 
     def join(self, clock: DecodeClock) -> None:
         """All but the newest token is computed: from here on it takes part in each decode step, or says it lags."""

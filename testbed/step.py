@@ -1,14 +1,16 @@
 """One step while it is being composed: the operations that a batch composition decides with.
 
 Owns the rows and events of the step; changes queues and block tables through their owners. It is the whole mechanism
-that a composition sees. A sequence stands for its group: what is done to it is done to `seq.together`.
+that a composition sees; how victims are preempted is in `preempting.py`. A sequence stands for its group: what is done
+to it is done to `seq.together`.
 """
 
 from __future__ import annotations
 
 from testbed.blocks.manager import PrefixHit, Verdict
 from testbed.core import Core
-from testbed.plan import Admission, BlockedBy, Ignored, Preemption, PreemptionMode
+from testbed.plan import Admission, BlockedBy, Ignored, Preemption
+from testbed.preempting import give_up, give_up_swapped, preempt
 from testbed.sequence import Sequence, SequenceState
 
 # (seq, start, num_tokens): num_tokens tokens of seq from position start are computed in this step. A plain tuple: there
@@ -19,7 +21,7 @@ Row = tuple[Sequence, int, int]
 class Step:
     """A step being decided at `now_ns`."""
 
-    __slots__ = ("_core", "_deferred", "_held", "admitted", "asked", "blocked_by", "blocks", "decoded", "ended",
+    __slots__ = ("_core", "_deferred", "admitted", "asked", "blocked_by", "blocks", "decoded", "ended", "held",
                  "ignored", "is_over", "limits", "made_room", "now_ns", "preempted", "refused", "rows", "swap_in",
                  "swap_out", "swapped_in", "token_budget")  # fmt: skip
 
@@ -42,8 +44,8 @@ class Step:
         self.asked = False  # whether a waiting sequence was measured against the free blocks
         self.refused: PrefixHit | None = None  # the hit of the one that found too few of them
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
+        self.held: list[Sequence] = []  # victims that are back in the queue when the step is decided
         self._core = core
-        self._held: list[Sequence] = []  # victims that are back in the queue when the step is decided
         self._deferred: list[Sequence] = []  # passed over, and then back in the queue too
 
     # --- what there is ---
@@ -95,7 +97,7 @@ class Step:
     @property
     def is_eventless(self) -> bool:
         """Whether the step only computes: nobody came, left, moved or was passed over."""
-        return not (self.admitted or self.preempted or self.swapped_in or self.ended or self._deferred or self._held)
+        return not (self.admitted or self.preempted or self.swapped_in or self.ended or self._deferred or self.held)
 
     def is_long(self, seq: Sequence) -> bool:
         """Whether the sequence's prefill is longer than `long_prefill_token_threshold` (0: 4 % of max_model_len)."""
@@ -115,6 +117,24 @@ class Step:
             self.token_budget -= num_tokens
             self.blocks.scheduled(one, start + num_tokens)
             one.last_step = self._core.num_steps
+
+    def withdraw(self, seq: Sequence) -> bool:
+        """A victim that was scheduled already gives its share of the step back; False: it was not."""
+        was_scheduled = False
+        for one in seq.together:
+            if one.is_in_step and one in self.decoded:
+                self.token_budget += 1
+                self.blocks.withdraw(one, one.num_computed_tokens)
+                was_scheduled = True
+                self.decoded = [other for other in self.decoded if other is not one]
+            for index, (other, start, num_tokens) in enumerate(self.rows):
+                if other is one:
+                    self.token_budget += num_tokens
+                    self.blocks.withdraw(one, start)
+                    del self.rows[index]
+                    was_scheduled = True
+                    break
+        return was_scheduled
 
     def repeat_rows(self) -> None:
         """The next chunk of each row, as long as the one before; there are enough blocks."""
@@ -167,7 +187,7 @@ class Step:
             if is_alone:
                 progress = seq.num_tokens, seq.num_computed_tokens
                 if progress <= seq.stuck_at:
-                    self._give_up(seq, self._stuck_reason(seq))
+                    give_up(self, self._core, seq)
                     return False
                 seq.stuck_at = progress
             self.preempt(victim)
@@ -177,13 +197,6 @@ class Step:
             blocks.grow(one, num_tokens)
         return True
 
-    def _stuck_reason(self, seq: Sequence) -> str:
-        rules = self.blocks.rules
-        return (
-            f"{seq.num_tokens} tokens find no room to go on although nothing else runs: {self.blocks.num_free_blocks} "
-            f"of {self.blocks.num_gpu_blocks} KV blocks are free (growth_test={rules.growth_test})"
-        )
-
     def is_running(self, seq: Sequence) -> bool:
         """Whether the sequence still runs: it may have been a victim of this step."""
         return self._core.running.get(seq.unit_id) is seq
@@ -192,100 +205,13 @@ class Step:
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
-        was_scheduled = self._withdraw(seq)
-        self._stop_running(seq)
-        wish = PreemptionMode(self._core.preemption.mode(seq, self.blocks.num_held_blocks(seq)))
-        can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
-        wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
-        # what was merged in this step is computed after the swap out, by others
-        can_swap = not (was_scheduled and self.blocks.merges_content)
-        if wants_swap or not can_recompute:
-            if can_swap and self.blocks.can_swap_out(seq) is Verdict.OK:
-                return self._preempt_by_swap(seq)
-            if not can_recompute:
-                return self._end_running(
-                    seq,
-                    f"{len(seq.together)} beams were preempted, which cannot be recomputed, and the CPU pool of "
-                    f"{self.blocks.num_cpu_blocks} blocks had no room to swap them out "
-                    f"({self.blocks.num_free_cpu_blocks} free); raise cache.num_cpu_blocks",
-                )
-        return self._preempt_by_recompute(seq)
-
-    def _preempt_by_recompute(self, seq: Sequence) -> None:
-        """Several members are recomputed as so many sequences, each from its own first token."""
-        for one in reversed(seq.together):
-            self._note_preemption(one, PreemptionMode.RECOMPUTE)
-            self.blocks.free(one)
-            one.num_computed_tokens = 0
-            one.enter(SequenceState.WAITING)
-            one.siblings, one.unit_id = None, one.seq_id
-            if self.blocks.rules.victims_return == "this_step":
-                self._core.push_back(one)
-            else:
-                self._held.append(one)
-
-    def _preempt_by_swap(self, seq: Sequence) -> None:
-        for one in seq.together:
-            self._note_preemption(one, PreemptionMode.SWAP)
-            one.enter(SequenceState.SWAPPED)
-        self.swap_out += self.blocks.swap_out(seq)
-        self._core.swapped[seq.unit_id] = seq
-
-    def _give_up(self, seq: Sequence, reason: str) -> None:
-        """Ends a running sequence, and those with it, as ignored."""
-        self._withdraw(seq)
-        self._stop_running(seq)
-        self._end_running(seq, reason)
-
-    def _end_running(self, seq: Sequence, reason: str) -> None:
-        for one in seq.together:
-            self.blocks.free(one)
-        self._end(seq, reason)
-
-    def _note_preemption(self, seq: Sequence, mode: PreemptionMode) -> None:
-        self.preempted.append(Preemption(seq.seq_id, seq.request.request_id, mode, seq.num_computed_tokens))
-        seq.num_preemptions += 1
-
-    def _withdraw(self, seq: Sequence) -> bool:
-        """A victim that was scheduled already gives its share of the step back; False: it was not."""
-        was_scheduled = False
-        for one in seq.together:
-            if one.is_in_step and one in self.decoded:
-                self.token_budget += 1
-                self.blocks.withdraw(one, one.num_computed_tokens)
-                was_scheduled = True
-                self.decoded = [other for other in self.decoded if other is not one]
-            for index, (other, start, num_tokens) in enumerate(self.rows):
-                if other is one:
-                    self.token_budget += num_tokens
-                    self.blocks.withdraw(one, start)
-                    del self.rows[index]
-                    was_scheduled = True
-                    break
-        return was_scheduled
-
-    def _stop_running(self, seq: Sequence) -> None:
-        core = self._core
-        del core.running[seq.unit_id]
-        core.prefilling.pop(seq.seq_id, None)
-        core.num_groups -= seq.group is not None
-        for one in seq.together:
-            if one.is_in_step:
-                core.decodes.leave(one)
+        preempt(self, self._core, seq)
 
     def can_swap_in(self, seq: Sequence) -> Verdict:
         """Whether a swapped-out sequence gets its blocks back. NEVER ends it as ignored, at once."""
         verdict = self.blocks.can_swap_in(seq)
         if verdict is Verdict.NEVER:
-            num_blocks = len(dict.fromkeys(b for one in seq.together for b in self.blocks.cpu_table(one.seq_id)))
-            del self._core.swapped[seq.unit_id]
-            for one in seq.together:
-                self.blocks.free(one, is_planning=True)
-            reason = (
-                f"{num_blocks} swapped-out KV blocks, room to grow and a watermark of {self.blocks.watermark_blocks} "
-                f"exceed the pool of {self.blocks.num_gpu_blocks}"
-            )
-            self._end(seq, reason)
+            give_up_swapped(self, self._core, seq)
         return verdict
 
     def bring_in(self, seq: Sequence) -> None:
@@ -296,7 +222,7 @@ class Step:
         self.swapped_in.append(seq.request.request_id)
         for one in seq.together:
             one.enter(SequenceState.RUNNING)
-        self._start_running(seq)
+        core.start(seq)
 
     def take_back(self, seq: Sequence, num_tokens: int) -> Verdict:
         """Brings a swapped-out sequence in and computes its next `num_tokens` tokens, if its blocks find room."""
@@ -330,17 +256,7 @@ class Step:
 
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running sequences another order; `seqs` are all of them."""
-        core = self._core
-        assert len(seqs) == len(core.running)
-        if seqs == list(core.running.values()):
-            return
-        core.running.clear()
-        for seq in seqs:
-            core.running[seq.unit_id] = seq
-            core.num_admissions += 1
-            for one in seq.together:
-                one.admission = core.num_admissions
-        core.decodes.reordered()
+        self._core.reorder(seqs)
 
     # --- admission ---
 
@@ -373,20 +289,10 @@ class Step:
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
         seq.enter(SequenceState.RUNNING)
         seq.is_prefilling = True
-        self._start_running(seq)
+        core.start(seq)
         seq.num_computed_tokens = hit.num_tokens
         self.admitted.append(Admission(seq.seq_id, seq.request.request_id, hit.num_tokens, seq.num_preemptions > 0))
         self.schedule(seq, num_tokens)
-
-    def _start_running(self, seq: Sequence) -> None:
-        core = self._core
-        core.num_admissions += 1
-        core.running[seq.unit_id] = seq
-        core.num_groups += seq.group is not None
-        for one in seq.together:
-            one.admission = core.num_admissions
-            if one.is_prefilling:
-                core.prefilling[one.seq_id] = one
 
     def make_room(self) -> bool:
         """Preempts the running sequence that the queue's order says must yield to its head; False: none must."""
@@ -418,13 +324,10 @@ class Step:
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""
         self._core.remove(seq)
-        self._end(seq, reason)
+        self.end(seq, reason)
 
-    def end_rejected(self, seq: Sequence, reason: str) -> None:
-        """Reports a sequence that was refused before it was queued."""
-        self._end(seq, reason)
-
-    def _end(self, seq: Sequence, reason: str) -> None:
+    def end(self, seq: Sequence, reason: str) -> None:
+        """Reports a sequence, and those with it, as ignored. They hold nothing, and are in no queue."""
         self.ignored.append(Ignored(seq.seq_id, seq.request.request_id, reason))
         self.ended += [(one, reason) for one in seq.together]
 
@@ -434,8 +337,8 @@ class Step:
 
     def close(self) -> None:
         """The step is decided: held sequences are in the queue again."""
-        if self._deferred or self._held:
-            for seq in (*reversed(self._deferred), *self._held):
+        if self._deferred or self.held:
+            for seq in (*reversed(self._deferred), *self.held):
                 self._core.push_back(seq)
         self.blocks.planned()
 

@@ -78,7 +78,7 @@ def refused(imports: list[Import], *packages: str) -> list[str]:
 def test_the_core_needs_the_standard_library_and_xxhash() -> None:
     """Traces compute with numpy; Parquet and zstd are opened by the functions that need them, never at the top."""
     lazy = ("pyarrow", "zstandard", "compression")
-    tables = ("testbed/records.py", "testbed/record_tables.py", "testbed/profiles.py")
+    tables = ("testbed/record_tables.py", "testbed/profiles.py")
     bad = []
     for item in imports_in("testbed"):
         is_trace = item.file.startswith("testbed/traces/")
@@ -115,7 +115,9 @@ def test_policies_and_blocks_know_their_place() -> None:
     blocks = [item for item in imports_in("testbed") if item.file.startswith("testbed/blocks/")]
     assert not refused(blocks, "testbed.policies", "testbed.scheduler", "testbed.step", "testbed.serve")
     policies = [item for item in imports_in("testbed") if item.file.startswith("testbed/policies/")]
-    assert not refused(policies, "testbed.scheduler", "testbed.serve", "testbed.records", "testbed.tape")
+    assert not refused(
+        policies, "testbed.scheduler", "testbed.serve", "testbed.records", "testbed.recorder", "testbed.tape"
+    )
     early = [item for item in imports_in("testbed") if item.file in ("testbed/request.py", "testbed/sequence.py")]
     assert not refused(early, "testbed.blocks", "testbed.policies")
 
@@ -194,7 +196,7 @@ def test_hydra_stays_at_the_edge() -> None:
     ("program", "absent"),
     [
         (
-            "import testbed.scheduler, testbed.serve, testbed.records, testbed.tape; "
+            "import testbed.scheduler, testbed.serve, testbed.recorder, testbed.tape; "
             "import testbed.policies.compositions.unified",
             ("numpy", "torch", "simpy", "pyarrow", "pandas", "hydra", "scipy", "sim", "real"),
         ),

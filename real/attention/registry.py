@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from real.attention import flash_provider, triton_provider
+from real.attention import first_step, flash_provider, triton_provider
 from real.attention.flash_provider import FlashAttention
 from real.attention.interface import AttentionProvider, AttentionSpec
 from real.attention.torch_provider import TorchAttention
@@ -30,6 +30,8 @@ PROVIDERS: dict[str, Entry] = {
     "triton": Entry(triton_provider.why_not, TritonAttention, triton_provider.only_by_name),
     "torch": Entry(_nothing, TorchAttention),
 }
+REFERENCE = "torch"
+UNKNOWN = "this version has no such provider"
 
 
 class Choice(NamedTuple):
@@ -38,19 +40,37 @@ class Choice(NamedTuple):
     provider: AttentionProvider
     reasons: dict[str, str]
 
+    @property
+    def passed_over(self) -> list[str]:
+        """A sentence for each provider that stands before the chosen one in the order."""
+        before = list(self.reasons)[: list(self.reasons).index(self.provider.name)]
+        return [f"attention={name} is passed over for {self.provider.name}: {self.reasons[name]}" for name in before]
+
 
 def choose_attention(name: str, spec: AttentionSpec) -> Choice:
-    """`auto` or a provider's name -> the provider. Raises ConfigError if the named one cannot run, saying which can."""
+    """`auto` or a provider's name -> the provider, which on a GPU has made a first step. Raises ConfigError if the one
+    that is named cannot run, saying which can."""
     obstacles = {known: entry.why_not(spec) for known, entry in PROVIDERS.items()}
-    able = [known for known, obstacle in obstacles.items() if obstacle is None]
-    passed_over = {known: why for known in able if (why := PROVIDERS[known].only_by_name(spec)) is not None}
-    chosen = next(known for known in able if known not in passed_over) if name == "auto" else name
-    if chosen not in able:
-        why = obstacles.get(chosen) or "this version has no such provider"
-        raise ConfigError(f"backend.attention={chosen} cannot run here: {why}; can run: auto, {', '.join(able)}")
-    reasons = {
-        known: obstacle or passed_over.get(known) or f"after {chosen} in the order"
-        for known, obstacle in obstacles.items()
-    }
-    reasons[chosen] = "first that can run" if name == "auto" else "asked for"
-    return Choice(PROVIDERS[chosen].create(spec), reasons)
+    passed_over = {known: why for known, entry in PROVIDERS.items() if (why := entry.only_by_name(spec)) is not None}
+    wanted = [known for known in PROVIDERS if known not in passed_over] if name == "auto" else [name]
+    for chosen in wanted:
+        if obstacles.get(chosen, UNKNOWN) is not None:
+            continue
+        provider = PROVIDERS[chosen].create(spec)
+        obstacles[chosen] = _why_it_fails(provider, spec)
+        if obstacles[chosen] is None:
+            reasons = {
+                known: obstacle or passed_over.get(known) or f"after {chosen} in the order"
+                for known, obstacle in obstacles.items()
+            }
+            reasons[chosen] = "first that can run" if name == "auto" else "asked for"
+            return Choice(provider, reasons)
+    able = ", ".join(["auto", *(known for known, obstacle in obstacles.items() if obstacle is None)])
+    why = obstacles.get(name, UNKNOWN)
+    raise ConfigError(f"backend.attention={name} cannot run here: {why}; can run: {able}")
+
+
+def _why_it_fails(provider: AttentionProvider, spec: AttentionSpec) -> str | None:
+    """On a GPU, of all but the reference, which stands at the end."""
+    is_tried = spec.device.type == "cuda" and provider.name != REFERENCE
+    return first_step.why_it_fails(provider, spec) if is_tried else None

@@ -21,6 +21,7 @@ from real.staging import send_array
 
 if TYPE_CHECKING:
     from real.kernels.attend import Scoring, Tiling
+    from real.kernels.parts import Parts
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128  # query heads of a KV head: the rows of a prefill tile
@@ -108,10 +109,12 @@ class PagedRows:
         self._scoring = scoring
         self._num_decodes = len(decodes)
         self._decodes: Tensor | None = None  # int32; None: all rows
-        self._max_context = max((metadata.context_lens[row] for row in decodes), default=0)
+        self._parts: Parts | None = None
         self._prefills: Prefills | None = None
         if decodes and len(decodes) != metadata.num_rows:
             self._decodes = send_array(np.array(decodes, dtype=np.int32), spec.device)
+        if decodes:
+            self._parts = _cut(spec, metadata, self._decodes, max(metadata.context_lens[row] for row in decodes))
         if others:
             self._prefills = _lay_out(spec, metadata, others)
 
@@ -131,8 +134,7 @@ class PagedRows:
         tables, lens = metadata.block_tables, metadata.context_lens_tensor
         if self._num_decodes:
             paged_decode(
-                query, kv_cache, tables, lens, output, self._scoring,
-                max_context=self._max_context, rows=self._decodes,
+                query, kv_cache, tables, lens, output, self._scoring, rows=self._decodes, parts=self._parts,
                 query_starts=None if self._decodes is None else metadata.query_starts,
             )  # fmt: skip
         if self._prefills is not None:
@@ -141,14 +143,22 @@ class PagedRows:
             )  # fmt: skip
 
 
+def _cut(spec: AttentionSpec, metadata: AttentionMetadata, rows: Tensor | None, max_context: int) -> Parts | None:
+    from real.kernels.decode import num_programs
+    from real.kernels.parts import plan_parts
+
+    programs = num_programs(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads)
+    lens = metadata.context_lens_tensor
+    return plan_parts(lens, rows, spec.sliding_window, programs=programs, max_context=max_context)
+
+
 def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, rows: Sequence[int]) -> Prefills:
     from real.kernels.formats import capability
     from real.kernels.prefill import layout_tiles, tiling
 
     group = spec.num_heads // spec.num_kv_heads
-    is_plain = spec.kv_dtype == "auto" and spec.sliding_window is None and spec.alibi_slopes is None
     longest = max(metadata.query_lens[row] for row in rows)
-    chosen = tiling(spec.head_dim, group, spec.dtype, longest, capability(spec.device), is_plain)
+    chosen = tiling(spec.head_dim, group, spec.dtype, longest, capability(spec.device))
     tiles = layout_tiles(rows, metadata.query_lens, metadata.context_lens, chosen.block_m // group)
     return Prefills(send_array(tiles, spec.device), chosen)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -17,9 +19,19 @@ MIN_CAPABILITY = (8, 0)
 
 
 @cache
-def has_compiler() -> bool:
-    """Whether there is a C compiler, which Triton builds its launchers with."""
-    return any(name and shutil.which(name) for name in (os.environ.get("CC"), "cc", "gcc", "clang"))
+def why_no_launchers() -> str | None:
+    """Why Triton, also under torch.compile, cannot build its launchers; None if it has what it takes: the compiler that
+    CC names, or gcc, or clang, and the headers of this Python."""
+    named = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
+        problem = f"CC={named} is not found" if named else "there is none"
+        return f"Triton needs a C compiler to build its launchers, and {problem}; install gcc or clang, or set CC"
+    default = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if default == "posix_local" else default  # Debian's own scheme has no headers
+    include = sysconfig.get_paths(scheme)["include"]
+    if not Path(include, "Python.h").is_file():
+        return f"Triton needs Python.h to build its launchers, and {include} lacks it; install python3-dev"
+    return None
 
 
 def why_not(device: torch.device) -> str | None:
@@ -32,6 +44,4 @@ def why_not(device: torch.device) -> str | None:
         return "it needs CUDA, and torch finds no GPU here"
     if (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         return f"it needs compute capability 8.0 or later, the GPU's is {found[0]}.{found[1]}"
-    if not has_compiler():
-        return "Triton needs a C compiler to build its launchers; install gcc or clang, or set CC"
-    return None
+    return why_no_launchers()

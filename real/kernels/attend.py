@@ -16,6 +16,11 @@ LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 MAX_WINDOW = 2**30  # no context is longer; positions are int32
 
+# The least with which keys and values are loaded while something is computed. Triton shares all stages but two out
+# among the loads of the table and those of keys and values, which need the table's; with one stage for each a loop
+# waits in each turn for the loads that its last turn began.
+STAGES = 5
+
 
 class Scoring(NamedTuple):
     """What makes weights of queries and keys, and how an FP8 cache is scaled.
@@ -37,7 +42,7 @@ class Tiling(NamedTuple):
     block_m: int  # rows (query tokens x query heads of a KV head) of a program
     block_n: int  # keys of one iteration
     num_warps: int
-    num_stages: int  # iterations of loads under way
+    num_stages: int  # see STAGES
 
 
 @triton.jit

@@ -106,27 +106,27 @@ def attention_variants(
     for rows, is_split in product(ROWS, (False, True)):
         constants = shape | ROWS[rows] | {
             "NUM_HEADS": 8 * group, "GROUP_TILE": tile.block_m, "BLOCK_N": tile.block_n, "IS_SPLIT": is_split,
-            "partial": "*fp32" if is_split else None, "MIN_SPLIT": decode.MIN_SPLIT,
+            "partial": "*fp32" if is_split else None, "items": "*i32" if is_split else None,
         }  # fmt: skip
         name = f"decode{' split' if is_split else ''}{rows} {shape_name}"
         yield variant(name, decode.decode_kernel, pointers, constants, tile.num_warps, tile.num_stages)
-    for which, tile in prefill_tiles(head_dim, group, dtype, target, not (fp8 or has_window or has_alibi)).items():
+    for which, tile in prefill_tiles(head_dim, group, dtype, target).items():
         constants = shape | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
         name = f"prefill{which} {shape_name}"
         yield variant(name, prefill.prefill_kernel, pointers, constants, tile.num_warps, tile.num_stages)
 
 
-def prefill_tiles(head_dim: int, group: int, dtype: torch.dtype, target: int, is_plain: bool) -> dict[str, Tiling]:
+def prefill_tiles(head_dim: int, group: int, dtype: torch.dtype, target: int) -> dict[str, Tiling]:
     """The tiles that steps choose between, each under what tells it from the others in a name."""
     from real.kernels.prefill import tiling
 
-    long, short = (tiling(head_dim, group, dtype, longest, divmod(target, 10), is_plain) for longest in (LONG, SHORT))
+    long, short = (tiling(head_dim, group, dtype, longest, divmod(target, 10)) for longest in (LONG, SHORT))
     return {"": long} if short == long else {"": long, " short": short}
 
 
 def small_variants() -> Iterator[Variant]:
     """The kernels that only move data or join results."""
-    from real.kernels import block_copy, decode, store
+    from real.kernels import block_copy, decode, parts, store
 
     for kv_format, pointer in ((0, "*bf16"), (2, "*u8"), (3, "*u8")):
         pointers = {"keys": "*bf16", "values": "*bf16", "key_cache": pointer, "value_cache": pointer}
@@ -137,13 +137,14 @@ def small_variants() -> Iterator[Variant]:
         name = ("", "", " e4m3", " e5m2")[kv_format]
         yield variant(f"store bf16 head 128{name}", store.store_kernel, pointers, constants, 4)
     pointers = {"output": "*bf16", "partial": "*fp32"}
+    for rows in ROWS:
+        constants = ROWS[rows] | {"NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "TILE": decode.REDUCE_TILE}
+        yield variant(f"reduce{rows} bf16 head 128", decode.reduce_kernel, pointers, constants, 4)
     for rows, has_window in product(ROWS, (False, True)):
-        constants = ROWS[rows] | {
-            "MIN_SPLIT": decode.MIN_SPLIT, "HAS_WINDOW": has_window, "NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128,
-            "SPLITS_PAD": decode.MAX_SPLITS, "TILE": decode.REDUCE_TILE,
+        constants = {key: value for key, value in ROWS[rows].items() if key != "query_starts"} | {
+            "LEAST": parts.MIN_PART, "ROWS": parts.ROWS, "ITEMS": parts.ITEMS, "HAS_WINDOW": has_window,
         }  # fmt: skip
-        name = f"reduce{rows} bf16 head 128{' window' if has_window else ''}"
-        yield variant(name, decode.reduce_kernel, pointers, constants, 4)
+        yield variant(f"plan{rows}{' window' if has_window else ''}", parts.plan_kernel, {}, constants, 4)
     yield variant("copy", block_copy.copy_kernel, {"words": "*i64"}, {"WORDS": 4096, "CHUNK": block_copy.CHUNK}, 4)
 
 
@@ -163,7 +164,7 @@ def variant(
             continue
         elif argument in FLOATS:
             types[argument] = "fp32"
-        elif argument.startswith("stride_") or argument in ("window", "num_splits", "partial_size"):
+        elif argument.startswith(("stride_", "num_")) or argument in ("window", "partial_size"):
             types[argument] = "i32"
         else:
             types[argument] = "*i64" if argument in INT64 else "*i32"

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from real.kernels.attend import LOG2_E, MAX_WINDOW, Scoring, Tiling, attend
+from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
 from real.kernels.formats import as_stored, capability
+
+HAVE_ROOM = (9, 10)  # major compute capabilities with 227 KB of shared memory for a program; the others have 99 or 163
 
 
 @triton.jit(
@@ -63,20 +65,25 @@ def prefill_kernel(
     keys += kv_head.to(tl.int64) * stride_kv_head
     values += kv_head.to(tl.int64) * stride_kv_head
 
-    first = 0
+    # three stretches of keys: before what the window of all queries holds, what all queries see, behind it
     last = num_before + tl.minimum(first_query + TOKENS, num_queries)  # behind what the last query sees
+    first, seen_from = 0, 0
     if HAS_WINDOW:
         first = tl.maximum(num_before + first_query + 1 - window, 0)
-    else:
-        seen_by_all = (num_before + first_query + 1) // BLOCK_N * BLOCK_N
+        seen_from = tl.minimum(tl.maximum(last - window, 0), num_before + first_query + 1)
         acc, top, total = attend(
-            vectors, acc, top, total, first, seen_by_all, positions, head_slopes, table, keys, values,
+            vectors, acc, top, total, first, seen_from, positions, head_slopes, table, keys, values,
             stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
-            HAS_ALIBI, HAS_WINDOW, False, True,
+            HAS_ALIBI, HAS_WINDOW, True, True,
         )  # fmt: skip
-        first = seen_by_all
+    seen_until = seen_from + (num_before + first_query + 1 - seen_from) // BLOCK_N * BLOCK_N
     acc, top, total = attend(
-        vectors, acc, top, total, first, last, positions, head_slopes, table, keys, values,
+        vectors, acc, top, total, seen_from, seen_until, positions, head_slopes, table, keys, values,
+        stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
+        HAS_ALIBI, HAS_WINDOW, False, True,
+    )  # fmt: skip
+    acc, top, total = attend(
+        vectors, acc, top, total, seen_until, last, positions, head_slopes, table, keys, values,
         stride_block, stride_slot, qk_scale, window, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, KV_FORMAT,
         HAS_ALIBI, HAS_WINDOW, True, True,
     )  # fmt: skip
@@ -87,17 +94,11 @@ def prefill_kernel(
 
 
 def tiling(
-    head_dim: int,
-    group: int,
-    dtype: torch.dtype,
-    max_query_len: int,
-    capability: tuple[int, int] | None,
-    is_plain: bool,
+    head_dim: int, group: int, dtype: torch.dtype, max_query_len: int, capability: tuple[int, int] | None
 ) -> Tiling:
     """Tiles for a head size, query heads of a KV head, the format that is computed in, the longest row, and the GPU.
 
-    is_plain: no FP8, no window, no ALiBi; these take more registers, of which GPUs before Hopper (whose matrix units
-    read both operands from shared memory) have none to spare. Nor have the four warps of a short tile there.
+    Where STAGES would take more than 99 KB, the least that a GPU has, tiles have fewer keys, or loads wait.
     """
     head_pad = max(16, triton.next_power_of_2(head_dim))
     block_m = 64 if max_query_len * group <= 64 or head_pad > 128 else 128
@@ -105,9 +106,9 @@ def tiling(
     if dtype == torch.float32:
         return Tiling(max(32, triton.next_power_of_2(group)), 32 if head_pad <= 128 else 16, 8, 2)
     num_warps = 8 if block_m >= 128 or head_pad > 128 else 4
-    is_hopper = capability is None or capability >= (9, 0)
-    block_n = 64 if head_pad <= 128 and (is_hopper or (is_plain and num_warps == 8)) else 32
-    return Tiling(block_m, block_n, num_warps, 3 if is_hopper else 2)
+    has_room = capability is None or capability[0] in HAVE_ROOM
+    block_n = 64 if has_room and head_pad <= 128 and num_warps == 8 else 32
+    return Tiling(block_m, block_n, num_warps, STAGES if has_room or head_pad <= 128 else 3)
 
 
 def layout_tiles(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.util import find_spec
@@ -12,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from real.kernels import why_no_launchers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,8 +25,8 @@ def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
 
     It is compiled when the first tensor on a GPU comes, for all sizes but 0 and 1, which are compiled by themselves. So
     that a capture never compiles, who captures a graph runs its sizes once before. What lies between is rounded to the
-    tensors' format, as torch's own operators do. Without Triton or a C compiler, which torch.compile needs, and before
-    compute capability 8.0, where it refuses bfloat16, the function stays as it is; so it does under torch's
+    tensors' format, as torch's own operators do. Without Triton, or what that builds its launchers with, and before
+    compute capability 8.0, where torch.compile refuses bfloat16, the function stays as it is; so it does under torch's
     TORCHDYNAMO_DISABLE=1.
     """
     compiled: Callable[P, R] | None = None
@@ -64,6 +64,5 @@ def takes_limit() -> bool:
 @cache
 def can_compile(device: torch.device) -> bool:
     """Whether torch.compile can make kernels for a GPU, with what it finds here."""
-    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
-    has_tools = find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
+    has_tools = find_spec("triton") is not None and why_no_launchers() is None
     return has_tools and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

@@ -7,11 +7,11 @@ pool. Every operation is O(1) or O(log n). Ties never depend on anything but the
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
+from testbed.blocks.lazy_heap import LazyHeap
 from testbed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,43 +45,6 @@ class EvictionPolicy(Protocol):
         ...
 
     def __len__(self) -> int: ...
-
-
-Key = TypeVar("Key", bound=Any)  # anything that compares
-
-
-class _LazyHeap(Generic[Key]):
-    """Blocks by key, smallest first, then by id. What was removed stays in the heap until it surfaces or is swept."""
-
-    __slots__ = ("_entries", "_keys")
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Key, int]] = []
-        self._keys: dict[int, Key] = {}  # of the blocks that are really there
-
-    def push(self, block: int, key: Key) -> None:
-        """Puts the block in, or gives it another key."""
-        self._keys[block] = key
-        heapq.heappush(self._entries, (key, block))
-        if len(self._entries) > 2 * len(self._keys) + 64:
-            self._entries = [(key, block) for block, key in self._keys.items()]
-            heapq.heapify(self._entries)
-
-    def remove(self, block: int) -> None:
-        del self._keys[block]
-
-    def pop(self) -> tuple[Key, int]:
-        while True:
-            key, block = heapq.heappop(self._entries)
-            if self._keys.get(block) == key:
-                del self._keys[block]
-                return key, block
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
 
 class LRU:
@@ -169,7 +132,7 @@ class LRUByLastStep:
     __slots__ = ("_heap",)
 
     def __init__(self) -> None:
-        self._heap: _LazyHeap[tuple[int, int]] = _LazyHeap()  # last_step, -depth
+        self._heap: LazyHeap[tuple[int, int]] = LazyHeap()  # last_step, -depth
 
     def add(self, block: int, depth: int, last_step: int) -> None:
         self._heap.push(block, (last_step, -depth))
@@ -196,7 +159,7 @@ class FIFO:
     __slots__ = ("_arrivals", "_heap", "_num_arrivals")
 
     def __init__(self) -> None:
-        self._heap: _LazyHeap[int] = _LazyHeap()
+        self._heap: LazyHeap[int] = LazyHeap()
         self._arrivals: dict[int, int] = {}  # block: how many contents came before its own
         self._num_arrivals = 0
 
@@ -231,7 +194,7 @@ class LFU:
     __slots__ = ("_heap", "_hits", "_num_releases", "_releases")
 
     def __init__(self) -> None:
-        self._heap: _LazyHeap[tuple[int, int]] = _LazyHeap()  # hits, release
+        self._heap: LazyHeap[tuple[int, int]] = LazyHeap()  # hits, release
         self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
         self._releases: dict[int, int] = {}  # block: its last release, counted over all blocks
         self._num_releases = 0
@@ -298,7 +261,7 @@ class CostAware:
         self._block_size = 0
         self._estimator: Estimator | None = None
         self._costs: list[int] = []  # by depth
-        self._heap: _LazyHeap[tuple[int, int]] = _LazyHeap()  # priority, release
+        self._heap: LazyHeap[tuple[int, int]] = LazyHeap()  # priority, release
         self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
         self._released: dict[int, tuple[int, int, int]] = {}  # block: depth, least worth, release
         self._inflation = 0

@@ -21,7 +21,6 @@ class GPUBlocks:
         self.evictable = eviction
         # blocks that an allocation can have: the free ones, and the cached ones that nothing references
         self.num_free = num_blocks
-        self.is_merged = rules.duplicates == "merged"
         self.is_lru = type(eviction) is LRU  # not a class of a user's that is derived from it
         self.is_one_queue = rules.free_order == "one_queue"
         # the step that last scheduled an owner of the block, as known when an owner released it

@@ -1,34 +1,28 @@
-"""The block manager: block tables of sequences, admission against the watermark, growth, copy-on-write, prefix caching,
-swap, release.
+"""The block manager: block tables of sequences, admission against the watermark, growth, forks, release.
 
 It owns every table and every reference. A sequence is known to it by id, tokens and counts only; sequences that are
-scheduled together (`Sequence.together`) are admitted, grown and moved together.
+scheduled together (`Sequence.together`) are admitted, grown and moved together. Three parts work on its tables and have
+files of their own: prefix caching (`sharing.py`), copy-on-write, and swapping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import Enum, auto
 from itertools import chain
 
+from testbed.blocks.chains import Chains
 from testbed.blocks.config import KVRules, check_pool_sizes
+from testbed.blocks.copy_on_write import CopyOnWrite
+from testbed.blocks.demand import Demand
 from testbed.blocks.eviction import EvictionPolicy
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.keys import KeySource
 from testbed.blocks.sharing import NO_HIT, PrefixHit, PrefixSharing
 from testbed.blocks.swap_space import RELEASED, SwapSpace
-from testbed.errors import ConfigError
+from testbed.blocks.swapping import Swapping
+from testbed.blocks.verdict import Verdict
 from testbed.sequence import Sequence
 
 __all__ = ["NO_HIT", "RELEASED", "BlockManager", "PrefixHit", "Verdict"]
-
-
-class Verdict(Enum):
-    """May it be admitted, or swapped: now, later, or never?"""
-
-    OK = auto()
-    LATER = auto()
-    NEVER = auto()
 
 
 class BlockManager:
@@ -38,7 +32,7 @@ class BlockManager:
     key_source None: no prefix caching. isolate_tenants: tenants share no prefixes. lookahead_slots: extra slots that a
     decoding sequence reserves (speculative decoding). sliding_window: tokens that attention looks back at
     (None: all); blocks wholly outside are released.
-    Raises ConfigError for a pool that is larger than can be managed.
+    Raises ConfigError for a pool that is larger than can be managed, and for options that do not go together.
     """
 
     def __init__(
@@ -56,7 +50,7 @@ class BlockManager:
         sliding_window: int | None = None,
     ) -> None:
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
-        _check_goes_together(rules, lookahead_slots, sliding_window)
+        self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
         self.block_size = block_size
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
@@ -66,20 +60,29 @@ class BlockManager:
         self.sliding_window = sliding_window
         self.publishes_at_allocation = rules.hits_visible != "commit"
         self.caches_prefixes = key_source is not None
-        self.copies: list[tuple[int, int]] = []  # copies-on-write of the step being planned, which takes them
         self._tables: dict[int, list[int]] = {}
         self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction)
+        self._chains = Chains(key_source, block_size=block_size, isolate_tenants=isolate_tenants)
         self._prefixes = PrefixSharing(
-            self._gpu, self._tables, key_source, block_size=block_size, rules=rules, isolate_tenants=isolate_tenants,
-            sliding_window=sliding_window,
+            self._gpu, self._tables, self._chains, rules=rules, sliding_window=sliding_window
+        )
+        self._merged = self._prefixes.merged
+        self.copies = CopyOnWrite(self._gpu, self._tables, block_size)
+        self._cpu = SwapSpace(num_cpu_blocks, by_content=self._merged is not None)
+        swap = Swapping(
+            self._gpu, self._cpu, self._tables, self._chains, self._prefixes, self.copies, self._demand,
+            watermark_blocks=self.watermark_blocks if rules.watermark_for_swapped_in else 0,
         )  # fmt: skip
-        self._swap = SwapSpace(num_cpu_blocks, by_content=self._prefixes.is_merged)
-        # what sequences share is the business of PrefixSharing; these are its methods
+        # what its parts do is theirs: these are their methods
+        self.num_blocks_for = self._demand.num_blocks_for
         self.lookup = self._prefixes.lookup
         self.publish = self._prefixes.publish
         self.publish_each = self._prefixes.publish_each
         self.withdraw = self._prefixes.withdraw
-        self.salt_of = self._prefixes.salt_of
+        self.salt_of = self._chains.salt_of
+        self.num_held_blocks = swap.num_held_blocks
+        self.can_swap_out, self.swap_out = swap.can_swap_out, swap.swap_out
+        self.can_swap_in, self.swap_in = swap.can_swap_in, swap.swap_in
 
     # --- state ---
 
@@ -90,12 +93,12 @@ class BlockManager:
 
     @property
     def num_free_cpu_blocks(self) -> int:
-        return self._swap.num_free
+        return self._cpu.num_free
 
     @property
     def is_plain(self) -> bool:
         """Whether a decoding sequence needs nothing but a new block at each border, whoever comes first."""
-        return not (self._prefixes.is_merged or self.lookahead_slots or self.sliding_window)
+        return not (self._merged is not None or self.lookahead_slots or self.sliding_window)
 
     @property
     def num_queried_tokens(self) -> int:
@@ -108,7 +111,7 @@ class BlockManager:
 
     @property
     def merges_content(self) -> bool:
-        return self._prefixes.is_merged
+        return self._merged is not None
 
     def table(self, seq_id: int) -> list[int]:
         """Logical block i of the sequence is physical block `table[i]`."""
@@ -116,27 +119,19 @@ class BlockManager:
 
     def cpu_table(self, seq_id: int) -> list[int]:
         """The same of a swapped-out sequence, in the CPU pool."""
-        return self._swap.tables[seq_id]
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def num_held_blocks(self, seq: Sequence) -> int:
-        """Distinct GPU blocks of the sequence and those scheduled together with it."""
-        if seq.siblings is None:
-            return sum(1 for block in self._tables[seq.seq_id] if block != RELEASED)
-        return len(dict.fromkeys(b for one in seq.siblings for b in self._tables[one.seq_id] if b != RELEASED))
+        return self._cpu.tables[seq_id]
 
     # --- admission ---
 
     def never_fits(self, seq: Sequence) -> bool:
         """Whether the known tokens and the watermark exceed the pool itself."""
         least = self.watermark_blocks if self.rules.watermark_when_idle else 0
-        return self.num_gpu_blocks - self._num_held_at_most(seq.num_tokens) < least
+        return self.num_gpu_blocks - self._demand.num_held_at_most(seq.num_tokens) < least
 
     def never_fits_reason(self, seq: Sequence) -> str:
+        num_blocks = self._demand.num_held_at_most(seq.num_tokens)
         return (
-            f"{seq.num_tokens} tokens need {self._num_held_at_most(seq.num_tokens)} KV blocks beside a watermark of "
+            f"{seq.num_tokens} tokens need {num_blocks} KV blocks beside a watermark of "
             f"{self.watermark_blocks}, and the pool has {self.num_gpu_blocks}"
         )
 
@@ -150,7 +145,7 @@ class BlockManager:
             watermark = 0
         needed = self.num_blocks_for(seq.num_tokens if rules.allocate == "whole" else num_tokens)
         if rules.full_length_must_fit:
-            needed = max(needed, self._num_held_at_most(seq.num_tokens))
+            needed = max(needed, self._demand.num_held_at_most(seq.num_tokens))
         available = self.num_free_blocks
         if rules.admission_counts_hits:
             needed -= len(hit.blocks)
@@ -162,16 +157,16 @@ class BlockManager:
         assert seq.seq_id not in self._tables, f"{seq} has a table already"
         if self.rules.allocate == "whole":
             num_tokens = seq.num_tokens
-        if self._prefixes.is_merged:
+        if self._merged is not None:
             table = self._tables[seq.seq_id] = []
-            self._prefixes.fill_by_content(seq, table, num_tokens)
+            self._merged.fill(seq, table, num_tokens)
         else:
             table = self._tables[seq.seq_id] = self._prefixes.adopt(seq, hit)
             table += self._gpu.take(self.num_blocks_for(num_tokens) - len(table))
         seq.num_slots = len(table) * self.block_size
         self._prefixes.count(seq, hit.num_tokens)
 
-    # --- growth and copy-on-write ---
+    # --- growth ---
 
     def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether the next `num_tokens` tokens of a running sequence, and of those with it, get blocks now."""
@@ -185,38 +180,15 @@ class BlockManager:
         return needed <= self.num_free_blocks
 
     def _num_missing(self, seq: Sequence, num_tokens: int, shared: dict[int, int]) -> int:
-        missing = self.num_blocks_for(self._num_wanted(seq, num_tokens)) - len(self._tables[seq.seq_id])
-        block = self._shared_block(seq)
-        if block is None:
-            return max(0, missing)
-        left = shared.setdefault(block, self._gpu.pool.ref_counts[block])
-        shared[block] = left - 1
-        return max(0, missing) + (left > 1)  # the last of those who share it writes in place
-
-    def _num_wanted(self, seq: Sequence, num_tokens: int) -> int:
-        lookahead = 0 if seq.is_prefilling else self.lookahead_slots
-        return seq.num_computed_tokens + num_tokens + lookahead
-
-    def _shared_block(self, seq: Sequence) -> int | None:
-        """The partly filled block that the sequence writes next, if others hold it too. Published blocks are full."""
-        if seq.group is None:
-            return None
-        index = seq.num_computed_tokens // self.block_size
-        table = self._tables[seq.seq_id]
-        if index >= len(table):
-            return None
-        block = table[index]
-        return block if self._gpu.pool.ref_counts[block] > 1 and self._gpu.cache.entry_of[block] is None else None
+        missing = self.num_blocks_for(self._demand.num_slots_for(seq, num_tokens)) - len(self._tables[seq.seq_id])
+        num_copied = 0 if seq.group is None else self.copies.num_needed(seq, shared)
+        return max(0, missing) + num_copied
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
         """Slots for the next `num_tokens` tokens of one sequence; copies a shared block that it would write into."""
-        block = self._shared_block(seq)
-        if block is not None:
-            self._gpu.pool.drop(block)
-            (copy,) = self._gpu.take(1)
-            self._tables[seq.seq_id][seq.num_computed_tokens // self.block_size] = copy
-            self.copies.append((block, copy))
-        missing = self._num_wanted(seq, num_tokens) - seq.num_slots
+        if seq.group is not None:
+            self.copies.write(seq)
+        missing = self._demand.num_slots_for(seq, num_tokens) - seq.num_slots
         if missing > 0:
             num_blocks = self.num_blocks_for(missing)
             self._tables[seq.seq_id] += self._gpu.take(num_blocks)
@@ -251,7 +223,7 @@ class BlockManager:
             self._gpu.release(table[index], index)
             table[index] = RELEASED
             index -= 1
-            self._prefixes.stop(seq)
+            self._chains.stop(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares every block of its parent; nothing is allocated."""
@@ -272,111 +244,9 @@ class BlockManager:
 
     def planned(self) -> None:
         """The step is decided: what it allocated for its content counts as computed for the next one."""
-        self._prefixes.planned()
-        self._swap.planned()
-
-    # --- swap ---
-
-    def can_swap_out(self, seq: Sequence) -> Verdict:
-        """Whether the CPU pool takes the sequence and those with it. NEVER: it is smaller than what they hold."""
-        if self.rules.swap_test == "all_blocks":
-            num_blocks = self.num_held_blocks(seq)
-        else:
-            num_blocks = sum(
-                self._num_touched(one) - self._swap.num_held(self._prefixes.full_contents(one)) for one in seq.together
-            )
-        if num_blocks > self.num_cpu_blocks:
-            return Verdict.NEVER
-        return Verdict.OK if num_blocks <= self._swap.num_free else Verdict.LATER
-
-    def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Moves the blocks of the sequence and those with it to the CPU; the (GPU, CPU) pairs to copy."""
-        seqs = seq.together
-        contents = {one.seq_id: self._prefixes.full_contents(one) for one in seqs} if self._prefixes.is_merged else {}
-        tables = {one.seq_id: self._tables.pop(one.seq_id) for one in seqs}
-        origins = self._take_back_copies(tables.values())
-        for one in seqs:
-            self._gpu.release_all(tables[one.seq_id], self._prefixes.settle(one))
-            one.num_slots = 0
-        return [(origins.get(gpu, gpu), cpu) for gpu, cpu in self._swap.put(tables, contents)]
-
-    def can_swap_in(self, seq: Sequence) -> Verdict:
-        """Whether the blocks of a swapped-out sequence, and one more for each to grow, leave the watermark free."""
-        seqs = seq.together
-        if self.rules.swap_test == "all_blocks":
-            tables = [self._swap.tables[one.seq_id] for one in seqs]
-            num_blocks = len(dict.fromkeys(block for table in tables for block in table if block != RELEASED))
-            num_blocks += max(len(seqs), self._num_growing(seqs, tables))
-        else:
-            num_blocks = sum(
-                self._num_touched(one) - self._prefixes.num_referenced(self._prefixes.full_contents(one))
-                for one in seqs
-            )
-        watermark = self.watermark_blocks if self.rules.watermark_for_swapped_in else 0
-        if num_blocks + watermark > self.num_gpu_blocks:
-            return Verdict.NEVER
-        num_free = self.num_free_blocks - len(self._unread_blocks())
-        return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
-
-    def _num_growing(self, seqs: list[Sequence], tables: list[list[int]]) -> int:
-        """Blocks that the next token of each takes: new ones, and copies of a block that several would write into."""
-        num_new = 0
-        writers: dict[int, int] = {}
-        for one, table in zip(seqs, tables, strict=True):
-            num_new += max(0, self.num_blocks_for(self._num_wanted(one, 1)) - len(table))
-            index = one.num_computed_tokens // self.block_size
-            if index < len(table):
-                writers[table[index]] = writers.get(table[index], 0) + 1
-        return num_new + sum(writers.values()) - len(writers)
-
-    def _num_touched(self, seq: Sequence) -> int:
-        """Full blocks, and one for the next token: what `swap_test=full_blocks` counts. The blocks of a whole prompt
-        count from its admission on, and want no more if they are filled to the last."""
-        is_whole = seq.is_prefilling and self.rules.allocate == "whole"
-        num_tokens = seq.num_tokens if is_whole else seq.num_computed_tokens
-        return num_tokens // self.block_size + (not is_whole or num_tokens % self.block_size > 0)
-
-    def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""
-        moved: dict[int, int] = {}
-        unread = self._unread_blocks()
-        for one in seq.together:
-            table = self._tables[one.seq_id] = []
-            self._prefixes.restart(one)
-            num_full = len(self._prefixes.full_contents(one)) if self._prefixes.is_merged else 0
-            for index, cpu_block in enumerate(self._swap.drop(one.seq_id)):
-                if cpu_block == RELEASED:
-                    block = RELEASED
-                elif cpu_block in moved:
-                    self._gpu.pool.share(moved[cpu_block])
-                    block = moved[cpu_block]
-                else:
-                    found = self._prefixes.by_content(one, index) if index < num_full else None
-                    block = self._take_but(unread) if found is None else found
-                    moved[cpu_block] = block
-                table.append(block)
-                if index < num_full:
-                    self.publish(one, (index + 1) * self.block_size)
-            one.num_slots = len(table) * self.block_size
-            if table[:1] == [RELEASED]:
-                self._prefixes.stop(one)
-        return list(moved.items())
-
-    def _unread_blocks(self) -> list[int]:
-        """Free blocks that copies of this step are still to be made from: a device swaps in before it copies."""
-        counts = self._gpu.pool.ref_counts
-        return list(dict.fromkeys(source for source, _ in self.copies if not counts[source]))
-
-    def _take_but(self, unread: list[int]) -> int:
-        """A new block that is none of these; there must be one."""
-        (block,) = self._gpu.take(1)
-        aside = []
-        while block in unread:
-            aside.append(block)
-            (block,) = self._gpu.take(1)
-        for held in reversed(aside):
-            self._gpu.release(held, 0)
-        return block
+        if self._merged is not None:
+            self._merged.planned()
+        self._cpu.planned()
 
     # --- release ---
 
@@ -387,57 +257,27 @@ class BlockManager:
         """
         table = self._tables.pop(seq.seq_id, None)
         if table is None:
-            self._swap.drop(seq.seq_id)
+            self._cpu.drop(seq.seq_id)
             if not is_planning:
-                self._swap.planned()
+                self._cpu.planned()
         else:
             if self._gpu.last_steps is not None and seq.last_step >= 0:
                 for block in table:
                     self._gpu.last_steps[block] = seq.last_step
-            if self.copies:
-                self._take_back_copies([table])
+            if self.copies.pairs:
+                self.copies.take_back([table])
             self._gpu.release_all(table, self._prefixes.settle(seq))
         seq.num_slots = 0
-        self._prefixes.freed(seq)
-
-    def _take_back_copies(self, tables: Iterable[list[int]]) -> dict[int, int]:
-        """Copies of this step into blocks that are given up now are not made; by such a block, its source."""
-        if not self.copies:
-            return {}
-        given_up = dict.fromkeys(block for table in tables for block in table)
-        origins = {copy: source for source, copy in self.copies if copy in given_up}
-        self.copies = [pair for pair in self.copies if pair[1] not in origins]
-        return origins
+        self._chains.freed(seq)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence will not come back."""
         assert seq.seq_id not in self._tables, f"{seq} still has a table"
-        self._prefixes.forget(seq)
+        self._chains.forget(seq)
 
     # --- inside ---
 
-    def _num_held_at_most(self, num_tokens: int) -> int:
-        """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""
-        num_blocks = self.num_blocks_for(num_tokens + self.lookahead_slots)
-        if self.sliding_window is not None and self.rules.allocate == "chunk":
-            num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
-        return num_blocks
-
     def check_invariants(self) -> None:
         self._gpu.check_invariants(list(self._tables.values()))
-        self._swap.check_invariants()
-        assert not self._tables.keys() & self._swap.tables.keys(), "a sequence is on both sides"
-
-
-def _check_goes_together(rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
-    """Raises ConfigError for options that the rules of a mirrored system do not know."""
-    if lookahead_slots and (rules.growth_test != "exact" or rules.swap_test != "all_blocks"):
-        raise ConfigError(
-            f"scheduler.lookahead_slots is {lookahead_slots}, which scheduler.kv_rules.growth_test={rules.growth_test} "
-            f"and swap_test={rules.swap_test} do not count; set it to 0, or the rules to exact and all_blocks"
-        )
-    if sliding_window is not None and rules.duplicates != "listed":
-        raise ConfigError(
-            f"cache.sliding_window={sliding_window} releases blocks that "
-            f"scheduler.kv_rules.duplicates={rules.duplicates} would still name; set it to null, or take another preset"
-        )
+        self._cpu.check_invariants()
+        assert not self._tables.keys() & self._cpu.tables.keys(), "a sequence is on both sides"

@@ -23,6 +23,10 @@ class SwapSpace:
         self._cache = PrefixCache(num_blocks, LRU()) if by_content else None
 
     @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
     def num_free(self) -> int:
         """Blocks that a swap out can have."""
         return self._pool.num_free

@@ -50,62 +50,81 @@ def sessions_of(rows: Sequence[TraceRequest]) -> dict[str, list[int]]:
 def too_late(row: TraceRequest) -> TraceError:
     """The error for an arrival that is beyond any clock."""
     return TraceError(
-        f"{row.place or f'request {row.request_id!r}'}: the request arrives at {row.arrival_ns / 1e9:.4g} s; "
-        f"expected at most {MAX_NS // 10**9:,} s"
+        f"{_where(row)}: the request arrives at {row.arrival_ns / 1e9:.4g} s; expected at most {MAX_NS // 10**9:,} s"
     )
+
+
+def check_row(row: TraceRequest) -> None:
+    """What can be said of a row by itself. Raises TraceError, naming its place."""
+    where = _where(row)
+    if row.arrival_ns > MAX_NS:
+        raise too_late(row)
+    if row.num_prompt_tokens < 1:
+        raise TraceError(f"{where}: the prompt is empty; expected at least one token")
+    if row.output is not None and row.output.num_tokens < 1:
+        raise TraceError(f"{where}: the output is empty; expected at least one token, or no output at all")
+    if (row.session_id is None) != (row.turn is None):
+        missing, given = ("session_id", "turn") if row.session_id is None else ("turn", "session_id")
+        raise TraceError(f"{where}: field {missing!r} is absent; expected it beside {given!r}")
+    if row.think_ns is not None and row.session_id is None:
+        raise TraceError(f"{where}: field 'think_time' is given outside a session; expected session_id and turn")
+
+
+def check_turn(row: TraceRequest, previous: TraceRequest | None) -> TraceRequest:
+    """A turn after the one before it in its session (None: its first); one of a closed loop gets that one's arrival.
+
+    Raises TraceError, naming its place.
+    """
+    where = _where(row)
+    if previous is None:
+        if row.think_ns is not None:
+            raise TraceError(
+                f"{where}: the first turn of session {row.session_id!r} (turn {row.turn}) has a think_time; "
+                "expected an arrival_time instead"
+            )
+        return row
+    assert previous.turn is not None
+    if row.turn != previous.turn + 1:
+        raise TraceError(
+            f"{where}: field 'turn' is {row.turn} in session {row.session_id!r}; "
+            f"expected {previous.turn + 1}, the turn after {previous.place or previous.request_id}"
+        )
+    if row.think_ns is not None:
+        return replace(row, arrival_ns=previous.arrival_ns)
+    if row.arrival_ns < previous.arrival_ns:
+        raise TraceError(
+            f"{where}: turn {row.turn} of session {row.session_id!r} arrives at {row.arrival_ns / 1e9} s, "
+            f"before turn {previous.turn} at {previous.arrival_ns / 1e9} s; expected turns in order of time"
+        )
+    return row
+
+
+def used_twice(row: TraceRequest, first: str = "") -> TraceError:
+    """The error for an id that another row has. first: where that one is, if known."""
+    return TraceError(
+        f"{_where(row)}: field 'request_id' is {row.request_id!r}; expected an id not used before"
+        + (f" (first at {first})" if first else "")
+    )
+
+
+def _where(row: TraceRequest) -> str:
+    return row.place or f"request {row.request_id!r}"
 
 
 def _check_rows(rows: list[TraceRequest]) -> None:
     seen: dict[str, str] = {}
     for row in rows:
-        where = row.place or f"request {row.request_id!r}"
         if row.request_id in seen:
-            first = seen[row.request_id]
-            raise TraceError(
-                f"{where}: field 'request_id' is {row.request_id!r}; expected an id not used before"
-                + (f" (first at {first})" if first else "")
-            )
+            raise used_twice(row, seen[row.request_id])
         seen[row.request_id] = row.place
-        if row.arrival_ns > MAX_NS:
-            raise too_late(row)
-        if row.num_prompt_tokens < 1:
-            raise TraceError(f"{where}: the prompt is empty; expected at least one token")
-        if row.output is not None and row.output.num_tokens < 1:
-            raise TraceError(f"{where}: the output is empty; expected at least one token, or no output at all")
-        if (row.session_id is None) != (row.turn is None):
-            missing, given = ("session_id", "turn") if row.session_id is None else ("turn", "session_id")
-            raise TraceError(f"{where}: field {missing!r} is absent; expected it beside {given!r}")
-        if row.think_ns is not None and row.session_id is None:
-            raise TraceError(f"{where}: field 'think_time' is given outside a session; expected session_id and turn")
+        check_row(row)
 
 
 def _check_session(rows: list[TraceRequest], positions: list[int]) -> None:
     """Checks one session's turns, and gives its closed-loop turns the arrival of the turn before them."""
     previous: TraceRequest | None = None
     for position in positions:
-        row = rows[position]
-        where = row.place or f"request {row.request_id!r}"
-        if previous is None:
-            if row.think_ns is not None:
-                raise TraceError(
-                    f"{where}: the first turn of session {row.session_id!r} (turn {row.turn}) has a think_time; "
-                    "expected an arrival_time instead"
-                )
-        else:
-            assert previous.turn is not None
-            if row.turn != previous.turn + 1:
-                raise TraceError(
-                    f"{where}: field 'turn' is {row.turn} in session {row.session_id!r}; "
-                    f"expected {previous.turn + 1}, the turn after {previous.place or previous.request_id}"
-                )
-            if row.think_ns is not None:
-                row = rows[position] = replace(row, arrival_ns=previous.arrival_ns)
-            elif row.arrival_ns < previous.arrival_ns:
-                raise TraceError(
-                    f"{where}: turn {row.turn} of session {row.session_id!r} arrives at {row.arrival_ns / 1e9} s, "
-                    f"before turn {previous.turn} at {previous.arrival_ns / 1e9} s; expected turns in order of time"
-                )
-        previous = row
+        previous = rows[position] = check_turn(rows[position], previous)
 
 
 def _count_late(rows: list[TraceRequest]) -> int:

@@ -66,7 +66,11 @@ def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "nowhere" in say(capsys, "report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b.html")).error()
 
 
-def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"OUTPUT_TOKENS": 8, "NUM_SEQS": 32, "QUEUE_LENGTHS": (10,), "POOL_SIZES": (4000,)}.items():
+        monkeypatch.setattr(f"experiments.bench.core.{name}", value)
     said = say(capsys, "bench", "core", "--repeats", "1")
     assert said.status == 0, said.err
     assert "steps/s" in said.out

@@ -12,6 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
+SHARED_BYTES = {"80": 99 * 1024, "90": 227 * 1024}  # of a program; what sm_80 is given, 8.6, 8.9 and 12.0 are given too
+
 
 def compile_by(arguments: list[str], cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "real.kernels.compile", *arguments]
@@ -22,24 +24,31 @@ def compile_by(arguments: list[str], cache: Path, **env: str) -> subprocess.Comp
 
 @pytest.mark.parametrize("target", ["80", "90"])
 def test_main_shapes_compile_without_spills(target, tmp_path):
-    wanted = r"bf16 head 128 group [48]$|^(store|reduce|copy)"
+    wanted = r"bf16 head 128 group [48]$|^(store|reduce|plan|copy)"
     done = compile_by(["--targets", target, "--filter", wanted], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    assert len(lines) == 2 * 6 + 8
+    assert len(lines) == 2 * 6 + 10
     for line in lines:
-        name, of_target, registers, local_bytes, _, _ = line.rsplit(maxsplit=5)
+        name, of_target, registers, local_bytes, shared_bytes, _ = line.rsplit(maxsplit=5)
         assert of_target == f"sm_{target}"
         assert int(registers) <= 255, name
         assert int(local_bytes) == 0, f"{name} spills registers"
+        assert int(shared_bytes) <= SHARED_BYTES[target], f"{name} does not fit a multiprocessor"
 
 
 def test_what_is_rare_compiles_too(tmp_path):
-    """FP8 as bits (e4m3 on sm_80) and as the GPU reads it, ALiBi, a head size that is no power of two."""
-    wanted = r"^decode split bf16 head 64 group 4 e|^prefill .*alibi|^decode bf16 head 80 group 1$"
+    """FP8 as bits (e4m3 on sm_80) and as the GPU reads it, ALiBi, a head size that is no power of two, the largest."""
+    wanted = (
+        r"^decode split bf16 head 64 group 4 e|^prefill .*alibi|^decode bf16 head 80 group 1$|bf16 head 256 group 1$"
+    )
     done = compile_by(["--filter", wanted], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 1 + 2 * 5
+    lines = done.stdout.splitlines()[1:]
+    assert len(lines) == 2 * 10
+    for line in lines:
+        _, target, _, _, shared_bytes, _ = line.rsplit(maxsplit=5)
+        assert int(shared_bytes) <= SHARED_BYTES[target.removeprefix("sm_")], line
 
 
 def test_with_the_interpreter_nothing_is_compiled(tmp_path):

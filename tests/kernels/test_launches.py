@@ -4,12 +4,14 @@ compiles what a launch would need. Nothing runs."""
 from __future__ import annotations
 
 import random
+import re
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from real.profiling import Limits, warm_up_loads
 from tests.kernels.paged_batches import Batch, make_spec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -20,6 +22,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.kernels: dict[str, set[int]] = {}
+        self.pending: dict[str, list[int]] = {}  # loads that are left under way when a kernel waits in a loop
         self.grids: list[tuple[str, tuple[int, ...]]] = []
 
     @property
@@ -37,7 +40,7 @@ def launches(request, monkeypatch, tmp_path):
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from real.kernels import decode, prefill
+    from real.kernels import decode, parts, prefill
 
     found, major, minor = Launches(), *request.param
     target = GPUTarget("cuda", 10 * major + minor, 32)
@@ -51,6 +54,9 @@ def launches(request, monkeypatch, tmp_path):
         def run(*args, **kwargs):
             kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
             found.kernels.setdefault(self.__name__, set()).add(id(kernel))
+            for _, loop in re.findall(r"^( *)%\S* = scf\.for(.*?)^\1}", kernel.asm["ttgir"], re.DOTALL | re.MULTILINE):
+                waits = re.findall(r"async_wait .*?num = (\d+)", loop)
+                found.pending.setdefault(self.__name__, []).append(min(map(int, waits), default=0))
             found.grids.append((self.__name__, grid))
 
         return run
@@ -60,7 +66,7 @@ def launches(request, monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stand_in)
     for module in (decode, prefill):
         monkeypatch.setattr(module, "capability", lambda device: (major, minor))
-    monkeypatch.setattr(decode, "num_processors", lambda device: 132)
+    monkeypatch.setattr(parts, "num_processors", lambda device: 132)
     return found
 
 
@@ -72,42 +78,74 @@ def step(spec, rows: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launches", "kv_dtype", "window"),
-    [((9, 0), "auto", None), ((8, 0), "fp8_e4m3", 50)],
+    ("launches", "group", "kv_dtype", "window"),
+    [((9, 0), 4, "auto", None), ((9, 0), 16, "auto", None), ((8, 0), 1, "fp8_e4m3", 50)],
     indirect=["launches"],
-    ids=["sm_90", "sm_80"],
+    ids=str,
 )
-def test_later_steps_need_no_kernel_that_the_first_did_not(launches, kv_dtype, window):
+def test_after_the_warm_up_no_step_needs_another_kernel(launches, group, kv_dtype, window):
     """Or serving would stop for a compilation when a longer row, or another number of parts, comes along."""
-    spec = make_spec(2, 4, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))
-    step(spec, [(0, 40), (300, 1), (9, 1)])
-    step(spec, [(300, 1), (9, 1)])
-    step(spec, [(0, 7)])
-    step(spec, [(0, 7), *[(20, 1)] * 300])  # too many rows for parts, also below
-    step(spec, [(20, 1)] * 300)
+    spec = make_spec(2, group, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))
+    for load in warm_up_loads(Limits(16, 512, 300, 2048), is_cuda=True):
+        step(spec, [(context - num, num) for num, context in load])
     known = launches.num_kernels
     rng = random.Random(0)
     for _ in range(20):
         rows = [(rng.randrange(800), rng.choice([1, 1, 1, 2, 17, 100])) for _ in range(rng.randint(1, 9))]
         step(spec, rows)
         step(spec, [(before, 1) for before, _ in rows])
+    step(spec, [(20, 1)] * 300 + [(5000, 1)])
     assert launches.num_kernels == known
     num_parted = 0 if window else 2  # for a window of 50 keys parts are not worth it
     expected = {"store_kernel": 1, "prefill_kernel": 2, "decode_kernel": 2 + num_parted}
     if num_parted:
-        expected["reduce_kernel"] = num_parted
+        expected |= {"plan_kernel": num_parted, "reduce_kernel": num_parted}
     assert {name: len(kernels) for name, kernels in launches.kernels.items()} == expected
 
 
 def test_a_step_launches_what_its_rows_need(launches):
     spec = make_spec(2, 4, 64, 16, torch.bfloat16)
-    step(spec, [(500, 1)])
-    assert launches.take() == [("store_kernel", (1, 1)), ("decode_kernel", (1, 2, 4)), ("reduce_kernel", (1, 8))]
+    step(spec, [(500, 1)])  # 501 keys are at most 4 parts
+    assert launches.take() == [
+        ("plan_kernel", (1,)),
+        ("store_kernel", (1, 1)),
+        ("decode_kernel", (4, 2)),
+        ("reduce_kernel", (1, 8)),
+    ]
     step(spec, [(0, 100)])  # tiles of 32 query tokens with 4 heads each
     assert launches.take() == [("store_kernel", (100, 1)), ("prefill_kernel", (4, 2))]
     step(spec, [(30, 1), (0, 15), (17, 16), (60, 1)])  # of 16: no row is longer
     assert launches.take() == [
         ("store_kernel", (33, 1)),
-        ("decode_kernel", (2, 2, 1)),
+        ("decode_kernel", (2, 2)),
         ("prefill_kernel", (2, 2)),
     ]
+    step(spec, [(300, 1)] * 200)  # whole: there are programs enough, and none is long
+    assert launches.take("decode_kernel") == [("decode_kernel", (200, 2))]
+    step(spec, [(300, 1)] * 199 + [(5000, 1)])  # one is: 264 parts would fill 132 multiprocessors with 4 programs each
+    assert launches.take("decode_kernel") == [("decode_kernel", (200 + 264, 2))]
+
+
+@pytest.mark.parametrize(
+    ("launches", "head_dim", "options"),
+    [
+        ((9, 0), 128, {}),
+        ((9, 0), 256, {}),
+        ((9, 0), 64, {"kv_dtype": "fp8_e5m2"}),
+        ((8, 0), 128, {"window": 50}),
+        ((8, 0), 64, {"kv_dtype": "fp8_e4m3", "alibi": True}),
+    ],
+    indirect=["launches"],
+    ids=str,
+)
+def test_while_a_tile_is_computed_the_next_is_loaded(launches, head_dim, options):
+    """Keys lie where a table says, so they wait for its loads: with too few stages Triton waits for all in each turn
+    of a loop, and the multiprocessor for the memory."""
+    spec = make_spec(1, 4, head_dim, 16, torch.bfloat16, **options)
+    step(spec, [(0, 40), (300, 1)])
+    step(spec, [(0, 7)])
+    loops = launches.pending["prefill_kernel"]
+    assert len(loops) == 2 * (3 if spec.sliding_window else 2)
+    assert min(loops) >= 2
+    if head_dim <= 128:
+        assert min(launches.pending["decode_kernel"]) >= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import numpy as np
@@ -11,8 +12,11 @@ import torch
 from real.attention.flash_provider import FlashAttention
 from real.attention.flash_provider import why_not as why_not_flash
 from real.attention.interface import AttentionSpec
+from real.attention.registry import choose_attention
 from real.attention.torch_provider import TorchAttention
 from tests.kernels.paged_batches import Batch, make_spec
+from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
+from tests.real.fake_flash import FakeFlash
 
 pytestmark = pytest.mark.gpu
 
@@ -81,20 +85,49 @@ def test_bits_are_read_as_the_gpu_reads_numbers(monkeypatch, kv_dtype):
     check(model_spec(2, 4, 128, torch.bfloat16, kv_dtype=kv_dtype, scales=(0.02, 0.7)), ROWS)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 13, 64])
-def test_long_decodes_in_parts(num_splits):
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_auto_settles_on_no_reference(block_size):
+    choice = choose_attention("auto", model_spec(8, 4, 128, torch.bfloat16, block_size=block_size, device=GPU))
+    assert choice.provider.name != "torch", choice.passed_over
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300}, {"kv_dtype": "fp8_e4m3"}], ids=str)
+def test_once_an_engine_has_started_no_step_compiles_a_kernel(monkeypatch, options):
+    from triton import knobs
+
+    rng = random.Random(7)
+    options |= {"max_model_len": 2048, "num_gpu_blocks": 600, "max_num_batched_tokens": 512}
+    spec = tiny_spec(num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
+    backend = tiny_backend(spec, device="cuda", dtype="bfloat16", attention="triton", block_size=16, **options)
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    tokens = [[rng.randrange(512) for _ in range(1200)] for _ in range(4)]
+    blocks = rng.sample(range(600), 4 * 128)
+    tables = [blocks[128 * i : 128 * i + 128] for i in range(4)]
+    known = [0] * 4
+    for _ in range(40):  # prompts, chunks and decodes, in any company
+        chosen = rng.sample(range(4), rng.randint(1, 4))
+        ends = {i: known[i] + rng.choice([1, 1, 2, 3, 25]) for i in chosen}  # below 1200
+        step_logits(backend, *(row(i, tokens[i], tables[i], start=known[i], end=end) for i, end in ends.items()))
+        for i, end in ends.items():
+            known[i] = end
+    assert not compiled
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 13, 64, 300])
+def test_long_decodes_in_parts(num_parts):
     from real.attention.triton_provider import scoring_of
     from real.kernels.decode import paged_decode
+    from real.kernels.parts import plan_parts
     from real.kernels.store import store_kv
 
-    batch = Batch(model_spec(4, 4, 128, torch.bfloat16), [(5000, 1), (40, 1), (0, 1), (8191, 1)], num_splits)
+    batch = Batch(model_spec(4, 4, 128, torch.bfloat16), [(5000, 1), (40, 1), (0, 1), (8191, 1)], num_parts)
     expected, gpu = batch.expected(), batch.to(GPU)
     store_kv(gpu.key, gpu.value, gpu.kv_cache, gpu.metadata.slot_mapping)
     output = torch.full_like(gpu.query, float("nan"))
     lens, tables = gpu.metadata.context_lens_tensor, gpu.metadata.block_tables
-    paged_decode(
-        gpu.query, gpu.kv_cache, tables, lens, output, scoring_of(gpu.spec), max_context=8192, num_splits=num_splits
-    )
+    parts = plan_parts(lens, None, None, programs=4, max_context=8192, num_parts=num_parts)
+    paged_decode(gpu.query, gpu.kv_cache, tables, lens, output, scoring_of(gpu.spec), parts=parts)
     assert (output.double().cpu() - expected).abs().max() < TOLERANCE[torch.bfloat16]
 
 
@@ -133,6 +166,13 @@ def test_a_captured_step_follows_what_its_tensors_say(block_size, kv_dtype):
             error = (output[:num].double().cpu() - expected).abs().max().item()
             assert error <= TOLERANCE[torch.bfloat16], f"{provider.__name__} is {error} off"
             assert output[num:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["flash_attn_varlen_func", "flash_attn_with_kvcache"])
+def test_the_stand_in_for_flash_attn_has_its_parameters(name):
+    flash_attn = pytest.importorskip("flash_attn")
+    real, ours = (list(inspect.signature(getattr(module, name)).parameters) for module in (flash_attn, FakeFlash()))
+    assert ours == real[: len(ours)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

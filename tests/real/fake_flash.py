@@ -1,4 +1,4 @@
-"""A stand-in for the package flash-attn: what its documentation says, in plain torch."""
+"""A stand-in for the package flash-attn 2.8: its parameters, what it refuses, what its documentation says, in torch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def plain_attention(query, keys, values, softmax_scale, window_size, alibi_slope
     return torch.einsum("hqp,phd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
 
+def assert_taken(query, keys, values):
+    """What its C++ refuses: formats, head sizes, groups, elements of a head that do not lie side by side."""
+    assert query.dtype == keys.dtype == values.dtype
+    assert query.shape[-1] == keys.shape[-1] == values.shape[-1] <= 256
+    assert keys.shape == values.shape
+    assert query.shape[-2] % keys.shape[-2] == 0
+    assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+
+
+def assert_taken_index(index, num):
+    assert index.dtype == torch.int32
+    assert index.is_contiguous()
+    assert index.shape == (num,)
+
+
+def assert_taken_table(table, num_rows):
+    assert table.dtype == torch.int32
+    assert table.stride(-1) == 1
+    assert table.dim() == 2
+    assert len(table) == num_rows > 0
+
+
 class FakeFlash(types.ModuleType):
     """Stands in for the package: checks what it is called with, and computes what its documentation says."""
 
@@ -49,15 +71,21 @@ class FakeFlash(types.ModuleType):
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
+        dropout_p=0.0,
         softmax_scale=None,
         causal=False,
         window_size=(-1, -1),
+        softcap=0.0,
         alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
         block_table=None,
     ):
         assert causal
-        assert q.dtype == k.dtype == v.dtype
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert_taken(q, k, v)
+        for starts in (cu_seqlens_q, cu_seqlens_k):
+            assert_taken_index(starts, len(cu_seqlens_q))
+        assert (dropout_p, softcap, return_attn_probs) == (0.0, 0.0, False)
         query_lens, key_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         assert sum(query_lens) == len(q)
         assert (max_seqlen_q, max_seqlen_k) == (max(query_lens), max(key_lens))
@@ -66,8 +94,7 @@ class FakeFlash(types.ModuleType):
             assert sum(key_lens) == len(k) == len(v)
         else:
             assert k.shape[1] % 256 == 0
-            assert block_table.dtype == torch.int32
-            assert len(block_table) == len(query_lens)
+            assert_taken_table(block_table, len(query_lens))
         output = torch.empty_like(q)
         for row, (num_queries, num_keys) in enumerate(zip(query_lens, key_lens, strict=True)):
             first, first_key = int(cu_seqlens_q[row]), int(cu_seqlens_k[row])
@@ -86,19 +113,29 @@ class FakeFlash(types.ModuleType):
         v_cache,
         k=None,
         v=None,
-        *,
-        cache_seqlens,
-        block_table,
-        softmax_scale,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
         causal=False,
         window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
         alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
     ):
         assert causal
         assert q.shape[1] == 1
         assert k_cache.shape[1] % 256 == 0
-        assert cache_seqlens.dtype == block_table.dtype == torch.int32
-        assert len(q) == len(cache_seqlens) == len(block_table)
+        assert_taken(q, k_cache, v_cache)
+        assert_taken_index(cache_seqlens, len(q))
+        assert_taken_table(block_table, len(q))
+        assert [k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad] == [None] * 6
+        assert (softcap, num_splits, return_softmax_lse) == (0.0, 0, False)
         self.calls.append(("decode", len(q)))
         output = torch.empty_like(q)
         for row, (num_keys, table) in enumerate(zip(cache_seqlens.tolist(), block_table.long(), strict=True)):

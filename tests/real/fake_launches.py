@@ -136,12 +136,24 @@ def decode(values: Values) -> None:
     """Also of a split context: the partial results are left out, and the second kernel has nothing to do."""
     check_attention(values)
     lens, rows = values["context_lens"], values["rows"]
-    must(values["IS_SPLIT"] == (values["partial"] is not None), "partial results have a place")
+    for name in ("partial", "items"):
+        must(values["IS_SPLIT"] == (values[name] is not None), f"parts of contexts have {name}")
     if values["HAS_ROWS"]:
         must(rows.dtype == values["query_starts"].dtype == torch.int32, "rows are 32 bits wide")
     for row in rows.tolist() if values["HAS_ROWS"] else range(len(lens)):
         token = int(values["query_starts"][row]) if values["HAS_ROWS"] else row
         attend(values, row, token, int(lens[row]) - 1)
+
+
+def plan(values: Values) -> None:
+    """Every row is one part."""
+    items, starts, num_rows = values["items"], values["starts"], values["num_rows"]
+    must(items.dtype == starts.dtype == torch.int32, "parts are 32 bits wide")
+    must(items.shape == (values["num_items"], 4) and starts.shape == (num_rows + 1,), "parts of all rows")
+    must(values["num_items"] >= num_rows, "a part for each row")
+    items.fill_(-1)
+    items[:num_rows] = torch.tensor([[row, 0, 1, 2**30] for row in range(num_rows)], dtype=torch.int32)
+    starts.copy_(torch.arange(num_rows + 1))
 
 
 def reduce(values: Values) -> None:
@@ -190,13 +202,14 @@ def on_gpu(gpu: FakeGPU, function: Callable[..., Tensor]) -> Callable[..., Tenso
 
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     """Every kernel of real/kernels runs on this GPU."""
-    from real.kernels import block_copy, formats
+    from real.kernels import block_copy, formats, parts
     from real.kernels import decode as decoding
     from real.kernels import prefill as prefilling
     from real.kernels import store as storing
 
     for module, name, writes, compute in (
         (storing, "store_kernel", ("key_cache", "value_cache"), store),
+        (parts, "plan_kernel", ("items", "starts"), plan),
         (decoding, "decode_kernel", ("output", "partial"), decode),
         (decoding, "reduce_kernel", ("output",), reduce),
         (prefilling, "prefill_kernel", ("output",), prefill),
@@ -205,4 +218,4 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         monkeypatch.setattr(module, name, Launcher(gpu, getattr(module, name), writes, compute))
     for module in (decoding, prefilling, formats):  # remembered by device, which another test may have seen otherwise
         monkeypatch.setattr(module, "capability", torch.cuda.get_device_capability)
-    monkeypatch.setattr(decoding, "num_processors", lambda device: 132)
+    monkeypatch.setattr(parts, "num_processors", lambda device: 132)

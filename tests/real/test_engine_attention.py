@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real.attention import torch_provider, triton_provider
+from real import kernels
+from real.attention import first_step, torch_provider, triton_provider
 from real.attention.flash_provider import FlashAttention, why_not
 from real.attention.registry import Choice, choose_attention
 from real.attention.torch_provider import TorchAttention
@@ -170,6 +171,7 @@ def chosen_by_auto(spec, monkeypatch) -> Choice:
     """Providers are made without a GPU, onto which they put what they know beforehand."""
     for provider in (FlashAttention, TorchAttention, triton_provider.TritonAttention):
         monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    monkeypatch.setattr(first_step, "why_it_fails", lambda provider, spec: None)
     return choose_attention("auto", spec)
 
 
@@ -234,3 +236,71 @@ def test_auto_takes_the_first_provider_that_can_run_and_says_why_not_the_others(
 def test_a_provider_that_cannot_run_is_refused_with_reason_and_alternative(name, why):
     with pytest.raises(ConfigError, match=f"attention={name} cannot run here: .*{why}.*can run: auto, torch"):
         tiny_backend(attention=name)
+
+
+class Wrong:
+    """A provider whose outputs are the reference's, changed, or which raises."""
+
+    name, supports_graphs = "wrong", False
+
+    def __init__(self, spec, change) -> None:
+        self._inner, self._change = TorchAttention(spec), change
+
+    def prepare(self, metadata):
+        step = self._inner.prepare(metadata)
+        return lambda *inputs: self._change(step(*inputs))
+
+
+def fail(output):
+    raise RuntimeError("no kernel image is available\n  for execution on the device")
+
+
+def spoil_the_last_row(output):
+    output[-1, -1] = 0.0
+    return output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 30}, {"alibi": True}, {"kv_dtype": "fp8_e4m3", "scales": (0.02, 40.0)}, {"dtype": torch.bfloat16}],
+    ids=str,
+)
+@pytest.mark.usefixtures("flash")
+def test_a_first_step_that_is_right_is_no_reason_against_a_provider(options):
+    spec = make_spec(head_dim=16, block_size=256, **options)
+    for provider in (
+        (TorchAttention(spec), FlashAttention(spec)) if "kv_dtype" not in options else [TorchAttention(spec)]
+    ):
+        assert first_step.why_it_fails(provider, spec) is None
+    spoiled = first_step.why_it_fails(Wrong(spec, spoil_the_last_row), spec)
+    assert re.match("its output of a first small step is .* off the reference's", spoiled)
+    unknown = first_step.why_it_fails(Wrong(spec, lambda output: output * float("nan")), spec)
+    assert "is nan off" in unknown
+
+
+def test_a_first_step_that_fails_is_told_in_a_line():
+    spec = make_spec()
+    assert first_step.why_it_fails(Wrong(spec, fail), spec) == (
+        "it failed at a first small step (RuntimeError: no kernel image is available for execution on the device)"
+    )
+
+
+@pytest.mark.usefixtures("flash", "ampere")
+@pytest.mark.parametrize(
+    ("failing", "chosen"), [(["flash_attn"], "triton"), (["triton"], "flash_attn"), (["flash_attn", "triton"], "torch")]
+)
+def test_on_a_gpu_auto_passes_over_what_fails_at_its_first_step(monkeypatch, failing, chosen):
+    monkeypatch.setattr(kernels, "why_not", lambda device: None)
+    for provider in (FlashAttention, TorchAttention, triton_provider.TritonAttention):
+        monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    monkeypatch.setattr(
+        first_step, "why_it_fails", lambda provider, spec: "it failed" if provider.name in failing else None
+    )
+    spec = make_spec(**HALF, block_size=256)
+    choice = choose_attention("auto", spec)
+    assert choice.provider.name == chosen
+    expected = [f"attention={name} is passed over for {chosen}: it failed" for name in failing]
+    assert choice.passed_over == [line for line in expected if chosen != "flash_attn"]
+    for name in failing:
+        with pytest.raises(ConfigError, match=f"attention={name} cannot run here: it failed; can run: auto, "):
+            choose_attention(name, spec)

@@ -82,6 +82,9 @@ def test_sharded_files_load_like_a_single_one(spec):
     assert torch.equal(logits_of(spec), expected)
     (folder / "two.safetensors").unlink()
     assert "names two.safetensors, which is not there" in load_error(spec)
+    for name in ("../one.safetensors", 3):
+        (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+        assert f"names {name!r}; expected the name of a file beside it" in load_error(spec)
 
 
 def test_weights_are_converted_to_the_format_asked_for(spec):

@@ -218,7 +218,7 @@ NO_BLOCKS = "no memory for 64 KV blocks on cuda:0 and 16 in host memory, 2,048 b
         (1 << 19, None, "out of GPU memory; a step of 64 tokens of 4 sequences does not fit: lower scheduler."),
         (2 << 20, 64, "out of GPU memory; lower cache.num_gpu_blocks or "),
         (450_000, 64, NO_BLOCKS),
-        (1 << 18, 64, "the weights of tiny-test (376,832 bytes) do not fit on Fake H100; choose a smaller model"),
+        (1 << 13, 64, "out of GPU memory; others hold it, as nvidia-smi shows: not even a first small step fits"),
     ],
 )
 def test_a_gpu_that_is_too_small_is_one_line(gpu, room, num_blocks, told):
@@ -227,6 +227,14 @@ def test_a_gpu_that_is_too_small_is_one_line(gpu, room, num_blocks, told):
         on_gpu(gpu, num_gpu_blocks=num_blocks)
     assert str(error.value).startswith(told)
     assert "\n" not in str(error.value)
+
+
+def test_a_gpu_without_room_for_the_weights_is_one_line(gpu):
+    gpu.total_bytes = CONTEXT_BYTES + (1 << 18)
+    with pytest.raises(
+        DeviceError, match=r"^the weights of tiny-test \(376,832 bytes\) do not fit on Fake H100; choose"
+    ):
+        on_gpu(gpu, attention="torch")
 
 
 def test_what_is_no_lack_of_memory_is_not_called_so(gpu, monkeypatch):

@@ -20,7 +20,7 @@ from sim.fleet import Fleet
 from testbed.errors import LivelockError
 from testbed.interfaces import StepView
 from testbed.plan import Finished
-from testbed.records import RunRecorder
+from testbed.recorder import RunRecorder
 from testbed.request import GREEDY, Request, SamplingParams
 from testbed.scheduler import Scheduler
 from testbed.serve import serve

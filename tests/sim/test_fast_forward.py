@@ -27,7 +27,8 @@ from testbed.interfaces import Abort, Arrive, Event, StepView
 from testbed.plan import Finished
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits
-from testbed.records import RunRecorder, decision
+from testbed.recorder import RunRecorder
+from testbed.records import decision
 from testbed.request import Request, SamplingParams
 from testbed.serve import serve
 from testbed.specs import DeviceSpec, ModelSpec

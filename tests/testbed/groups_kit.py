@@ -29,7 +29,7 @@ def assert_nothing_held(scheduler: Scheduler) -> None:
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_gpu_blocks
     assert scheduler.blocks.num_free_cpu_blocks == scheduler.blocks.num_cpu_blocks
     assert not scheduler.blocks._tables
-    assert not scheduler.blocks._prefixes._chains
+    assert not scheduler.blocks._chains.by_seq
     scheduler.check_invariants()
 
 

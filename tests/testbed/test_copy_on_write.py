@@ -35,11 +35,11 @@ def tables(blocks: BlockManager, seqs: list[Sequence]) -> list[list[int]]:
 
 def grow(blocks: BlockManager, *seqs: Sequence) -> list[tuple[int, int]]:
     """Grows each by one token; the copies, (source, destination)."""
-    blocks.copies = []
+    blocks.copies.take()
     for seq in seqs:
         blocks.grow(seq, 1)
     blocks.check_invariants()
-    return blocks.copies
+    return blocks.copies.pairs
 
 
 def test_a_fork_shares_every_block_and_takes_none() -> None:
@@ -49,7 +49,7 @@ def test_a_fork_shares_every_block_and_takes_none() -> None:
     assert blocks.num_free_blocks == 6
     assert blocks.num_held_blocks(members[0]) == 2
     assert [seq.num_slots for seq in members] == [8] * 3
-    assert blocks.copies == []
+    assert blocks.copies.pairs == []
 
 
 def test_all_but_the_last_writer_copy_the_shared_block() -> None:

@@ -30,7 +30,7 @@ def assert_nothing_held(scheduler: Scheduler) -> None:
     assert scheduler.plan(0).is_empty
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_gpu_blocks
     assert not scheduler.blocks._tables
-    assert not scheduler.blocks._prefixes._chains
+    assert not scheduler.blocks._chains.by_seq
     scheduler.check_invariants()
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from testbed.interfaces import StepView
 from testbed.plan import Spans, StepResult
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS, RunRecorder
+from testbed.recorder import RunRecorder
+from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.request import Request
 from testbed.scheduler import Scheduler
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler

@@ -86,13 +86,14 @@ def test_each_prompt_becomes_a_conversation_with_chat(
     assert [line["prompt"] for line in lines_of(out)] == ["<user>hi<assistant>", "<user>you<assistant>"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_what_is_finished(
-    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, out = generate_command._line, tmp_path / "out.jsonl"
 
     def pressed(*arguments: Any) -> str:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         return write(*arguments)
 
     rows = [{"prompt": "a", "max_tokens": 3 + 40 * index} for index in range(3)]
@@ -171,3 +172,26 @@ def test_whatever_comes_first_is_printed_in_order_and_once(data: st.DataObject, 
     printer.flush()
     wanted = [f"[{i}{f'.{j}' if j else ''}] prompt {i}\n{came[i, j]}\n" for i, j in sorted(came)]
     assert "".join(out) == "".join(wanted)
+
+
+def test_the_arguments_of_llm_are_flags(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Stopped(LLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            seen.update(settings)
+            super().__init__(model, **settings)
+
+    monkeypatch.setattr("experiments.llm.LLM", Stopped)
+    flags = ["--max-model-len", "8", "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "0.5"]
+    said = generate(capsys, folder, "a prompt that is too long for eight tokens of context", *flags)
+    assert said.status == 1
+    assert said.lines[-1].startswith("error: prompt 0")
+    assert "max_model_len (8)" in said.lines[-1]
+    wanted = {"max_model_len": 8, "enforce_eager": True, "enable_prefix_caching": False, "swap_space": 0.5}
+    assert wanted.items() <= seen.items()
+    assert "prefix_caching" not in seen, "what is not given is left as it is"
+    said = generate(capsys, folder, "a", "--gpu-memory-utilization", "2")
+    assert said.lines[-1] == "error: cache.gpu_memory_utilization is 2.0; it must be in (0, 1]"

@@ -13,6 +13,7 @@ from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers import read_agentic, read_lengths, read_servegen
+from testbed.traces.readers.agentic import stream_agentic
 from testbed.traces.readers.servegen import stream_servegen
 from testbed.traces.schema import Span
 from testbed.traces.synthesis import materialize
@@ -183,6 +184,26 @@ def test_agentic_sessions_are_chains_with_sub_agents_of_their_own(tmp_path):
     assert first.prompt[0] == second.prompt[0]
     assert rows["a/sub-t1"].place.endswith("a.tar.gz:traces/a.json:request 2:request 2")
     assert len(read_agentic(file, limit=1)) == 4
+
+
+@pytest.mark.parametrize("closed_loop", [True, False])
+def test_agentic_sessions_that_overlap_are_the_same_session_by_session(tmp_path, closed_loop):
+    entries = [asked(3 * i, 64 + i, [1]) for i in range(9)]
+    files = session() | session("b") | session("c", requests=entries) | session("d")
+    file = archive(tmp_path / "a.tar.gz", files)
+    for config in (ArrivalConfig("deterministic", 0.2), ArrivalConfig("all_at_once"), ArrivalConfig("poisson", 0.3)):
+        for limit in (None, 3):
+            whole = read_agentic(file, limit, config, closed_loop=closed_loop)
+            stream = stream_agentic(file, limit, config, closed_loop=closed_loop)
+            assert tuple(stream) == whole.rows == tuple(stream)
+            assert [row.arrival_ns for row in whole] == sorted(row.arrival_ns for row in whole)
+
+
+def test_an_agentic_session_that_comes_twice_is_refused(tmp_path):
+    twice = {"traces/x.json": next(iter(session("a").values()))}
+    file = archive(tmp_path / "a.tar", session("a") | twice)
+    with pytest.raises(TraceError, match=r"x\.json:request 1: field 'id' is 'a'; expected a session or sub-agent not"):
+        read_agentic(file)
 
 
 def test_agentic_requests_come_when_recorded_in_an_open_loop(tmp_path):

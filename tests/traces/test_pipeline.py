@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from testbed.errors import ConfigError, TraceError
@@ -47,6 +47,7 @@ def test_every_transformation_is_tried_here():
 
 
 @given(st.lists(st.sampled_from(STEPS), max_size=3), st.booleans())
+@example([STEPS[14], STEPS[14], STEPS[9]], False)  # repeat, repeat, window
 def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
     from dataclasses import replace
 

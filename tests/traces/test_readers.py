@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers import (
+    json_list,
+    open_trace,
     read_azure,
     read_bailian,
     read_burstgpt,
@@ -18,6 +22,9 @@ from testbed.traces.readers import (
     read_sharegpt,
     read_trace,
 )
+from testbed.traces.readers.json_list import json_items
+from testbed.traces.readers.open_text import read_pieces
+from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import materialize
 
 AZURE = (
@@ -273,14 +280,26 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
     assert len(trace) == 3
     assert trace.notes == ("1 conversations without a question and its answer were left out",)
     assert len(read_sharegpt(file, tokenizer=words, max_turns=1)) == 2
+    stream = open_trace("sharegpt", file, stream=True, tokenizer=words)
+    assert isinstance(stream, StreamedTrace)
+    assert tuple(stream) == trace.rows
+    assert tuple(open_trace("sharegpt", file, 1, stream=True, tokenizer=words)) == trace.rows[:2]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[{", r"s\.json:1: not JSON"),
-        ("{}", "found a JSON dict; expected a list of conversations"),
+        ("{}", "found a JSON object; expected a list of conversations"),
+        ("", "found nothing; expected a list of conversations"),
+        ("\n\n 7", r"s\.json:3: found '7'; expected a list of conversations"),
         ("[]", "no requests; 0 conversations"),
+        ("[] []", "not JSON: found '\\[' after the list"),
+        ("[{} {}]", "found '{' after an item|field 'conversations'"),
+        ('[{"conversations": []}', r"the list does not end; expected a list"),
+        ('[{"conversations": []},\n{"conversations": [}]', r"s\.json:2: not JSON: Expecting value"),
+        ('[{"conversations": []},\n{"conversations": "', r"s\.json:2: not JSON: Unterminated string"),
+        ("[" * 3000, "not JSON"),
         ('[{"id": 1}]', r"conversation 1: field 'conversations' is None"),
         ('[{"conversations": [{"from": "human"}]}]', "field 'conversations' is {'from': 'human'}; expected"),
     ],
@@ -288,6 +307,27 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
 def test_bad_sharegpt_files_are_refused(tmp_path, text, message):
     with pytest.raises(TraceError, match=message):
         read_sharegpt(write(tmp_path, "s.json", text), tokenizer=words)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.recursive(
+            st.none() | st.booleans() | st.integers(-9, 10**30) | st.floats(allow_nan=False) | st.text(max_size=9),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        ).filter(lambda value: isinstance(value, dict | list | str)),
+        max_size=6,
+    ),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+    st.integers(1, 40),
+)
+def test_the_items_of_a_list_are_found_wherever_the_file_is_cut(tmp_path_factory, items, indent, ascii_only, size):
+    file = tmp_path_factory.mktemp("json") / "s.json"
+    file.write_text(json.dumps(items, indent=indent, ensure_ascii=ascii_only), encoding="utf-8", newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_list, "read_pieces", lambda path: read_pieces(path, size))
+        assert list(json_items(file, "items")) == items
 
 
 def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):

@@ -154,9 +154,31 @@ LENGTHS = "num_prefill_tokens,num_decode_tokens,num_total_tokens\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("azure", AZURE), ("burstgpt", BURST), ("mooncake", MOON), ("lengths", LENGTHS)]
+BAILIAN = "".join(
+    f'{{"chat_id": {i}, "parent_chat_id": {max(-1, i - 3) if i % 2 else -1}, "timestamp": {5 + i / 4},'
+    f' "input_length": 40, "output_length": 3, "type": "text", "hash_ids": [1, {i}, 7]}}\n'
+    for i in range(50)
 )
+OWN_CSV = "request_id,arrival_time,prompt_tokens,output_tokens,session_id,turn,colour\n" + "".join(
+    f"r{i},{i / 2},{9 + i},4,s{i % 7},{i // 7 + 3},red\n" for i in range(50)
+)
+OWN_JSONL = "".join(
+    f'{{"arrival_time": {i}, "prompt_tokens": {20 + i}, "output_tokens": 3, "session_id": "s{i}", "turn": 0}}\n'
+    f'{{"think_time": 1.5, "prompt_tokens": {30 + i}, "output_tokens": 3, "session_id": "s{i}", "turn": 1}}\n'
+    for i in range(25)
+)
+FILES = [
+    ("azure", AZURE),
+    ("burstgpt", BURST),
+    ("mooncake", MOON),
+    ("lengths", LENGTHS),
+    ("bailian", BAILIAN),
+    ("csv", OWN_CSV),
+    ("jsonl", OWN_JSONL),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), FILES)
 def test_files_are_the_same_read_whole_and_row_by_row(tmp_path, name, text):
     file = tmp_path / "trace"
     file.write_text(text)
@@ -164,6 +186,45 @@ def test_files_are_the_same_read_whole_and_row_by_row(tmp_path, name, text):
         stream = open_trace(name, file, limit, stream=True)
         assert isinstance(stream, StreamedTrace)
         assert tuple(stream) == read_trace(name, file, limit).rows
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["0,5,x,1", "1,5,x,3"], r"a\.csv:3: turn 3 of session 'x' follows turn 1; set trace\.stream=false"),
+        (["1,5,x,2", "2,5,x,1"], r"a\.csv:3: turn 1 of session 'x' follows turn 2"),
+        (["0,5,,", "1,0,,"], r"a\.csv:3: field 'prompt_tokens' is '0'"),
+        (["0,5,x,"], r"a\.csv:2: field 'turn' is absent; expected it beside 'session_id'"),
+        ([], "no requests; expected at least one row"),
+    ],
+)
+def test_rows_of_ours_are_checked_in_a_stream_as_well(tmp_path, lines, message):
+    file = tmp_path / "a.csv"
+    file.write_text("\n".join(["arrival_time,prompt_tokens,session_id,turn", *lines]))
+    with pytest.raises(TraceError, match=message):
+        list(open_trace("csv", file, stream=True))
+
+
+def test_an_id_that_is_used_twice_is_refused_in_a_stream(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"request_id": "a", "arrival_time": 0, "prompt_tokens": 1}\n' * 2)
+    with pytest.raises(TraceError, match=r"a\.jsonl:2: field 'request_id' is 'a'; expected an id not used before"):
+        list(open_trace("auto", tmp_path / "a.jsonl", stream=True))
+    (tmp_path / "q.jsonl").write_text(BAILIAN + BAILIAN.splitlines()[-1])
+    for stream in (False, True):
+        with pytest.raises(TraceError, match=r"q\.jsonl:51: field 'chat_id' is 49; expected an id not used before"):
+            list(open_trace("bailian", tmp_path / "q.jsonl", stream=stream))
+
+
+def test_a_large_file_of_ours_with_turns_out_of_order_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("testbed.traces.readers.MAX_WHOLE_BYTES", 100)
+    file = tmp_path / "a.jsonl"
+    file.write_text(OWN_JSONL)
+    assert isinstance(open_trace("auto", file), StreamedTrace)
+    lines = OWN_JSONL.splitlines()
+    file.write_text("\n".join([*lines[:2], lines[3], lines[2], *lines[4:]]))
+    found = open_trace("auto", file)
+    assert isinstance(found, Trace)
+    assert [(row.session_id, row.turn) for row in found][2:4] == [("s1", 0), ("s1", 1)]
 
 
 def test_a_large_file_out_of_order_is_read_whole_and_that_is_said(tmp_path, monkeypatch):

@@ -81,6 +81,12 @@ def test_a_filter_ends_a_session_where_it_refuses_a_turn(chat):
     assert {row.turn for row in kept} == {0}
 
 
+def test_a_repeated_trace_is_repeated_with_new_ids_and_contents():
+    again = transforms.repeat(transforms.repeat(plain(0, 1), 2), 2)
+    assert [row.request_id for row in again] == ["r0", "r1", "r0#1", "r1#1", "r0##1", "r1##1", "r0#1##1", "r1#1##1"]
+    assert len({row.prompt[0].key for row in again}) == 8
+
+
 def test_repeats_have_contents_of_their_own_unless_asked(chat):
     twice = transforms.repeat(chat, 2, gap_s=1)
     assert len(twice) == 2 * len(chat)

@@ -1,6 +1,6 @@
 """Readers of trace files, one module a format. `read_x(path, limit=None, ...) -> Trace`; bad rows raise TraceError.
 
-Formats in STREAMS can also be read row by row, as long as the file is in order of arrival.
+STREAMS has the same formats row by row, as long as the file is in order of arrival.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,17 +9,26 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.draws import nearest
-from testbed.traces.readers.agentic import read_agentic
+from testbed.traces.readers.agentic import read_agentic, stream_agentic
 from testbed.traces.readers.azure import read_azure, stream_azure
-from testbed.traces.readers.bailian import read_bailian
+from testbed.traces.readers.bailian import read_bailian, stream_bailian
 from testbed.traces.readers.burstgpt import read_burstgpt, stream_burstgpt
 from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.lengths_csv import read_lengths, stream_lengths
 from testbed.traces.readers.mooncake import read_mooncake, stream_mooncake
 from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_lines
-from testbed.traces.readers.own import foreign_format, read_csv_trace, read_jsonl, read_own, read_parquet
+from testbed.traces.readers.own import (
+    foreign_format,
+    own_format,
+    read_csv_trace,
+    read_jsonl,
+    read_own,
+    read_parquet,
+    stream_csv_trace,
+    stream_jsonl,
+)
 from testbed.traces.readers.servegen import read_servegen, stream_servegen
-from testbed.traces.readers.sharegpt import read_sharegpt
+from testbed.traces.readers.sharegpt import read_sharegpt, stream_sharegpt
 from testbed.traces.schema import Trace, TraceSource
 from testbed.traces.stream import OutOfOrderError, StreamedTrace
 
@@ -50,10 +59,16 @@ STREAMS: dict[str, Callable[..., TraceSource]] = {
     "azure": stream_azure,
     "burstgpt": stream_burstgpt,
     "mooncake": stream_mooncake,
+    "bailian": stream_bailian,
+    "sharegpt": stream_sharegpt,
     "servegen": stream_servegen,
     "lengths": stream_lengths,
+    "agentic": stream_agentic,
+    "jsonl": stream_jsonl,
+    "csv": stream_csv_trace,
     "parquet": _stream_parquet,
 }
+_MADE_IN_ORDER = ("servegen", "sharegpt", "agentic")  # by the reader: no file of them is out of order
 MAX_WHOLE_BYTES = 32 << 20  # of a file: a larger one is read row by row, where that is possible
 MAX_WHOLE_ROWS = 100_000  # at most so many rows are held whole, where their number is known
 
@@ -89,16 +104,14 @@ def open_trace(
     pays, for large files, which are then gone through once for their order and number of rows; one that is out of order
     is read whole and sorted.
     """
-    reader = _reader(format_name, limit)
-    if format_name == "auto" and (name := recognise(path)) is not None:
-        format_name, reader = name, READERS[name]
-    opener = STREAMS.get(format_name)
-    if stream is False or opener is None:
+    _reader(format_name, limit)
+    if format_name == "auto":
+        format_name = recognise(path) or own_format(path)
+    reader = READERS[format_name]
+    if stream is False or (stream is None and not _is_large(format_name, path, limit)):
         return reader(path, limit, **options)
-    if stream is None and not _is_large(format_name, path, limit):
-        return reader(path, limit, **options)
-    source = opener(path, limit, **options)
-    if stream or not isinstance(source, StreamedTrace) or format_name == "servegen":
+    source = STREAMS[format_name](path, limit, **options)
+    if stream or not isinstance(source, StreamedTrace) or format_name in _MADE_IN_ORDER:
         return source
     try:
         num_requests = sum(1 for _ in source)
@@ -120,7 +133,11 @@ def _reader(format_name: str, limit: int | None) -> Callable[..., Trace]:
 def _is_large(format_name: str, path: str | Path, limit: int | None) -> bool:
     if limit is not None and limit <= MAX_WHOLE_ROWS:
         return False
-    return format_name == "servegen" or existing_file(path).stat().st_size > MAX_WHOLE_BYTES
+    if format_name == "servegen":
+        return True
+    if Path(path).is_dir() and format_name == "agentic":
+        return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file()) > MAX_WHOLE_BYTES
+    return existing_file(path).stat().st_size > MAX_WHOLE_BYTES
 
 
 __all__ = [

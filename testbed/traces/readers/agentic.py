@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.arrange import arrange
+from testbed.traces.arrange import arrange, check_turn
 from testbed.traces.arrivals import ArrivalConfig, instants
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import json_object, name_text, present, refuse, seconds, token_count, whole_number
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_archive import archive_files
 from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import content_key
 
 SEMANTICS = BlockSemantics(block_tokens=64, rounding="floor", scope="session")
@@ -57,27 +59,72 @@ def read_agentic(
     taken from an older request than the one before, as happens where that has no api_time, is replaced by the time
     since the one before arrived. Raises TraceError, naming archive, file and request, on malformed entries.
     """
-    rows: list[TraceRequest] = []
-    starts = instants(arrivals or SESSION_STARTS, streams(seed))
-    num_bad = 0
-    for name, text in islice(archive_files(path, (".json",)), limit):
-        place = f"{path}:{name}"
-        fields = json_object(text, place)
-        session = _session(fields, place, next(starts), closed_loop)
-        rows.extend(_rows(session, session.name, session.start_ns, present(fields, "requests", place), place))
-        num_bad += session.num_bad_thinks
-    if not rows:
-        raise TraceError(f"{path}: no requests; expected one JSON file a session, with requests")
-    rows.sort(key=lambda row: row.arrival_ns)  # sessions overlap
-    config = arrivals or SESSION_STARTS
-    notes = [
-        f"sessions start by {config.arrival} arrivals with seed {seed}, {config.rate:g} per second: not the file's"
-    ]
-    if num_bad and closed_loop:
+    sessions = _Sessions(path, limit, arrivals or SESSION_STARTS, seed, closed_loop)
+    rows = list(sessions)
+    notes = [sessions.note]
+    if sessions.num_bad_thinks and closed_loop:
         notes.append(
-            f"{num_bad} think times did not count from the request before; the time since it arrived was taken"
+            f"{sessions.num_bad_thinks} think times did not count from the request before; the time since it arrived "
+            "was taken"
         )
     return arrange("agentic", rows, notes)
+
+
+def stream_agentic(
+    path: str | Path,
+    limit: int | None = None,
+    arrivals: ArrivalConfig | None = None,
+    seed: int = 0,
+    closed_loop: bool = True,
+) -> StreamedTrace:
+    """As read_agentic; memory follows the sessions that overlap, and the number of all of them."""
+    config = arrivals or SESSION_STARTS
+    note = _Sessions(path, limit, config, seed, closed_loop).note
+    notes = (note, "think times that do not count from the request before are replaced by the time since it arrived")
+    return StreamedTrace(
+        "agentic", lambda: iter(_Sessions(path, limit, config, seed, closed_loop)), notes if closed_loop else (note,)
+    )
+
+
+class _Sessions:
+    """The rows of all sessions, gone through once in order of arrival."""
+
+    def __init__(
+        self, path: str | Path, limit: int | None, arrivals: ArrivalConfig, seed: int, closed_loop: bool
+    ) -> None:
+        self.num_bad_thinks = 0
+        self.note = (
+            f"sessions start by {arrivals.arrival} arrivals with seed {seed}, {arrivals.rate:g} per second: "
+            "not the file's"
+        )
+        self._path, self._limit, self._closed_loop = path, limit, closed_loop
+        self._starts = instants(arrivals, streams(seed))
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        open_rows: list[tuple[int, int, int, TraceRequest]] = []  # a heap, by arrival, recorded arrival, place
+        names: set[str] = set()
+        num_rows = 0
+        for name, text in islice(archive_files(self._path, (".json",)), self._limit):
+            place = f"{self._path}:{name}"
+            fields = json_object(text, place)
+            session = _session(fields, place, next(self._starts), self._closed_loop)
+            while open_rows and open_rows[0][0] < session.start_ns:
+                yield heappop(open_rows)[-1]
+            newest: dict[str, TraceRequest] = {}  # turn of the session, and of each of its sub-agents
+            for row in _rows(session, session.name, session.start_ns, present(fields, "requests", place), place):
+                assert row.session_id is not None
+                before = newest.get(row.session_id)
+                if before is None and row.session_id in names:
+                    raise refuse(row.place, "id", row.session_id, "a session or sub-agent not used before")
+                names.add(row.session_id)
+                turn = newest[row.session_id] = check_turn(row, before)
+                heappush(open_rows, (turn.arrival_ns, row.arrival_ns, num_rows, turn))
+                num_rows += 1
+            self.num_bad_thinks += session.num_bad_thinks
+        if not num_rows:
+            raise TraceError(f"{self._path}: no requests; expected one JSON file a session, with requests")
+        while open_rows:
+            yield heappop(open_rows)[-1]
 
 
 def _session(fields: dict[str, Any], place: str, start_ns: int, closed_loop: bool) -> _Session:

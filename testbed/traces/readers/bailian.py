@@ -7,6 +7,8 @@ instants. A turn shares what its ids share with earlier ones; generated tokens a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from testbed.traces.readers.fields import json_object, present, refuse, seconds,
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
 from testbed.traces.schema import Span, Trace, TraceRequest
-from testbed.traces.synthesis import content_key
+from testbed.traces.stream import StreamedTrace
+from testbed.traces.synthesis import numbered_keys
 from testbed.traces.transforms.timing import shift
 
 SEMANTICS = BlockSemantics(block_tokens=16, rounding="either", scope="global")
+_rest_key_of, _output_key_of = numbered_keys("bailian-rest"), numbered_keys("bailian-output")
 
 
 def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
@@ -30,37 +34,63 @@ def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
     from the first that the file has; where a chat has several continuations, the first carries the session on.
     Raises TraceError, naming file and line, on a malformed row.
     """
+    rows = list(_rows(path, limit))
+    if not rows:
+        raise _no_rows(path)
+    trace = arrange("bailian", rows)
+    return shift(trace, -trace.rows[0].arrival_ns, note=False)
+
+
+def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
+    """As read_bailian, row by row; iterating raises OutOfOrderError where the file is out of order.
+
+    Memory follows the number of chats: what each may be continued by.
+    """
+
+    def make() -> Iterator[TraceRequest]:
+        start_ns: int | None = None
+        for row in _rows(path, limit):
+            start_ns = row.arrival_ns if start_ns is None else start_ns
+            yield replace(row, arrival_ns=row.arrival_ns - start_ns)
+        if start_ns is None:
+            raise _no_rows(path)
+
+    return StreamedTrace("bailian", make)
+
+
+def _no_rows(path: str | Path) -> TraceError:
+    return TraceError(f"{path}: no requests; expected one JSON object on each line")
+
+
+def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
+    """The rows in the file's order, on the file's clock."""
     blocks = HashBlocks("bailian", SEMANTICS)
-    rows: list[TraceRequest] = []
-    place_in_session: dict[int, tuple[str, int]] = {}  # chat -> (session, turn), as long as nothing continues it
+    chats: dict[int, tuple[str, int] | None] = {}  # -> (session, turn); None: another chat carries its session on
     for i, (number, line) in enumerate(islice(read_lines(path), limit)):
         place = f"{path}:{number}"
         fields = json_object(line, place)
         chat, parent = _id(fields, "chat_id", place), _id(fields, "parent_chat_id", place)
-        session, turn = place_in_session.pop(parent, (f"bailian-{chat}", -1))
-        place_in_session[chat] = (session, turn + 1)
+        if chat in chats:
+            raise refuse(place, "chat_id", chat, "an id not used before")
+        session, turn = chats.get(parent) or (f"bailian-{chat}", -1)
+        if parent in chats:
+            chats[parent] = None
+        chats[chat] = (session, turn + 1)
         num_prompt = token_count(present(fields, "input_length", place), place, "input_length")
         num_output = token_count(present(fields, "output_length", place), place, "output_length")
-        rest_key = content_key("bailian-rest", i)
         tenant = fields.get("type")
         if tenant is not None and not isinstance(tenant, str):
             raise refuse(place, "type", tenant, "a text")
-        rows.append(
-            TraceRequest(
-                request_id=f"bailian-{chat}",
-                arrival_ns=seconds(present(fields, "timestamp", place), place, "timestamp"),
-                prompt=blocks.prompt(present(fields, "hash_ids", place), num_prompt, place, rest_key),
-                output=Span(content_key("bailian-output", i), 0, num_output),
-                tenant=tenant or None,
-                session_id=session,
-                turn=turn + 1,
-                place=place,
-            )
+        yield TraceRequest(
+            request_id=f"bailian-{chat}",
+            arrival_ns=seconds(present(fields, "timestamp", place), place, "timestamp"),
+            prompt=blocks.prompt(present(fields, "hash_ids", place), num_prompt, place, _rest_key_of(i)),
+            output=Span(_output_key_of(i), 0, num_output),
+            tenant=tenant or None,
+            session_id=session,
+            turn=turn + 1,
+            place=place,
         )
-    if not rows:
-        raise TraceError(f"{path}: no requests; expected one JSON object on each line")
-    trace = arrange("bailian", rows)
-    return shift(trace, -trace.rows[0].arrival_ns, note=False)
 
 
 def _id(fields: dict[str, Any], field: str, place: str) -> int:

@@ -50,27 +50,47 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
     Raises TraceError if the file is absent, is not UTF-8, or its compression is damaged.
     """
     file = existing_file(path)
-    number = 0
+    numbers = [0]
     watch = _watcher.get()
+    with _failures(path, file, numbers), open_text(file) as stream:
+        for line in stream:
+            numbers[0] += 1
+            if numbers[0] % _LINES_TOLD == 0 and watch is not None:
+                watch(_LINES_TOLD)
+            if line.strip():
+                yield numbers[0], line.rstrip("\r\n")
+
+
+def read_pieces(path: str | Path, num_characters: int = 1 << 20) -> Iterator[str]:
+    """Yields the text of a file in pieces, where its lines may be as long as the file. Raises as read_lines does."""
+    file = existing_file(path)
+    numbers = [0]
+    watch = _watcher.get()
+    with _failures(path, file, numbers), open_text(file) as stream:
+        while piece := stream.read(num_characters):
+            num_lines = piece.count("\n")
+            numbers[0] += num_lines
+            if watch is not None:
+                watch(num_lines)
+            yield piece
+
+
+@contextmanager
+def _failures(path: str | Path, file: Path, numbers: list[int]) -> Iterator[None]:
+    """Within: a file that cannot be read to its end raises TraceError. numbers[0]: the lines that were read."""
     try:
-        with open_text(file) as stream:
-            for line in stream:
-                number += 1
-                if number % _LINES_TOLD == 0 and watch is not None:
-                    watch(_LINES_TOLD)
-                if line.strip():
-                    yield number, line.rstrip("\r\n")
+        yield
     except UnicodeDecodeError as error:
-        bad = _undecodable_line(file) or number + 1
+        bad = _undecodable_line(file) or numbers[0] + 1
         raise TraceError(f"{path}:{bad}: not UTF-8 text ({error.reason}); expected a text file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}:{number + 1}: damaged compressed file: {error}") from None
+        raise TraceError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "zstandard":
             raise
-        raise TraceError(f"{path}:{number + 1}: damaged compressed file: {error}") from None
+        raise TraceError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
 
 
 def _undecodable_line(file: Path) -> int | None:

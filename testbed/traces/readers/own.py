@@ -23,18 +23,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.arrange import arrange, sessions_of
+from testbed.traces.arrange import arrange, check_row, check_turn, sessions_of, used_twice
 from testbed.traces.parts import join_parts
 from testbed.traces.readers import fields as check
 from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_csv, read_lines
 from testbed.traces.schema import Part, Span, TokenIds, Trace, TraceRequest
+from testbed.traces.stream import OutOfOrderError, StreamedTrace
 from testbed.traces.synthesis import content_key
 
 FIELDS = (
@@ -77,19 +78,34 @@ class _Draft:
 
 def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
     """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`. Raises TraceError on a bad row."""
-    lines = islice(read_lines(path), limit)
-    places = ((f"{path}:{number}", line) for number, line in lines)
-    return _assemble("jsonl", path, ((place, check.json_object(line, place)) for place, line in places))
+    return _assemble("jsonl", path, _jsonl_records(path, limit))
+
+
+def stream_jsonl(path: str | Path, limit: int | None = None) -> StreamedTrace:
+    """As read_jsonl, row by row: see _streamed."""
+    return _streamed("jsonl", path, lambda: _jsonl_records(path, limit))
 
 
 def read_csv_trace(path: str | Path, limit: int | None = None) -> Trace:
     """Reads a CSV with a header (plain, .gz, .zst); an empty cell is an absent field; ids: "1 2 3" or "[1, 2, 3]"."""
+    return _assemble("csv", path, _csv_records(path, limit))
+
+
+def stream_csv_trace(path: str | Path, limit: int | None = None) -> StreamedTrace:
+    """As read_csv_trace, row by row: see _streamed."""
+    return _streamed("csv", path, lambda: _csv_records(path, limit))
+
+
+def _jsonl_records(path: str | Path, limit: int | None) -> Iterator[Record]:
+    for number, line in islice(read_lines(path), limit):
+        place = f"{path}:{number}"
+        yield place, check.json_object(line, place)
+
+
+def _csv_records(path: str | Path, limit: int | None) -> Iterator[Record]:
     names = csv_header(path)
-    rows = islice(read_csv(path, (), names), limit)
-    records = (
-        (place, {n: cell for n, cell in zip(names, cells, strict=True) if cell is not None}) for place, cells in rows
-    )
-    return _assemble("csv", path, records)
+    for place, cells in islice(read_csv(path, (), names), limit):
+        yield place, {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
 
 
 def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
@@ -116,16 +132,19 @@ def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
 
 def read_own(path: str | Path, limit: int | None = None) -> Trace:
     """Reads .jsonl, .csv or .parquet by its extension (.gz and .zst behind it). Raises TraceError on another one."""
+    return {"jsonl": read_jsonl, "csv": read_csv_trace, "parquet": read_parquet}[own_format(path)](path, limit)
+
+
+def own_format(path: str | Path) -> str:
+    """jsonl, csv or parquet, by a file's extension. Raises TraceError on another one."""
     existing_file(path)
-    reader = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".csv": read_csv_trace, ".parquet": read_parquet}.get(
-        format_suffix(path)
-    )
-    if reader is None:
+    name = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}.get(format_suffix(path))
+    if name is None:
         raise TraceError(
             f"{path}: unknown extension {format_suffix(path)!r}; expected .jsonl, .csv or .parquet "
             "(.gz and .zst for the first two)"
         )
-    return reader(path, limit)
+    return name
 
 
 def row_from_fields(fields: dict[str, Any], place: str) -> TraceRequest:
@@ -168,7 +187,7 @@ def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
         drafts.append(_draft(fields, place, str(len(drafts))))
         ignored.update((field, None) for field in fields if field not in FIELDS and field not in EXACT_FIELDS)
     if not drafts:
-        raise TraceError(f"{path}: no requests; expected at least one row")
+        raise _no_rows(path)
     rows = [draft.row for draft in drafts]
     filled: list[TraceRequest] = list(rows)
     for positions in sessions_of(rows).values():
@@ -180,6 +199,44 @@ def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
             filled[position] = _fill(drafts[position], None)
     notes = [f"ignored fields: {', '.join(ignored)}"] if ignored else []
     return arrange(name, filled, notes)
+
+
+def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record]]) -> StreamedTrace:
+    """The rows of a file as they come. Memory follows the ids, which must differ, and the newest turns of sessions.
+
+    Iterating raises OutOfOrderError where a row, or a turn of a session, is not in its place.
+    """
+
+    def make() -> Iterator[TraceRequest]:
+        ids: set[str] = set()
+        newest: dict[str, TraceRequest] = {}  # turn of each session
+        for place, fields in records():
+            draft = _draft(fields, place, str(len(ids)))
+            previous = newest.get(draft.row.session_id or "")
+            row = _fill(draft, previous)
+            check_row(row)
+            if row.request_id in ids:
+                raise used_twice(row)
+            ids.add(row.request_id)
+            if row.session_id is not None:
+                if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
+                    raise OutOfOrderError(
+                        f"{place}: turn {row.turn} of session {row.session_id!r} follows "
+                        f"{'nothing' if previous is None else f'turn {previous.turn}'}; set trace.stream=false: "
+                        "the file is then read whole and sorted"
+                    )
+                row = newest[row.session_id] = check_turn(row, previous)
+            yield row
+        if not ids:
+            raise _no_rows(path)
+
+    first = next(records(), None)
+    unknown = [] if first is None else [field for field in first[1] if field not in FIELDS + EXACT_FIELDS]
+    return StreamedTrace(name, make, (f"ignored fields: {', '.join(unknown)}",) if unknown else ())
+
+
+def _no_rows(path: str | Path) -> TraceError:
+    return TraceError(f"{path}: no requests; expected at least one row")
 
 
 def _draft(fields: dict[str, Any], place: str, default_id: str) -> _Draft:

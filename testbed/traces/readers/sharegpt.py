@@ -5,17 +5,18 @@ JSON: a list of `{"id", "conversations": [{"from": "human" | "gpt", "value": tex
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
-from testbed.traces.readers.fields import json_reason, refuse
-from testbed.traces.readers.open_text import existing_file, read_lines
+from testbed.traces.readers.fields import refuse
+from testbed.traces.readers.json_list import json_items
+from testbed.traces.readers.open_text import existing_file
 from testbed.traces.schema import Part, TokenIds, Trace, TraceRequest
+from testbed.traces.stream import StreamedTrace
 
 Tokenizer = Callable[[str], Sequence[int]]
 _HUMAN, _MODEL = ("human", "user"), ("gpt", "chatgpt", "bard", "assistant", "bing")
@@ -31,41 +32,61 @@ def read_sharegpt(
     times with testbed.traces.transforms. Conversations without a question and its answer are left out and counted.
     Raises TraceError without a tokenizer, or on a file of another shape.
     """
+    rows = _Rows(path, limit, _given(path, tokenizer), max_turns)
+    found = list(rows)
+    if not found:
+        raise rows.nothing()
+    skipped = rows.num_skipped
+    notes = [f"{skipped} conversations without a question and its answer were left out"] if skipped else []
+    return arrange("sharegpt", found, notes)
+
+
+def stream_sharegpt(
+    path: str | Path, limit: int | None = None, tokenizer: Tokenizer | None = None, max_turns: int | None = None
+) -> StreamedTrace:
+    """As read_sharegpt, conversation by conversation."""
+    known = _given(path, tokenizer)
+
+    def make() -> Iterator[TraceRequest]:
+        rows = _Rows(path, limit, known, max_turns)
+        yield from rows
+        if rows.num_read == rows.num_skipped:
+            raise rows.nothing()
+
+    return StreamedTrace("sharegpt", make, ("conversations without a question and its answer are left out",))
+
+
+def _given(path: str | Path, tokenizer: Tokenizer | None) -> Tokenizer:
     existing_file(path)
     if tokenizer is None:
         raise TraceError(
             f"{path}: ShareGPT holds text, and token counts are not guessed; "
             "set trace.tokenizer to a local folder with a tokenizer"
         )
-    rows: list[TraceRequest] = []
-    num_skipped = num_read = 0
-    for position, chat in enumerate(_conversations(path)):
-        if limit is not None and num_read == limit:
-            break
-        place = f"{path}:conversation {position + 1}"
-        turns = _turns(chat, place)[:max_turns]
-        if not turns:
-            num_skipped += 1
-            continue
-        num_read += 1
-        rows.extend(_rows(position, turns, tokenizer, place))
-    if not rows:
-        raise TraceError(f"{path}: no requests; {num_skipped} conversations, none with a question and its answer")
-    notes = [f"{num_skipped} conversations without a question and its answer were left out"] if num_skipped else []
-    return arrange("sharegpt", rows, notes)
+    return tokenizer
 
 
-def _conversations(path: str | Path) -> list[Any]:
-    text = "\n".join(line for _, line in read_lines(path))
-    try:
-        chats = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{path}:{error.lineno}: not JSON: {error.msg}; expected a list of conversations") from None
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: not JSON: {json_reason(error)}; expected a list of conversations") from None
-    if not isinstance(chats, list):
-        raise TraceError(f"{path}: found a JSON {type(chats).__name__}; expected a list of conversations")
-    return chats
+class _Rows:
+    """The rows of a file, gone through once; afterwards it is known how many conversations were read, and left out."""
+
+    def __init__(self, path: str | Path, limit: int | None, tokenizer: Tokenizer, max_turns: int | None) -> None:
+        self.num_read = self.num_skipped = 0
+        self._path, self._limit, self._tokenizer, self._max_turns = path, limit, tokenizer, max_turns
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for position, chat in enumerate(json_items(self._path, "conversations")):
+            if self.num_read - self.num_skipped == self._limit:
+                break
+            place = f"{self._path}:conversation {position + 1}"
+            turns = _turns(chat, place)[: self._max_turns]
+            self.num_read += 1
+            self.num_skipped += not turns
+            yield from _rows(position, turns, self._tokenizer, place)
+
+    def nothing(self) -> TraceError:
+        return TraceError(
+            f"{self._path}: no requests; {self.num_read} conversations, none with a question and its answer"
+        )
 
 
 def _turns(chat: Any, place: str) -> list[tuple[str, str]]:

@@ -11,9 +11,12 @@ from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import MAX_HELD_ROWS, MAX_STREAMED_ROWS, StreamedTrace
 from testbed.traces.transforms.common import MAX_S, S, derived, marked, renamed, require
 
+_REPEATED = "repeated"  # in the note of a trace that was
+
 
 def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True) -> S:
-    """The trace `times` times, each copy `gap_s` after the last arrival of the one before; ids get "#1", "#2", ...
+    """The trace `times` times, each copy `gap_s` after the last arrival of the one before; ids get "#1", "#2", ...,
+    those of a trace that was repeated before "##1", ...
 
     fresh_content: copies have contents of their own (explicit token ids stay); else a copy hits what the first one left
     in a prefix cache.
@@ -27,6 +30,7 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
     require(times <= most, "times", times, f"at most {most:,}{each}")
     require(0 <= gap_s <= MAX_S, "gap_s", gap_s, f"0 to {MAX_S:.1e}")
     gap_ns = round(gap_s * 1e9)
+    mark = "#" * (1 + sum(1 for note in trace.notes if _REPEATED in note))
 
     def rows() -> Iterator[TraceRequest]:
         period_ns = 0
@@ -36,11 +40,11 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
                     period_ns = row.arrival_ns + gap_ns  # at last: of the last row
                     yield row
                     continue
-                again = replace(marked(row, "", f"#{copy}"), arrival_ns=row.arrival_ns + copy * period_ns)
-                yield renamed(again, "copy", copy) if fresh_content else again
+                again = replace(marked(row, "", f"{mark}{copy}"), arrival_ns=row.arrival_ns + copy * period_ns)
+                yield renamed(again, f"copy{mark[1:]}", copy) if fresh_content else again
 
     num = None if trace.num_requests is None else trace.num_requests * times
-    return derived(trace, rows, f"repeated {times} times", num_requests=num)
+    return derived(trace, rows, f"{_REPEATED} {times} times", num_requests=num)
 
 
 def merge(traces: Mapping[str, Trace], share_content: bool = False) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from dataclasses import replace
 
@@ -11,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from real.attention import first_step
 from real.attention.flash_provider import FlashAttention
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention, scoring_of, why_not
-from real.kernels import decode
+from real.kernels import decode, parts
 from real.kernels.block_copy import copy_blocks
 from real.kernels.store import store_kv
 from tests.kernels.paged_batches import Batch, make_spec, read_fp8, round_to_fp8
@@ -70,7 +72,7 @@ def test_large_heads(head_dim, num_new):
     assert_right(batch, run(TritonAttention, batch), batch.expected())
 
 
-@pytest.mark.parametrize("window", [1, 3, 40])
+@pytest.mark.parametrize("window", [1, 3, 40, 130])
 def test_prompts_much_longer_than_the_window(window):
     """Tiles of 128 query tokens and 64 keys: the last queries see none of the keys that come first."""
     batch = Batch(make_spec(1, 1, 16, 16, torch.float16, window=window), [(20, 140)], window, released=0, poison=NAN)
@@ -83,17 +85,19 @@ def test_many_query_heads_for_one_kv_head(group):
     assert_right(batch, run(TritonAttention, batch), batch.expected())
 
 
-# --- decodes: one pass, split ---
+# --- decodes: rows as a whole, in parts ---
 
 
-def decode_by(batch: Batch, num_splits: int | None, **options: object) -> torch.Tensor:
+def decode_by(batch: Batch, num_parts: int | None) -> torch.Tensor:
     """The decode kernel alone, over what the cache holds, which the batch's keys and values are stored into first."""
     spec, metadata = batch.spec, batch.metadata
     store_kv(batch.key, batch.value, batch.kv_cache, metadata.slot_mapping, spec.k_scale, spec.v_scale)
     output = torch.full_like(batch.query, NAN)
+    lens, longest = metadata.context_lens_tensor, max(metadata.context_lens)
+    programs = decode.num_programs(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads)
+    cut = parts.plan_parts(lens, None, spec.sliding_window, programs=programs, max_context=longest, num_parts=num_parts)
     decode.paged_decode(
-        batch.query, batch.kv_cache, metadata.block_tables, metadata.context_lens_tensor, output, scoring_of(spec),
-        max_context=max(metadata.context_lens), num_splits=num_splits, **options,
+        batch.query, batch.kv_cache, metadata.block_tables, lens, output, scoring_of(spec), parts=cut
     )  # fmt: skip
     return output
 
@@ -101,24 +105,24 @@ def decode_by(batch: Batch, num_splits: int | None, **options: object) -> torch.
 @settings(max_examples=12)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 30, 31, 32, 33, 63, 64, 95, 127, 128, 200]), min_size=1, max_size=4),
-    num_splits=st.sampled_from([1, 2, 3, 7, 20]),
+    num_parts=st.sampled_from([1, 2, 3, 7, 20]),
     window=st.one_of(st.none(), st.sampled_from([1, 32, 33, 100, 500])),
     alibi=st.booleans(),
     kv_dtype=st.sampled_from(FORMATS),
     seed=SEEDS,
 )
-def test_decodes_in_parts(lengths, num_splits, window, alibi, kv_dtype, seed):
+def test_decodes_in_parts(lengths, num_parts, window, alibi, kv_dtype, seed):
     """Parts of 32 keys or more; also more parts than there are keys for."""
     spec = make_spec(2, 3, 24, 16, window=window, alibi=alibi, kv_dtype=kv_dtype, scales=(0.5, 3.0))
     batch = Batch(spec, [(length, 1) for length in lengths], seed, released=0, poison=NAN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "MIN_SPLIT", 32)
-        output = decode_by(batch, num_splits)
+        patch.setattr(parts, "MIN_PART", 32)
+        output = decode_by(batch, num_parts)
     assert_right(batch, output, batch.expected())
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_rows_that_pad_a_batch_change_nothing_and_give_zeros(num_splits):
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_rows_that_pad_a_batch_change_nothing_and_give_zeros(num_parts):
     """As in a replayed graph: context 0, slot -1, and a table of zeros, in the middle and at the end."""
     batch = Batch(make_spec(2, 4, 32, 16, window=50), [(70, 1), (20, 1), (300, 1), (9, 1)], 3, released=0, poison=NAN)
     expected, metadata = batch.expected(), batch.metadata
@@ -128,7 +132,7 @@ def test_rows_that_pad_a_batch_change_nothing_and_give_zeros(num_splits):
         metadata.slot_mapping[row] = -1
         metadata.block_tables[row] = 0
         expected[row] = 0.0
-    assert_right(batch, decode_by(batch, num_splits), expected)
+    assert_right(batch, decode_by(batch, num_parts), expected)
     slots = metadata.slot_mapping[[0, 2]]
     before.flatten(1, 2)[:, slots] = torch.stack([batch.key, batch.value])[:, [0, 2]]
     assert torch.equal(batch.kv_cache.nan_to_num(7.0), before.nan_to_num(7.0))
@@ -144,15 +148,56 @@ def test_lengths_are_read_when_the_kernel_runs():
         assert_right(batch, run(TritonAttention, batch), batch.expected())
 
 
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 127, 128, 129])), min_size=1, max_size=150),
+    outlier=st.integers(0, 100_000),
+    num_parts=st.integers(2, 300),
+    window=st.one_of(st.none(), st.integers(1, 2000)),
+    has_rows=st.booleans(),
+    seed=SEEDS,
+)
+def test_how_contexts_are_cut(lengths, outlier, num_parts, window, has_rows, seed):
+    """Parts of one length cover every row's keys, in order; there is room for all of them; none is much longer than
+    its share of all keys."""
+    lens = torch.tensor([*lengths, outlier], dtype=torch.int32)
+    rows = torch.from_numpy(np.random.default_rng(seed).permutation(len(lens)).astype(np.int32)) if has_rows else None
+    longest = int(lens.max()) + seed % 100
+    items, starts = parts.plan_parts(lens, rows, window, programs=8, max_context=max(1, longest), num_parts=num_parts)
+    num_keys = [min(n, window or n) for n in (lens if rows is None else lens[rows.long()]).tolist()]
+    length = items[0, 3].item()
+    share = -(-sum(num_keys) // num_parts)
+    assert length % parts.MIN_PART == 0
+    assert share <= length < share + parts.MIN_PART or length == parts.MIN_PART
+    counts = [-(-num // length) for num in num_keys]
+    expected = [(row, i, count, length) for row, count in enumerate(counts) for i in range(count)]
+    assert [tuple(item) for item in items.tolist()[: len(expected)]] == expected
+    assert (items[len(expected) :, 0] == -1).all()
+    assert starts.tolist() == [0, *np.cumsum(counts).tolist()]
+
+
 @settings(max_examples=100)
-@given(st.integers(1, 5000), st.integers(1, 200_000), st.integers(1, 200))
-def test_the_number_of_parts(num_programs, max_context, num_sms):
-    num = decode.choose_num_splits(num_programs, max_context, num_sms)
-    assert 1 <= num <= decode.MAX_SPLITS
-    assert num == 1 or num * num_programs <= decode.PROGRAMS_PER_SM * num_sms
-    assert num == 1 or (num - 1) * decode.MIN_SPLIT < max_context
-    if num_programs * 2 <= decode.PROGRAMS_PER_SM * num_sms and max_context > decode.MIN_SPLIT:
-        assert num > 1
+@given(st.integers(1, 600), st.integers(1, 64), st.integers(1, 200_000), st.integers(1, 200))
+def test_the_number_of_parts(num_rows, programs, max_keys, num_sms):
+    num = parts.choose_num_parts(num_rows, programs, max_keys, num_sms)
+    assert num == 1 or num * programs >= parts.PROGRAMS_PER_SM * num_sms  # they fill the GPU
+    if max_keys > parts.MAX_WHOLE or (max_keys > parts.MIN_PART and num_rows * programs < 2 * num_sms):
+        assert num == max(1, -(-parts.PROGRAMS_PER_SM * num_sms // programs))
+    if max_keys <= parts.MIN_PART:
+        assert num == 1
+
+
+def test_a_long_row_among_short_ones_is_cut_in_a_captured_step():
+    """The host knows the longest context there may be; that one row is 30 times as long as the others, the device."""
+    batch = Batch(make_spec(1, 2, 16, 16), [(1500, 1), *[(47, 1)] * 6], 6, released=0, poison=NAN)
+    lens = batch.metadata.context_lens_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "num_processors", lambda device: 2)
+        items, starts = parts.plan_parts(lens, None, None, programs=1, max_context=100_000)
+        batch.metadata = replace(batch.metadata, context_lens=(100_000,) * 7)
+        assert_right(batch, run(TritonAttention, batch), batch.expected())
+    assert len(items) == 7 + 8
+    assert starts.diff().tolist() == [6, *[1] * 6]
 
 
 # --- storing ---
@@ -220,7 +265,7 @@ def test_every_fp8_number_and_what_lies_between(kv_dtype):
     output = torch.zeros((len(every), 1, 64))
     tables, lens = torch.arange(len(every), dtype=torch.int32)[:, None], torch.ones(len(every), dtype=torch.int32)
     query = torch.zeros_like(output)
-    decode.paged_decode(query, cache, tables, lens, output, scoring_of(spec), max_context=1)
+    decode.paged_decode(query, cache, tables, lens, output, scoring_of(spec))
     assert np.array_equal(output[:, 0].double().numpy(), read_fp8(every, kv_dtype))
 
 
@@ -255,6 +300,35 @@ def test_copies(shape, dtype, num_pairs, seed):
     assert torch.equal(cache.view(torch.uint8), expected)
 
 
+# --- places ---
+
+
+def test_a_cache_of_more_elements_than_32_bits_count():
+    """Blocks at its very end are written, read by decode and prefill, copied. Memory that nobody touches is free."""
+    spec = make_spec(1, 2, 32, 16, kv_dtype="fp8_e4m3")
+    block = spec.block_size * spec.num_kv_heads * spec.head_dim
+    num_blocks = 2**31 // block + 5
+    memory = mmap.mmap(-1, 2 * num_blocks * block, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    cache = torch.frombuffer(memory, dtype=torch.uint8).view(spec.cache_dtype).view(2, num_blocks, 16, 1, 32)
+    batch = Batch(spec, [(0, 20), (0, 7), (40, 1)], 4)
+    expected, small, metadata = batch.expected(), batch.kv_cache, batch.metadata
+    offset = num_blocks - small.shape[1]
+    cache[:, offset:].view(torch.uint8).copy_(small.view(torch.uint8))
+    batch.kv_cache, spare = cache, 2  # of the blocks that are copied, one lies at the beginning
+    batch.metadata = replace(
+        metadata,
+        slot_mapping=metadata.slot_mapping + offset * 16,
+        block_tables=metadata.block_tables + offset,
+    )
+    assert_right(batch, run(TritonAttention, batch), expected)
+    last = batch.tables[0][0] + offset
+    copy_blocks(cache[None], torch.tensor([[last, spare]]))
+    assert torch.equal(cache[:, spare].view(torch.uint8), cache[:, last].view(torch.uint8))
+    copy_blocks(cache[None], torch.tensor([[spare, batch.tables[1][0] + offset]]))
+    assert torch.equal(cache[:, batch.tables[1][0] + offset].view(torch.uint8), cache[:, last].view(torch.uint8))
+    assert cache[:, last].view(torch.uint8).any()
+
+
 # --- the providers ---
 
 
@@ -270,6 +344,12 @@ def test_flash_attention_leaves_to_the_kernels_what_it_cannot_page(monkeypatch, 
     output = provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     assert_right(batch, output, batch.expected())
     assert flash.calls == [("varlen", 2)]
+
+
+def test_the_first_step_on_a_gpu_is_right_here_too():
+    for options in ({}, {"kv_dtype": "fp8_e4m3", "scales": (0.02, 40.0), "window": 300}):
+        spec = make_spec(1, 2, 32, 16, **options)
+        assert first_step.why_it_fails(TritonAttention(spec), spec) is None
 
 
 @pytest.mark.parametrize(

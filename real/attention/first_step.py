@@ -1,0 +1,95 @@
+"""A first, small step on a GPU, before a model is loaded: what only shows there (a compiler's missing header, a binary
+for other GPUs, a kernel that takes too much of a multiprocessor, wrong numbers) is a reason against a provider then,
+and no traceback later. It compiles what the engine would compile anyway.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from real.attention.interface import AttentionMetadata, AttentionProvider, AttentionSpec, quantize
+from real.attention.torch_provider import TorchAttention
+from real.device import is_out_of_memory
+
+LIMIT = 0.05  # of the largest number of the reference's output; half precision is off by a tenth of that
+MAX_MESSAGE = 200  # characters; compilers tell more
+PROMPT, CHUNK, SHORT, LONG = (20, 20), (5, 45), (1, 18), (1, 700)  # (new tokens, context): a row of each kind
+
+
+class Inputs(NamedTuple):
+    """What a layer hands to a step, and the step."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kv_cache: Tensor
+    metadata: AttentionMetadata
+
+
+@torch.inference_mode()
+def why_it_fails(provider: AttentionProvider, spec: AttentionSpec) -> str | None:
+    """Why a provider fails at a step of all kinds of rows, or one of decodes; None if it gives what the reference
+    gives."""
+    reference = TorchAttention(spec)
+    for rows in ([PROMPT, CHUNK, SHORT, LONG], [SHORT, LONG]):
+        try:
+            output = _run(provider, _inputs(spec, rows))
+        except Exception as error:  # noqa: BLE001  (compilers, drivers and foreign binaries raise whatever they like)
+            if is_out_of_memory(error):  # which says nothing against the provider
+                raise
+            told = " ".join(str(error).split())
+            short = told if len(told) <= MAX_MESSAGE else f"{told[:MAX_MESSAGE]} …"
+            return f"it failed at a first small step ({type(error).__name__}: {short})"
+        expected = _run(reference, _inputs(spec, rows))
+        largest, off = max(1.0, expected.abs().max().item()), (output - expected).abs().max().item()
+        if not off <= LIMIT * largest:
+            return f"its output of a first small step is {off:.3g} off the reference's, which goes up to {largest:.3g}"
+    return None
+
+
+def _run(provider: AttentionProvider, inputs: Inputs) -> Tensor:
+    """The step's output, in float32 on the host: what the device says against it is said here."""
+    query, key, value, kv_cache, metadata = inputs
+    return provider.prepare(metadata)(query, key, value, kv_cache).float().cpu()
+
+
+def _inputs(spec: AttentionSpec, rows: list[tuple[int, int]]) -> Inputs:
+    """Random sequences, the same for the same rows, each in blocks of its own."""
+    generator = torch.Generator().manual_seed(0)
+    size, device = spec.block_size, spec.device
+    query_lens, context_lens = zip(*rows, strict=True)
+    num_blocks = [-(-context // size) for context in context_lens]
+    tables = np.zeros((len(rows), max(num_blocks)), dtype=np.int32)
+    for table, end, num in zip(tables, accumulate(num_blocks), num_blocks, strict=True):
+        table[:num] = np.arange(end - num, end)
+    slots = [
+        int(table[position // size]) * size + position % size
+        for table, (num, context) in zip(tables, rows, strict=True)
+        for position in range(context - num, context)
+    ]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    kv_shape = (spec.num_kv_heads, spec.head_dim)
+    cache = normal(2, sum(num_blocks), size, *kv_shape)
+    if spec.kv_dtype != "auto":
+        scaled = [quantize(cache[i], scale, spec.cache_dtype) for i, scale in enumerate((spec.k_scale, spec.v_scale))]
+        cache = torch.stack([part.view(torch.uint8) for part in scaled]).view(spec.cache_dtype)
+    cache = cache.to(device, spec.cache_dtype)
+    query = normal(len(slots), spec.num_heads, spec.head_dim).to(device, spec.dtype)
+    key, value = normal(2, len(slots), *kv_shape).to(device, spec.dtype)
+    query_starts, context_starts = (
+        torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in (query_lens, context_lens)
+    )
+    lengths = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    slot_mapping, block_tables = torch.tensor(slots, device=device), torch.from_numpy(tables).to(device)
+    metadata = AttentionMetadata(
+        query_lens, context_lens, query_starts, context_starts, lengths, slot_mapping, block_tables
+    )
+    return Inputs(query, key, value, cache, metadata)

@@ -1,0 +1,138 @@
+"""How the contexts of a step's decodes are cut into parts, a program each (Flash-Decoding, Dao et al. 2023).
+
+All parts of a step have the same length, which the device chooses from the contexts of its rows: so a long row among
+short ones keeps no multiprocessor to itself, also in a CUDA graph, for which the host knows the longest context there
+may be and nothing else.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from real.kernels.attend import MAX_WINDOW
+
+MIN_PART = 128  # keys that are worth a program of their own
+MAX_WHOLE = 4096  # keys that one program may read where there are programs enough: the others would wait for it
+PROGRAMS_PER_SM = 4  # that a launch aims at
+ROWS, ITEMS = 128, 32  # that a program of plan_kernel looks at at a time
+
+
+@triton.jit
+def load_keys(context_lens, rows, index, num_rows, window, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """How many keys the rows at `index` attend to; 0 behind the last row."""
+    exists = index < num_rows
+    row = index
+    if HAS_ROWS:
+        row = tl.load(rows + index, mask=exists, other=0)
+    num_keys = tl.load(context_lens + row, mask=exists, other=0)
+    if HAS_WINDOW:
+        num_keys = tl.minimum(num_keys, window)
+    return num_keys
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_items", "num_parts", "window"],
+    do_not_specialize_on_alignment=["context_lens", "rows"],
+)
+def plan_kernel(
+    items, starts, context_lens, rows, num_rows, num_items, num_parts, window,
+    LEAST: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program: ITEMS parts, see Parts. num_parts: how many parts of equal length all keys together would make.
+
+    Every program adds up all rows for itself.
+    """
+    total = 0
+    for first in range(0, num_rows, ROWS):
+        index = first + tl.arange(0, ROWS)
+        total += tl.sum(load_keys(context_lens, rows, index, num_rows, window, HAS_WINDOW, HAS_ROWS), 0)
+    length = tl.maximum((total + num_parts - 1) // num_parts, 1)
+    length = (length + LEAST - 1) // LEAST * LEAST
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    owner = tl.zeros([ITEMS], tl.int32)  # rows that end before the item
+    begin = tl.zeros([ITEMS], tl.int32)  # where the last of these ends
+    end = tl.full([ITEMS], 2**30, tl.int32)  # where the item's row ends
+    num_before = 0
+    for first in range(0, num_rows, ROWS):
+        index = first + tl.arange(0, ROWS)
+        num_keys = load_keys(context_lens, rows, index, num_rows, window, HAS_WINDOW, HAS_ROWS)
+        own = (num_keys + length - 1) // length
+        ends = num_before + tl.cumsum(own, 0)
+        is_before = (ends[None, :] <= item[:, None]) & (index < num_rows)[None, :]
+        is_behind = (ends[None, :] > item[:, None]) & (index < num_rows)[None, :]
+        owner += tl.sum(is_before.to(tl.int32), 1)
+        begin = tl.maximum(begin, tl.max(tl.where(is_before, ends[None, :], 0), 1))
+        end = tl.minimum(end, tl.min(tl.where(is_behind, ends[None, :], 2**30), 1))
+        if tl.program_id(0) == 0:
+            tl.store(starts + index, ends - own, mask=index < num_rows)
+        num_before += tl.sum(own, 0)
+    if tl.program_id(0) == 0:
+        tl.store(starts + num_rows, num_before)
+    is_item = item < num_items
+    tl.store(items + 4 * item, tl.where(item < num_before, owner, -1), mask=is_item)
+    tl.store(items + 4 * item + 1, item - begin, mask=is_item)
+    tl.store(items + 4 * item + 2, end - begin, mask=is_item)
+    tl.store(items + 4 * item + 3, tl.zeros([ITEMS], tl.int32) + length, mask=is_item)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; of the interpreter, one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class Parts(NamedTuple):
+    """How the contexts of a step's decodes are cut; on the device.
+
+    items: int32 [items, 4], of each part: its row, counted among the decodes (-1: there is none); which of the row's
+    parts it is; how many these are; the length of all parts. starts: int32 [rows + 1], a row's first item.
+    """
+
+    items: Tensor
+    starts: Tensor
+
+
+def choose_num_parts(num_rows: int, programs: int, max_keys: int, num_sms: int) -> int:
+    """How many parts of equal length all keys of a step should make; 1: rows stay whole.
+
+    programs: of one row. max_keys: no row attends to more.
+    """
+    filling = -(-PROGRAMS_PER_SM * num_sms // programs)
+    is_full = 2 * num_rows > filling
+    return 1 if max_keys <= (MAX_WHOLE if is_full else MIN_PART) else filling
+
+
+def plan_parts(
+    context_lens: Tensor,
+    rows: Tensor | None,
+    window: int | None,
+    *,
+    programs: int,
+    max_context: int,
+    num_parts: int | None = None,
+) -> Parts | None:
+    """Once a step, for all its layers; None: rows stay whole. Shapes as for paged_decode.
+
+    programs: that a part takes. max_context: no row's context is longer. num_parts: None lets the heuristic choose.
+    Waits for nothing, and depends on no value that lies on the device.
+    """
+    num_rows = len(context_lens) if rows is None else len(rows)
+    max_keys = max_context if window is None else min(max_context, window)
+    if num_parts is None:
+        num_parts = choose_num_parts(num_rows, programs, max_keys, num_processors(context_lens.device))
+    if num_parts == 1:
+        return None
+    num_items = min(num_rows + num_parts, num_rows * triton.cdiv(max_keys, MIN_PART))  # more there cannot be
+    parts = Parts(context_lens.new_empty((num_items, 4)), context_lens.new_empty(num_rows + 1))
+    plan_kernel[(triton.cdiv(num_items, ITEMS),)](
+        *parts, context_lens, rows, num_rows, num_items, num_parts, 0 if window is None else min(window, MAX_WINDOW),
+        LEAST=MIN_PART, ROWS=ROWS, ITEMS=ITEMS, HAS_WINDOW=window is not None, HAS_ROWS=rows is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return parts

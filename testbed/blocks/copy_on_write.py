@@ -1,0 +1,71 @@
+"""Copy-on-write: members of a group share blocks until one of them writes into a block that others hold too.
+
+Owns the copies of the step being planned. A device makes them after it has swapped: until then their sources are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from testbed.blocks.gpu_blocks import GPUBlocks
+from testbed.sequence import Sequence
+
+
+class CopyOnWrite:
+    """Works on the block tables of the manager. pairs: (source, destination) of each copy, in the order decided."""
+
+    __slots__ = ("_block_size", "_gpu", "_tables", "pairs")
+
+    def __init__(self, gpu: GPUBlocks, tables: dict[int, list[int]], block_size: int) -> None:
+        self.pairs: list[tuple[int, int]] = []
+        self._gpu = gpu
+        self._tables = tables
+        self._block_size = block_size
+
+    def take(self) -> list[tuple[int, int]]:
+        """The step is decided: its copies are the plan's."""
+        pairs, self.pairs = self.pairs, []
+        return pairs
+
+    def num_needed(self, seq: Sequence, shared: dict[int, int]) -> int:
+        """Blocks that the sequence's next write takes for a copy, 0 or 1. shared: blocks that would be copied, with the
+        references that remain; it is told what this write leaves."""
+        block = self._shared_block(seq)
+        if block is None:
+            return 0
+        left = shared.setdefault(block, self._gpu.pool.ref_counts[block])
+        shared[block] = left - 1
+        return int(left > 1)  # the last of those who share it writes in place
+
+    def write(self, seq: Sequence) -> None:
+        """The sequence is about to write: a block that it shares becomes one of its own."""
+        block = self._shared_block(seq)
+        if block is not None:
+            self._gpu.pool.drop(block)
+            (copy,) = self._gpu.take(1)
+            self._tables[seq.seq_id][seq.num_computed_tokens // self._block_size] = copy
+            self.pairs.append((block, copy))
+
+    def _shared_block(self, seq: Sequence) -> int | None:
+        """The partly filled block that the sequence writes next, if others hold it too. Published blocks are full."""
+        index = seq.num_computed_tokens // self._block_size
+        table = self._tables[seq.seq_id]
+        if index >= len(table):
+            return None
+        block = table[index]
+        return block if self._gpu.pool.ref_counts[block] > 1 and self._gpu.cache.entry_of[block] is None else None
+
+    def take_back(self, tables: Iterable[list[int]]) -> dict[int, int]:
+        """Copies of this step into blocks that are given up now are not made; by such a block, its source."""
+        if not self.pairs:
+            return {}
+        given_up = dict.fromkeys(block for table in tables for block in table)
+        origins = {copy: source for source, copy in self.pairs if copy in given_up}
+        self.pairs = [pair for pair in self.pairs if pair[1] not in origins]
+        return origins
+
+    def unread_blocks(self) -> list[int]:
+        """Free blocks that copies of this step are still to be made from: they may be taken only for what is written
+        after them."""
+        counts = self._gpu.pool.ref_counts
+        return list(dict.fromkeys(source for source, _ in self.pairs if not counts[source]))

@@ -1,0 +1,58 @@
+"""Demand: how many blocks so many tokens take. Arithmetic over counts; knows no tables and no pools."""
+
+from __future__ import annotations
+
+from testbed.blocks.config import KVRules
+from testbed.errors import ConfigError
+from testbed.sequence import Sequence
+
+
+class Demand:
+    """What sequences want, under these rules. lookahead_slots, sliding_window: as `BlockManager` has them.
+
+    Raises ConfigError for options that the rules of a mirrored system do not know.
+    """
+
+    __slots__ = ("block_size", "lookahead_slots", "rules", "sliding_window")
+
+    def __init__(self, block_size: int, rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
+        _check_goes_together(rules, lookahead_slots, sliding_window)
+        self.block_size = block_size
+        self.rules = rules
+        self.lookahead_slots = lookahead_slots
+        self.sliding_window = sliding_window
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_slots_for(self, seq: Sequence, num_tokens: int) -> int:
+        """Slots that a running sequence must have to compute its next `num_tokens` tokens."""
+        lookahead = 0 if seq.is_prefilling else self.lookahead_slots
+        return seq.num_computed_tokens + num_tokens + lookahead
+
+    def num_held_at_most(self, num_tokens: int) -> int:
+        """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""
+        num_blocks = self.num_blocks_for(num_tokens + self.lookahead_slots)
+        if self.sliding_window is not None and self.rules.allocate == "chunk":
+            num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
+        return num_blocks
+
+    def num_touched(self, seq: Sequence) -> int:
+        """Full blocks, and one for the next token: what `swap_test=full_blocks` counts. The blocks of a whole prompt
+        count from its admission on, and want no more if they are filled to the last."""
+        is_whole = seq.is_prefilling and self.rules.allocate == "whole"
+        num_tokens = seq.num_tokens if is_whole else seq.num_computed_tokens
+        return num_tokens // self.block_size + (not is_whole or num_tokens % self.block_size > 0)
+
+
+def _check_goes_together(rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
+    if lookahead_slots and (rules.growth_test != "exact" or rules.swap_test != "all_blocks"):
+        raise ConfigError(
+            f"scheduler.lookahead_slots is {lookahead_slots}, which scheduler.kv_rules.growth_test={rules.growth_test} "
+            f"and swap_test={rules.swap_test} do not count; set it to 0, or the rules to exact and all_blocks"
+        )
+    if sliding_window is not None and rules.duplicates != "listed":
+        raise ConfigError(
+            f"cache.sliding_window={sliding_window} releases blocks that "
+            f"scheduler.kv_rules.duplicates={rules.duplicates} would still name; set it to null, or take another preset"
+        )

@@ -1,0 +1,108 @@
+"""Merged content: blocks of equal prefixes are one block, as in vLLM 0.8.5 V0.
+
+A table is filled with the blocks that hold its content, and a block that becomes full gives way to the one that holds
+the same already. A block stands for its content from its allocation on, though it is computed only by the step's end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from testbed.blocks.chains import Chain, Chains
+from testbed.blocks.gpu_blocks import GPUBlocks
+from testbed.blocks.prefix_cache import CacheEntry
+from testbed.blocks.swap_space import Content
+from testbed.sequence import Sequence
+
+
+class MergedContent:
+    """Finds and makes the one block of a content. It changes the tables that it is handed, and no others."""
+
+    def __init__(self, gpu: GPUBlocks, chains: Chains) -> None:
+        self._gpu = gpu
+        self._cache = gpu.cache
+        self._chains = chains
+        self._fresh: list[CacheEntry] = []  # allocated for their content by the step being planned
+
+    def fill(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
+        """A table whose full blocks are, one after the other, those that hold the content, or new ones for it."""
+        block_size = self._chains.block_size
+        num_full = num_tokens // block_size
+        chain = self._chains.of(seq, num_full)
+        chain.start(0, None)
+        for index in range(num_full):
+            found = self._find(index, chain)
+            if found is not None:
+                block = found.blocks[0]
+                self._gpu.reference(block)
+                self._gpu.evictable.hit(block)
+            else:
+                (block,) = self._gpu.take(1)
+                if not chain.is_broken:
+                    found = self._publish(block, index, chain)
+            table.append(block)
+            if found is None:
+                chain.is_broken = True
+            else:
+                chain.entry, chain.num_published = found, index + 1
+        if num_full * block_size < num_tokens:
+            table += self._gpu.take(1)
+
+    def block_of(self, seq: Sequence, index: int) -> int | None:
+        """The block that holds the content of the sequence's block `index` on the GPU, now referenced, if any does."""
+        found = self._find(index, self._chains.by_seq[seq.seq_id])
+        if found is None:
+            return None
+        self._gpu.reference(found.blocks[0])
+        return found.blocks[0]
+
+    def merge(self, table: list[int], index: int, chain: Chain) -> CacheEntry | None:
+        """A block that has become full: another with its content takes its place in the table, or it is published."""
+        found = self._find(index, chain)
+        if found is None:
+            return self._publish(table[index], index, chain)
+        self._gpu.release(table[index], index)
+        table[index] = found.blocks[0]
+        self._gpu.reference(table[index])
+        return found
+
+    def planned(self) -> None:
+        """The step is decided: what it allocated for its content counts as computed for the next one."""
+        for entry in self._fresh:
+            entry.is_computed = True
+        self._fresh = []
+
+    def num_computed_blocks(self, chain: Chain, max_blocks: int) -> int:
+        """Blocks of the prefix that an earlier step has made, by bisection: where a deeper one is, so are others."""
+        entries, counts = self._cache, self._gpu.pool.ref_counts
+        parents: list[CacheEntry | None] = [None]
+        for index in range(max_blocks):  # entries of a prefix outlive their blocks while deeper ones exist
+            entry = entries.standing(chain.keys[index], chain.contents[index], parents[-1])
+            if entry is None:
+                break
+            parents.append(entry)
+        known = parents[1:]
+
+        def is_missing(index: int) -> bool:
+            entry = known[index] if index < len(known) else None
+            return entry is None or not entry.blocks or not (entry.is_computed or not counts[entry.blocks[0]])
+
+        return bisect_left(range(max_blocks), True, key=is_missing)
+
+    def num_referenced(self, contents: list[Content]) -> int:
+        """How many of these full blocks others reference on the GPU, where a swap in takes those."""
+        keys, values = [key for key, _ in contents], [value for _, value in contents]
+        counts = self._gpu.pool.ref_counts
+        return sum(1 for entry in self._cache.match(keys, values, len(keys)) if counts[entry.blocks[0]])
+
+    def _find(self, index: int, chain: Chain) -> CacheEntry | None:
+        if chain.is_broken:
+            return None
+        return self._cache.find(chain.keys[index], chain.contents[index], chain.entry)
+
+    def _publish(self, block: int, index: int, chain: Chain) -> CacheEntry | None:
+        entry = self._cache.publish(block, chain.keys[index], chain.contents[index], chain.entry)
+        if entry is not None:
+            entry.is_computed = False
+            self._fresh.append(entry)
+        return entry

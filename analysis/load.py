@@ -70,7 +70,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """`summary.json` where this version of `summarise` wrote it, else computed from the records."""
         file = self.path / "summary.json"
-        stored = _read_json(file) if file.exists() else {}
+        stored = read_json(file) if file.exists() else {}
         return stored if stored.get("summary_version") == SUMMARY_VERSION else self._summarise(None)
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         raise RunFolderError(f"{folder}: {', '.join(missing)} missing; the run did not get to its end, run it again")
     _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
     _check_schema(folder / "steps.parquet", STEP_COLUMNS)
-    return Run(folder, _read_yaml(folder / "config.yaml"), _read_json(folder / "manifest.json"))
+    return Run(folder, _read_yaml(folder / "config.yaml"), read_json(folder / "manifest.json"))
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
@@ -232,7 +232,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of a run. Raises RunFolderError if there is none."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -37,7 +37,7 @@ from analysis.survival import distribution
 if TYPE_CHECKING:
     import pandas as pd
 
-SUMMARY_VERSION = 5
+SUMMARY_VERSION = 6
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 
@@ -242,7 +242,7 @@ def _throughput(requests: RequestColumns, start_ns: int, end_ns: int) -> dict[st
     started = requests.numbers("first_token_ns") >= start_ns
     prompt = requests.whole("num_prompt_tokens")[started].sum()
     output = requests.whole("num_output_tokens")[started].sum()
-    if requests.tokens is not None:
+    if requests.tokens is not None and start_ns > requests.tokens.earliest_ns:
         output = requests.num_tokens_since(start_ns)
     arrival = requests.whole("arrival_ns")
     inside = arrival[(arrival >= start_ns) & (arrival <= end_ns)]

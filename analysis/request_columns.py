@@ -125,10 +125,19 @@ class RequestColumns:
         return TokenTimes(last, largest, num, earliest) if (num >= 0).any() else None
 
     def num_tokens_since(self, start_ns: int) -> int:
-        """How many tokens have an instant at or after `start_ns`."""
-        if self.tokens is None or start_ns <= self.tokens.earliest_ns:
-            return 0 if self.tokens is None else int(np.maximum(self.tokens.num, 0).sum())
-        return sum(int((flat >= start_ns).sum()) for flat, _ in self._chosen_tokens())
+        """How many tokens were emitted at or after `start_ns`, by the instants of the steps that emitted them.
+
+        Where the sequences of a group emitted together, each step of theirs counts for as many as they emitted in the
+        mean.
+        """
+        per_step = self.whole("num_output_tokens") / np.maximum(self.whole("num_token_steps"), 1)
+        low, total = 0, 0.0
+        for flat, offsets in self._chosen_tokens():
+            since = np.append(0, np.cumsum(flat >= start_ns))[offsets]
+            num_requests = len(offsets) - 1
+            total += float((np.diff(since) * per_step[low : low + num_requests]).sum())
+            low += num_requests
+        return round(total)
 
     def gaps_ns(self) -> Iterator[IntArray]:
         """Every gap between two tokens of one request, ns, in batches."""

@@ -7,20 +7,22 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
 from experiments.config import GROUPS
 from experiments.interrupt import terminated_as_interrupted
 from experiments.llm_settings import SETTINGS
+from experiments.run_folder import is_same_file
 from experiments.settings import unknown
 from real.text.interrupt import deferred
 from testbed.errors import ConfigError, RequestError, RunFolderError
 from testbed.sampling import SamplingParams
+from testbed.traces.readers.fields import refuse_half_characters
 
 if TYPE_CHECKING:
     from experiments.llm import LLM
@@ -71,6 +73,12 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("nothing to generate from; give prompts in quotes, or --prompts-file")
     if options.output is not None and options.output.exists() and not options.overwrite:
         raise RunFolderError(f"{options.output} exists; choose another --output or pass --overwrite")
+    if (
+        options.output is not None
+        and options.prompts_file is not None
+        and is_same_file(options.output, options.prompts_file)
+    ):
+        raise RunFolderError(f"{options.output} is the file of prompts; choose another --output")
     for one in asked:
         _sampling(SamplingParams(), options, one)  # what is out of range is said before a model is loaded
     from experiments.llm import LLM
@@ -89,9 +97,19 @@ def main(arguments: list[str]) -> int:
     )
     flags = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in flags.items() if value is not None}
+    _refuse_both(settings, overrides)
     with terminated_as_interrupted(), LLM(options.model, **settings, **overrides) as llm:
         _generate(llm, asked, options)
     return 0
+
+
+def _refuse_both(flags: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Raises ConfigError for a setting that is given as a flag and as key=value: which one is meant is not guessed."""
+    for name in flags:
+        key = {"scheduler": "scheduler", **SETTINGS}.get(name)
+        if key in overrides:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} and {key}={overrides[key]} set the same thing; leave one of them out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,12 +167,14 @@ def _override(item: str) -> tuple[str, Any]:
 def read_prompts_file(file: Path) -> list[Asked]:
     """Prompts of a .txt (one a line) or a .jsonl file; `-` is standard input, as .txt. Empty lines are passed over.
 
-    Raises RequestError naming file and line; OSError if it cannot be read.
+    Raises RequestError naming file and line.
     """
     try:
         lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise RequestError(f"{file} is not UTF-8 text (at byte {error.start})") from None
+    except OSError as error:
+        raise RequestError(f"--prompts-file {file} cannot be read: {error.strerror}") from None
     rows = [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if file.suffix in (".jsonl", ".json"):
         return [_json_row(place, line) for place, line in rows]
@@ -166,6 +186,7 @@ def _json_row(place: str, line: str) -> Asked:
         row = json.loads(line)
     except ValueError as error:
         raise RequestError(f"{place}: not JSON ({error})") from None
+    refuse_half_characters(row, place)
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):
@@ -253,11 +274,14 @@ def _written(path: Path | None) -> Iterator[Callable[[str], None] | None]:
         yield None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with ExitStack() as stack:
+        opened: list[TextIO] = []  # at the first line: what is refused before leaves an older file as it is
 
         def write(line: str) -> None:
-            file.write(line + "\n")
-            file.flush()
+            if not opened:
+                opened.append(stack.enter_context(path.open("w", encoding="utf-8")))
+            opened[0].write(line + "\n")
+            opened[0].flush()
 
         yield write
 

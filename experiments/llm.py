@@ -23,7 +23,7 @@ from experiments.seeds import needs_seed, request_seed
 from real.text.collector import Progress
 from real.text.engine import TextEngine
 from real.text.outputs import Piece, RequestOutput, TextRequest
-from real.text.prompts import Prompt, read_prompts
+from real.text.prompts import Prompt, check_text, read_prompts
 from real.text.sampling import default_sampling, end_tokens
 from real.text.status import StatusLine, ThroughputBar
 from real.text.tokenizer import Message
@@ -120,8 +120,9 @@ class LLM:
         is_one = all(isinstance(item, Mapping) for item in messages)
         conversations: Any = [messages] if is_one and messages else messages
         prompts = []
-        for conversation in conversations:
+        for index, conversation in enumerate(conversations):
             text = self.tokenizer.chat(conversation, chat_template=chat_template, **template_options)
+            check_text(text, f"conversation {index}")
             prompts.append(Prompt(text, self.tokenizer.encode(text, add_special_tokens=False)))
         return self._generate(self._requests(prompts, sampling_params), use_tqdm, on_piece, on_output)
 

@@ -95,7 +95,7 @@ def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
     tree: dict[str, Any] = {}
     settings = dict(settings)
     if settings.pop("enforce_eager", None):  # vLLM's name
-        _put(tree, "backend.cuda_graphs", False)
+        _put(tree, "backend.cuda_graphs", False, "enforce_eager")
     for name, value in settings.items():
         if name not in SETTINGS and name.partition(".")[0] not in GROUPS:
             raise ConfigError(unknown(f"LLM has no argument {name!r}", name, [*ARGUMENTS, *SETTINGS, *GROUPS]))
@@ -107,12 +107,19 @@ def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
         if isinstance(value, str) and key in GROUPS:
             value = {"name": value}
         if value is not None:
-            _put(tree, key, value)
+            _put(tree, key, value, name)
     return to_overrides(tree)
 
 
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+def _put(tree: dict[str, Any], key: str, value: Any, name: str) -> None:
+    """Puts a value, or each of a mapping's, at its dotted key. Raises ConfigError where another value is there."""
+    if isinstance(value, Mapping):
+        for part, inner in value.items():
+            _put(tree, f"{key}.{part}", inner, name)
+        return
     *parents, last = key.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
-    tree[last] = {**tree.get(last, {}), **value} if isinstance(value, Mapping) else value
+    if last in tree and tree[last] != value:
+        raise ConfigError(f"LLM was given {key} twice: {tree[last]!r}, and {value!r} by {name}; leave one of them out")
+    tree[last] = value

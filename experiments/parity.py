@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
 from experiments.forcing import FORCED, forcing
@@ -222,5 +223,4 @@ def _manifest(folder: Path) -> dict[str, Any]:
     file = folder / "manifest.json"
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: manifest.json is missing")
-    manifest: dict[str, Any] = json.loads(file.read_text())
-    return manifest
+    return read_json(file)

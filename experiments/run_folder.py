@@ -64,6 +64,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         raise
 
 
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether both are there, and are one file."""
+    return one.exists() and other.exists() and one.samefile(other)
+
+
 class _LogFile(logging.FileHandler):
     """A log that cannot be written ends the run as any other file of its folder does, instead of printing a trace."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments.run_folder import is_same_file
 from experiments.settings import unknown
 from testbed.errors import ConfigError, RunFolderError
 from testbed.traces.frozen import freeze_trace
@@ -69,7 +70,7 @@ def _convert(arguments: list[str]) -> int:
     parser.add_argument("out", type=Path, help="a new .jsonl, .csv (.gz, .zst) or .parquet")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(arguments)
-    _check_out(options.out, options.overwrite)
+    _check_out(options.out, options.overwrite, [options.file])
     _write(_open(options), options.out)
     return 0
 
@@ -91,12 +92,13 @@ def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[s
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `testbed run`; trace. may be left out")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if name == "freeze" and options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: a trace is frozen to a Parquet file; name it <out>.parquet")
-    _check_out(options.out, options.overwrite)
-    overrides = [*defaults, *(_in_trace_group(item) for item in options.overrides)]
-    _write(build_source(compose_config(overrides)), options.out)
+    config = compose_config([*defaults, *(_in_trace_group(item) for item in options.overrides)])
+    others = [step["path"] for step in config.trace.transforms if "path" in step]
+    _check_out(options.out, options.overwrite, [path for path in (config.trace.path, *others) if path])
+    _write(build_source(config), options.out)
     return 0
 
 
@@ -111,19 +113,29 @@ def _in_trace_group(override: str) -> str:
 
 
 def _write(trace: TraceSource, out: Path) -> None:
-    """Writes the trace in the form that the file's name says, and prints what was written."""
+    """Writes the trace, whole or not at all, in the form that the file's name says, and prints what was written."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".parquet":
-        info = freeze_trace(trace, out, lambda rows: iter(_bar(rows, trace.num_requests, "freeze")))
-        num, digest = info.num_requests, info.fingerprint
-    else:
-        counted = CountedTrace(trace)
-        write = write_csv if format_suffix(out) == ".csv" else write_jsonl
-        write(_Shown(counted, "write"), out)
-        num, digest = counted.num_read, str(counted.fingerprint)
+    temporary = out.with_name(f".{out.name}")  # with the same extensions
+    try:
+        num, digest = _write_to(trace, temporary)
+        temporary.replace(out)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     print(f"{out}: {num:,} requests, fingerprint {digest}")
     for note in trace.notes:
         print(f"  note: {note}")
+
+
+def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
+    """Returns the number of requests and the fingerprint."""
+    if out.suffix == ".parquet":
+        info = freeze_trace(trace, out, lambda rows: iter(_bar(rows, trace.num_requests, "freeze")))
+        return info.num_requests, info.fingerprint
+    counted = CountedTrace(trace)
+    write = write_csv if format_suffix(out) == ".csv" else write_jsonl
+    write(_Shown(counted, "write"), out)
+    return counted.num_read, str(counted.fingerprint)
 
 
 class _Shown:
@@ -253,11 +265,13 @@ def _check_at_least_1(value: int, name: str) -> None:
         raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
-def _check_out(out: Path, overwrite: bool) -> None:
+def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
     if format_suffix(out) not in (".jsonl", ".csv", ".parquet") or out.name.endswith((".parquet.gz", ".parquet.zst")):
         raise ConfigError(f"{out}: unknown extension; name it .jsonl, .csv (.gz or .zst behind it) or .parquet")
     if out.exists() and not overwrite:
         raise RunFolderError(f"{out} exists; choose another file or pass --overwrite")
+    if any(is_same_file(out, Path(source)) for source in sources):
+        raise RunFolderError(f"{out} is what is read; choose another file")
 
 
 # --- progress: silent when standard error is no terminal ---

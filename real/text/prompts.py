@@ -62,10 +62,22 @@ def _encode(text: str, where: str, tokenizer: Tokenizer | None) -> list[int]:
         raise RequestError(
             f"{where} is a text, and the model's folder has no tokenizer; pass token ids, or tokenizer=<folder>"
         )
+    check_text(text, where)
     ids = tokenizer.encode(text)
     if not ids:
         raise RequestError(f"{where} is empty; give it at least one character")
     return ids
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises RequestError for half of a surrogate pair, as bytes that are not UTF-8 become on a command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{ord(text[error.start]):04x}"
+        raise RequestError(
+            f"{where} has half a character, \\u{half}, at {error.start}; it must be text that UTF-8 can hold"
+        ) from None
 
 
 def _is_token_ids(item: Any) -> bool:

@@ -68,7 +68,7 @@ def request_row(**values: Any) -> dict[str, Any]:
     tokens = row.get("token_ns")
     if tokens:
         row = {"first_token_ns": tokens[0], "first_scheduled_ns": row["arrival_ns"]} | row
-        row["num_output_tokens"] = row["num_token_steps"] = len(tokens)
+        row |= {name: len(tokens) for name in ("num_output_tokens", "num_token_steps") if name not in values}
     return row
 
 

@@ -90,6 +90,24 @@ def test_a_converted_trace_has_the_same_fingerprint(
     )
 
 
+def test_what_is_read_is_not_written_over(capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path) -> None:
+    before = azure.read_bytes()
+    same = say(capsys, "convert", "azure", azure, azure, "--overwrite", status=1)
+    assert f"{azure} is what is read; choose another file" in same
+    frozen = tmp_path / "t.parquet"
+    say(capsys, "freeze", frozen, "trace=azure", f"path={azure}")
+    kept = frozen.read_bytes()
+    again = ("freeze", frozen, "--overwrite")
+    assert "is what is read" in say(capsys, *again, "trace=parquet", f"path={frozen}", status=1)
+    merged = f"transforms=[{{name: merge, path: {frozen}, format: parquet, label: b}}]"
+    assert "is what is read" in say(capsys, *again, "trace=azure", f"path={azure}", merged, status=1)
+    bad = tmp_path / "bad.csv"
+    bad.write_text(azure.read_text() + "no row\n")
+    say(capsys, *again, "trace=azure", f"path={bad}", "stream=true", status=1)
+    assert (azure.read_bytes(), frozen.read_bytes()) == (before, kept)
+    assert sorted(tmp_path.glob(".*")) == []
+
+
 def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     settings = [
         "trace.num_requests=40",
@@ -151,13 +169,21 @@ def test_a_streamed_trace_with_a_bad_row_keeps_what_was_served_before(
     lines = AZURE.splitlines()
     lines[200] = "2023-11-16 18:03:19.5,-4,3"
     azure.write_text("\n".join(lines))
-    run = ["run", "trace=azure", f"trace.path={azure}", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert main([*run, "trace.stream=true"]) == 1
+    for stream in ("true", "false"):
+        run = ["run", "trace=azure", f"trace.path={azure}", f"hydra.run.dir={tmp_path / stream}"]
+        assert main([*run, f"trace.stream={stream}"]) == 1
+        error = capsys.readouterr().err
+        assert "azure.csv:201: field 'ContextTokens' is '-4'; expected a whole number of tokens" in error
+        assert "partial results" not in error, "a file is gone through before anything runs"
+    for number in range(4):  # sessions are read as they begin
+        asked = [{"t": i, "in": 64, "out": 3 if number < 3 else -1, "hash_ids": [i], "api_time": 1} for i in range(60)]
+        (tmp_path / "sessions").mkdir(exist_ok=True)
+        (tmp_path / "sessions" / f"{number}.json").write_text(json.dumps({"id": f"s{number}", "requests": asked}))
+    run = ["run", "trace=agentic", f"trace.path={tmp_path / 'sessions'}", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert main([*run, "trace.stream=true", "trace.rate=0.001"]) == 1
     error = capsys.readouterr().err
-    assert "azure.csv:201: field 'ContextTokens' is '-4'; expected a whole number of tokens" in error
+    assert "3.json:request 1: field 'out' is -1; expected a whole number of tokens" in error
     assert "partial results kept in" in error
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["status"], manifest["trace"]["fingerprint"], manifest["num_unsent"]) == ("partial", None, None)
     assert manifest["num_sent"] > 100
-    assert main([*run, "overwrite=true"]) == 1
-    assert "partial results" not in capsys.readouterr().err, "read whole, it is refused before anything runs"

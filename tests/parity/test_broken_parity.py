@@ -187,6 +187,12 @@ def test_a_killed_run_is_replayed_to_the_end_of_its_tape(
     assert replayed.summary["num_requests"] > 0
 
 
+def test_a_manifest_that_was_cut_is_named(copied: Path) -> None:
+    (copied / "manifest.json").write_text((copied / "manifest.json").read_text()[:150])
+    with pytest.raises(RunFolderError, match=r"manifest\.json: cannot be read as JSON"):
+        check_parity(copied)
+
+
 def test_a_run_that_was_interrupted_between_two_requests_is_cut(copied: Path, tmp_path: Path) -> None:
     """Whatever had arrived was done: the replay ends by itself, and yet more would have come."""
     (copied / "done").unlink()

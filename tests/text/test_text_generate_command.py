@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from experiments import generate_command
 from experiments.generate_command import Printer
 from experiments.llm import LLM
+from testbed.errors import RequestError
 from tests.experiments.kit import Said, say
 from tests.text.kit import PROMPTS, greedy
 
@@ -145,7 +146,10 @@ def test_a_bad_row_is_named_by_file_and_line(
 
 def test_files_that_are_not_there_or_not_text(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     missing = tmp_path / "missing.txt"
-    assert f"{missing}: No such file" in generate(capsys, folder, "--prompts-file", str(missing)).error()
+    assert (
+        f"--prompts-file {missing} cannot be read: No such file"
+        in generate(capsys, folder, "--prompts-file", str(missing)).error()
+    )
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     said = generate(capsys, folder, "--prompts-file", str(tmp_path / "binary.txt"))
     assert "not UTF-8 text (at byte 0)" in said.error()
@@ -172,6 +176,53 @@ def test_whatever_comes_first_is_printed_in_order_and_once(data: st.DataObject, 
     printer.flush()
     wanted = [f"[{i}{f'.{j}' if j else ''}] prompt {i}\n{came[i, j]}\n" for i, j in sorted(came)]
     assert "".join(out) == "".join(wanted)
+
+
+def test_an_output_is_not_lost_before_there_is_another(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    out, prompts = tmp_path / "out.jsonl", tmp_path / "p.jsonl"
+    out.write_text("old\n")
+    said = generate(capsys, folder, "a b c d", "--output", str(out), "--overwrite", "--max-model-len", "2")
+    assert said.error().startswith("prompt 0 has ")
+    assert out.read_text() == "old\n"
+    new = tmp_path / "new.jsonl"
+    assert generate(capsys, folder, "a b c d", "--output", str(new), "--max-model-len", "2").status == 1
+    assert not new.exists()
+    prompts.write_text('{"prompt": "a"}\n')
+    said = generate(capsys, folder, "--prompts-file", str(prompts), "--output", str(prompts), "--overwrite")
+    assert said.error() == f"{prompts} is the file of prompts; choose another --output"
+    assert prompts.read_text() == '{"prompt": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "both"),
+    [
+        (("--num-gpu-blocks", "9"), "--num-gpu-blocks and cache.num_gpu_blocks=256"),
+        (("--scheduler", "vllm_v0", "scheduler=nano_vllm"), "--scheduler and scheduler=nano_vllm"),
+        (("--enable-prefix-caching", "cache.prefix_caching=true"), "--enable-prefix-caching and cache.prefix_caching"),
+        (("--num-gpu-blocks-override", "5"), "--num-gpu-blocks-override and cache.num_gpu_blocks=256"),
+    ],
+)
+def test_one_thing_is_set_in_one_way(
+    capsys: pytest.CaptureFixture[str], folder: Path, arguments: tuple[str, ...], both: str
+) -> None:
+    error = generate(capsys, folder, "a", *arguments).error()
+    assert error.startswith(both)
+    assert error.endswith("set the same thing; leave one of them out")
+
+
+def test_half_a_character_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, llm: LLM
+) -> None:
+    assert (
+        generate(capsys, folder, "Hi \udcff there").error().startswith("prompt 0 has half a character, \\udcff, at 3")
+    )
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi", "id": "x\\ud800"}')
+    said = generate(capsys, folder, "--prompts-file", str(tmp_path / "p.jsonl"))
+    assert "p.jsonl:1: half a character, \\ud800, after 'x'" in said.error()
+    with pytest.raises(RequestError, match="conversation 0 has half a character"):
+        llm.chat([{"role": "user", "content": "a\ud800"}], chat_template="{{ messages[0]['content'] }}")
 
 
 def test_the_arguments_of_llm_are_flags(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from experiments.llm import LLM
 from real.text.outputs import CompletionOutput, Piece
 from real.text.sampling import SamplingParams
+from testbed.errors import ConfigError
 from tests.text.kit import (
     PROMPTS,
     ROOMY,
@@ -324,3 +325,16 @@ def test_ranks_give_the_same_texts(llm: LLM, folder: Path) -> None:
     with LLM(folder, **ROOMY, tensor_parallel_size=2) as ranked:
         found = ranked.generate(PROMPTS, sampling)
     assert [output.outputs for output in found] == [output.outputs for output in wanted]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"block_size": 16, "cache": {"block_size": 32}}, "cache.block_size twice: 16, and 32 by cache"),
+        ({"enable_prefix_caching": True, "prefix_caching": False}, "cache.prefix_caching twice: True, and False"),
+        ({"enforce_eager": True, "backend.cuda_graphs": True}, "backend.cuda_graphs twice: False, and True"),
+    ],
+)
+def test_one_thing_is_said_once(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM("tiny", **settings)

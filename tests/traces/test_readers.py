@@ -330,6 +330,33 @@ def test_the_items_of_a_list_are_found_wherever_the_file_is_cut(tmp_path_factory
         assert list(json_items(file, "items")) == items
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"request_id": "a\\ud800", "arrival_time": 0, "prompt_tokens": 1}'),
+        ("a.jsonl", '{"arrival_time": 0, "prompt_tokens": 1, "tenant": "t\\udc01"}'),
+        ("q.jsonl", json.dumps({"chat_id": 1, "parent_chat_id": -1, "type": "\ud83d", "hash_ids": []})),
+    ],
+)
+def test_half_a_character_is_a_bad_row(tmp_path, name, text):
+    with pytest.raises(TraceError, match=rf"{name}:1: half a character, \\ud.*; expected whole ones"):
+        read_trace("bailian" if name == "q.jsonl" else "auto", write(tmp_path, name, text))
+
+
+def test_half_a_character_in_a_conversation_is_named(tmp_path):
+    chats = [{"conversations": [{"from": "human", "value": "a \ud83d\ude00"}, {"from": "gpt", "value": "Hi \ud83d"}]}]
+    with pytest.raises(TraceError, match=r"conversation 1: half a character, \\ud83d, after 'Hi '"):
+        read_sharegpt(write(tmp_path, "s.json", json.dumps(chats)), tokenizer=words)
+    chats[0]["conversations"][1]["value"] = "Hi \ud83d\ude00"
+    assert len(read_sharegpt(write(tmp_path, "s.json", json.dumps(chats)), tokenizer=words)) == 1
+
+
+def test_a_bailian_chat_that_continues_itself_is_refused(tmp_path):
+    row = {"chat_id": 1, "parent_chat_id": 1, "timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
+    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 1; expected another chat, or -1"):
+        read_bailian(write(tmp_path, "q.jsonl", mooncake(row)))
+
+
 def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):
     with pytest.raises(TraceError, match=r"token counts are not guessed; set trace\.tokenizer"):
         read_sharegpt(write(tmp_path, "s.json", "[]"))

@@ -215,6 +215,24 @@ def test_an_id_that_is_used_twice_is_refused_in_a_stream(tmp_path):
             list(open_trace("bailian", tmp_path / "q.jsonl", stream=stream))
 
 
+@pytest.mark.parametrize("cut", [{"end_s": 5.0}, {"transforms": [{"name": "limit", "num_requests": 2}]}])
+def test_a_cut_stream_of_a_file_out_of_order_is_refused_before_it_is_used(tmp_path, cut):
+    """What is behind the cut may belong before it: nobody would know."""
+    file = tmp_path / "a.csv"
+    file.write_text("arrival_time,prompt_tokens,output_tokens\n" + "".join(f"{at},5,1\n" for at in (1, 2, 9, 3, 4)))
+    keys = {"path": str(file), "name": "csv", **cut}
+    assert simulated_trace(keys).num_requests == (4 if "end_s" in cut else 2)
+    with pytest.raises(OutOfOrderError, match=r"a\.csv:5: the row arrives at 3\.0 s, before the one before it at 9"):
+        simulated_trace({**keys, "stream": True})
+
+
+def simulated_trace(keys):
+    from experiments.compose import compose_config, to_overrides
+    from experiments.traces import build_source
+
+    return build_source(compose_config(to_overrides({"trace": keys})))
+
+
 def test_a_large_file_of_ours_with_turns_out_of_order_is_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("testbed.traces.readers.MAX_WHOLE_BYTES", 100)
     file = tmp_path / "a.jsonl"

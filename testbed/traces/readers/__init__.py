@@ -100,9 +100,9 @@ def open_trace(
 ) -> TraceSource:
     """As read_trace, but row by row where that is wanted and possible.
 
-    stream: True: where the format can; a row out of order then raises OutOfOrderError. False: never. None: where it
-    pays, for large files, which are then gone through once for their order and number of rows; one that is out of order
-    is read whole and sorted.
+    stream: True: where the format can. False: never. None: where it pays, for large files. A file is gone through once
+    before, for its order and number of rows: one that is out of order raises OutOfOrderError if stream is True, and is
+    otherwise read whole and sorted.
     """
     _reader(format_name, limit)
     if format_name == "auto":
@@ -111,11 +111,14 @@ def open_trace(
     if stream is False or (stream is None and not _is_large(format_name, path, limit)):
         return reader(path, limit, **options)
     source = STREAMS[format_name](path, limit, **options)
-    if stream or not isinstance(source, StreamedTrace) or format_name in _MADE_IN_ORDER:
+    is_known = format_name in _MADE_IN_ORDER or source.num_requests is not None
+    if is_known or not isinstance(source, StreamedTrace):
         return source
     try:
         num_requests = sum(1 for _ in source)
     except OutOfOrderError:
+        if stream:
+            raise
         return reader(path, limit, **options)
     return source.derived(lambda: iter(source), None, num_requests)
 

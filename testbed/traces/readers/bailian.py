@@ -72,6 +72,8 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
         chat, parent = _id(fields, "chat_id", place), _id(fields, "parent_chat_id", place)
         if chat in chats:
             raise refuse(place, "chat_id", chat, "an id not used before")
+        if chat == parent:
+            raise refuse(place, "parent_chat_id", parent, "another chat, or -1")
         session, turn = chats.get(parent) or (f"bailian-{chat}", -1)
         if parent in chats:
             chats[parent] = None

@@ -122,7 +122,19 @@ def json_object(line: str, place: str) -> dict[str, Any]:
         raise TraceError(f"{place}: {reason}; expected one whole object on each line") from None
     if not isinstance(found, dict):
         raise TraceError(f"{place}: found a JSON {type(found).__name__}; expected one object on each line")
+    if "\\u" in line:
+        refuse_half_characters(found, place)
     return found
+
+
+def refuse_half_characters(value: object, place: str) -> None:
+    """Raises TraceError if a text within a JSON value has half of a surrogate pair: nothing can write or encode it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 20) : error.start].rpartition('"')[2]
+        half = f"{ord(error.object[error.start]):04x}"
+        raise TraceError(f"{place}: half a character, \\u{half}, after {near!r}; expected whole ones") from None
 
 
 def json_reason(error: ValueError | RecursionError) -> str:

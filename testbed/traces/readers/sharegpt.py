@@ -12,7 +12,7 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
-from testbed.traces.readers.fields import refuse
+from testbed.traces.readers.fields import refuse, refuse_half_characters
 from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import existing_file
 from testbed.traces.schema import Part, TokenIds, Trace, TraceRequest
@@ -78,6 +78,7 @@ class _Rows:
             if self.num_read - self.num_skipped == self._limit:
                 break
             place = f"{self._path}:conversation {position + 1}"
+            refuse_half_characters(chat, place)
             turns = _turns(chat, place)[: self._max_turns]
             self.num_read += 1
             self.num_skipped += not turns

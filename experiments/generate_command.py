@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type o
     "logprobs": (int, "log-probabilities of each token and of as many of the likeliest (in --output)"),
     "seed": (int, "of the draws of each prompt"),
 }
+_LIKE_A_SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=\S*$")
 ENGINE_FLAGS = tuple(
     name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching")
 )  # --seed is of the draws
@@ -66,6 +68,11 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     overrides = dict(_override(item) for item in options.items if _is_override(item))
     prompts = [item for item in options.items if not _is_override(item)]
+    if overrides.get("backend", "real") != "real":
+        raise ConfigError(f"backend={overrides['backend']}: text comes from the real engine only; leave it out")
+    for item in prompts:
+        if _LIKE_A_SETTING.match(item):
+            print(f"note: {item!r} is no setting, so it is taken as a prompt", file=sys.stderr)
     asked = [Asked(prompt, {}, f"prompt {index}") for index, prompt in enumerate(prompts)]
     if options.prompts_file is not None:
         asked += read_prompts_file(options.prompts_file)

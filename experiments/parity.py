@@ -99,6 +99,11 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
             f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it with its own: "
             f"trace=jsonl trace.path={folder / 'trace.jsonl'}"
         )
+    if manifest["status"] == "complete" and len(tape.steps) < manifest["num_steps"]:
+        raise RunFolderError(
+            f"{folder / 'tape.jsonl'} has {len(tape.steps)} steps, and the run had {manifest['num_steps']}: its end is "
+            "lost; run it again, or copy the whole file"
+        )
     pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
     checker = _Checker(tape, RecordedBackend(tape), is_whole=manifest["status"] == "complete")
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)

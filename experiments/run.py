@@ -184,9 +184,9 @@ def _run(
 ) -> RunResult:
     """Drives the loops and closes the folder, whatever happens."""
     log = logging.getLogger("testbed")
-    log.info(
-        "%s: %s requests, fingerprint %s", *(manifest["trace"][key] for key in ("name", "num_requests", "fingerprint"))
-    )
+    name, num, digest = (manifest["trace"][key] for key in ("name", "num_requests", "fingerprint"))
+    later = "known at the end"  # of a stream
+    log.info("%s: requests: %s, fingerprint: %s", name, later if num is None else num, digest or later)
     for note in trace.notes:
         log.info("trace: %s", note)
     records = engines.RunRecords(config, folder, len(schedulers))

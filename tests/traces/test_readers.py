@@ -289,7 +289,7 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[{", r"s\.json:1: not JSON"),
+        ("[{", r"s\.json:1: item 1 is not JSON"),
         ("{}", "found a JSON object; expected a list of conversations"),
         ("", "found nothing; expected a list of conversations"),
         ("\n\n 7", r"s\.json:3: found '7'; expected a list of conversations"),
@@ -297,9 +297,12 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
         ("[] []", "not JSON: found '\\[' after the list"),
         ("[{} {}]", "found '{' after an item|field 'conversations'"),
         ('[{"conversations": []}', r"the list does not end; expected a list"),
-        ('[{"conversations": []},\n{"conversations": [}]', r"s\.json:2: not JSON: Expecting value"),
-        ('[{"conversations": []},\n{"conversations": "', r"s\.json:2: not JSON: Unterminated string"),
-        ("[" * 3000, "not JSON"),
+        ('[{"conversations": []},\n{"conversations": [}]', r"s\.json:2: item 2 is not JSON: Expecting value"),
+        (
+            '[{"conversations": []},\n{"conversations": "',
+            r"s\.json:2: item 2 is not JSON: Unterminated string; expected",
+        ),
+        ("[" * 3000, "item 1 is not JSON"),
         ('[{"id": 1}]', r"conversation 1: field 'conversations' is None"),
         ('[{"conversations": [{"from": "human"}]}]', "field 'conversations' is {'from': 'human'}; expected"),
     ],

@@ -30,10 +30,12 @@ def json_items(path: str | Path, items: str) -> Iterator[Any]:
     if text.next_character() == "]":
         text.pass_character()
     else:
-        yield text.value()
+        number = 1
+        yield text.value(number)
         while (character := text.next_character()) == ",":
             text.pass_character()
-            yield text.value()
+            number += 1
+            yield text.value(number)
         if character != "]":
             what = f"found {character!r} after an item" if character else "the list does not end"
             raise text.error(f"not JSON: {what}")
@@ -68,8 +70,8 @@ class _Text:
     def pass_character(self) -> None:
         self._position += 1
 
-    def value(self) -> Any:
-        """The JSON value that comes next."""
+    def value(self, number: int) -> Any:
+        """The JSON value that comes next. number: of the item, for messages."""
         self.next_character()
         while True:
             try:
@@ -78,9 +80,11 @@ class _Text:
                 is_cut = error.pos + _MAX_TOKEN >= len(self._text) or error.msg.startswith("Unterminated string")
                 if is_cut and self._read(len(self._text) - self._position):  # twice as much: a long one is tried seldom
                     continue
-                raise self.error(f"not JSON: {error.msg}", error.pos) from None
+                raise self.error(
+                    f"item {number} is not JSON: {error.msg.removesuffix(' starting at')}", error.pos
+                ) from None
             except (ValueError, RecursionError) as error:
-                raise self.error(f"not JSON: {json_reason(error)}") from None
+                raise self.error(f"item {number} is not JSON: {json_reason(error)}") from None
             return value
 
     def error(self, reason: str, position: int | None = None) -> TraceError:

@@ -52,6 +52,10 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
         "inside the noise": "inside the noise",
         "unknown": "no interval" if comparison.estimate is not None else "not comparable",
     }
+    estimate = comparison.estimate
+    if comparison.verdict == "inside the noise" and estimate is not None and comparison.p_holm is not None:
+        if not estimate.low <= 0.0 <= estimate.high:  # its own interval does not say so
+            return f"inside the noise (Holm p = {comparison.p_holm:.2g})"
     if comparison.verdict in words:
         return words[comparison.verdict]
     good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)

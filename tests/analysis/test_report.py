@@ -11,11 +11,12 @@ import pytest
 from analysis import fidelity, findings, tables
 from analysis import format as fmt
 from analysis.arms import Arm, find_arm, infer_arms, infer_pairs, level_groups
-from analysis.compare import LATENCY, compare
+from analysis.compare import LATENCY, Comparison, compare
 from analysis.effects import main_effects
 from analysis.groups import experiments
 from analysis.load import load_run, load_sweep
 from analysis.report import Pair, ReportInput, report_from_folders, write_report
+from analysis.statistics import Estimate, verdict
 from testbed.errors import RunFolderError
 from tests.analysis.runs import write_run
 
@@ -315,3 +316,10 @@ def test_a_fleet_names_its_replicas_and_router_and_one_engine_none(tmp_path):
     assert "busiest replica over mean" in text
     alone = report_from_folders([tmp_path / "alone"], tmp_path / "a.html").with_suffix(".md").read_text()
     assert "replica" not in re.sub(r"replicate", "", alone)
+
+
+@pytest.mark.parametrize(("low", "says"), [(0.02, "inside the noise (Holm p = 0.12)"), (-0.02, "inside the noise")])
+def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, says):
+    estimate = Estimate(0.1, low, 0.2, 5, "paired t", "log_ratio")
+    row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_holm=0.12)
+    assert findings.verdict_text(row, 0.02) == says

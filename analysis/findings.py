@@ -52,10 +52,10 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
         "inside the noise": "inside the noise",
         "unknown": "no interval" if comparison.estimate is not None else "not comparable",
     }
-    estimate = comparison.estimate
-    if comparison.verdict == "inside the noise" and estimate is not None and comparison.p_holm is not None:
-        if not estimate.low <= 0.0 <= estimate.high:  # its own interval does not say so
-            return f"inside the noise (Holm p = {comparison.p_holm:.2g})"
+    estimate, p_holm = comparison.estimate, comparison.p_holm
+    is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
+    if comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None:
+        return f"inside the noise (Holm p = {p_holm:.2g})"  # its own interval does not say so
     if comparison.verdict in words:
         return words[comparison.verdict]
     good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)

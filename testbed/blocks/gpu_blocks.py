@@ -106,9 +106,11 @@ class GPUBlocks:
         released = self.pool.drop_all(table[::-1])
         self.num_free += len(released)
         if lone is not None:
-            assert len(released) == len(table), "a lone prefix is shared"
-            num_rest = len(table) - lone.num_blocks
+            num_rest = len(released) - lone.num_blocks
             cached, uncached = released[num_rest:], released[:num_rest]
+            # what lies behind it may be shared: slots ahead that nobody has written
+            is_alone = len(released) == len(table) or cached == table[: lone.num_blocks][::-1]
+            assert is_alone, "a lone prefix is shared"
         else:
             entry_of = self.cache.entry_of
             cached = released if self.is_one_queue else [block for block in released if entry_of[block] is not None]

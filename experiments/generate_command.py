@@ -1,4 +1,4 @@
-"""`testbed generate`: text from the command line. Owns flags, files of prompts, how outputs are printed and written."""
+"""`testbed generate`: text from the command line. Owns its flags, and how outputs are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,12 +18,12 @@ import yaml
 from experiments.config import GROUPS
 from experiments.interrupt import terminated_as_interrupted
 from experiments.llm_settings import SETTINGS
+from experiments.printer import Printer
+from experiments.prompts_file import Asked, read_prompts_file
 from experiments.run_folder import is_same_file
-from experiments.settings import unknown
 from real.text.interrupt import deferred
 from testbed.errors import ConfigError, RequestError, RunFolderError
 from testbed.sampling import SamplingParams
-from testbed.traces.readers.fields import refuse_half_characters
 
 if TYPE_CHECKING:
     from experiments.llm import LLM
@@ -45,22 +45,11 @@ FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type o
     "logprobs": (int, "log-probabilities of each token and of as many of the likeliest (in --output)"),
     "seed": (int, "of the draws of each prompt"),
 }
+# what was meant as a setting, perhaps: a key, `=`, and no blanks
 _LIKE_A_SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=\S*$")
-ENGINE_FLAGS = tuple(
-    name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching")
-)  # --seed is of the draws
-PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", "cache_salt", "priority")
-SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt of the command line or of a file. sampling: what its row says differently. place: for messages."""
-
-    prompt: Any
-    sampling: dict[str, Any]
-    place: str
-    id: str | None = None
+# --seed is that of the draws
+ENGINE_FLAGS = tuple(name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching"))
+_FLAG_KEYS = {"scheduler": "scheduler", "enforce_eager": "backend.cuda_graphs", **SETTINGS}  # which each flag sets
 
 
 def main(arguments: list[str]) -> int:
@@ -86,6 +75,8 @@ def main(arguments: list[str]) -> int:
         and is_same_file(options.output, options.prompts_file)
     ):
         raise RunFolderError(f"{options.output} is the file of prompts; choose another --output")
+    if options.output is not None:
+        _check_writable(options.output)
     for one in asked:
         _sampling(SamplingParams(), options, one)  # what is out of range is said before a model is loaded
     from experiments.llm import LLM
@@ -113,7 +104,7 @@ def main(arguments: list[str]) -> int:
 def _refuse_both(flags: dict[str, Any], overrides: dict[str, Any]) -> None:
     """Raises ConfigError for a setting that is given as a flag and as key=value: which one is meant is not guessed."""
     for name in flags:
-        key = {"scheduler": "scheduler", **SETTINGS}.get(name)
+        key = _FLAG_KEYS.get(name)
         if key in overrides:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} and {key}={overrides[key]} set the same thing; leave one of them out")
@@ -168,45 +159,6 @@ def _override(item: str) -> tuple[str, Any]:
         raise ConfigError(f"{item!r}: the value cannot be read") from None
 
 
-# --- prompts ---
-
-
-def read_prompts_file(file: Path) -> list[Asked]:
-    """Prompts of a .txt (one a line) or a .jsonl file; `-` is standard input, as .txt. Empty lines are passed over.
-
-    Raises RequestError naming file and line.
-    """
-    try:
-        lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{file} is not UTF-8 text (at byte {error.start})") from None
-    except OSError as error:
-        raise RequestError(f"--prompts-file {file} cannot be read: {error.strerror}") from None
-    rows = [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if file.suffix in (".jsonl", ".json"):
-        return [_json_row(place, line) for place, line in rows]
-    return [Asked(line, {}, place) for place, line in rows]
-
-
-def _json_row(place: str, line: str) -> Asked:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise RequestError(f"{place}: not JSON ({error})") from None
-    refuse_half_characters(row, place)
-    if isinstance(row, str):
-        row = {"prompt": row}
-    if not isinstance(row, dict):
-        raise RequestError(f"{place}: expected an object with prompt or prompt_token_ids")
-    for key in row:
-        if key not in (*PROMPT_KEYS, *SAMPLING_KEYS):
-            raise RequestError(unknown(f"{place}: unknown key {key!r}", key, (*PROMPT_KEYS, *SAMPLING_KEYS)))
-    if not row.get("prompt") and not row.get("prompt_token_ids"):
-        raise RequestError(f"{place}: the prompt is empty; give prompt or prompt_token_ids")
-    prompt = {key: row[key] for key in PROMPT_KEYS[1:] if key in row}
-    return Asked(prompt, {key: row[key] for key in SAMPLING_KEYS if key in row}, place, row.get("id"))
-
-
 def _sampling(base: SamplingParams, options: argparse.Namespace, asked: Asked) -> SamplingParams:
     """The model's recommendation, then the flags, then the row's own."""
     flags = {name: getattr(options, name) for name in (*FLAGS, "stop", "ignore_eos")}
@@ -257,7 +209,7 @@ def _generate(llm: LLM, asked: list[Asked], options: argparse.Namespace) -> None
                 llm.generate([one.prompt for one in asked], sampling, **call)
         except KeyboardInterrupt:
             printer.flush()
-            kept = f"; what is finished is in {options.output}" if options.output is not None else ""
+            kept = f"; what is finished is in {options.output}" if num_done and options.output is not None else ""
             raise KeyboardInterrupt(f"interrupted after {num_done} of {len(asked)} prompts{kept}") from None
     span_s = time.monotonic() - began
     print(
@@ -274,13 +226,21 @@ def _messages(asked: Asked) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def _check_writable(path: Path) -> None:
+    """Makes its folder. Raises OSError before anything is computed for a file that could not be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    path.open("a").close()
+    if is_new:
+        path.unlink()
+
+
 @contextmanager
 def _written(path: Path | None) -> Iterator[Callable[[str], None] | None]:
     """Writes lines, each at once whole: what is finished is kept whatever comes."""
     if path is None:
         yield None
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         opened: list[TextIO] = []  # at the first line: what is refused before leaves an older file as it is
 
@@ -299,73 +259,6 @@ def _line(index: int, asked: Asked, output: RequestOutput) -> str:
     return json.dumps(
         named | {key: value for key, value in values.items() if value not in (None, "")}, ensure_ascii=False
     )
-
-
-# --- printing ---
-
-
-class Printer:
-    """Prints texts in the order of prompts and outputs: of the first that is not over as it comes, of others later.
-
-    labels: a line above each text; None where there is only one text, which is printed bare.
-    """
-
-    def __init__(self, labels: list[str] | None, write: Callable[[str], object]) -> None:
-        self._labels = labels
-        self._write = write
-        self._texts: dict[tuple[int, int], list[str]] = {}  # not printed yet, by (prompt, output)
-        self._over: dict[tuple[int, int], None] = {}
-        self._num_outputs: dict[int, int] = {}  # of prompts that are over
-        self._at = (0, 0)
-        self._has_begun = False
-
-    def add(self, index: int, place: int, text: str, is_over: bool) -> None:
-        self._texts.setdefault((index, place), []).append(text)
-        if is_over:
-            self._over[index, place] = None
-        self._print()
-
-    def close(self, index: int, num_outputs: int) -> None:
-        """All outputs of a prompt are over."""
-        self._num_outputs[index] = num_outputs
-        self._print()
-
-    def flush(self) -> None:
-        """Prints what waits for something before it that will not come."""
-        if self._has_begun:
-            self._end()
-        for at in sorted(self._texts):
-            self._at = at
-            self._begin()
-            self._end()
-
-    def _print(self) -> None:
-        while True:
-            index, place = self._at
-            if place >= self._num_outputs.get(index, place + 1):
-                self._at = (index + 1, 0)
-            elif self._at in self._texts:
-                self._begin()
-                if self._at not in self._over:
-                    return
-                self._end()
-                self._at = (index, place + 1)
-            else:
-                return
-
-    def _begin(self) -> None:
-        """Its label, if that is not there yet, and what there is of its text."""
-        index, place = self._at
-        if not self._has_begun and self._labels is not None:
-            self._write(f"[{index}{f'.{place}' if place else ''}] {self._labels[index]}\n")
-        self._has_begun = True
-        self._write("".join(self._texts[self._at]))
-        self._texts[self._at].clear()
-
-    def _end(self) -> None:
-        self._write("\n")
-        self._texts.pop(self._at, None)
-        self._has_begun = False
 
 
 def _label(asked: Asked) -> str:

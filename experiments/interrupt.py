@@ -53,11 +53,17 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Within, SIGTERM does what Ctrl-C does, whatever that is."""
+    """Within, SIGTERM does what Ctrl-C does, whatever that is; it ends the process where Ctrl-C is ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not callable(signal.getsignal(signal.SIGINT)):
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    former = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tqdm import tqdm
@@ -115,13 +116,10 @@ def _in_trace_group(override: str) -> str:
 def _write(trace: TraceSource, out: Path) -> None:
     """Writes the trace, whole or not at all, in the form that the file's name says, and prints what was written."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}")  # with the same extensions
-    try:
-        num, digest = _write_to(trace, temporary)
-        temporary.replace(out)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with TemporaryDirectory(dir=out.parent) as folder:
+        written = Path(folder) / out.name
+        num, digest = _write_to(trace, written)
+        written.replace(out)
     print(f"{out}: {num:,} requests, fingerprint {digest}")
     for note in trace.notes:
         print(f"  note: {note}")

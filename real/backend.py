@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from real.attention.interface import AttentionSpec
-from real.attention.registry import choose_attention
+from real.attention.registry import choose_together
 from real.batch import Layout
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
@@ -127,7 +127,7 @@ class RealBackend:
         check_supported(spec, sliding_window, group.size, max_model_len)
         attention = _attention_spec(spec, config, block_size, placement, sliding_window, kv_dtype)
         with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
-            choice = choose_attention(config.attention, attention)
+            choice = choose_together(config.attention, attention, lambda index: _latest(index, placement))
         self.attention_name = choice.provider.name
         self.attention_reasons = choice.reasons
         if config.attention == "auto" and placement.device.type == "cuda" and group.rank == 0:
@@ -225,6 +225,11 @@ def check_host_memory(
 def _least(count: int, placement: Placement) -> int:
     """The smallest of the ranks' counts: they hold parts of the same blocks."""
     return int(placement.group.all_gather(torch.tensor([count], device=placement.device)).min())
+
+
+def _latest(index: int, placement: Placement) -> int:
+    """The largest of the ranks' indices."""
+    return int(placement.group.all_gather(torch.tensor([index], device=placement.device)).max())
 
 
 def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: int) -> tuple[CausalLM, str]:

@@ -95,7 +95,7 @@ def _measure(
             inputs = _synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
             _run(runner, inputs, kv_caches)
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - weights
+    activations = torch.cuda.max_memory_allocated(device) - weights - kv_caches.whole.nbytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = max(0, total - free - torch.cuda.memory_reserved(device))  # the CUDA context, other processes
@@ -149,9 +149,9 @@ def _measure_graphs(
     metered = _Metered(capture, placement.device)
     _captured(runner, caches, placement, limits, probes, metered, scratch_block=1)
     capture.begin_anew()
-    first, *others = metered.taken
-    per_graph = sum(others) / max(1, len(others))
-    return max(0, round(first + per_graph * (len(sizes) - 1)))
+    first, *others = (max(0, num_bytes) for num_bytes in metered.taken)
+    per_graph = min(others, default=0)  # the other may have more in it: kernels loaded, another process's memory
+    return first + per_graph * (len(sizes) - 1)
 
 
 @torch.inference_mode()

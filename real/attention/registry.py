@@ -70,6 +70,16 @@ def choose_attention(name: str, spec: AttentionSpec) -> Choice:
     raise ConfigError(f"backend.attention={name} cannot run here: {why}; can run: {able}")
 
 
+def choose_together(name: str, spec: AttentionSpec, latest: Callable[[int], int]) -> Choice:
+    """The same, one for all ranks: what one of them passes over is used by none. latest: the largest of their numbers.
+
+    Ranks with different providers would not capture the same steps, and wait for each other in vain.
+    """
+    choice, names = choose_attention(name, spec), list(PROVIDERS)
+    common = names[latest(names.index(choice.provider.name))]
+    return choice if common == choice.provider.name else choose_attention(common, spec)
+
+
 def _why_it_fails(provider: AttentionProvider, spec: AttentionSpec) -> str | None:
     """On a GPU, of all but the reference, which stands at the end."""
     is_tried = spec.device.type == "cuda" and provider.name != REFERENCE

@@ -162,7 +162,7 @@ def test_the_manifest_has_every_key_and_says_what_is_true(made: Path) -> None:
     assert {"python", "simpy", "numpy", "llm-serving-testbed"} <= set(manifest["versions"])
     assert {"platform", "cpu", "num_cores", "gpu"} <= set(manifest["machine"])
     assert (manifest["cost"] is None) is is_real(made)
-    assert (manifest["attention"] is None) is not is_real(made)
+    assert manifest["attention"] == ("torch" if is_real(made) else None)
 
 
 def test_the_configuration_is_resolved_and_whole(made: Path) -> None:

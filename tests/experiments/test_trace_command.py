@@ -105,7 +105,13 @@ def test_what_is_read_is_not_written_over(capsys: pytest.CaptureFixture[str], az
     bad.write_text(azure.read_text() + "no row\n")
     say(capsys, *again, "trace=azure", f"path={bad}", "stream=true", status=1)
     assert (azure.read_bytes(), frozen.read_bytes()) == (before, kept)
-    assert sorted(tmp_path.glob(".*")) == []
+    hidden, beside = tmp_path / ".a.csv", tmp_path / ".b.csv"
+    hidden.write_bytes(before)
+    beside.write_text("keep me")
+    there = {*tmp_path.iterdir(), tmp_path / "a.csv", tmp_path / "b.csv"}
+    say(capsys, "convert", "azure", hidden, tmp_path / "a.csv")
+    say(capsys, "convert", "azure", azure, tmp_path / "b.csv")
+    assert (hidden.read_bytes(), beside.read_text(), {*tmp_path.iterdir()}) == (before, "keep me", there)
 
 
 def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from real import kernels
 from real.attention import first_step, torch_provider, triton_provider
 from real.attention.flash_provider import FlashAttention, why_not
-from real.attention.registry import Choice, choose_attention
+from real.attention.registry import PROVIDERS, Choice, choose_attention, choose_together
 from real.attention.torch_provider import TorchAttention
 from testbed.errors import ConfigError
 from tests.kernels.paged_batches import Batch, make_spec
@@ -276,6 +277,48 @@ def test_a_first_step_that_is_right_is_no_reason_against_a_provider(options):
     assert re.match("its output of a first small step is .* off the reference's", spoiled)
     unknown = first_step.why_it_fails(Wrong(spec, lambda output: output * float("nan")), spec)
     assert "is nan off" in unknown
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.02, 1e-4)])
+@pytest.mark.parametrize("rows", [4, 2])
+def test_a_first_step_that_leaves_out_keys_of_one_row_is_found(scales, rows):
+    """Of the longest row alone, in the mixed step or in that of decodes, however small the output is."""
+    spec = make_spec(head_dim=16, block_size=256, kv_dtype="fp8_e4m3", scales=scales)
+
+    class Forgetful(TorchAttention):
+        def prepare(self, metadata):
+            if len(metadata.context_lens) == rows:
+                lens = [*metadata.context_lens[:-1], metadata.context_lens[-1] * 3 // 4]
+                starts = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
+                lengths = torch.tensor(lens, dtype=torch.int32)
+                metadata = replace(
+                    metadata, context_lens=tuple(lens), context_starts=starts, context_lens_tensor=lengths
+                )
+            return super().prepare(metadata)
+
+    assert "off the reference's" in first_step.why_it_fails(Forgetful(spec), spec)
+    assert first_step.why_it_fails(TorchAttention(spec), spec) is None
+
+
+def test_our_own_mistakes_are_no_reason_against_a_provider():
+    def mistake(output):
+        raise AssertionError("ours")
+
+    with pytest.raises(AssertionError, match="ours"):
+        first_step.why_it_fails(Wrong(make_spec(), mistake), make_spec())
+
+
+@pytest.mark.usefixtures("flash", "ampere")
+def test_ranks_take_the_provider_that_all_of_them_can_run(monkeypatch):
+    monkeypatch.setattr(kernels, "why_not", lambda device: None)
+    monkeypatch.setattr(first_step, "why_it_fails", lambda provider, spec: None)
+    for provider in (FlashAttention, TorchAttention, triton_provider.TritonAttention):
+        monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    spec, names = make_spec(**HALF, block_size=256), list(PROVIDERS)
+    alone = choose_attention("auto", spec).provider.name
+    assert choose_together("auto", spec, lambda index: index).provider.name == alone != names[-1]
+    for other in range(names.index(alone), len(names)):
+        assert choose_together("auto", spec, lambda index, other=other: max(index, other)).provider.name == names[other]
 
 
 def test_a_first_step_that_fails_is_told_in_a_line():

@@ -159,7 +159,7 @@ def test_block_sizes(spec, expect, block_size):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("attention", ["torch", "flash_attn"])
+@pytest.mark.parametrize("attention", ["torch", "triton", "flash_attn"])
 def test_logits_on_cuda(pair, expect, attention):
     spec, _ = pair
     is_half = attention == "flash_attn"

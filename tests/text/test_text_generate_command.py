@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import generate_command
-from experiments.generate_command import Printer
+from experiments.interrupt import terminated_as_interrupted
 from experiments.llm import LLM
+from experiments.printer import Printer
 from testbed.errors import RequestError
 from tests.experiments.kit import Said, say
 from tests.text.kit import PROMPTS, greedy
@@ -106,6 +107,25 @@ def test_ctrl_c_keeps_what_is_finished(
     assert said.status == 130
     assert said.error() == f"interrupted after 2 of 3 prompts; what is finished is in {out}"
     assert [line["index"] for line in lines_of(out)] == [0, 1]
+
+
+def test_sigterm_ends_where_ctrl_c_is_ignored() -> None:
+    """As in the background job of a script."""
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_output_that_cannot_be_written_is_said_at_once(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("experiments.llm.LLM")  # it is not even looked for
+    error = generate(capsys, folder, "a", "--output", str(tmp_path), "--overwrite").error()
+    assert error.startswith(f"{tmp_path}: Is a directory")
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def serve_on(backend: Twin, num_blocks: int) -> Requests:
 
 MODELS = {
     "qwen3, a KV head on both ranks": {"num_key_value_heads": 1},
-    "llama": ARCHITECTURES["llama"],
+    "llama with yarn": ARCHITECTURES["llama yarn"],
     "opt": ARCHITECTURES["opt"],
 }
 

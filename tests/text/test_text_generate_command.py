@@ -128,6 +128,12 @@ def test_an_output_that_cannot_be_written_is_said_at_once(
     assert error.startswith(f"{tmp_path}: Is a directory")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    error = generate(capsys, folder, "a", "--output", "/dev/full", "--overwrite").error()
+    assert "No space left" in error or "disk is full" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -74,6 +74,9 @@ class Sessions:
                 self._push(instant, Arrive(replace(turn, arrival_ns=instant)))
 
 
+MAX_PLANS = 50_000  # of a world that takes some hundreds
+
+
 class Log:
     """A recorder of everything, step by step."""
 
@@ -90,6 +93,7 @@ class Log:
 
     def committed(self, step: StepView) -> None:
         self.num_plans += 1
+        assert self.num_plans < MAX_PLANS, "these worlds end: something is taken back and done again for ever"
         for one in step.each():
             self.steps.append(
                 (
@@ -171,6 +175,7 @@ def assert_equal(setup: Setup, seed: int, requests: list[Request] | None = None)
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
+@example(1795289352146)  # a member of a group whose others have ended stands at another level than it would join
 @example(25608291)  # beams that share an empty block ahead of a prefix that one of them alone has
 def test_fast_forward_equals_stepping(composition: str, seed: int) -> None:
     setup = random_setup(random.Random(seed), composition)

@@ -96,6 +96,23 @@ def test_mlfq_waiting_counts_from_the_last_service() -> None:
     assert bound(make_mlfq(promote_after_s=None)).head(0) is None
 
 
+def test_mlfq_yields_by_the_level_at_which_the_head_stands() -> None:
+    """The other members of a request join anew when one has ended: one that waits keeps its place until it runs."""
+    queue = make_mlfq()
+    runs, waits, ended = make_seq(0, 150), make_seq(1, 50), make_seq(2, 50)
+    queue.push(runs)
+    queue.remove(runs)
+    for seq in (waits, ended):
+        queue.level(seq)
+        queue._levels[seq.request.request_id] = 3
+    ended.request = waits.request
+    queue.push(waits)
+    queue.left(ended, 0)
+    assert (queue.level(waits), queue.level(runs)) == (0, 1)
+    assert queue.head(0) is waits
+    assert queue.yields([runs], 0) is None, "it would go before the head when it is back in the queue"
+
+
 def test_mlfq_a_running_sequence_of_a_lower_level_yields() -> None:
     queue = make_mlfq()
     running = [make_seq(0, 150), make_seq(1, 350), make_seq(2, 350), make_seq(3, 10)]

@@ -104,9 +104,12 @@ class MultiLevelFeedbackQueue:
         return self.level(seq), seq.seq_id
 
     def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
-        head = self.head(now_ns)
+        self._promote(now_ns)
+        first = (
+            self._heap.first_rank()
+        )  # where the head stands: a request that joins anew may have another level by now
         last = max(running, key=lambda seq: self.rank(seq, now_ns), default=None)
-        if head is None or last is None or self.level(last) <= self.level(head):
+        if first is None or last is None or self.level(last) <= first[0]:
             return None
         return last
 

@@ -55,7 +55,7 @@ class Swapping:
             num_blocks = self.num_held_blocks(seq)
         else:
             num_blocks = sum(
-                self._demand.num_touched(one) - self._cpu.num_held(self._chains.full_contents(one))
+                self._num_counted(one, self._tables[one.seq_id]) - self._cpu.num_held(self._chains.full_contents(one))
                 for one in seq.together
             )
         if num_blocks > self._cpu.num_blocks:
@@ -83,12 +83,19 @@ class Swapping:
             num_blocks = len(dict.fromkeys(block for table in tables for block in table if block != RELEASED))
             num_blocks += max(len(seqs), self._num_growing(seqs, tables))
         else:
-            num_blocks = sum(self._demand.num_touched(one) - self._num_there(one) for one in seqs)
+            num_blocks = sum(
+                self._num_counted(one, self._cpu.tables[one.seq_id]) - self._num_there(one) for one in seqs
+            )
         watermark = self._watermark_blocks
         if num_blocks + watermark > self._gpu.pool.num_blocks:
             return Verdict.NEVER
         num_free = self._gpu.num_free - len(self._copies.unread_blocks())
         return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
+
+    def _num_counted(self, seq: Sequence, table: list[int]) -> int:
+        """What `swap_test=full_blocks` counts; at least the blocks that move: a chunk that was taken back has left some
+        that it did not fill."""
+        return max(self._demand.num_touched(seq), sum(1 for block in table if block != RELEASED))
 
     def _num_growing(self, seqs: list[Sequence], tables: list[list[int]]) -> int:
         """Blocks that the next token of each takes: new ones, and copies of a block that several would write into."""

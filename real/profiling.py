@@ -75,7 +75,8 @@ def _num_blocks_of_budget(size: int, block_size: int, cpu_kv_bytes: int) -> int:
 def _measure(
     runner: ModelRunner, spec: ModelSpec, placement: Placement, limits: Limits, cache_dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Bytes of the weights, and of the peak of two steps at the maximum load plus what others hold of the GPU."""
+    """Bytes of the weights, and of the peak of two steps at the maximum load (over two KV blocks, which count as well)
+    plus what others hold of the GPU."""
     block_size, max_num_batched_tokens, max_num_seqs, max_model_len = limits
     device = placement.device
     torch.cuda.synchronize(device)
@@ -95,7 +96,7 @@ def _measure(
             inputs = _synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
             _run(runner, inputs, kv_caches)
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - weights - kv_caches.whole.nbytes
+    activations = torch.cuda.max_memory_allocated(device) - weights
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = max(0, total - free - torch.cuda.memory_reserved(device))  # the CUDA context, other processes

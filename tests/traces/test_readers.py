@@ -356,6 +356,8 @@ def test_half_a_character_in_a_conversation_is_named(tmp_path):
 
 def test_a_bailian_chat_that_continues_itself_is_refused(tmp_path):
     row = {"chat_id": 1, "parent_chat_id": 1, "timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
+    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'chat_id' is -1; expected a whole number, 0 or above"):
+        read_bailian(write(tmp_path, "q.jsonl", mooncake(row | {"chat_id": -1, "parent_chat_id": -1})))
     with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 1; expected another chat, or -1"):
         read_bailian(write(tmp_path, "q.jsonl", mooncake(row)))
 

@@ -8,20 +8,17 @@ instants. A turn shares what its ids share with earlier ones; generated tokens a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from testbed.errors import TraceError
-from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import json_object, present, refuse, seconds, token_count, whole_number
+from testbed.traces.readers.from_zero import read_from_zero, stream_from_zero
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
 from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
-from testbed.traces.transforms.timing import shift
 
 SEMANTICS = BlockSemantics(block_tokens=16, rounding="either", scope="global")
 _rest_key_of, _output_key_of = numbered_keys("bailian-rest"), numbered_keys("bailian-output")
@@ -34,11 +31,7 @@ def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
     from the first that the file has; where a chat has several continuations, the first carries the session on.
     Raises TraceError, naming file and line, on a malformed row.
     """
-    rows = list(_rows(path, limit))
-    if not rows:
-        raise _no_rows(path)
-    trace = arrange("bailian", rows)
-    return shift(trace, -trace.rows[0].arrival_ns, note=False)
+    return read_from_zero("bailian", path, _rows(path, limit))
 
 
 def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
@@ -46,20 +39,7 @@ def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
 
     Memory follows the number of chats: what each may be continued by.
     """
-
-    def make() -> Iterator[TraceRequest]:
-        start_ns: int | None = None
-        for row in _rows(path, limit):
-            start_ns = row.arrival_ns if start_ns is None else start_ns
-            yield replace(row, arrival_ns=row.arrival_ns - start_ns)
-        if start_ns is None:
-            raise _no_rows(path)
-
-    return StreamedTrace("bailian", make)
-
-
-def _no_rows(path: str | Path) -> TraceError:
-    return TraceError(f"{path}: no requests; expected one JSON object on each line")
+    return stream_from_zero("bailian", path, lambda: _rows(path, limit))
 
 
 def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
@@ -69,7 +49,7 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
     for i, (number, line) in enumerate(islice(read_lines(path), limit)):
         place = f"{path}:{number}"
         fields = json_object(line, place)
-        chat, parent = _id(fields, "chat_id", place), _id(fields, "parent_chat_id", place)
+        chat, parent = _id(fields, "chat_id", place, 0), _id(fields, "parent_chat_id", place, -1)
         if chat in chats:
             raise refuse(place, "chat_id", chat, "an id not used before")
         if chat == parent:
@@ -95,5 +75,5 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
         )
 
 
-def _id(fields: dict[str, Any], field: str, place: str) -> int:
-    return whole_number(present(fields, field, place), place, field, -1, 2**63, "a whole number, -1 or above")
+def _id(fields: dict[str, Any], field: str, place: str, least: int) -> int:
+    return whole_number(present(fields, field, place), place, field, least, 2**63, f"a whole number, {least} or above")

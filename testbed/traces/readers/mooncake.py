@@ -8,19 +8,17 @@ tokens that were generated: the file does not say what they were.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from testbed.errors import TraceError
-from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import json_object, present, token_count, whole_number
+from testbed.traces.readers.from_zero import read_from_zero, stream_from_zero
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
-from testbed.traces.transforms.timing import shift, spread
+from testbed.traces.transforms.timing import spread
 
 SEMANTICS = BlockSemantics(block_tokens=512, rounding="ceil", scope="global")
 _output_key_of = numbered_keys("mooncake-output")
@@ -33,11 +31,7 @@ def read_mooncake(path: str | Path, limit: int | None = None, spread_batches: bo
     spread_batches: the published timestamps come in batches, about 3 s apart; this spreads each batch evenly up to the
     next one, and says so in the notes. Raises TraceError, naming file and line, on a malformed row.
     """
-    rows = list(_rows(path, limit))
-    if not rows:
-        raise _no_rows(path)
-    trace = arrange("mooncake", rows)
-    trace = shift(trace, -trace.rows[0].arrival_ns, note=False)
+    trace = read_from_zero("mooncake", path, _rows(path, limit))
     return spread(trace) if spread_batches else trace
 
 
@@ -49,19 +43,7 @@ def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: 
     if spread_batches:
         return read_mooncake(path, limit, spread_batches)
 
-    def make() -> Iterator[TraceRequest]:
-        start_ns: int | None = None
-        for row in _rows(path, limit):
-            start_ns = row.arrival_ns if start_ns is None else start_ns
-            yield replace(row, arrival_ns=row.arrival_ns - start_ns)
-        if start_ns is None:
-            raise _no_rows(path)
-
-    return StreamedTrace("mooncake", make)
-
-
-def _no_rows(path: str | Path) -> TraceError:
-    return TraceError(f"{path}: no requests; expected one JSON object on each line")
+    return stream_from_zero("mooncake", path, lambda: _rows(path, limit))
 
 
 def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:

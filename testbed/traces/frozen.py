@@ -15,7 +15,7 @@ from typing import Any
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.readers.open_text import existing_file
-from testbed.traces.readers.own import row_from_fields
+from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.serialize import row_to_json
 from testbed.traces.stream import StreamedTrace

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from testbed.traces.readers.own import EXACT_FIELDS, FIELDS, row_from_fields
+from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, row_from_fields
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
 
 

@@ -24,7 +24,7 @@ from testbed.blocks.eviction import LRU
 from testbed.plan import Spans
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.queue_order import FCFS
-from testbed.traces.readers.own import row_from_fields
+from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import Trace
 
 SEEN = []

@@ -18,7 +18,6 @@ from testbed.traces.readers.lengths_csv import read_lengths, stream_lengths
 from testbed.traces.readers.mooncake import read_mooncake, stream_mooncake
 from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_lines
 from testbed.traces.readers.own import (
-    foreign_format,
     own_format,
     read_csv_trace,
     read_jsonl,
@@ -27,6 +26,7 @@ from testbed.traces.readers.own import (
     stream_csv_trace,
     stream_jsonl,
 )
+from testbed.traces.readers.own_rows import foreign_format
 from testbed.traces.readers.servegen import read_servegen, stream_servegen
 from testbed.traces.readers.sharegpt import read_sharegpt, stream_sharegpt
 from testbed.traces.schema import Trace, TraceSource

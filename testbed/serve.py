@@ -11,15 +11,18 @@ from collections.abc import Generator
 from testbed.errors import LivelockError
 from testbed.interfaces import Arrive, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
 from testbed.scheduler import Scheduler
+from testbed.thrash import Thrash
 
 Loop = Generator[WaitUntil | Execute, Resume, None]
 
 
 def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int = 1) -> Loop:
-    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move.
+    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move, or that goes
+    round in circles.
 
     max_steps: how many steps a plan may span; more than one is fast forward, which its driver must know.
     """
+    thrash = Thrash()
     now_ns = (yield WaitUntil(inbox.next_ns())).now_ns if inbox.next_ns() is not None else 0
     while True:
         _take_due(inbox, scheduler, recorder, now_ns)
@@ -41,6 +44,10 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int
                 if finished:
                     recorder.ended(finished, now_ns)
                     inbox.finished(finished, now_ns)
+                if plan.preempted or thrash.is_watching:
+                    message = thrash.committed(plan, scheduler, has_ended=bool(finished))
+                    if message is not None and inbox.next_ns() is None:
+                        raise LivelockError(message)
                 if inbox.is_open:  # what others do at this instant comes before the next plan
                     now_ns = (yield WaitUntil(now_ns)).now_ns
                 continue

@@ -101,12 +101,15 @@ class PrefixCache:
         assert self.entry_of[block] is None, f"block {block} is published twice"
         if is_newest_found and parent is not None:
             parent = self._alive(parent)
+            if parent is None:
+                return None
         entry = self.entries.get(key)
         if entry is None:
             entry = self.entries[key] = CacheEntry(key, content, parent, [])
             if parent is not None:
                 parent.num_children += 1
         elif entry.parent is not parent or entry.content != content:
+            self._drop(parent)  # it may have been made for this block
             return None
         elif is_newest_found and entry.blocks:
             self.entry_of[entry.blocks.pop()] = None
@@ -154,8 +157,9 @@ class PrefixCache:
         self.num_cached_blocks -= lone.num_blocks
         return lone.table[: lone.num_blocks]
 
-    def _alive(self, entry: CacheEntry) -> CacheEntry:
-        """The entry that stands for this prefix now: it may have died with a block that took its own one's place."""
+    def _alive(self, entry: CacheEntry) -> CacheEntry | None:
+        """The entry that stands for this prefix now: it may have died with a block that took its own one's place. None
+        if one of its keys stands for another content now."""
         dead: list[CacheEntry] = []
         parent: CacheEntry | None = entry
         while parent is not None and self.entries.get(parent.key) is not parent:
@@ -165,12 +169,12 @@ class PrefixCache:
             found = self.entries.get(lost.key)
             if found is None or found.parent is not parent or found.content != lost.content:
                 if found is not None:
-                    return lost  # its key stands for another content now: what follows is not found
+                    self._drop(parent)
+                    return None
                 found = self.entries[lost.key] = CacheEntry(lost.key, lost.content, parent, [])
                 if parent is not None:
                     parent.num_children += 1
             parent = found
-        assert parent is not None
         return parent
 
     def forget(self, block: int) -> None:
@@ -187,16 +191,19 @@ class PrefixCache:
                 self._leave(entry, block)
 
     def _leave(self, entry: CacheEntry, block: int) -> None:
-        """The block holds this content no more; entries that stand for nothing go."""
+        """The block holds this content no more."""
         self.entry_of[block] = None
         self.num_cached_blocks -= 1
         entry.blocks.remove(block)
-        left: CacheEntry | None = entry
-        while left is not None and not left.num_children and not left.blocks:
-            del self.entries[left.key]
-            left = left.parent
-            if left is not None:
-                left.num_children -= 1
+        self._drop(entry)
+
+    def _drop(self, entry: CacheEntry | None) -> None:
+        """From this entry up, those that stand for nothing go."""
+        while entry is not None and not entry.num_children and not entry.blocks:
+            del self.entries[entry.key]
+            entry = entry.parent
+            if entry is not None:
+                entry.num_children -= 1
 
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]

@@ -44,12 +44,13 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int
                 if finished:
                     recorder.ended(finished, now_ns)
                     inbox.finished(finished, now_ns)
+                circle = None
                 if plan.preempted or thrash.is_watching:
-                    message = thrash.committed(plan, scheduler, has_ended=bool(finished))
-                    if message is not None and inbox.next_ns() is None:
-                        raise LivelockError(message)
+                    circle = thrash.committed(plan, scheduler, has_ended=bool(finished))
                 if inbox.is_open:  # what others do at this instant comes before the next plan
-                    now_ns = (yield WaitUntil(now_ns)).now_ns
+                    now_ns = (yield WaitUntil(now_ns, circle is not None)).now_ns
+                if circle is not None and not inbox.is_open and inbox.next_ns() is None:
+                    raise LivelockError(circle)
                 continue
         next_ns = inbox.next_ns()
         if next_ns is None and not inbox.is_open:

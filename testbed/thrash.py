@@ -24,18 +24,21 @@ class Thrash:
     def __init__(self) -> None:
         self._returns: dict[int, int] = {}  # of each state in which a step preempted
         self._victims: dict[str, None] = {}
+        self._message: str | None = None
 
     @property
     def is_watching(self) -> bool:
         return bool(self._victims)
 
     def committed(self, plan: BatchPlan, scheduler: Scheduler, *, has_ended: bool) -> str | None:
-        """What to say if a state has come back too often; None: it has not."""
+        """What to say once a state has come back too often, until something gets on; None: it has not."""
         if scheduler.emitters or has_ended:
-            self._returns, self._victims = {}, {}
-            return None
-        if not plan.preempted:
-            return None
+            self._returns, self._victims, self._message = {}, {}, None
+        elif plan.preempted and self._message is None:
+            self._preempted(plan, scheduler)
+        return self._message
+
+    def _preempted(self, plan: BatchPlan, scheduler: Scheduler) -> None:
         self._victims |= dict.fromkeys([victim.request_id for victim in plan.preempted])
         state = array("q")
         for seq in scheduler.unfinished():
@@ -43,7 +46,8 @@ class Thrash:
                 state.extend((seq.seq_id, seq.state, seq.num_tokens, seq.num_computed_tokens))
         key = xxhash.xxh64_intdigest(state.tobytes())
         self._returns[key] = self._returns.get(key, 0) + 1
-        return _message(list(self._victims)) if self._returns[key] > self.MAX_RETURNS else None
+        if self._returns[key] > self.MAX_RETURNS:
+            self._message = _message(list(self._victims))
 
 
 def _message(ids: list[str]) -> str:

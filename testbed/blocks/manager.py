@@ -61,11 +61,9 @@ class BlockManager:
         self.publishes_at_allocation = rules.hits_visible != "commit"
         self.caches_prefixes = key_source is not None
         self._tables: dict[int, list[int]] = {}
-        self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction)
+        self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction, gives_back_singly=sliding_window is not None)
         self._chains = Chains(key_source, block_size=block_size, isolate_tenants=isolate_tenants)
-        self._prefixes = PrefixSharing(
-            self._gpu, self._tables, self._chains, rules=rules, sliding_window=sliding_window
-        )
+        self._prefixes = PrefixSharing(self._gpu, self._tables, self._chains, rules=rules)
         self._merged = self._prefixes.merged
         self.copies = CopyOnWrite(self._gpu, self._tables, block_size)
         self._cpu = SwapSpace(num_cpu_blocks, by_content=self._merged is not None)
@@ -228,9 +226,10 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares every block of its parent; nothing is allocated."""
         table = self._tables[parent.seq_id]
-        for block in table:
-            if block != RELEASED:
-                self._gpu.pool.share(block)
+        held = [block for block in table if block != RELEASED]
+        self._gpu.pool.count(held)
+        for block in held:
+            self._gpu.pool.share(block)
         self._tables[child.seq_id] = table[:]
         child.num_slots = parent.num_slots
         self._prefixes.fork(parent, child)

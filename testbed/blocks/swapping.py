@@ -69,7 +69,7 @@ class Swapping:
         tables = {one.seq_id: self._tables.pop(one.seq_id) for one in seqs}
         origins = self._copies.take_back(tables.values())
         for one in seqs:
-            self._gpu.release_all(tables[one.seq_id], self._prefixes.settle(one))
+            self._gpu.release_all(tables[one.seq_id][:], self._prefixes.settle(one))
             one.num_slots = 0
         return [(origins.get(gpu, gpu), cpu) for gpu, cpu in self._cpu.put(tables, contents)]
 
@@ -126,6 +126,7 @@ class Swapping:
                 if cpu_block == RELEASED:
                     block = RELEASED
                 elif cpu_block in moved:
+                    self._gpu.pool.count([moved[cpu_block]])
                     self._gpu.pool.share(moved[cpu_block])
                     block = moved[cpu_block]
                 else:
@@ -149,6 +150,7 @@ class Swapping:
         while block in unread:
             aside.append(block)
             (block,) = self._gpu.take(1)
+        self._gpu.pool.count(aside)
         for held in reversed(aside):
             self._gpu.release(held, 0)
         return block

@@ -13,7 +13,7 @@ def test_lowest_ids_come_first_and_returned_ones_are_used_again() -> None:
     pool = BlockPool(4)
     assert pool.allocate(3) == [0, 1, 2]
     assert pool.drop(1)
-    pool.put_back(1)
+    pool.put_back([1])
     assert pool.allocate(2) == [1, 3]
     assert pool.num_free == 0
 
@@ -46,7 +46,7 @@ def test_a_referenced_block_can_neither_be_returned_nor_revived() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1)
     with pytest.raises(AssertionError, match="still referenced"):
-        pool.put_back(block)
+        pool.put_back([block])
     with pytest.raises(AssertionError, match="referenced already"):
         pool.revive(block)
 
@@ -61,7 +61,7 @@ def test_a_shared_block_is_free_with_its_last_reference() -> None:
 
 def test_a_block_that_is_free_twice_is_found() -> None:
     pool = BlockPool(2)
-    pool.put_back(0)
+    pool.put_back([0])
     with pytest.raises(AssertionError, match="free twice"):
         pool.check_invariants()
 

@@ -54,7 +54,8 @@ class LonePrefixes:
             blocks = lone.table[: lone.num_held]
         keys: list[int] = []
         contents: list[bytes] = []
-        source.extend(keys, contents, lone.seq.tokens, len(blocks), lone.salt)
+        tokens = lone.seq.first_tokens(len(blocks) * lone.block_size)
+        source.extend(keys, contents, tokens, len(blocks), lone.salt)
         newest = self._cache.publish_new(blocks, keys, contents, None)
         if not is_held:
             return

@@ -41,10 +41,10 @@ class LazyTokens(Seq[int]):
     @overload
     def __getitem__(self, index: slice) -> array[int]: ...
     def __getitem__(self, index: int | slice) -> int | array[int]:
-        head = self._head
-        if head is not None and isinstance(index, slice) and index.start is index.step is None:
-            if 0 <= index.stop <= len(head):
-                return head[index]
+        if isinstance(index, slice) and self._head is not None and index.start is index.step is None:
+            stop = index.stop
+            if stop is not None and 0 <= stop <= len(self._head):
+                return self._head[:stop]
         return self.all()[index]
 
     def __iter__(self) -> Iterator[int]:

@@ -73,11 +73,11 @@ class GPUBlocks:
 
     def take_each(self, nums: list[int]) -> list[int]:
         """The same blocks as `take` would give for each of these numbers, one after the other."""
-        total = sum(nums)
-        if total <= self.pool.num_free:
+        total, num_free = sum(nums), self.pool.num_free
+        if total <= num_free:
             return self.take(total)
-        if self.pool.num_free or not self.is_lru:
-            return [block for num in nums for block in self.take(num)]
+        if num_free or not self.is_lru:
+            return [block for num in nums if num for block in self.take(num)]
         taken = self.take(total)  # the last one was evicted first
         blocks: list[int] = []
         for num in nums:

@@ -29,7 +29,7 @@ class LonePrefixes:
 
     def begin(self, seq: Sequence, chain: Chain) -> LonePrefix | None:
         """All that the sequence publishes is kept as one, if nobody has published its first block."""
-        key = self._chains.of(seq, 1).keys[0]
+        key = chain.keys[0] if chain.keys else self._chains.of(seq, 1).keys[0]
         if self.is_known(key):
             return None
         table, salt = self._tables[seq.seq_id], self._chains.salt_of(seq)

@@ -103,7 +103,7 @@ class Swapping:
         num_new = 0
         writers: dict[int, int] = {}
         for one, table in zip(seqs, tables, strict=True):
-            num_new += max(0, demand.num_blocks_for(demand.num_slots_for(one, 1)) - len(table))
+            num_new += demand.num_new_blocks(one, 1, len(table) * demand.block_size)
             index = one.num_computed_tokens // demand.block_size
             if index < len(table):
                 writers[table[index]] = writers.get(table[index], 0) + 1

@@ -83,15 +83,20 @@ class TraceInbox:
 
     def due(self, now_ns: int) -> list[Event]:
         """Removes and returns the events at or before `now_ns`, in order of instant, then of row."""
-        ahead = self._ahead
-        while ahead and ahead[0].arrival_ns <= now_ns and not self._is_in_tail(ahead[0]):
-            self._take()
+        ahead, queue = self._ahead, self._events
         events: list[Event] = []
-        queue = self._events
+        while ahead and ahead[0].arrival_ns <= now_ns and not self._is_in_tail(ahead[0]):
+            first = ahead[0]
+            is_single = first.session_id is None and first.think_ns is None
+            if is_single and (not queue or first.arrival_ns < queue[0][0]):  # no event comes before it
+                self._pass()
+                events.append(self._deliver(self._num_read - 1, first, first.arrival_ns))
+            else:
+                self._take()
         while queue and queue[0][0] <= now_ns:
             instant, i, kind, request_id = heappop(queue)
             if kind == _ARRIVE:
-                events.append(self._deliver(i, instant))
+                events.append(self._deliver(i, self._rows.pop(i), instant))
             elif request_id in self._live:
                 events.append(Abort(request_id))
         return events
@@ -102,9 +107,10 @@ class TraceInbox:
         while queue and queue[0][2] == _ABORT and queue[0][3] not in self._live:
             heappop(queue)
         ahead = self._ahead
-        while ahead and not queue and not self._live and self._is_in_tail(ahead[0]):
-            self._take()  # turns of sessions that were given up
-        if not ahead or self._is_in_tail(ahead[0]):
+        if self._closed_tail:
+            while ahead and not queue and not self._live and self._is_in_tail(ahead[0]):
+                self._take()  # turns of sessions that were given up
+        if not ahead or (self._closed_tail and self._is_in_tail(ahead[0])):
             return queue[0][0] if queue else None
         first_ns = ahead[0].arrival_ns
         return min(first_ns, queue[0][0]) if queue else first_ns
@@ -145,9 +151,8 @@ class TraceInbox:
 
     def _take(self) -> None:
         """Takes over the first row that was read ahead, and reads more when there is none left."""
-        row = self._ahead.popleft()
-        i = self._num_read
-        self._num_read += 1
+        i, row = self._num_read, self._ahead[0]
+        self._pass()
         before = None if row.session_id is None else self._last_of(row, row.session_id, i)
         if row.think_ns is None:
             self._rows[i] = row
@@ -162,6 +167,11 @@ class TraceInbox:
         else:
             self._rows[i] = row
             self._follower[before] = i
+
+    def _pass(self) -> None:
+        """The first row that was read ahead is no more ahead; reads more when there is none left."""
+        self._num_read += 1
+        self._ahead.popleft()
         if not self._ahead:
             self._ahead.extend(islice(self._source, READ_AHEAD))
 
@@ -182,8 +192,7 @@ class TraceInbox:
             self._unsent.append(self._rows.pop(row).request_id)
             row = self._follower.pop(row, None)
 
-    def _deliver(self, i: int, arrival_ns: int) -> Arrive:
-        row = self._rows.pop(i)
+    def _deliver(self, i: int, row: TraceRequest, arrival_ns: int) -> Arrive:
         if row.cancel_after_ns is not None:
             heappush(self._events, (arrival_ns + row.cancel_after_ns, i, _ABORT, row.request_id))
         self._live[row.request_id] = i

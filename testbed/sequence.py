@@ -142,7 +142,7 @@ class Sequence:
         return self._tokens
 
     def _made_tokens(self) -> array[int]:
-        tokens = array("i", self.request.prompt_token_ids)
+        tokens = array("i", self.request.prompt_token_ids[:])  # a slice: lazy ones are copied as an array is
         forced = self.request.forced_output
         if self.is_forced and forced is not None:
             tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))

@@ -61,27 +61,30 @@ class GPUBlocks:
         lru, cache = self.evictable, self.cache
         assert isinstance(lru, LRU)
         evicted: list[int] = []
-        while (left := num_blocks - len(evicted)) > 0:
-            blocks, owner = lru.pop_run(left)
+        while True:
+            blocks, owner = lru.pop_run(num_blocks - len(evicted))
             if isinstance(owner, LonePrefix) and not owner.is_parted:
                 if not owner.blocks:
                     del cache.lone[owner.key]
             else:
                 cache.forget_all(blocks)
             evicted = blocks + evicted if evicted else blocks
-        return evicted
+            if len(evicted) == num_blocks:
+                return evicted
 
     def take_each(self, nums: list[int]) -> list[int]:
         """The same blocks as `take` would give for each of these numbers, one after the other."""
-        total, num_free = sum(nums), self.pool.num_free
-        if total <= num_free:
-            return self.take(total)
-        if num_free or not self.is_lru:
-            return [block for num in nums if num for block in self.take(num)]
-        taken = self.take(total)  # the last one was evicted first
+        if sum(nums) <= self.pool.num_free:
+            return self.take(sum(nums))
         blocks: list[int] = []
-        for num in nums:
-            if num:
+        left = [num for num in nums if num]
+        left.reverse()
+        while left and (self.pool.num_free or not self.is_lru):
+            blocks += self.take(left.pop())
+        if left:
+            taken = self.take(sum(left))  # the last one was evicted first
+            while left:
+                num = left.pop()
                 blocks += taken[-num:]
                 del taken[-num:]
         return blocks
@@ -122,7 +125,7 @@ class GPUBlocks:
                     self.release(table[index], index)
             return
         assert isinstance(evictable, LRU)
-        released = self.pool.give_back(table) if self.lends else [block for block in table if self.pool.drop(block)]
+        released = self.pool.give_back(table, is_lent=self.lends)
         self.num_free += len(released)
         entry_of = self.cache.entry_of
         if lone is not None:

@@ -75,12 +75,26 @@ class BlockPool:
         self.num_counted -= counts[block] == 0
         return counts[block] == 0
 
-    def give_back(self, table: list[int]) -> list[int]:
-        """One reference less to each block of a table; those that nothing references now, in order."""
-        if not self.num_counted:
+    def give_back(self, table: list[int], *, is_lent: bool) -> list[int]:
+        """One reference less to each block of a table; those that nothing references now, in order.
+
+        is_lent: the table has what of its blocks is not counted. Double free of what is counted raises.
+        """
+        if is_lent and not self.num_counted:
             return table
-        counts = self.ref_counts
-        return [block for block in table if not counts[block] or self.drop(block)]
+        counts, num_counted = self.ref_counts, self.num_counted
+        left: list[int] = []
+        for block in table:
+            count = counts[block]
+            if count > 1:
+                counts[block] = count - 1
+                continue
+            assert count or is_lent, f"block {block} is freed twice"
+            counts[block] = 0
+            num_counted -= count
+            left.append(block)
+        self.num_counted = num_counted
+        return left
 
     def put_back(self, blocks: list[int]) -> None:
         """Blocks without references become free."""

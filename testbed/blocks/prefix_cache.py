@@ -127,6 +127,16 @@ class PrefixCache:
         self._num_listed += 1
         return entry
 
+    def publish_next(self, block: int, key: int, content: bytes, parent: CacheEntry) -> CacheEntry | None:
+        """`publish`; None, and nothing done, if the key is known."""
+        if key in self.entries:
+            return None
+        assert self.entry_of[block] is None, f"block {block} is published twice"
+        entry = self.entries[key] = self.entry_of[block] = CacheEntry(key, content, parent, [block])
+        parent.num_children += 1
+        self._num_listed += 1
+        return entry
+
     def publish_new(
         self, blocks: list[int], keys: list[int], contents: list[bytes], parent: CacheEntry | None
     ) -> CacheEntry | None:
@@ -169,24 +179,23 @@ class PrefixCache:
         self.forget_all([block])
 
     def forget_all(self, blocks: list[int]) -> None:
-        """These blocks, in this order, no longer hold what they hold, if anything."""
-        entry_of = self.entry_of
-        for block in blocks:
+        """These blocks, the last one first, no longer hold what they hold, if anything; entries that stand for nothing
+        go."""
+        entry_of, entries = self.entry_of, self.entries
+        num_forgotten = 0
+        for block in reversed(blocks):
             entry = entry_of[block]
-            if entry is not None:
-                self._leave(entry, block)
-
-    def _leave(self, entry: CacheEntry, block: int) -> None:
-        """The block holds this content no more; entries that stand for nothing go."""
-        self.entry_of[block] = None
-        self._num_listed -= 1
-        entry.blocks.remove(block)
-        left: CacheEntry | None = entry
-        while left is not None and not left.num_children and not left.blocks:
-            del self.entries[left.key]
-            left = left.parent
-            if left is not None:
-                left.num_children -= 1
+            if entry is None:
+                continue
+            entry_of[block] = None
+            num_forgotten += 1
+            entry.blocks.remove(block)
+            while entry is not None and not entry.num_children and not entry.blocks:
+                del entries[entry.key]
+                entry = entry.parent
+                if entry is not None:
+                    entry.num_children -= 1
+        self._num_listed -= num_forgotten
 
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]

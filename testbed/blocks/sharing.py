@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from testbed.blocks.chains import Chains
+from testbed.blocks.chains import Chain, Chains
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.gpu_blocks import GPUBlocks
@@ -163,27 +163,30 @@ class PrefixSharing:
             for seq in seqs:
                 self.publish(seq, seq.num_computed_tokens + num_more)
             return
-        chains, tables, cache, next_key = self._chains.by_seq, self._tables, self._cache, self._keys.next
-        entries = cache.entries
+        chains = self._chains.by_seq
         for seq in seqs:
-            seq_id = seq.seq_id
-            chain = chains[seq_id]
-            if chain.lone is not None:
-                if num_more:
-                    chain.lone.num_tokens = seq.num_computed_tokens + num_more
-                continue
-            table, parent = tables[seq_id], chain.entry
-            index = len(table) - 1  # without lookahead the block that is filled is the last one
-            if chain.num_published == index and parent is not None and not chain.is_broken:
-                # keys of the chain are left as they are: they are made up for if the sequence is looked up again
-                key, content = next_key(parent.key, seq.tokens, index)
-                if key not in entries:
-                    filled = table[index:]
-                    chain.entry = cache.publish_new(filled, [key], [content], parent)
-                    self._gpu.pool.count(filled)
-                    chain.num_published = index + 1
-                    continue
-            self.publish(seq, seq.num_computed_tokens + num_more)
+            chain = chains[seq.seq_id]
+            if chain.lone is None:
+                if not self._publish_next(seq, chain):
+                    self.publish(seq, seq.num_computed_tokens + num_more)
+            elif num_more:
+                chain.lone.num_tokens = seq.num_computed_tokens + num_more
+
+    def _publish_next(self, seq: Sequence, chain: Chain) -> bool:
+        """Publishes the last block of a table, all others of which are published; False: it is for `publish` to do."""
+        table, parent = self._tables[seq.seq_id], chain.entry
+        index = len(table) - 1  # without lookahead the block that is filled is the last one
+        if chain.num_published != index or parent is None or chain.is_broken:
+            return False
+        assert self._keys is not None
+        # keys of the chain are left as they are: they are made up for if the sequence is looked up again
+        key, content = self._keys.next(parent.key, seq.tokens, index)
+        newest = self._cache.publish_next(table[index], key, content, parent)
+        if newest is None:
+            return False
+        self._gpu.pool.count(table[index:])
+        chain.entry, chain.num_published = newest, index + 1
+        return True
 
     def are_alone(self, seqs: list[Sequence]) -> bool:
         """Whether what these sequences compute next needs no publishing: nobody else has their prefixes."""

@@ -64,7 +64,7 @@ class TraceRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.prompt)
+        return sum([part.num_tokens for part in self.prompt])
 
     @property
     def num_output_tokens(self) -> int | None:

@@ -113,7 +113,7 @@ def test_memory_follows_what_is_live_and_not_the_trace(more, at_most):
             box.finished([Finished(heappop(live)[2], FinishReason.LENGTH, "", 1, ())], now)
         for number, event in enumerate(box.due(now)):
             heappush(live, (now + 2 * 10**9, box.num_delivered + number / 1e6, event.request))
-        peak = max(peak, len(box._rows) + len(box._ahead) + len(box._last_turn) + len(box._made))
+        peak = max(peak, len(box._rows) + len(box._ahead) + len(box._last_turn) + len(box._heads))
     assert box.num_delivered == 5000
     assert peak <= at_most
 

@@ -53,9 +53,8 @@ def _values_at(passes: Callable[[], Iterator[IntArray]], in_bucket: IntArray, ra
     if not ranks:
         return {}
     until = np.cumsum(in_bucket)
-    buckets = np.unique(np.searchsorted(until, ranks, side="right"))
     is_wanted = np.zeros(in_bucket.size, dtype=np.bool_)
-    is_wanted[buckets] = True
+    is_wanted[np.searchsorted(until, ranks, side="right")] = True
     values, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     for batch in passes():
         more, num = np.unique(batch[is_wanted[_bucket(batch)]], return_counts=True)

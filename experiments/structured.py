@@ -27,7 +27,11 @@ def editable(*classes: type) -> Any:
             if item.default_factory is not MISSING:
                 default = item.default_factory()
             collected[item.name] = (item.name, *_twin(_plain(hints[item.name]), default))
-    return make_dataclass(classes[-1].__name__, list(collected.values()))()
+    return _made(classes[-1].__name__, list(collected.values()))()
+
+
+def _made(name: str, attributes: list[tuple[str, Any, Any]]) -> type:
+    return make_dataclass(name, attributes, repr=False, eq=False)  # OmegaConf looks at the fields alone
 
 
 def _twin(kind: Any, default: Any) -> tuple[Any, Any]:
@@ -35,9 +39,7 @@ def _twin(kind: Any, default: Any) -> tuple[Any, Any]:
     if is_dataclass(default) and not isinstance(default, type):
         pairs = [(item.name, getattr(default, item.name)) for item in fields(default)]
         hints = get_type_hints(type(default))
-        nested = make_dataclass(
-            type(default).__name__, [(name, *_twin(_plain(hints[name]), value)) for name, value in pairs]
-        )
+        nested = _made(type(default).__name__, [(name, *_twin(_plain(hints[name]), value)) for name, value in pairs])
         return nested, field(default_factory=nested)
     if isinstance(default, list | dict):
         return kind, field(default_factory=partial(type(default), default))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, cast
-
-from tqdm import tqdm
 
 from experiments.config import RunConfig
 from experiments.policies import instantiate
@@ -47,7 +46,12 @@ def build_source(config: RunConfig) -> TraceSource:
 @contextmanager
 def reading() -> Iterator[None]:
     """Shows how many lines of text files are read meanwhile; silent when standard error is no terminal."""
-    with tqdm(desc="read", unit="line", disable=None, leave=False, delay=0.5) as bar, watching(bar.update):
+    if not sys.stderr.isatty():
+        yield
+        return
+    from tqdm import tqdm  # not at the top: nobody may look
+
+    with tqdm(desc="read", unit="line", leave=False, delay=0.5) as bar, watching(bar.update):
         yield
 
 

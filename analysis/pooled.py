@@ -26,9 +26,11 @@ def pooled_distribution(passes: Callable[[], Iterator[IntArray]], censored_ns: F
     num_between = np.zeros(bounds.size + 1, dtype=np.int64)
     total_ns = 0
     for values in passes():
-        in_bucket += np.bincount(_bucket(values), minlength=_NUM_BUCKETS)
-        before = np.searchsorted(bounds, values, side="left")
-        num_between += np.bincount(before, minlength=num_between.size)
+        buckets = _bucket(values)
+        low = int(buckets.min(initial=_NUM_BUCKETS))
+        counts = np.bincount(buckets - low)
+        in_bucket[low : low + counts.size] += counts
+        num_between += _stretches(bounds, values)
         total_ns += exact_sum(values)
     num = int(num_between.sum())
     positions = km_positions(num_between, QUANTILES.values())
@@ -40,6 +42,13 @@ def pooled_distribution(passes: Callable[[], Iterator[IntArray]], censored_ns: F
     size = num + bounds.size
     mean = (total_ns + math.fsum(bounds)) / size / 1e9 if size else None
     return described(mean, quantiles, num, bounds.size)
+
+
+def _stretches(bounds: FloatArray, values: IntArray) -> IntArray:
+    """How many values lie before the first of the sorted bounds (or at it), up to the second, ..., after the last."""
+    if not bounds.size:
+        return np.array([values.size])
+    return np.bincount(np.searchsorted(bounds, values, side="left"), minlength=bounds.size + 1)
 
 
 def _bucket(values: IntArray) -> IntArray:

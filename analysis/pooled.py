@@ -54,7 +54,7 @@ def _stretches(bounds: FloatArray, values: IntArray) -> IntArray:
 def _bucket(values: IntArray) -> IntArray:
     """The bucket of each value `[num_values]`, ascending with it."""
     bits: IntArray = (values.astype(np.float64).view(np.int64) >> _SHIFT) - _FIRST
-    return np.minimum(np.maximum(bits, 0), _NUM_BUCKETS - 1)
+    return np.clip(bits, 0, _NUM_BUCKETS - 1, out=bits)
 
 
 def _values_at(passes: Callable[[], Iterator[IntArray]], in_bucket: IntArray, ranks: list[int]) -> dict[int, int]:

@@ -43,7 +43,7 @@ from testbed.hf_config import load_hf_config
 from testbed.policies.config import SchedulerConfig
 from testbed.specs import DeviceSpec, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.generators import SyntheticConfig
+from testbed.traces.generator_config import SyntheticConfig
 
 TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
     "synthetic": SyntheticTraceConfig,

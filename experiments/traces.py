@@ -24,7 +24,7 @@ from experiments.structured import freeze
 from testbed.errors import ConfigError
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.generators import SyntheticConfig, generate, stream_generated
+from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
 from testbed.traces.readers.open_text import watching
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
@@ -75,6 +75,8 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
 
 
 def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource:
+    from testbed.traces.generators import generate, stream_generated  # not at the top: a trace that is read needs none
+
     settings = config.trace
     assert isinstance(settings, SyntheticTraceConfig)
     generator = freeze(SyntheticConfig, "trace", config.raw["trace"])

@@ -17,7 +17,7 @@ import numpy as np
 from analysis.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
 
 TOKEN_ROWS = 256  # requests whose token instants are in memory at once
-KEPT_TOKENS = 1 << 22  # or as many tokens: 32 MiB
+KEPT_TOKENS = 2_500_000  # or as many tokens: 20 MB
 STRINGS = ("finish_reason", "tenant")
 COMPLETED = ("stop", "length")
 
@@ -45,7 +45,7 @@ class RequestColumns:
         self.rows = rows
         self._chosen, self._parent = chosen, parent
         self._num = rows.num_rows if chosen is None else int(chosen.sum())
-        self._kept: list[_Batch] | None = None  # of all tokens, once they are known to be few
+        self._kept: list[_Batch] | None = None  # of all tokens, if they are few
 
     @classmethod
     def of(cls, data: Any) -> RequestColumns:
@@ -171,16 +171,13 @@ class RequestColumns:
         if self._kept is not None:
             yield from self._kept
             return
+        are_few = "token_ns" in self.rows.names and int(self.whole("num_token_steps").sum()) <= KEPT_TOKENS
         kept: list[_Batch] = []
-        num_tokens = 0
         for batch in self._read_tokens():
-            num_tokens += batch[1].size
-            if num_tokens <= KEPT_TOKENS:
-                kept.append(batch)
-            else:
-                kept.clear()
+            if are_few:
+                kept.append((batch[0], batch[1].copy(), *batch[2:]))  # Arrow's own buffer may be twice as long
             yield batch
-        if num_tokens <= KEPT_TOKENS:
+        if are_few:
             self._kept = kept
 
     def _read_tokens(self) -> Iterator[_Batch]:

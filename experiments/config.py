@@ -114,6 +114,8 @@ def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
 
 @dataclass(frozen=True)
 class _Name:
+    """The option's, in groups whose components have none."""
+
     name: str = ""
 
 

@@ -53,11 +53,15 @@ class TraceConfig:
 
 @dataclass(frozen=True, slots=True)
 class MooncakeTraceConfig(TraceConfig):
+    """Beside what every file has."""
+
     spread_batches: bool = False  # the published timestamps come in batches of about 3 s: spread each evenly
 
 
 @dataclass(frozen=True, slots=True)
 class ShareGPTTraceConfig(TraceConfig):
+    """Its texts become tokens."""
+
     tokenizer: str | None = None  # a local folder with a tokenizer
     max_turns: int | None = None  # of each conversation
 
@@ -173,6 +177,8 @@ class RecordedConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelConfig:
+    """The `device` group, beside the device's own data."""
+
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:

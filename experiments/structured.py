@@ -32,7 +32,8 @@ def editable(*classes: type) -> Any:
 
 
 def _made(name: str, attributes: list[tuple[str, Any, Any]]) -> type:
-    return make_dataclass(name, attributes, repr=False, eq=False)  # OmegaConf looks at the fields alone
+    # OmegaConf looks at the fields alone; what has no docstring is given its signature, which takes as long as the rest
+    return make_dataclass(name, attributes, namespace={"__doc__": editable.__doc__}, repr=False, eq=False)
 
 
 def _twin(kind: Any, default: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import simpy
 from sim.backend import SimWork
 from testbed.errors import ConfigError, LivelockError
 from testbed.interfaces import Execute, Resume
-from testbed.plan import BatchPlan, StepResult
+from testbed.plan import BatchPlan, RunSpans, StepResult
 from testbed.serve import Loop
 
 MAX_NS = 2**62  # of an instant: sums of two still fit into 64 bits
@@ -62,19 +62,18 @@ def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
     Raises ConfigError for prices that lead beyond what instants can say.
     """
     durations_ns, spans, outcomes = work
-    if len(durations_ns) == 1:
-        end_ns = start_ns + durations_ns[0]
-        if end_ns <= MAX_NS:
-            return StepResult((end_ns,), outcomes, spans[0])
-        ends = [end_ns]
-    else:
-        ends = list(accumulate(durations_ns, initial=start_ns))[1:]
-        if wake_ns is not None and ends[-1] > wake_ns:
-            ends = ends[: bisect_left(ends, wake_ns) + 1]
+    num_steps = len(durations_ns)
+    ends = list(accumulate(durations_ns, initial=start_ns))
+    if num_steps > 1 and wake_ns is not None and ends[-1] > wake_ns:
+        num_steps = bisect_left(ends, wake_ns, 1)
+        del ends[num_steps + 1 :]
     if ends[-1] > MAX_NS:
         longest_s = max(durations_ns) / 1e9
         raise ConfigError(
             f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {longest_s:.2e} s; check the prices (cost, "
             "the device's rates, backend.schedule_ns)"
         )
-    return StepResult(tuple(ends), outcomes, spans[0], spans[1 : len(ends)])
+    if num_steps == 1:
+        return StepResult((ends[1],), outcomes, spans[0])
+    first = spans.first if isinstance(spans, RunSpans) else spans[0]
+    return StepResult(tuple(ends[1:]), outcomes, first, spans[1:num_steps])

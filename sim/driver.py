@@ -75,5 +75,5 @@ def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
         )
     if num_steps == 1:
         return StepResult((ends[1],), outcomes, spans[0])
-    first = spans.first if isinstance(spans, RunSpans) else spans[0]
+    first = spans.first if type(spans) is RunSpans else spans[0]
     return StepResult(tuple(ends[1:]), outcomes, first, spans[1:num_steps])

@@ -131,7 +131,8 @@ class RowSource(Protocol):
 
 
 class BatchPlan(NamedTuple):
-    """One step, decided; or `num_steps` of them, each of the same decodes and, if any, one more chunk of a prompt.
+    """One step, decided; or `num_steps` of them, each of the same decodes and, if any, one more chunk of a prompt. What
+    else a plan says (admitted, …) is of its first step.
 
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal

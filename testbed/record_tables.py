@@ -221,12 +221,13 @@ class StepTable:
             start += len(numbers)
         before = np.concatenate(([0], ends[:-1]))
         nth = np.arange(len(ends)) - np.repeat(np.cumsum(num_steps) - num_steps, num_steps)  # of its plan
+        is_first = nth == 0
         self._table.write(
             [
-                replica, step + nth, np.where(nth == 0, plan_ns, before), ends, num_decodes, num_prefills, num_decodes,
+                replica, step + nth, np.where(is_first, plan_ns, before), ends, num_decodes, num_prefills, num_decodes,
                 prefill_tokens, context + nth * num_decodes, num_emitted, running, waiting, swapped,
-                np.concatenate(free), free_cpu, admitted, cached, recomputed, swapped_out, swapped_in, ignored,
-                CodedTexts(blocked_by, _REASONS), *spans, np.concatenate(digests),
+                np.concatenate(free), free_cpu, is_first * admitted, is_first * cached, recomputed, swapped_out,
+                swapped_in, ignored, CodedTexts(blocked_by, _REASONS), *spans, np.concatenate(digests),
             ]
         )  # fmt: skip
         self._condensed, self._num_steps = [], 0

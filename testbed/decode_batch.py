@@ -194,10 +194,12 @@ class DecodeBatch:
         """So many steps of all members are over, in which nobody ends, and after each there are slots for the next.
         Returns how many blocks are free after each."""
         size, num_members = self._block_size, len(self.members)
-        batches = [self._bucket(-(self.tick + index) % size) for index in range(1, min(num_steps + 1, size) + 1)]
-        if num_steps >= size:
-            batches = (batches * (num_steps // size + 1))[: num_steps + 1]
-        filling = batches.pop()  # by the step that comes then
+        for border in list(self._disordered):
+            self._bucket(border)
+        first = -(self.tick + 1) % size
+        each = self._crossing[first::-1] + self._crossing[:first:-1]  # of as many steps as a block has slots
+        batches = each * (num_steps // size) + each[: num_steps % size]
+        filling = each[num_steps % size]  # by the step that comes then
         if blocks.grow_ahead(batches, filling):
             self.advance_all(num_members, num_steps)
             taken = list(accumulate(map(len, batches)))

@@ -17,6 +17,7 @@ from testbed.step import Step
 
 VERSION = 2  # of the definition below: another definition is another version, and tapes do not compare across them
 _STEP = Struct("<QQqq")
+_ONE = pack("<q", 1)
 _REASONS = tuple(FinishReason)
 _MODES = tuple(PreemptionMode)
 
@@ -37,7 +38,7 @@ class Digest:
         decoded, rows = step.decoded, step.rows
         if decoded is not self._decoded:
             self._decoded = decoded
-            self._ids, self._ones = _packed([seq.seq_id for seq in decoded]), _packed([1]) * len(decoded)
+            self._ids, self._ones = _packed([seq.seq_id for seq in decoded]), _ONE * len(decoded)
             self._of_decodes = xxh64_intdigest(self._ids + self._ones)
         if not rows:
             return self._of_decodes

@@ -162,11 +162,10 @@ class BatchPlan(NamedTuple):
     def shape_of(self, index: int) -> BatchShape:
         """The shape of step `index` of the plan: every decode attends to one more position than in the step before, and
         a chunk begins where the one before ended."""
-        shape = self.shape
-        return shape._replace(
-            decode_context_tokens=shape.decode_context_tokens + index * shape.num_decodes,
-            prefills=tuple([PrefillChunk(start + index * count, count) for start, count in shape.prefills]),
-        )
+        num_decodes, context, prefills, *rest = self.shape
+        if prefills:
+            prefills = tuple([PrefillChunk(start + index * count, count) for start, count in prefills])
+        return BatchShape(num_decodes, context + index * num_decodes, prefills, *rest)
 
     @property
     def is_empty(self) -> bool:

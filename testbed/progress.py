@@ -25,6 +25,9 @@ class _Forks(NamedTuple):
     stops: tuple[FinishReason | None, ...] = ()
 
 
+_NO_FORKS = _Forks()
+
+
 class Progress:
     """Takes the outcomes of one step after the other."""
 
@@ -199,7 +202,7 @@ class Progress:
     def _forks(self, seq: Sequence, outcome: Outcome | None) -> _Forks:
         """The members that part from the sequence here."""
         if seq.group is None:
-            return _Forks()
+            return _NO_FORKS
         if outcome is not None:
             return _Forks(outcome.forks, outcome.logprobs[len(outcome.tokens) :], outcome.fork_stops)
         return _Forks((0,) * (seq.num_samples - 1))  # forced: each member emits the same tokens

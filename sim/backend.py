@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple
 
-from sim.cost.base import CostModel, price_decodes
+from sim.cost.base import CostModel, DecodePricer
 from testbed.errors import ConfigError, RequestError
 from testbed.plan import BatchPlan, BatchShape, Outcome, RunSpans, ScheduledSequence, Spans
 from testbed.streams import draw
-
-_FIRST_PIECE = 16  # steps of a run, priced at once, before it is known how many fit; most runs are shorter
 
 
 class SimWork(NamedTuple):
@@ -47,9 +45,11 @@ class SimBackend:
         schedule_ns_per_seq: int = 0,
     ) -> None:
         self.cost = cost
-        self._prices_runs = hasattr(cost, "price_decodes")
+        self._decode_pricer = cost if isinstance(cost, DecodePricer) else None
+        self._last_ns = 1 << 30  # of a step of some run: guides how many are priced at once, and nothing else
         self._schedule_ns = schedule_ns
         self._schedule_ns_per_seq = schedule_ns_per_seq
+        self._has_own = bool(schedule_ns or schedule_ns_per_seq)
         self._seed = seed
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -58,8 +58,12 @@ class SimBackend:
         """limit_ns: of several steps, none is priced that begins so long after the first, or not much later."""
         shape = plan.shape
         if plan.num_steps > 1:
-            return self._run(plan, limit_ns)
-        spans = self._scheduled(self.cost.price(shape), shape)
+            if self._decode_pricer is None or shape.prefills:
+                return self._one_by_one(plan, limit_ns)
+            return self._decodes(self._decode_pricer, plan, limit_ns)
+        spans = self.cost.price(shape)
+        if self._has_own:
+            spans = self._scheduled(spans, shape)
         if min(spans) < 0:
             raise self._negative((spans,))
         return SimWork((max(1, sum(spans)),), (spans,), self._outcomes(plan) if plan.has_beams else None)
@@ -81,52 +85,48 @@ class SimBackend:
         """What the link takes to move these blocks: the swap part of the price of a step that does nothing else."""
         return self.cost.price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
 
-    def _run(self, plan: BatchPlan, limit_ns: int | None) -> SimWork:
-        """Prices of the steps of a plan, in pieces: how many are wanted is known from what they last."""
-        left = plan.num_steps
-        first_piece = 1 if plan.shape.prefills or not self._prices_runs else _FIRST_PIECE
-        piece = left if limit_ns is None else min(left, first_piece)
-        spans, durations_ns = self._piece(plan, 0, piece)
-        if limit_ns is None:
-            return SimWork(durations_ns, spans)
-        all_spans, all_ns = [spans], durations_ns
-        left_ns = limit_ns - sum(durations_ns)
-        while left_ns > 0 and len(all_ns) < left:
-            piece = min(left - len(all_ns), left_ns // all_ns[-1] + 1)
-            spans, durations_ns = self._piece(plan, len(all_ns), piece)
-            all_spans.append(spans)
-            all_ns = all_ns + durations_ns
-            left_ns -= sum(durations_ns)
-        return SimWork(all_ns, spans if len(all_spans) == 1 else _joined(all_spans))
-
-    def _piece(self, plan: BatchPlan, start: int, num_steps: int) -> tuple[Sequence[Spans], list[int]]:
-        """Spans and durations of some steps of a plan, from step `start` on."""
-        shape = plan.shape_of(start) if start else plan.shape
-        if shape.prefills:
-            each = [self.cost.price(plan.shape_of(start + index)) for index in range(num_steps)]
-            spans: Sequence[Spans] = tuple([self._scheduled(one, shape) for one in each])
-        else:
-            spans = price_decodes(self.cost, shape, num_steps)
-            if isinstance(spans, RunSpans):
-                return self._priced_at_once(spans, shape)
-            spans = tuple([self._scheduled(one, shape) for one in spans])
-        if min(map(min, spans)) < 0:
-            raise self._negative(spans)
-        return spans, [max(1, sum(one)) for one in spans]
-
-    def _priced_at_once(self, spans: RunSpans, shape: BatchShape) -> tuple[RunSpans, list[int]]:
-        first = self._scheduled(spans.first, shape)
-        if first is not spans.first:
-            spans = RunSpans(first, spans.forward_ns)
+    def _decodes(self, cost: DecodePricer, plan: BatchPlan, limit_ns: int | None) -> SimWork:
+        """Prices of a run of decodes, in pieces: how many are wanted is known from what they last."""
+        shape, num_steps = plan.shape, plan.num_steps
+        assert not any(shape[4:]), f"not a run of decodes: {shape}"
+        piece = num_steps if limit_ns is None else min(num_steps, limit_ns // self._last_ns + 2)
+        first, forward_ns = cost.price_decodes(shape, piece)
+        first = self._scheduled(first, shape)
         rest_ns = sum(first) - first.forward_ns  # the same in each step
-        durations_ns = [rest_ns + ns for ns in spans.forward_ns]
-        if min(spans.forward_ns) < 0 or min(first) < 0:
-            raise self._negative(spans)
-        return spans, durations_ns if min(durations_ns) > 0 else [max(1, ns) for ns in durations_ns]
+        while limit_ns is not None and piece < num_steps:
+            left_ns = limit_ns - piece * rest_ns - sum(forward_ns)
+            if left_ns <= 0:
+                break
+            more = min(num_steps - piece, left_ns // max(1, rest_ns + forward_ns[-1]) + 1)
+            forward_ns = forward_ns + cost.price_decodes(plan.shape_of(piece), more)[1]
+            piece += more
+        durations_ns = [rest_ns + ns for ns in forward_ns]
+        if min(durations_ns) < max(1, rest_ns) or min(first) < 0:  # seldom: look closer
+            if min(*forward_ns, *first) < 0:
+                raise self._negative(RunSpans(first, forward_ns))
+            durations_ns = [max(1, ns) for ns in durations_ns]
+        self._last_ns = durations_ns[0]
+        return SimWork(durations_ns, RunSpans(first, forward_ns))
+
+    def _one_by_one(self, plan: BatchPlan, limit_ns: int | None) -> SimWork:
+        """The same of steps of any kind."""
+        durations_ns: list[int] = []
+        spans: list[Spans] = []
+        for index in range(plan.num_steps):
+            shape = plan.shape_of(index)
+            spans.append(self._scheduled(self.cost.price(shape), shape))
+            if min(spans[-1]) < 0:
+                raise self._negative(spans)
+            durations_ns.append(max(1, sum(spans[-1])))
+            if limit_ns is not None:
+                limit_ns -= durations_ns[-1]
+                if limit_ns <= 0:
+                    break
+        return SimWork(durations_ns, spans)
 
     def _scheduled(self, spans: Spans, shape: BatchShape) -> Spans:
         """The price with the scheduler's own time, which is the same for each step of a plan."""
-        if not (self._schedule_ns or self._schedule_ns_per_seq):
+        if not self._has_own:
             return spans
         own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
         return spans._replace(schedule_ns=spans.schedule_ns + own_ns)
@@ -168,14 +168,6 @@ class SimBackend:
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
-
-
-def _joined(pieces: list[Sequence[Spans]]) -> Sequence[Spans]:
-    """The spans of one run."""
-    runs = [piece for piece in pieces if isinstance(piece, RunSpans)]
-    if len(runs) < len(pieces):
-        return tuple(chain.from_iterable(pieces))
-    return RunSpans(runs[0].first, list(chain.from_iterable([run.forward_ns for run in runs])))
 
 
 def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:

@@ -12,7 +12,7 @@ import simpy
 from sim.backend import SimWork
 from testbed.errors import ConfigError, LivelockError
 from testbed.interfaces import Execute, Resume
-from testbed.plan import BatchPlan, StepResult
+from testbed.plan import BatchPlan, RunSpans, StepResult
 from testbed.serve import Loop
 
 MAX_NS = 2**62  # of an instant: sums of two still fit into 64 bits
@@ -33,23 +33,24 @@ def run(loop: Loop, backend: PricedBackend) -> int:
 
 def _engine(env: simpy.Environment, loop: Loop, backend: PricedBackend) -> Generator[Any, Any, None]:
     """One engine as a SimPy process: each command of the loop becomes a timeout."""
-    timeout = env.timeout
+    timeout, now_ns = env.timeout, int(env.now)
     try:
         command = next(loop)
         while True:
             if isinstance(command, Execute):
                 plan, wake_ns = command
-                now_ns = int(env.now)
                 limit_ns = None if wake_ns is None else max(1, wake_ns - now_ns)
                 result = result_of(backend.start(plan, limit_ns), now_ns, wake_ns)
                 end_ns = result.end_ns[-1]
                 yield timeout(end_ns - now_ns)
-                command = loop.send(Resume(end_ns, result))
+                now_ns = end_ns
+                command = loop.send(Resume(now_ns, result))
             else:
                 if command.until_ns is None:
                     raise LivelockError("the loop waits to be woken, and nobody is there to do it")
-                yield timeout(max(0, command.until_ns - env.now))
-                command = loop.send(Resume(int(env.now)))
+                yield timeout(max(0, command.until_ns - now_ns))
+                now_ns = int(env.now)
+                command = loop.send(Resume(now_ns))
     except StopIteration:
         return
     finally:
@@ -62,19 +63,18 @@ def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
     Raises ConfigError for prices that lead beyond what instants can say.
     """
     durations_ns, spans, outcomes = work
-    if len(durations_ns) == 1:
-        end_ns = start_ns + durations_ns[0]
-        if end_ns <= MAX_NS:
-            return StepResult((end_ns,), outcomes, spans[0])
-        ends = [end_ns]
-    else:
-        ends = list(accumulate(durations_ns, initial=start_ns))[1:]
-        if wake_ns is not None and ends[-1] > wake_ns:
-            ends = ends[: bisect_left(ends, wake_ns) + 1]
+    num_steps = len(durations_ns)
+    if num_steps == 1 and start_ns + durations_ns[0] <= MAX_NS:
+        return StepResult((start_ns + durations_ns[0],), outcomes, spans[0])
+    ends = list(accumulate(durations_ns, initial=start_ns))
+    if wake_ns is not None and ends[-1] > wake_ns:
+        num_steps = bisect_left(ends, wake_ns, 1)
+        del ends[num_steps + 1 :]
     if ends[-1] > MAX_NS:
         longest_s = max(durations_ns) / 1e9
         raise ConfigError(
             f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {longest_s:.2e} s; check the prices (cost, "
             "the device's rates, backend.schedule_ns)"
         )
-    return StepResult(tuple(ends), outcomes, spans[0], spans[1 : len(ends)])
+    first = spans.first if type(spans) is RunSpans else spans[0]
+    return StepResult(tuple(ends[1:]), outcomes, first, spans[1:num_steps])

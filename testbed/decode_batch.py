@@ -9,6 +9,7 @@ who ends when (by the limit of its length). Groups of sequences are not here: th
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from testbed.sequence import Sequence
@@ -50,9 +51,10 @@ class DecodeBatch:
         self._is_lent = False
         self._drawn = Drawn([], (), [], (), (), (), ())
         self._drawn_of = self._members
-        self._crossing: list[dict[int, Sequence]] = [{} for _ in range(block_size)]
-        self._disordered = [False] * block_size  # whether a bucket is no longer in running order
-        self._ending: dict[int, dict[int, Sequence]] = {}
+        # Buckets of members: by border, in running order but for those that are disordered; by the tick of their end.
+        self._crossing: list[list[Sequence]] = [[] for _ in range(block_size)]
+        self._disordered: dict[int, None] = {}  # borders
+        self._ending: dict[int, list[Sequence]] = {}
 
     @property
     def members(self) -> list[Sequence]:
@@ -66,7 +68,7 @@ class DecodeBatch:
     def reordered(self) -> None:
         """The order of the running sequences has changed."""
         self._is_stale = True
-        self._disordered = [True] * self._block_size
+        self._disordered = dict.fromkeys(range(self._block_size))
 
     def join(self, seq: Sequence) -> None:
         """A running sequence has all but its newest token computed."""
@@ -74,25 +76,28 @@ class DecodeBatch:
         if self._members and self._members[-1].admission > seq.admission:
             self._is_stale = True
         elif not self._is_stale:
-            if self._is_lent:  # to a step, which must not see it change
-                self._members, self._is_lent = self._members[:], False
-            self._members.append(seq)
+            self._own_members().append(seq)
         self.context_tokens += seq.num_tokens
         self._put(seq)
-        self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq
         if not seq.is_forced:
             self.num_drawn += 1
             self.stop_tokens.update(seq.stop_tokens)
 
     def leave(self, seq: Sequence) -> None:
         """A member ends, or is preempted."""
-        self._is_stale = True
+        if not self._is_stale:
+            self._own_members().remove(seq)
         self.context_tokens -= seq.num_tokens
-        del self._crossing[self._border(seq)][seq.seq_id]
-        self._unschedule_end(seq)
+        self._remove(seq)
         self.num_drawn -= not seq.is_forced
         seq.last_step = max(seq.last_step, self.last_step)
         seq.leave()
+
+    def _own_members(self) -> list[Sequence]:
+        """The members, to be changed: a step that was lent them must not see it."""
+        if self._is_lent:
+            self._members, self._is_lent = self._members[:], False
+        return self._members
 
     def drawn(self, decoded: list[Sequence]) -> Drawn:
         """Those of the decoded sequences whose token is drawn; kept for as long as the same list is asked about."""
@@ -147,27 +152,38 @@ class DecodeBatch:
         return max_steps
 
     def _bucket(self, border: int) -> list[Sequence]:
-        """Members of one border, in running order."""
-        if not self._crossing[border]:
-            return []
-        bucket = list(self._crossing[border].values())
-        if self._disordered[border]:
+        """Members of one border, in running order; not to be changed, and not to be kept."""
+        bucket = self._crossing[border]
+        if border in self._disordered:
             bucket.sort(key=lambda seq: seq.admission)
-            self._crossing[border] = {seq.seq_id: seq for seq in bucket}
-            self._disordered[border] = False
+            del self._disordered[border]
         return bucket
 
     def _put(self, seq: Sequence) -> None:
-        border = self._border(seq)
+        border, end_tick = self._place(seq)
         bucket = self._crossing[border]
-        if bucket and next(reversed(bucket.values())).admission > seq.admission:
-            self._disordered[border] = True
-        bucket[seq.seq_id] = seq
+        if bucket and bucket[-1].admission > seq.admission:
+            self._disordered[border] = None
+        bucket.append(seq)
+        self._ending.setdefault(end_tick, []).append(seq)
+
+    def _remove(self, seq: Sequence) -> None:
+        border, end_tick = self._place(seq)
+        self._crossing[border].remove(seq)
+        ending = self._ending[end_tick]
+        ending.remove(seq)
+        if not ending:
+            del self._ending[end_tick]
+
+    def _place(self, seq: Sequence) -> tuple[int, int]:
+        """Border and end, constant while the sequence is in step: at tick t those with border -t have all their blocks
+        full; at the tick of its end it has reached the limit of its length."""
+        base = self.tick - seq.num_tokens
+        return (-1 - base) % self._block_size, base + seq.token_limit
 
     def ending(self) -> list[Sequence]:
         """Members that have reached the limit of their length."""
-        ending = self._ending.get(self.tick)
-        return list(ending.values()) if ending is not None else []
+        return self._ending.get(self.tick, [])
 
     def advance_all(self, num_members: int, num_steps: int = 1) -> None:
         """Decode steps of all members are over."""
@@ -178,19 +194,18 @@ class DecodeBatch:
         """So many steps of all members are over, in which nobody ends, and after each there are slots for the next.
         Returns how many blocks are free after each."""
         size, num_members = self._block_size, len(self.members)
-        batches = [self._bucket(-(self.tick + index) % size) for index in range(1, min(num_steps + 1, size) + 1)]
-        if num_steps >= size:
-            batches = (batches * (num_steps // size + 1))[: num_steps + 1]
-        filling = batches.pop()  # by the step that comes then
-        free: list[int] = []
+        for border in list(self._disordered):
+            self._bucket(border)
+        first = -(self.tick + 1) % size
+        each = self._crossing[first::-1] + self._crossing[:first:-1]  # of as many steps as a block has slots
+        batches = each * (num_steps // size) + each[: num_steps % size]
+        filling = each[num_steps % size]  # by the step that comes then
         if blocks.grow_ahead(batches, filling):
             self.advance_all(num_members, num_steps)
-            left = blocks.num_free_blocks
-            for batch in reversed(batches):
-                free.append(left)
-                left += len(batch)
-            free.reverse()
-            return free
+            taken = list(accumulate(map(len, batches)))
+            before = blocks.num_free_blocks + taken[-1]
+            return [before - num for num in taken]
+        free: list[int] = []
         for batch in batches:
             self.advance_all(num_members)
             if batch and not blocks.publishes_at_allocation:
@@ -207,27 +222,12 @@ class DecodeBatch:
         in_step = {seq.seq_id for seq in decoded}
         late = [seq for seq in members if seq.seq_id not in in_step]
         for seq in late:
-            del self._crossing[self._border(seq)][seq.seq_id]
-            self._unschedule_end(seq)
+            self._remove(seq)
         self.advance_all(len(decoded))
         for seq in late:
             seq.lag()
             self._put(seq)
-            self._ending.setdefault(self._end_tick(seq), {})[seq.seq_id] = seq
         return None
-
-    def _unschedule_end(self, seq: Sequence) -> None:
-        end_tick = self._end_tick(seq)
-        del self._ending[end_tick][seq.seq_id]
-        if not self._ending[end_tick]:
-            del self._ending[end_tick]
-
-    def _border(self, seq: Sequence) -> int:
-        """Constant while the sequence is in step: at tick t those with border -t have all their blocks full."""
-        return (seq.num_computed_tokens - self.tick) % self._block_size
-
-    def _end_tick(self, seq: Sequence) -> int:
-        return self.tick + seq.token_limit - seq.num_tokens
 
     def check_invariants(self) -> None:
         members = self.members
@@ -235,6 +235,10 @@ class DecodeBatch:
         assert self.context_tokens == sum(seq.num_tokens for seq in members)
         assert self.num_drawn == sum(1 for seq in members if not seq.is_forced)
         for seq in members:
-            assert self._crossing[self._border(seq)][seq.seq_id] is seq
-            assert self._ending[self._end_tick(seq)][seq.seq_id] is seq
+            border, end_tick = self._place(seq)
+            assert seq in self._crossing[border]
+            assert seq in self._ending[end_tick]
+        for border, bucket in enumerate(self._crossing):
+            admissions = [seq.admission for seq in bucket]
+            assert border in self._disordered or admissions == sorted(admissions), "a bucket is in running order"
         assert sum(map(len, self._crossing)) == sum(map(len, self._ending.values())) == len(members)

@@ -7,8 +7,7 @@ same as five plans of one.
 
 from __future__ import annotations
 
-from array import array
-from struct import Struct
+from struct import Struct, pack
 
 from xxhash import xxh64_intdigest
 
@@ -18,6 +17,7 @@ from testbed.step import Step
 
 VERSION = 2  # of the definition below: another definition is another version, and tapes do not compare across them
 _STEP = Struct("<QQqq")
+_ONE = pack("<q", 1)
 _REASONS = tuple(FinishReason)
 _MODES = tuple(PreemptionMode)
 
@@ -25,27 +25,30 @@ _MODES = tuple(PreemptionMode)
 class Digest:
     """Running digest of a scheduler's decisions. `value` is the digest after the last step."""
 
-    __slots__ = ("_composition", "_decoded", "_is_decode", "value")
+    __slots__ = ("_decoded", "_ids", "_of_decodes", "_ones", "value")
 
     def __init__(self) -> None:
         self.value = 0
         self._decoded: list[Sequence] = []
-        self._is_decode = True  # whether the composition below is of the decodes alone
-        self._composition = _hash([])
+        self._ids = self._ones = b""  # of these: who they are, and how many tokens each computes
+        self._of_decodes = xxh64_intdigest(b"")  # the composition of them alone
 
     def composition(self, step: Step) -> int:
         """Hash of who computes how many tokens, in order; recomputed only when that changes."""
         decoded, rows = step.decoded, step.rows
-        if rows or not self._is_decode or decoded is not self._decoded:
-            self._decoded, self._is_decode = decoded, not rows
-            members = [seq.seq_id for seq in decoded] + [row[0].seq_id for row in rows]
-            self._composition = _hash(members + [1] * len(decoded) + [row[2] for row in rows])
-        return self._composition
+        if decoded is not self._decoded:
+            self._decoded = decoded
+            self._ids, self._ones = _packed([seq.seq_id for seq in decoded]), _ONE * len(decoded)
+            self._of_decodes = xxh64_intdigest(self._ids + self._ones)
+        if not rows:
+            return self._of_decodes
+        ids, counts = _packed([seq.seq_id for seq, _, _ in rows]), _packed([count for _, _, count in rows])
+        return xxh64_intdigest(self._ids + ids + self._ones + counts)
 
     def add(self, composition: int, free_gpu: int, free_cpu: int, events: list[int]) -> int:
         """Adds one step; the value after it."""
         head = _STEP.pack(self.value, composition, free_gpu, free_cpu)
-        self.value = xxh64_intdigest(head + array("q", events).tobytes() if events else head)
+        self.value = xxh64_intdigest(head + _packed(events) if events else head)
         return self.value
 
     def add_steps(self, composition: int, free_gpu: list[int], free_cpu: int) -> list[int]:
@@ -87,5 +90,5 @@ def fork_event(parent_id: int, seq_id: int) -> tuple[int, int, int]:
     return (7, parent_id, seq_id)
 
 
-def _hash(members: list[int]) -> int:
-    return xxh64_intdigest(array("q", members).tobytes())
+def _packed(numbers: list[int]) -> bytes:
+    return pack(f"<{len(numbers)}q", *numbers)

@@ -1,10 +1,10 @@
 """Fast forward: how many steps can be taken as one plan, because all of them would be decided as the first.
 
 That is a run of decodes, in which every running sequence computes one token a step, or the chunks of one long prompt
-beside them. Nothing changes such a decision but an arrival or an abort (the driver cuts the plan there), an end (the
-plan stops at the first), a shortage of blocks (it stops before), or a change of mind about what waits, which is what
-`_num_settled` is about. A policy whose mind may change by anything else is stepped: it is fast forwarded only if it
-declares `is_time_dependent = False`.
+beside them, from its admission on. Nothing changes such a decision but an arrival or an abort (the driver cuts the plan
+there), an end (the plan stops at the first), a shortage of blocks (it stops before), or a change of mind about what
+waits, which is what `_num_settled` is about. A policy whose mind may change by anything else is stepped: it is fast
+forwarded only if it declares `is_time_dependent = False`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ FAST_FORWARD = 1 << 20  # steps that a plan may span at most: in effect, as many
 
 def num_steps_ahead(step: Step, core: Core, max_steps: int) -> int:
     """How many steps, from the decided one on, would be decided alike; at least 1."""
-    decodes = core.decodes
-    is_all = step.decoded is decodes.members and len(step.decoded) + len(step.rows) == len(core.running) > 0
+    decodes, rows = core.decodes, step.rows
+    if rows and (len(rows) > 1 or step.token_budget):
+        return 1
+    is_all = step.decoded is decodes.members and len(step.decoded) + len(rows) == len(core.running) > 0
     if not (is_all and step.is_eventless and not decodes.num_drawn and core.is_composition_steady):
         return 1
     num_steps = min(max_steps, decodes.num_steps_to_end()) if step.decoded else max_steps
-    if step.rows:
+    if rows:  # one that takes what is left of the budget; this step may have admitted it
         return _num_chunks(step, core, num_steps)
     if len(core.queue) or core.swapped:
         num_steps = min(num_steps, _num_settled(step, core, num_steps))
@@ -39,13 +41,13 @@ def _num_chunks(step: Step, core: Core, max_steps: int) -> int:
     blocks = core.blocks
     seq, start, num_tokens = step.rows[0]
     is_chunk = (
-        len(step.rows) == 1
-        and seq.is_prefilling
+        seq.is_prefilling
         and seq.group is None
-        and not step.token_budget
         and step.limits.max_num_partial_prefills == 1
         and blocks.rules.growth_test == "exact"
         and (core.is_steady or not len(core.queue))
+        # a step that admits looks further down the queue than those after it
+        and not (step.admitted and step.blocked_by not in (None, BlockedBy.TOKEN_BUDGET))
     )
     if not is_chunk:
         return 1

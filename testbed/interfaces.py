@@ -148,8 +148,9 @@ class StepView(NamedTuple):
         result, start_ns = self.result, self.plan_ns
         for index, spans in enumerate((result.spans, *result.later_spans)):
             end_ns = result.end_ns[index]
+            plan = self.plan._replace(step=self.plan.step + index, num_steps=1, shape=self.plan.shape_of(index))
             yield self._replace(
-                plan=self.plan._replace(step=self.plan.step + index, num_steps=1, shape=self.plan.shape_of(index)),
+                plan=plan._replace(admitted=()) if index else plan,  # the first step admits
                 plan_ns=start_ns,
                 result=StepResult((end_ns,), result.outcomes, spans),
                 digests=[self.digests[index]],

@@ -131,7 +131,8 @@ class RowSource(Protocol):
 
 
 class BatchPlan(NamedTuple):
-    """One step, decided; or `num_steps` of them, each of the same decodes and, if any, one more chunk of a prompt.
+    """One step, decided; or `num_steps` of them, each of the same decodes and, if any, one more chunk of a prompt. What
+    else a plan says (admitted, …) is of its first step.
 
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
@@ -161,11 +162,10 @@ class BatchPlan(NamedTuple):
     def shape_of(self, index: int) -> BatchShape:
         """The shape of step `index` of the plan: every decode attends to one more position than in the step before, and
         a chunk begins where the one before ended."""
-        shape = self.shape
-        return shape._replace(
-            decode_context_tokens=shape.decode_context_tokens + index * shape.num_decodes,
-            prefills=tuple([PrefillChunk(start + index * count, count) for start, count in shape.prefills]),
-        )
+        num_decodes, context, prefills, *rest = self.shape
+        if prefills:
+            prefills = tuple([PrefillChunk(start + index * count, count) for start, count in prefills])
+        return BatchShape(num_decodes, context + index * num_decodes, prefills, *rest)
 
     @property
     def is_empty(self) -> bool:

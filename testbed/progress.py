@@ -25,6 +25,9 @@ class _Forks(NamedTuple):
     stops: tuple[FinishReason | None, ...] = ()
 
 
+_NO_FORKS = _Forks()
+
+
 class Progress:
     """Takes the outcomes of one step after the other."""
 
@@ -34,7 +37,7 @@ class Progress:
 
     def advance(self, step: Step, outcomes: tuple[Outcome, ...], events: list[int]) -> list[Ending]:
         """The step is executed; the sequences that end with it. Adds to the step's events those of groups that part."""
-        num_drawn = self._num_drawn(step.decoded)
+        num_drawn = self._num_drawn(step.decoded) if self._core.decodes.num_drawn else 0
         ending = self._advance_decodes(step.decoded, outcomes[:num_drawn], num_drawn)
         if step.rows:
             return ending + self._advance_rows(step, outcomes[num_drawn:], events)
@@ -87,10 +90,14 @@ class Progress:
         stopped = self._take_drawn(decoded, outcomes) if num_drawn else {}
         decodes.advance(decoded)
         if blocks.caches_prefixes and not blocks.publishes_at_allocation:
-            blocks.publish_each(decodes.crossing(), 0)
+            crossing = decodes.crossing()
+            if crossing:
+                blocks.publish_each(crossing, 0)
         ending = decodes.ending()
         if not ending and not stopped:
             return []
+        if len(ending) == 1 and not stopped:
+            return [(ending[0], FinishReason.LENGTH)]
         reasons = dict.fromkeys((seq.seq_id for seq in ending), FinishReason.LENGTH) | stopped
         return [(seq, reasons[seq.seq_id]) for seq in decoded if seq.seq_id in reasons]
 
@@ -195,7 +202,7 @@ class Progress:
     def _forks(self, seq: Sequence, outcome: Outcome | None) -> _Forks:
         """The members that part from the sequence here."""
         if seq.group is None:
-            return _Forks()
+            return _NO_FORKS
         if outcome is not None:
             return _Forks(outcome.forks, outcome.logprobs[len(outcome.tokens) :], outcome.fork_stops)
         return _Forks((0,) * (seq.num_samples - 1))  # forced: each member emits the same tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
+from struct import pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from testbed.plan import BlockedBy, RunSpans, Spans
@@ -149,100 +150,111 @@ class ArrowArrays:
 class StepTable:
     """Steps, one row each, taken plan by plan: what a plan's steps have in common is kept once until it is written."""
 
-    CONDENSE_PLANS = 256  # whose views are kept until their numbers are taken, a column at a time: a third of the time
+    CONDENSE_PLANS = 64  # whose views are kept until their numbers are taken, a column at a time: a third of the time
 
     def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
         self._table = RowTable(path, columns, flush_rows)
         self._flush_rows = flush_rows
-        self._plans: list[tuple[Any, ...]] = []  # not yet condensed
-        self._reset()
-
-    def _reset(self) -> None:
-        self._columns: list[list[int]] = [[] for _ in range(24)]  # of plans; see `_condense` and `_flush`
-        self._ends = array("q")
-        self._free = array("q")
-        self._digests = array("Q")
-        self._forward = array("q")  # forward_ns of each step
-        self._others: list[tuple[int, Spans]] = []  # steps whose spans differ in more than that from their plan's first
+        self._plans: list[tuple[StepView, int, int, int]] = []  # not yet condensed; see `append`
+        self._condensed: list[tuple[Any, ...]] = []  # [num_columns, num_plans], then [num_steps] each; see `_condense`
+        self._num_steps = 0
 
     def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
-        plan, plan_ns, result, digests, emitters, num_running, num_waiting, num_swapped, free_blocks, free_cpu = step
-        end_ns, _, spans, later, _ = result
-        self._plans.append(
-            (
-                plan, spans, plan_ns, len(end_ns), len(emitters), num_running, num_waiting, num_swapped, free_cpu,
-                num_recomputed, num_swapped_out, replica,
-            )
-        )  # fmt: skip
-        self._ends.extend(end_ns)
-        self._free.extend(free_blocks)
-        self._digests.extend(digests)
-        self._forward.append(spans.forward_ns)
-        if isinstance(later, RunSpans):
-            self._forward.extend(later.forward_ns)
-        elif later:
-            self._append_spans(spans, later)
-        if len(self._plans) >= self.CONDENSE_PLANS:
-            self._condense()
-        if len(self._ends) >= self._flush_rows:
+        self._plans.append((step, num_recomputed, num_swapped_out, replica))
+        self._num_steps += len(step.digests)
+        if self._num_steps >= self._flush_rows:
             self._flush()
-
-    def _append_spans(self, first: Spans, later: Sequence[Spans]) -> None:
-        for spans in later:
-            if spans._replace(forward_ns=first.forward_ns) != first:
-                self._others.append((len(self._forward), spans))
-            self._forward.append(spans.forward_ns)
+        elif len(self._plans) >= self.CONDENSE_PLANS:
+            self._condense()
 
     def _condense(self) -> None:
         """Takes the numbers of the plans: their views hold much more."""
-        plans, spans, *counts = zip(*self._plans, strict=True)
+        views, *recorded = zip(*self._plans, strict=True)
+        plans, plan_ns, results, digests, emitters, *counts, free, free_cpu = zip(*views, strict=True)
+        ends, _, spans, later, _ = zip(*results, strict=True)
         step, _, shapes, _, _, admitted, _, _, _, swapped_in, _, ignored, blocked_by, _ = zip(*plans, strict=True)
         num_decodes, context, prefills, *_ = zip(*shapes, strict=True)
         schedule_ns, prepare_ns, swap_ns, _, sample_ns = zip(*spans, strict=True)
         columns = (
-            step, num_decodes, context, *counts, schedule_ns, prepare_ns, swap_ns, sample_ns,
-            [len(chunks) for chunks in prefills],
-            [sum([chunk.num_tokens for chunk in chunks]) if chunks else 0 for chunks in prefills],
-            [len(some) for some in admitted],
+            map(len, digests), step, num_decodes, context, plan_ns, map(len, emitters), *counts, free_cpu, *recorded,
+            schedule_ns, prepare_ns, swap_ns, sample_ns,
+            map(len, prefills),
+            [sum([num_tokens for _, num_tokens in chunks]) if chunks else 0 for chunks in prefills],
+            map(len, admitted),
             [sum([one.num_cached_tokens for one in some]) if some else 0 for some in admitted],
-            [len(some) for some in swapped_in],
-            [len(some) for some in ignored],
-            [_REASON_CODES[reason] for reason in blocked_by],
+            map(len, swapped_in),
+            map(len, ignored),
+            map(_REASON_CODES.__getitem__, blocked_by),
         )  # fmt: skip
-        for column, values in zip(self._columns, columns, strict=True):
-            column += values
+        forward, others = _forward_ns(spans, later)
+        self._condensed.append(
+            (
+                _array(columns).reshape(len(columns), len(plans)), _array(ends), _array(free), _array(digests, "Q"),
+                _array([forward]), others,
+            )
+        )  # fmt: skip
         self._plans = []
 
     def _flush(self) -> None:
         if self._plans:
             self._condense()
-        if not self._ends:
+        if not self._condensed:
             return
         import numpy as np
 
+        plans, instants, free, digests, forward, others = zip(*self._condensed, strict=True)
+        of_plans, ends = np.concatenate(plans, axis=1), np.concatenate(instants)
+        num_steps = of_plans[0]
         (
-            step, num_decodes, context, plan_ns, _, num_emitted, running, waiting, swapped, free_cpu,
+            _, step, num_decodes, context, plan_ns, num_emitted, running, waiting, swapped, free_cpu,
             recomputed, swapped_out, replica, schedule_ns, prepare_ns, swap_ns, sample_ns, num_prefills, prefill_tokens,
             admitted, cached, swapped_in, ignored, blocked_by,
-        ) = np.repeat(np.array(self._columns, dtype=np.int64), self._columns[4], axis=1)  # fmt: skip
-        spans = [schedule_ns, prepare_ns, swap_ns, np.array(self._forward), sample_ns]
-        for index, other in self._others:
-            for column, value in zip(spans, other, strict=True):
-                column[index] = value
-        ends = np.array(self._ends)
+        ) = np.repeat(of_plans, num_steps, axis=1)  # fmt: skip
+        spans = [schedule_ns, prepare_ns, swap_ns, np.concatenate(forward), sample_ns]
+        start = 0
+        for numbers, differing in zip(forward, others, strict=True):
+            for index, other in differing:
+                for column, value in zip(spans, other, strict=True):
+                    column[start + index] = value
+            start += len(numbers)
         before = np.concatenate(([0], ends[:-1]))
-        first = np.cumsum(self._columns[4]) - self._columns[4]  # index of each plan's first step
-        nth = np.arange(len(ends)) - np.repeat(first, self._columns[4])  # of its plan
+        nth = np.arange(len(ends)) - np.repeat(np.cumsum(num_steps) - num_steps, num_steps)  # of its plan
+        is_first = nth == 0
         self._table.write(
             [
-                replica, step + nth, np.where(nth == 0, plan_ns, before), ends, num_decodes, num_prefills, num_decodes,
+                replica, step + nth, np.where(is_first, plan_ns, before), ends, num_decodes, num_prefills, num_decodes,
                 prefill_tokens, context + nth * num_decodes, num_emitted, running, waiting, swapped,
-                np.array(self._free), free_cpu, admitted, cached, recomputed, swapped_out, swapped_in, ignored,
-                CodedTexts(blocked_by, _REASONS), *spans, np.array(self._digests),
+                np.concatenate(free), free_cpu, is_first * admitted, is_first * cached, recomputed, swapped_out,
+                swapped_in, ignored, CodedTexts(blocked_by, _REASONS), *spans, np.concatenate(digests),
             ]
         )  # fmt: skip
-        self._reset()
+        self._condensed, self._num_steps = [], 0
 
     def close(self) -> None:
         self._flush()
         self._table.close()
+
+
+def _array(lists: Iterable[Iterable[int]], kind: str = "q") -> Any:
+    """Lists of numbers, one after the other. kind: q, int64, or Q, uint64. By struct: one call for all of them."""
+    import numpy as np
+
+    numbers = list(chain.from_iterable(lists))
+    return np.frombuffer(pack(f"{len(numbers)}{kind}", *numbers), dtype=kind)
+
+
+def _forward_ns(first: Sequence[Spans], later: Sequence[Sequence[Spans]]) -> tuple[list[int], list[tuple[int, Spans]]]:
+    """forward_ns of each step of plans, from the spans of their first and of their later steps; and by index the steps
+    whose spans differ in more than that from their plan's first."""
+    forward: list[int] = []
+    others: list[tuple[int, Spans]] = []
+    for one, rest in zip(first, later, strict=True):
+        forward.append(one[3])
+        if type(rest) is RunSpans:  # isinstance of a class of collections.abc asks Python
+            forward += rest.forward_ns
+            continue
+        for spans in rest:
+            if spans[:3] != one[:3] or spans[4] != one[4]:
+                others.append((len(forward), spans))
+            forward.append(spans[3])
+    return forward, others

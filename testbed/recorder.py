@@ -69,20 +69,20 @@ class RunRecorder:
         """Nothing to write: `ended` follows."""
 
     def committed(self, step: StepView) -> None:
-        plan = step.plan
+        plan, emitters = step.plan, step.emitters
         num_recomputed = num_preempted = 0
         if plan.preempted:
             num_recomputed, num_preempted = self._preempted(plan.preempted)
         for admission in plan.admitted:
             self._open[admission.request_id].admitted(admission, step.plan_ns)
-        if step.emitters is not self._emitters:
-            self._change_emitters(step.emitters)
-        if self._since:
-            self._ends.extend(step.result.end_ns)
+        if emitters is not self._emitters:
+            self._change_emitters(emitters)
         for request_id in self._in_groups:
             self._open[request_id].member_emitted(step.commit_ns)
-        if len(self._ends) > self.MAX_ENDS:
-            self._change_emitters([])
+        if self._since:
+            self._ends.extend(step.result.end_ns)
+            if len(self._ends) > self.MAX_ENDS:
+                self._change_emitters([])
         if self._keeps_steps:
             self._steps.append(step, num_recomputed, num_preempted - num_recomputed, self._replica or 0)
         if self._decisions is not None:
@@ -102,29 +102,42 @@ class RunRecorder:
     def _change_emitters(self, emitters: list[Sequence]) -> None:
         """From here on, these emit in each step: what the others emitted becomes theirs."""
         before, end = self._since, len(self._ends)
-        in_groups = [seq for seq in emitters if seq.group is not None] if self._has_groups else []
-        since = dict.fromkeys(emitters, end)
-        for seq in in_groups:
-            del since[seq]
-        for seq, start in before.items():
-            if seq in since:
+        known = list(before)
+        if known and not self._has_groups and emitters[: len(known)] == known:  # those before, and perhaps more
+            for seq in emitters[len(known) :]:
+                before[seq] = end
+                self._open[seq.request.request_id].emits = seq
+            self._emitters = emitters
+            return
+        since: dict[Sequence, int] = {}
+        in_groups: list[str] = []
+        for seq in emitters:
+            start = before.pop(seq, None)
+            if start is not None:
                 since[seq] = start
+            elif self._has_groups and seq.group is not None:
+                in_groups.append(seq.request.request_id)
             else:
-                self._open[seq.request.request_id].token_ns.extend(self._ends[start:])
+                since[seq] = end
+                self._open[seq.request.request_id].emits = seq
+        for seq in before:
+            self._take_ends(self._open[seq.request.request_id], before[seq])
         if not since:
             self._ends = array("q")
-        self._emitters, self._since = emitters, since
-        self._in_groups = [seq.request.request_id for seq in in_groups]
+        self._emitters, self._since, self._in_groups = emitters, since, in_groups
+
+    def _take_ends(self, request: _OpenRequest, start: int) -> None:
+        """The sequence of a request has emitted in each step since the end of number `start`, and emits no more."""
+        request.emits = None
+        request.token_ns.extend(self._ends[start:])
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
-        if self._since:  # those that ended emit no more
-            ids = {item.request.request_id for item in finished}
-            for seq in [seq for seq in self._since if seq.request.request_id in ids]:
-                self._open[seq.request.request_id].token_ns.extend(self._ends[self._since.pop(seq) :])
         for item in finished:
             if item.reason is FinishReason.IGNORED:
                 self.ignored.append((item.request.request_id, item.message))
             request = self._open.pop(item.request.request_id)
+            if request.emits is not None:
+                self._take_ends(request, self._since.pop(request.emits))
             self._requests.append(self._row(request, item.reason.value, item.message, now_ns))
             self.num_finished += 1
 
@@ -154,6 +167,7 @@ class _OpenRequest:
     """What is known of a request that has not ended."""
 
     __slots__ = (
+        "emits",
         "first_scheduled_ns",
         "num_cached_tokens",
         "num_group_tokens",
@@ -176,6 +190,7 @@ class _OpenRequest:
         self.restarts: dict[int, tuple[int, int]] = {}
         self.num_group_tokens = 0
         self.token_ns = array("q")  # each step that emitted
+        self.emits: Sequence | None = None  # its sequence, while it emits in each step: then the last instants lack
 
     def member_emitted(self, now_ns: int) -> None:
         """One token of one of its several sequences."""

@@ -102,6 +102,11 @@ class Scheduler:
         """Swapped-out groups and sequences."""
         return len(self._core.swapped)
 
+    def counts(self) -> tuple[int, int, int]:
+        """How many run, wait and are swapped out."""
+        core = self._core
+        return self.num_running if core.num_groups else len(core.running), len(core.queue), len(core.swapped)
+
     @property
     def emitters(self) -> list[Sequence]:
         """Emitted a token in each step of the last commit, in the order scheduled; the same list while it does not
@@ -157,7 +162,7 @@ class Scheduler:
         members = self._live.get(request_id)
         if members is None:
             return None
-        finished = None
+        finished: list[Finished] = []
         for seq in members[:]:
             self._pending_events += abort_event(seq.seq_id)
             if seq.state is SequenceState.RUNNING:
@@ -170,8 +175,8 @@ class Scheduler:
                 self._rejected = [item for item in self._rejected if item[0] is not seq]
             else:
                 self._core.remove(seq)
-            finished = self._end(seq, FinishReason.ABORT, "aborted", 0)
-        return finished
+            self._end(seq, FinishReason.ABORT, "aborted", 0, finished)
+        return finished[0] if finished else None
 
     # --- steps ---
 
@@ -190,7 +195,8 @@ class Scheduler:
                 step.end(seq, reason)
             self._rejected = []
         self._composition.compose(step)
-        self._unblock(step)
+        if not (step.rows or step.decoded):
+            self._unblock(step)
         step.close()
         plan = make_plan(step, self._core, record_decisions=self._record_decisions, max_steps=max_steps)
         if not plan.is_empty:
@@ -210,13 +216,15 @@ class Scheduler:
         self._step = None
         step.is_over = True
         self.digests, self.free_blocks = [], []
+        events, self._pending_events = self._pending_events, []
+        events += plan_events(step)
         if num_steps > 1:
-            self._run_ahead(step, result.end_ns[:-1])
+            self._run_ahead(step, result.end_ns[:-1], events)
+            events = []
         self._core.num_steps += 1
-        events = self._pending_events + plan_events(step)
-        self._pending_events = []
-        ended = [self._end(seq, FinishReason.IGNORED, reason, now_ns) for seq, reason in step.ended]
-        finished = [item for item in ended if item is not None]
+        finished: list[Finished] = []
+        for seq, message in step.ended:
+            self._end(seq, FinishReason.IGNORED, message, now_ns, finished)
         if result.prompt_logprobs:
             self._progress.note_prompts(step, result.prompt_logprobs)
         ending = self._progress.advance(step, result.outcomes or (), events)
@@ -228,9 +236,7 @@ class Scheduler:
                 self._core.stop_one(seq)
                 self.blocks.free(seq)
             events += finish_event(seq.seq_id, reason)
-            item = self._end(seq, reason, "", now_ns)
-            if item is not None:
-                finished.append(item)
+            self._end(seq, reason, "", now_ns, finished)
         self._add_digest(events)
         return finished
 
@@ -240,12 +246,12 @@ class Scheduler:
         )
         self.free_blocks.append(self.free_gpu_blocks)
 
-    def _run_ahead(self, step: Step, end_ns: tuple[int, ...]) -> None:
+    def _run_ahead(self, step: Step, end_ns: tuple[int, ...], events: list[int]) -> None:
         """Commits these steps, each a decode of all and perhaps one more chunk of a prompt, and plans the one after
-        each: no more than that is to be done."""
+        each: no more than that is to be done. events: of the first."""
         core, blocks = self._core, self.blocks
-        if self._pending_events or step.rows or self._served is not None:
-            self._step_ahead(step, end_ns)
+        if events or step.rows or self._served is not None:
+            self._step_ahead(step, end_ns, events)
         else:
             core.num_steps += len(end_ns)
             free = [self.free_gpu_blocks, *core.decodes.run_ahead(len(end_ns), blocks)]
@@ -254,10 +260,9 @@ class Scheduler:
             self.digests = self._digest.add_steps(self._composition_hash, free, self.free_cpu_blocks)
         core.decodes.last_step = core.num_steps
 
-    def _step_ahead(self, step: Step, end_ns: tuple[int, ...]) -> None:
+    def _step_ahead(self, step: Step, end_ns: tuple[int, ...], events: list[int]) -> None:
         """The same, step by step."""
         core, blocks, decodes = self._core, self.blocks, self._core.decodes
-        events, self._pending_events = self._pending_events, []
         for now_ns in end_ns:
             core.num_steps += 1
             crossing = self._progress.repeat(step)
@@ -270,8 +275,8 @@ class Scheduler:
             step.repeat_rows()
             self.free_gpu_blocks = blocks.num_free_blocks
 
-    def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int) -> Finished | None:
-        """The sequence has ended; what to say of its request if it was the last of it."""
+    def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int, finished: list[Finished]) -> None:
+        """The sequence has ended; adds what to say of its request if it was the last of it."""
         seq.enter(SequenceState.FINISHED)
         seq.finish_reason = reason
         self.blocks.forget(seq)
@@ -282,15 +287,14 @@ class Scheduler:
         members.remove(seq)
         if seq.group is not None and reason is not FinishReason.DROPPED:
             seq.group.finished.append(seq)
-        if members:
-            return None
-        del self._live[request_id]
-        return seq.finished(message)
+        if not members:
+            del self._live[request_id]
+            finished.append(seq.finished(message))
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""
         core = self._core
-        if step.rows or step.decoded or step.preempted or step.ignored or core.running or core.swapped:
+        if step.preempted or step.ignored or core.running or core.swapped:
             return
         seq = step.head()
         if seq is not None and step.blocked_by is not None:

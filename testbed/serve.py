@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from testbed.errors import LivelockError
-from testbed.interfaces import Arrive, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
+from testbed.interfaces import Arrive, Event, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
 from testbed.scheduler import Scheduler
 from testbed.thrash import Thrash
 
@@ -25,12 +25,13 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int
     thrash = Thrash()
     now_ns = (yield WaitUntil(inbox.next_ns())).now_ns if inbox.next_ns() is not None else 0
     while True:
-        _take_due(inbox, scheduler, recorder, now_ns)
+        for event in inbox.due(now_ns):
+            _take(event, inbox, scheduler, recorder, now_ns)
         if scheduler.has_work:
             plan = scheduler.plan(now_ns, max_steps)
             if not plan.is_empty:
                 free_cpu = scheduler.free_cpu_blocks
-                counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
+                counts = scheduler.counts()
                 resume = yield Execute(plan, inbox.next_ns() if plan.num_steps > 1 else None)
                 assert resume.result is not None, "an executed plan has a result"
                 finished = scheduler.commit(resume.result, resume.now_ns)
@@ -60,17 +61,16 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int
         now_ns = (yield WaitUntil(next_ns)).now_ns
 
 
-def _take_due(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int) -> None:
-    for event in inbox.due(now_ns):
-        if isinstance(event, Arrive):
-            recorder.arrived(event.request, now_ns, scheduler.num_steps)
-            scheduler.add(event.request)
-            continue
-        finished = scheduler.abort(event.request_id)
-        if finished is not None:
-            recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
-            recorder.ended([finished], now_ns)
-            inbox.finished([finished], now_ns)
+def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int) -> None:
+    if isinstance(event, Arrive):
+        recorder.arrived(event.request, now_ns, scheduler.num_steps)
+        scheduler.add(event.request)
+        return
+    finished = scheduler.abort(event.request_id)
+    if finished is not None:
+        recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
+        recorder.ended([finished], now_ns)
+        inbox.finished([finished], now_ns)
 
 
 def _stuck(scheduler: Scheduler) -> str:

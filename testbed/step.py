@@ -96,8 +96,8 @@ class Step:
 
     @property
     def is_eventless(self) -> bool:
-        """Whether the step only computes: nobody came, left, moved or was passed over."""
-        return not (self.admitted or self.preempted or self.swapped_in or self.ended or self._deferred or self.held)
+        """Whether the step only computes what runs, and admits: nobody left, moved or was passed over."""
+        return not (self.preempted or self.swapped_in or self.ended or self._deferred or self.held)
 
     def is_long(self, seq: Sequence) -> bool:
         """Whether the sequence's prefill is longer than `long_prefill_token_threshold` (0: 4 % of max_model_len)."""

@@ -6,10 +6,9 @@ is rounded to an integer of ns. So a price is the same on every machine, and ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from testbed.plan import BatchShape, RunSpans, Spans
+from testbed.plan import BatchShape, Spans
 
 
 class CostModel(Protocol):
@@ -41,19 +40,6 @@ class Itemised(Protocol):
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each operator; their sum is exactly that of the spans of `price(shape)`."""
         ...
-
-
-def price_decodes(model: CostModel, shape: BatchShape, num_steps: int) -> Sequence[Spans]:
-    """The spans of each step of a run of decodes, exactly those that `model.price` gives one by one.
-
-    A model that is no DecodePricer is asked for each step. shape: of the first step: decodes only, nothing moved.
-    """
-    is_run = num_steps >= 1 and shape.num_decodes and not shape.prefills and not any(shape[4:])
-    assert is_run, f"not a run of decodes: {num_steps} x {shape}"
-    at_once = getattr(model, "price_decodes", None)  # isinstance of a protocol takes microseconds
-    if at_once is None:
-        return [model.price(later_decode(shape, index)) for index in range(num_steps)]
-    return RunSpans(*at_once(shape, num_steps))
 
 
 def later_decode(shape: BatchShape, index: int) -> BatchShape:

@@ -115,7 +115,7 @@ class RooflineCost:
         copy_ns = round(num_copied * self._copy_ns_per_block) if num_copied else 0
         if num_tokens == 0:
             return Spans(0, self._host_ns, swap_ns, copy_ns, 0)
-        is_graph = self._is_graph(num_decodes, prefills)
+        is_graph = not prefills and self._is_graph(num_decodes, prefills)
         rows = self._padded(num_tokens) if is_graph else num_tokens
         rest_ns, sampler_ns = self._rest_ns(rows, num_samples)
         device_ns = rest_ns + attention

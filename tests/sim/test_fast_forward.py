@@ -220,7 +220,7 @@ def test_the_chunks_of_a_long_prompt_are_one_plan(composition: str) -> None:
     """Budget 8: chunks of 8, and of 7 beside a decode; the last chunk, which emits, is a plan of its own."""
     setup = replace(ROOMY, composition=composition, limits=Limits(4, 8, 200, 0, 1), num_blocks=100)
     alone = assert_equal(setup, 0, [forced("long", list(range(100)), [1])])
-    assert (len(alone.steps), alone.num_plans) == (13, 3)  # the admission, eleven chunks, the last one
+    assert (len(alone.steps), alone.num_plans) == (13, 2)  # the admission and eleven chunks more, the last one
     beside = assert_equal(setup, 0, [forced("a", [1] * 4, [2] * 40), forced("long", list(range(100)), [1], 1)])
     assert [shape.prefills[0].num_tokens for *_, shape, _, _, _, _ in beside.steps[1:15]] == [7] * 14
     assert beside.num_plans < 8

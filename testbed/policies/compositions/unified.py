@@ -26,11 +26,12 @@ class Unified:
 
     def compose(self, step: Step) -> None:
         threshold = step.limits.long_prefill_token_threshold
-        if not self._threshold_when_alone and step.num_running + step.num_waiting <= 1:
+        if threshold and not self._threshold_when_alone and step.num_running + step.num_waiting <= 1:
             threshold = 0
-        if self._decodes_come_first(step):
+        prefilling = list(step.prefilling.values())
+        if not prefilling or self._decodes_come_first(step, prefilling[0]):
             step.decode()
-            for seq in list(step.prefilling.values()):
+            for seq in prefilling:
                 self._catch_up(step, seq, threshold)
         else:
             for seq in step.running():
@@ -39,12 +40,10 @@ class Unified:
             self._swap_in(step)
         self._admit(step, threshold)
 
-    def _decodes_come_first(self, step: Step) -> bool:
-        """Whether every sequence that is still in its prefill was admitted after all that decode."""
-        if not step.prefilling:
-            return True
+    def _decodes_come_first(self, step: Step, first: Sequence) -> bool:
+        """Whether every sequence that is still in its prefill was admitted after all that decode. first: of those."""
         last_decode = step.last_decode()
-        return last_decode is None or last_decode.admission < next(iter(step.prefilling.values())).admission
+        return last_decode is None or last_decode.admission < first.admission
 
     def _catch_up(self, step: Step, seq: Sequence, threshold: int) -> None:
         num_tokens = min(_capped(seq.num_tokens - seq.num_computed_tokens, threshold), step.token_budget)

@@ -9,7 +9,8 @@ from typing import Any
 from testbed.errors import ConfigError
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
 from testbed.traces.draws import check, choose, nearest
-from testbed.traces.lengths import MAX_TOKENS, LengthConfig
+from testbed.traces.lengths import LengthConfig
+from testbed.traces.schema import MAX_NUM_TOKENS
 from testbed.traces.stream import MAX_STREAMED_ROWS
 
 THINK_TIMES = ("constant", "exponential")
@@ -110,7 +111,7 @@ class SyntheticConfig(ArrivalConfig):
         for name in ("max_turns", "num_system_prompts", "num_tenants"):
             _check_count(f"trace.{name}", getattr(self, name))
         size = self.system_prompt_tokens
-        check("trace.system_prompt_tokens", size, 1 <= size <= MAX_TOKENS, f"1 to {MAX_TOKENS:,}")
+        check("trace.system_prompt_tokens", size, 1 <= size <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
         _check_skew("trace.system_prompt_skew", self.system_prompt_skew)
         limit = self.max_session_tokens
         if limit is not None:

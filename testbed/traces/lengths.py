@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from testbed.errors import ConfigError
 from testbed.traces.draws import Stream, check, choose, endless
-from testbed.traces.schema import TraceSource
+from testbed.traces.schema import MAX_NUM_TOKENS, TraceSource
 
 LENGTHS = ("constant", "uniform", "lognormal", "zipf", "empirical")
-MAX_TOKENS = 100_000_000
 MAX_ZIPF_SPAN = 2_000_000  # lengths of one Zipf distribution: its table has as many entries
 
 
@@ -36,12 +35,12 @@ class LengthConfig:
 
     def __post_init__(self) -> None:
         choose("lengths.kind", self.kind, LENGTHS)
-        check("lengths.value", self.value, 1 <= self.value <= MAX_TOKENS, f"1 to {MAX_TOKENS:,}")
+        check("lengths.value", self.value, 1 <= self.value <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
         check("lengths.sigma", self.sigma, 0 <= self.sigma <= 10, "0 to 10")
         check("lengths.exponent", self.exponent, 0 <= self.exponent <= 10, "0 to 10")
         check("lengths.min_tokens", self.min_tokens, self.min_tokens >= 1, "at least 1")
-        expected = f"from min_tokens ({self.min_tokens}) to {MAX_TOKENS:,}"
-        check("lengths.max_tokens", self.max_tokens, self.min_tokens <= self.max_tokens <= MAX_TOKENS, expected)
+        expected = f"from min_tokens ({self.min_tokens}) to {MAX_NUM_TOKENS:,}"
+        check("lengths.max_tokens", self.max_tokens, self.min_tokens <= self.max_tokens <= MAX_NUM_TOKENS, expected)
         if self.kind == "zipf" and self.max_tokens - self.min_tokens >= MAX_ZIPF_SPAN:
             raise ConfigError(
                 f"lengths.max_tokens is {self.max_tokens}; with kind=zipf below min_tokens + {MAX_ZIPF_SPAN:,}"

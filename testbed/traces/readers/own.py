@@ -176,8 +176,7 @@ def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record
                 if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
                     raise OutOfOrderError(
                         f"{place}: turn {row.turn} of session {row.session_id!r} follows "
-                        f"{'nothing' if previous is None else f'turn {previous.turn}'}; set trace.stream=false: "
-                        "the file is then read whole and sorted"
+                        f"{'nothing' if previous is None else f'turn {previous.turn}'}; expected turns in order"
                     )
                 row = newest[row.session_id] = check_turn(row, previous)
             yield row

@@ -43,7 +43,8 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
                 yield renamed(again, f"copy{mark[1:]}", copy) if fresh_content else again
 
     num = None if trace.num_requests is None else trace.num_requests * times
-    return derived(trace, rows, f"{_REPEATED} {times} times", num_requests=num)
+    how = "copies with contents of their own" if fresh_content else "copies with the same contents"
+    return derived(trace, rows, f"{_REPEATED} {times} times, {gap_s:g} s apart, {how}", num_requests=num)
 
 
 def merge(traces: Mapping[str, Trace], share_content: bool = False) -> Trace:

@@ -66,12 +66,17 @@ def idle_notes(config: ArrivalConfig, prefix: str = "trace.", default: ArrivalCo
     prefix: of the settings' names.
     """
     usual = default or ArrivalConfig()
-    used = {"rate": ARRIVALS[:-1], **_OF_KIND}
     return tuple(
-        f"{prefix}{name}={getattr(config, name):g} has no effect with {prefix}arrival={config.arrival}"
-        for name, kinds in used.items()
-        if config.arrival not in kinds and getattr(config, name) != getattr(usual, name)
+        f"{prefix}{name} has no effect with {prefix}arrival={config.arrival}"
+        for name in without_effect(config)
+        if getattr(config, name) != getattr(usual, name)
     )
+
+
+def without_effect(config: ArrivalConfig) -> list[str]:
+    """The settings that the process does not look at."""
+    used = {"rate": ARRIVALS[:-1], **_OF_KIND}
+    return [name for name, kinds in used.items() if config.arrival not in kinds]
 
 
 def arrivals(kind: str, rate: float, num: int, rng: np.random.Generator, cv: float = 1.0) -> list[int]:

@@ -65,7 +65,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check("trace.agent.min_calls", self.min_calls, self.min_calls >= 0, "0 or above")
-        expected = f"at least min_calls ({self.min_calls})"
+        expected = f"at least min_calls ({shortened(self.min_calls)})"
         check("trace.agent.max_calls", self.max_calls, self.max_calls >= self.min_calls, expected)
         _check_count("trace.agent.max_calls", self.max_calls)
         check("trace.agent.tool_time_s", self.tool_time_s, 0 <= self.tool_time_s <= 1e9, "0 to 1e9")
@@ -108,7 +108,7 @@ class SyntheticConfig(ArrivalConfig):
         check("trace.num_requests", num, num >= 1, "at least 1")
         check("trace.num_requests", num, num <= most, f"at most {most:,}")
         check("trace.min_turns", self.min_turns, self.min_turns >= 1, "at least 1")
-        turns = f"at least min_turns ({self.min_turns})"
+        turns = f"at least min_turns ({shortened(self.min_turns)})"
         check("trace.max_turns", self.max_turns, self.max_turns >= self.min_turns, turns)
         check("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 to 1e9")
         for name in ("max_turns", "num_system_prompts", "num_tenants"):

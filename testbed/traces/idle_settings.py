@@ -9,6 +9,7 @@ from typing import Any
 from testbed.traces.arrivals import without_effect
 from testbed.traces.conversations import length_configs
 from testbed.traces.generator_config import SyntheticConfig, tenants_of
+from testbed.traces.lengths import LengthConfig
 
 _OF_LENGTHS = {"value": ("constant", "lognormal"), "sigma": ("lognormal",), "exponent": ("zipf",)}
 
@@ -49,7 +50,7 @@ def _idle(config: SyntheticConfig, usual: SyntheticConfig) -> dict[str, str]:
 def _at(config: SyntheticConfig, path: str) -> Any:
     found: Any = config
     for name in path.split("."):
-        found = getattr(found, name, None)
+        found = getattr(LengthConfig() if found is None else found, name)  # turn_prompt may be absent
     return found
 
 

@@ -144,6 +144,8 @@ def refuse_half_characters(value: object, place: str) -> None:
         near = error.object[max(0, error.start - 20) : error.start].rpartition('"')[2]
         half = f"{ord(error.object[error.start]):04x}"
         raise TraceError(f"{place}: half a character, \\u{half}, after {near!r}; expected whole ones") from None
+    except RecursionError:
+        raise TraceError(f"{place}: not JSON: nested too deeply; expected values nested a few levels deep") from None
 
 
 def json_reason(error: ValueError | RecursionError) -> str:

@@ -52,6 +52,7 @@ class Draft:
     row: TraceRequest
     num_prompt_tokens: int | None  # a count without tokens
     num_output_tokens: int | None
+    has_id: bool = True  # False: its number stands for one
 
 
 def row_from_fields(fields: dict[str, Any], place: str) -> TraceRequest:
@@ -98,7 +99,7 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
         cache_salt=_optional_name(given, place, "cache_salt"),
         place=place,
     )
-    return Draft(row, num_prompt, num_output)
+    return Draft(row, num_prompt, num_output, "request_id" in given)
 
 
 def foreign_format(names: Iterable[str]) -> str | None:

@@ -184,11 +184,14 @@ class Conversation:
             text, drawn = ("prompt", draw.prompt) if self._is_first else (self._later, draw.turn_prompt)
             wait_ns, num_calls = draw.think_ns, draw.num_calls
         answer, drawn_output = ("agent.call", draw.call) if num_calls else ("output", draw.output)
-        new, output = self._cuts.at_most(text, drawn), self._cuts.at_most(answer, drawn_output)
         limit = self._config.max_session_tokens
-        if limit is not None:
+        if limit is None:
+            new, output = self._cuts.count(text, drawn), self._cuts.count(answer, drawn_output)
+        else:
+            new, output = self._cuts.at_most(text, drawn), self._cuts.at_most(answer, drawn_output)
             before = self._num_tokens + sum(document.length for document in documents)
-            if not self._is_first and before + new + output > limit:
+            wanted = before + new + output
+            if not self._is_first and wanted > limit:
                 self._turns_left = self._calls_left = 0
                 return None
             if limit - before < 2:
@@ -197,12 +200,11 @@ class Conversation:
                 raise ConfigError(
                     f"trace.max_session_tokens is {limit}, and {before} tokens stand before the question; raise it"
                 )
-            wanted = new + output
             output = min(output, limit - before - 1)
             new = min(new, limit - before - output)
-            self._cuts.num_first_cut += new + output < wanted
-        self._cuts.count(text, drawn)
-        self._cuts.count(answer, drawn_output)
+            self._cuts.num_first_cut += before + new + output < wanted
+            self._cuts.count(text, drawn)  # now that they are used
+            self._cuts.count(answer, drawn_output)
         self._calls_left = num_calls
         self._turns_left -= not is_call_result
         self._is_first = False

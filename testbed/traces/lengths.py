@@ -70,14 +70,16 @@ class Cuts:
         self._num_cut = dict.fromkeys(configs, 0)
 
     def at_most(self, name: str, length: int) -> int:
-        most = self._most[name]
-        return length if length <= most else most
+        return min(length, self._most[name])
 
     def count(self, name: str, length: int) -> int:
         """As at_most, for a length that is used."""
         self._num[name] += 1
-        self._num_cut[name] += length > self._most[name]
-        return self.at_most(name, length)
+        most = self._most[name]
+        if length <= most:
+            return length
+        self._num_cut[name] += 1
+        return most
 
     def notes(self) -> Iterator[str]:
         """What was cut so far."""

@@ -12,6 +12,8 @@ from testbed.traces.schema import MAX_NS, MAX_NUM_TOKENS
 
 MAX_SECONDS = MAX_NS // 10**9
 MAX_TOKEN_ID = 2**31 - 1
+_TOKENS = f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"  # what is expected
+_NANOSECONDS = f"a whole number of ns from 0 to {MAX_NS:,}"
 
 
 def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
@@ -49,9 +51,7 @@ def token_count(value: object, place: str, field: str) -> int:
         number = int(value)
         if number:
             return number
-    return whole_number(
-        value, place, field, 1, MAX_NUM_TOKENS, f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"
-    )
+    return whole_number(value, place, field, 1, MAX_NUM_TOKENS, _TOKENS)
 
 
 def seconds(value: object, place: str, field: str) -> int:
@@ -70,7 +70,7 @@ def seconds(value: object, place: str, field: str) -> int:
 
 
 def nanoseconds(value: object, place: str, field: str) -> int:
-    return whole_number(value, place, field, 0, MAX_NS, f"a whole number of ns from 0 to {MAX_NS:,}")
+    return whole_number(value, place, field, 0, MAX_NS, _NANOSECONDS)
 
 
 def token_ids(value: object, place: str, field: str) -> array[int]:

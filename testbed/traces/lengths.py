@@ -88,7 +88,7 @@ class Cuts:
                 num = self._num[name]
                 yield f"{num_cut:,} of {num:,} lengths cut at {self._most[name]:,} tokens: trace.{name}.max_tokens"
         if self.num_first_cut:
-            yield f"{self.num_first_cut:,} first turns cut: trace.max_session_tokens"
+            yield f"{self.num_first_cut:,} first turns cut, documents first: trace.max_session_tokens"
 
 
 def expected_cuts(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:

@@ -131,7 +131,7 @@ def test_the_tail_of_a_distribution_is_cut_as_before_and_told():
         [100 * Counter(new[i])[most] / len(new[i]) for i, most in enumerate((8192, 3000))], abs=2
     )
     short = generate(SyntheticConfig(num_requests=50, max_session_tokens=100), 1)
-    assert short.notes[-1].endswith("first turns cut: trace.max_session_tokens")
+    assert short.notes[-1].endswith("first turns cut, documents first: trace.max_session_tokens")
 
 
 @pytest.mark.parametrize(

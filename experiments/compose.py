@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from experiments.config import GROUPS, RunConfig, register
-from experiments.messages import is_hydras, not_a_list, options, translate, unknown_key, wrong_type
+from experiments.messages import is_hydras, not_a_list, options, too_large, translate, unknown_key, wrong_type
 from experiments.settings import unknown
 from testbed.errors import ConfigError
 
@@ -44,6 +44,8 @@ def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, 
         if not is_hydras(error):
             raise
         raise translate(error, overrides) from None
+    except OverflowError:
+        raise too_large(overrides) from None
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()} | ({"hydra": of_hydra} if with_hydra else {})
 
@@ -91,6 +93,8 @@ def _lay_over(node: DictConfig, override: str, overrides: list[str]) -> None:
             raise not_a_list(override) from None
         said = wrong_type(override, str(error)) or ConfigError(f"{override}: {str(error).splitlines()[0]}")
         raise said from None
+    except OverflowError:
+        raise too_large([override]) from None
 
 
 def _option(group: str, saved: dict[str, Any], chosen: dict[str, str]) -> str:

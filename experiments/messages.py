@@ -138,6 +138,13 @@ def _detail(text: str) -> str:
     return telling[0] if telling else lines[0]
 
 
+def too_large(overrides: list[str]) -> ConfigError:
+    """The error for a whole number that no float holds, given where a number is wanted."""
+    longest = max(overrides, key=lambda item: len(re.sub(r"\D", "", item)), default="")
+    shown = longest if len(longest) <= 80 else longest[:77] + "..."
+    return ConfigError(f"{shown}: it must be a number that a float holds")
+
+
 def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     from difflib import get_close_matches
 
@@ -148,7 +155,9 @@ def unknown_key(key: str, overrides: list[str]) -> ConfigError:
         return ConfigError(f"{of}; leave it out, or choose {group}={owners[0]}")
     keys = valid_keys(overrides)
     near = get_close_matches(key, keys, n=1, cutoff=0.5)
-    group = key.rpartition(".")[0]
+    group, _, name = key.rpartition(".")
+    if group in _GIVEN_WHOLE:
+        return ConfigError(f"unknown key {key!r}; {group} is given whole, as in '{group}={{{name}: …}}'")
     siblings = [name for name in keys if name.rpartition(".")[0] == group]
     hint = f"did you mean {near[0]!r}? " if near else ""
     if group and siblings:
@@ -158,6 +167,7 @@ def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     return ConfigError(f"unknown key {key!r}; {hint}{where}")
 
 
+_GIVEN_WHOLE = ("trace.turn_prompt",)  # groups that may be absent
 _OF_FLEETS = ("backend.num_replicas", "backend.router", "backend.replicas_per_link")
 
 

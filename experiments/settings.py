@@ -37,7 +37,7 @@ class TraceConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"trace.{name} is {value}; it must be at least 1, or null")
         if not 0 < self.rate_scale < float("inf"):
-            raise ConfigError(f"trace.rate_scale is {self.rate_scale}; it must be above 0")
+            raise ConfigError(f"trace.rate_scale is {self.rate_scale}; it must be a finite number above 0")
         if self.start_s < 0 or (self.end_s is not None and self.end_s <= self.start_s):
             raise ConfigError(
                 f"trace.start_s is {self.start_s} and trace.end_s is {self.end_s}; the window must start at 0 or later "

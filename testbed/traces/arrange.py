@@ -98,8 +98,16 @@ def check_turn(row: TraceRequest, previous: TraceRequest | None) -> TraceRequest
     return row
 
 
-def used_twice(row: TraceRequest, first: str = "") -> TraceError:
-    """The error for an id that another row has. first: where that one is, if known."""
+def used_twice(row: TraceRequest, first: str = "", *, is_number: bool = False) -> TraceError:
+    """The error for an id that another row has. first: where that one is, if known.
+
+    is_number: the row has none of its own, and is called by its number.
+    """
+    if is_number:
+        return TraceError(
+            f"{_where(row)}: field 'request_id' is absent, and the row's number, {row.request_id}, is the id of "
+            f"{first or 'a row before it'}; expected an id in every row, or in none"
+        )
     return TraceError(
         f"{_where(row)}: field 'request_id' is {row.request_id!r}; expected an id not used before"
         + (f" (first at {first})" if first else "")

@@ -18,7 +18,11 @@ from testbed.errors import ConfigError
 from testbed.traces.draws import CHUNK, Stream, check, choose
 from testbed.traces.schema import MAX_NS
 
-ARRIVALS = ("poisson", "gamma", "deterministic", "mmpp", "diurnal", "all_at_once")
+ARRIVALS = ("poisson", "gamma", "deterministic", "mmpp", "diurnal", "all_at_once")  # the last has no rate
+_OF_KIND = {  # settings that matter to some processes only
+    "cv": ("gamma",), "burst_factor": ("mmpp",), "burst_s": ("mmpp",), "calm_s": ("mmpp",),
+    "amplitude": ("diurnal",), "period_s": ("diurnal",), "peak_s": ("diurnal",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,34 @@ class ArrivalConfig:
         check("trace.amplitude", self.amplitude, 0 <= self.amplitude <= 1, "0 to 1")
         check("trace.peak_s", self.peak_s, 0 <= self.peak_s <= 1e9, "0 to 1e9 s")
 
+    def says(self) -> str:
+        """The process in words, with all that it depends on."""
+        told = [self.arrival] if self.arrival == "all_at_once" else [self.arrival, f"{self.rate:g} per second"]
+        told += [f"{name} {getattr(self, name):g}" for name, kinds in _OF_KIND.items() if self.arrival in kinds]
+        return ", ".join(told)
+
     @classmethod
     def kinds(cls) -> tuple[str, ...]:
         return ARRIVALS
+
+
+def idle_notes(config: ArrivalConfig, prefix: str = "trace.", default: ArrivalConfig | None = None) -> tuple[str, ...]:
+    """A note for each setting that is not as in `default` and that the process does not look at.
+
+    prefix: of the settings' names.
+    """
+    usual = default or ArrivalConfig()
+    return tuple(
+        f"{prefix}{name} has no effect with {prefix}arrival={config.arrival}"
+        for name in without_effect(config)
+        if getattr(config, name) != getattr(usual, name)
+    )
+
+
+def without_effect(config: ArrivalConfig) -> list[str]:
+    """The settings that the process does not look at."""
+    used = {"rate": ARRIVALS[:-1], **_OF_KIND}
+    return [name for name, kinds in used.items() if config.arrival not in kinds]
 
 
 def arrivals(kind: str, rate: float, num: int, rng: np.random.Generator, cv: float = 1.0) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from testbed.errors import ConfigError
 from testbed.traces.draws import Stream, endless, zipf_ranks
 from testbed.traces.generator_config import SyntheticConfig
-from testbed.traces.lengths import JointLengths, endless_lengths, length_stream, table_of_lengths
+from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, endless_lengths, length_stream, table_of_lengths
 from testbed.traces.schema import MAX_NS, Part, Span
 from testbed.traces.synthesis import content_key
 
@@ -50,6 +50,18 @@ class Said(NamedTuple):
     prompt: tuple[Part, ...]
     output: Span
     wait_ns: int
+
+
+def length_configs(config: SyntheticConfig) -> dict[str, LengthConfig]:
+    """The distributions of lengths that are drawn from, by the name of their setting."""
+    return {
+        "prompt": config.prompt,
+        "output": config.output,
+        **({"turn_prompt": config.turn_prompt} if config.turn_prompt and config.max_turns > 1 else {}),
+        **({"agent.call": config.agent.call, "agent.result": config.agent.result} if config.agent.max_calls else {}),
+        **({"rag.document": config.rag.document} if config.rag.num_documents else {}),
+        **({"few_shot.example": config.few_shot.example} if config.few_shot.num_tasks else {}),
+    }
 
 
 def session_draws(config: SyntheticConfig, rng: Stream) -> Iterator[SessionDraw]:
@@ -120,17 +132,19 @@ class Library:
     documents: tuple[Span, ...]
 
     @classmethod
-    def of(cls, config: SyntheticConfig, seed: int, rng: Stream) -> Library:
+    def of(cls, config: SyntheticConfig, seed: int, rng: Stream, cuts: Cuts) -> Library:
         """Of all tenants with one seed: they share what has one number and one length."""
 
         def keyed(kind: str, sizes: list[int]) -> tuple[Span, ...]:
             return tuple(Span(content_key(kind, seed, i), 0, size) for i, size in enumerate(sizes) if size)
 
         shots, rag = config.few_shot, config.rag
-        examples = table_of_lengths(shots.example, "example", shots.num_tasks * shots.num_examples, rng)
+        drawn = table_of_lengths(shots.example, "example", shots.num_tasks * shots.num_examples, rng)
+        examples = [cuts.count("few_shot.example", length) for length in drawn]
         each = shots.num_examples
         tasks = [sum(examples[start : start + each]) for start in range(0, len(examples), each or 1)]
-        documents = table_of_lengths(rag.document, "document_length", rag.num_documents, rng)
+        drawn = table_of_lengths(rag.document, "document_length", rag.num_documents, rng)
+        documents = [cuts.count("rag.document", length) for length in drawn]
         systems = [config.system_prompt_tokens] * config.num_system_prompts
         return cls(
             keyed("synthetic-system", systems), keyed("synthetic-task", tasks), keyed("synthetic-doc", documents)
@@ -140,8 +154,10 @@ class Library:
 class Conversation:
     """One session as it grows. `say` gives its next request, or None when it is over."""
 
-    def __init__(self, config: SyntheticConfig, library: Library, draw: SessionDraw, key: int) -> None:
+    def __init__(self, config: SyntheticConfig, library: Library, draw: SessionDraw, key: int, cuts: Cuts) -> None:
         self._config = config
+        self._cuts = cuts
+        self._later = "prompt" if config.turn_prompt is None else "turn_prompt"
         self._library = library
         self._key = key
         self._parts: list[Part] = []  # all that was said, ends of outputs included
@@ -162,15 +178,20 @@ class Conversation:
             return None
         documents: tuple[Span, ...] = ()
         if is_call_result:
-            new, wait_ns, num_calls = draw.result, draw.tool_ns, self._calls_left - 1
+            text, drawn, wait_ns, num_calls = "agent.result", draw.result, draw.tool_ns, self._calls_left - 1
         else:
             documents = tuple(self._library.documents[i] for i in draw.documents)
-            new, wait_ns, num_calls = draw.prompt if self._is_first else draw.turn_prompt, draw.think_ns, draw.num_calls
-        output = draw.call if num_calls else draw.output
+            text, drawn = ("prompt", draw.prompt) if self._is_first else (self._later, draw.turn_prompt)
+            wait_ns, num_calls = draw.think_ns, draw.num_calls
+        answer, drawn_output = ("agent.call", draw.call) if num_calls else ("output", draw.output)
         limit = self._config.max_session_tokens
-        if limit is not None:
+        if limit is None:
+            new, output = self._cuts.count(text, drawn), self._cuts.count(answer, drawn_output)
+        else:
+            new, output = self._cuts.at_most(text, drawn), self._cuts.at_most(answer, drawn_output)
             before = self._num_tokens + sum(document.length for document in documents)
-            if not self._is_first and before + new + output > limit:
+            wanted = before + new + output
+            if not self._is_first and wanted > limit:
                 self._turns_left = self._calls_left = 0
                 return None
             if limit - before < 2:
@@ -181,6 +202,9 @@ class Conversation:
                 )
             output = min(output, limit - before - 1)
             new = min(new, limit - before - output)
+            self._cuts.num_first_cut += before + new + output < wanted
+            self._cuts.count(text, drawn)  # now that they are used
+            self._cuts.count(answer, drawn_output)
         self._calls_left = num_calls
         self._turns_left -= not is_call_result
         self._is_first = False

@@ -70,5 +70,14 @@ def nearest(name: str, choices: Sequence[str]) -> str:
 
 def check(name: str, value: float, condition: bool, expected: str) -> None:
     """Raises ConfigError unless `condition` holds and `value` is finite."""
-    if not condition or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}; it must be {expected}")
+    if not condition or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(f"{name} is {shortened(value)}; it must be {expected}")
+
+
+def shortened(value: object) -> str:
+    """As str; a number of hundreds of digits by its beginning, and how many there are."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        digits = int(value.bit_length() * math.log10(2)) + 1
+        return f"a whole number of about {digits:,} digits"
+    shown = str(value)
+    return shown if len(shown) <= 200 else shown[:197] + "..."

@@ -87,9 +87,22 @@ def frozen_info(path: str | Path) -> FrozenInfo | None:
         return None
     try:
         said = json.loads(metadata[_METADATA])
-        return FrozenInfo(**{**said, "notes": tuple(said["notes"])})
-    except (ValueError, KeyError, TypeError):
-        raise TraceError(f"{path}: its metadata is damaged; freeze the trace again") from None
+        info = FrozenInfo(**{**said, "notes": (*said["notes"],) if isinstance(said["notes"], list) else (None,)})
+    except (ValueError, KeyError, TypeError, RecursionError):
+        info = None
+    if info is None or not _is_sound(info):
+        raise TraceError(f"{path}: its metadata is damaged; freeze the trace again")
+    return info
+
+
+def _is_sound(info: FrozenInfo) -> bool:
+    """Whether everything that a file says of itself is of its kind."""
+    return (
+        all(isinstance(text, str) for text in (info.name, info.fingerprint, *info.notes))
+        and type(info.num_requests) is int
+        and info.num_requests >= 1
+        and isinstance(info.closed_tail, bool)
+    )
 
 
 def has_lost_metadata(path: str | Path) -> bool:
@@ -108,8 +121,14 @@ def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) 
 
     def make() -> Iterator[TraceRequest]:
         digest = Fingerprint()
-        num = 0
+        num, latest_ns = 0, 0
         for row in islice(_rows(path), limit):
+            if row.arrival_ns < latest_ns:
+                raise TraceError(
+                    f"{row.place}: the row arrives before the one before it, as no frozen trace has it: "
+                    "the file was changed; freeze the trace again"
+                )
+            latest_ns = row.arrival_ns
             digest.update(row)
             num += 1
             yield row
@@ -130,7 +149,7 @@ def read_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) ->
 
 
 def _check(path: str | Path, info: FrozenInfo, found: str, num: int) -> None:
-    if found != info.fingerprint:
+    if found != info.fingerprint or num != info.num_requests:
         raise TraceError(
             f"{path}: {num} requests with fingerprint {found}, but {info.num_requests} with {info.fingerprint} were "
             "frozen: the file was changed; freeze the trace again"

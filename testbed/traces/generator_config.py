@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from testbed.errors import ConfigError
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
-from testbed.traces.draws import check, choose, nearest
-from testbed.traces.lengths import MAX_TOKENS, LengthConfig
+from testbed.traces.draws import check, choose, nearest, shortened
+from testbed.traces.lengths import LengthConfig
+from testbed.traces.schema import MAX_NUM_TOKENS
 from testbed.traces.stream import MAX_STREAMED_ROWS
 
 THINK_TIMES = ("constant", "exponential")
@@ -61,10 +65,10 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check("trace.agent.min_calls", self.min_calls, self.min_calls >= 0, "0 or above")
-        expected = f"at least min_calls ({self.min_calls})"
+        expected = f"at least min_calls ({shortened(self.min_calls)})"
         check("trace.agent.max_calls", self.max_calls, self.max_calls >= self.min_calls, expected)
         _check_count("trace.agent.max_calls", self.max_calls)
-        check("trace.agent.tool_time_s", self.tool_time_s, 0 <= self.tool_time_s <= 1e9, "0 or above")
+        check("trace.agent.tool_time_s", self.tool_time_s, 0 <= self.tool_time_s <= 1e9, "0 to 1e9")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +108,13 @@ class SyntheticConfig(ArrivalConfig):
         check("trace.num_requests", num, num >= 1, "at least 1")
         check("trace.num_requests", num, num <= most, f"at most {most:,}")
         check("trace.min_turns", self.min_turns, self.min_turns >= 1, "at least 1")
-        turns = f"at least min_turns ({self.min_turns})"
+        turns = f"at least min_turns ({shortened(self.min_turns)})"
         check("trace.max_turns", self.max_turns, self.max_turns >= self.min_turns, turns)
-        check("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 or above")
+        check("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 to 1e9")
         for name in ("max_turns", "num_system_prompts", "num_tenants"):
             _check_count(f"trace.{name}", getattr(self, name))
         size = self.system_prompt_tokens
-        check("trace.system_prompt_tokens", size, 1 <= size <= MAX_TOKENS, f"1 to {MAX_TOKENS:,}")
+        check("trace.system_prompt_tokens", size, 1 <= size <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
         _check_skew("trace.system_prompt_skew", self.system_prompt_skew)
         limit = self.max_session_tokens
         if limit is not None:
@@ -137,7 +141,8 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
             raise ConfigError(f"{where}.name is {entry['name']!r}, which another tenant has; choose another")
         share = entry.get("share", 1.0)
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        check(f"{where}.share", share if is_number else float("nan"), is_number and share > 0, "a number above 0")
+        if not is_number or not 0 < share <= sys.float_info.max:
+            raise ConfigError(f"{where}.share is {shortened(share)}; it must be a finite number above 0")
         shares[entry["name"]] = float(share)
     found: dict[str, SyntheticConfig] = {}
     total = sum(shares.values())
@@ -159,24 +164,32 @@ def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
         if key not in names:
             raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), names)}valid: {', '.join(names)}")
         present = getattr(base, key)
-        if present is None and isinstance(value, Mapping):
+        kinds = _kinds(type(base), key)  # type: ignore[arg-type]  # a class is hashable
+        if value is None and NoneType in kinds:
+            changed[key] = None
+            continue
+        if LengthConfig in kinds and present is None:
             present = LengthConfig()  # turn_prompt
         if is_dataclass(present):
             if not isinstance(value, Mapping):
                 expected = ", ".join(item.name for item in fields(present))
                 raise ConfigError(f"{where}.{key} is {value!r}; it must be a group with keys of {expected}")
             value = overlaid(present, value, f"{where}.{key}")
-        elif type(present) is not type(value) and not _is_number_for(present, value):
-            raise ConfigError(f"{where}.{key} is {value!r}; it must be a {type(present).__name__}")
+        elif type(value) not in kinds and not (float in kinds and type(value) is int):
+            expected = " or ".join(_KINDS.get(kind, kind.__name__) for kind in kinds)
+            raise ConfigError(f"{where}.{key} is {shortened(repr(value))}; it must be {expected}")
         changed[key] = value
     return replace(base, **changed)
 
 
-def _is_number_for(present: object, value: object) -> bool:
-    """Whether a whole number stands for a float, or a key that is absent by default is set."""
-    if isinstance(value, bool):
-        return False
-    return present is None or (isinstance(present, float) and isinstance(value, int))
+_KINDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", NoneType: "null"}
+
+
+@cache
+def _kinds(cls: type, key: str) -> tuple[type, ...]:
+    """The types that a field of a config may have."""
+    hint = get_type_hints(cls)[key]
+    return get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
 
 
 def _check_count(name: str, value: int, least: int = 0) -> None:

@@ -7,14 +7,24 @@ Rows are made as they are asked for, so a generated trace can be streamed (`stre
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from heapq import heappop, heappush, merge
 from itertools import islice
 
 from testbed.traces.arrivals import arrivals, instants
-from testbed.traces.conversations import Conversation, Library, RowDraw, SessionDraw, row_draws, session_draws
+from testbed.traces.conversations import (
+    Conversation,
+    Library,
+    RowDraw,
+    SessionDraw,
+    length_configs,
+    row_draws,
+    session_draws,
+)
 from testbed.traces.draws import Stream, stream, streams
 from testbed.traces.generator_config import SyntheticConfig, tenants_of
-from testbed.traces.lengths import JointLengths, LengthConfig, lengths
+from testbed.traces.idle_settings import idle_notes
+from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, lengths
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
@@ -36,28 +46,49 @@ def generate(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource |
     lengths_from: the trace whose (prompt, output) lengths "empirical" draws, as pairs where both are empirical.
     Raises ConfigError for a negative seed, or if "empirical" has no trace.
     """
-    return whole(stream_generated(config, seed, lengths_from))
+    generators: dict[str, _Generator] = {}
+    trace = whole(_streamed(config, seed, lengths_from, generators))
+    cuts = (f"{_before(label)}{note}" for label, part in generators.items() for note in part.cuts.notes())
+    return replace(trace, notes=(*trace.notes, *cuts))
 
 
 def stream_generated(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource | None = None) -> StreamedTrace:
-    """The same rows as `generate`, made one by one: memory follows the sessions that go on."""
+    """The same rows as `generate`, made one by one: memory follows the sessions that go on.
+
+    Notes tell which share of the lengths is cut, not how many were.
+    """
+    return _streamed(config, seed, lengths_from, None)
+
+
+def _streamed(
+    config: SyntheticConfig, seed: int, lengths_from: TraceSource | None, generators: dict[str, _Generator] | None
+) -> StreamedTrace:
+    """generators: gets those that made the rows, by tenant; None: what will be cut is in the notes."""
     streams(seed)  # refuses a bad seed at once
     joint = None if lengths_from is None else JointLengths(lengths_from)
-    if not config.tenants:
-        is_tail = config.arrival == "closed_loop"
-        return StreamedTrace(
-            config.name,
-            lambda: _Generator(config, seed, "", joint).rows(),
-            num_requests=config.num_requests,
-            closed_tail=is_tail,
-        )
-    tenants = tenants_of(config)
+    parts = tenants_of(config) if config.tenants else {"": config}
+    notes = idle_notes(config)
+    drawn = {label: length_configs(own) for label, own in parts.items()}
+    if joint is not None and all(each.kind != "empirical" for own in drawn.values() for each in own.values()):
+        notes.append("trace.lengths_from has no effect: no length is of kind empirical")
+    if generators is None:
+        for label, own in parts.items():
+            notes += (f"{_before(label)}{note}" for note in expected_cuts(drawn[label], own.num_requests, joint))
 
-    def merged() -> Iterator[TraceRequest]:
-        parts = [_Generator(own, seed, label, joint).rows() for label, own in tenants.items()]
-        return merge(*parts, key=lambda row: row.arrival_ns)
+    def rows() -> Iterator[TraceRequest]:
+        made = {label: _Generator(own, seed, label, joint) for label, own in parts.items()}
+        if generators is not None:
+            generators.update(made)
+        each = [part.rows() for part in made.values()]
+        return each[0] if len(each) == 1 else merge(*each, key=lambda row: row.arrival_ns)
 
-    return StreamedTrace(config.name, merged, num_requests=sum(own.num_requests for own in tenants.values()))
+    num = sum(own.num_requests for own in parts.values())
+    is_tail = config.arrival == "closed_loop" and not config.tenants
+    return StreamedTrace(config.name, rows, tuple(notes), num, closed_tail=is_tail)
+
+
+def _before(label: str) -> str:
+    return f"{label}: " if label else ""
 
 
 class _Generator:
@@ -70,7 +101,8 @@ class _Generator:
         self._starts = instants(config, rng, config.num_requests)
         self._sessions: Iterator[SessionDraw] = session_draws(config, rng)
         self._draws: Iterator[RowDraw] = row_draws(config, rng, joint)
-        self._library = Library.of(config, seed, streams(seed))
+        self.cuts = Cuts(length_configs(config))
+        self._library = Library.of(config, seed, streams(seed), self.cuts)
         self._num_sessions = 0
 
     def rows(self) -> Iterator[TraceRequest]:
@@ -87,7 +119,7 @@ class _Generator:
         key = content_key(*name, self._num_sessions)
         self._num_sessions += 1
         tenant = f"tenant-{draw.tenant}" if self._config.num_tenants else (self._label or None)
-        return Conversation(self._config, self._library, draw, key), tenant
+        return Conversation(self._config, self._library, draw, key, self.cuts), tenant
 
     def _session(self, first: RowDraw, start_ns: int) -> Iterator[tuple[TraceRequest, RowDraw]]:
         """The rows of the next session, each with the draw that the row after it will take."""

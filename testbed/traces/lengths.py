@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,11 +12,11 @@ from numpy.typing import NDArray
 
 from testbed.errors import ConfigError
 from testbed.traces.draws import Stream, check, choose, endless
-from testbed.traces.schema import TraceSource
+from testbed.traces.schema import MAX_NUM_TOKENS, TraceSource
 
 LENGTHS = ("constant", "uniform", "lognormal", "zipf", "empirical")
-MAX_TOKENS = 100_000_000
 MAX_ZIPF_SPAN = 2_000_000  # lengths of one Zipf distribution: its table has as many entries
+USUAL_MOST = 8192  # of a distribution that has no end of its own, where none is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class LengthConfig:
 
     kind: "constant" (value), "uniform" (min_tokens … max_tokens, both included), "lognormal" (its median is value,
     sigma the standard deviation of the logarithm), "zipf" (length n of min_tokens … max_tokens with probability
-    proportional to n ** -exponent), "empirical" (pairs of prompt and output lengths from a trace).
+    proportional to n ** -exponent), "empirical" (pairs of prompt and output lengths from a trace). max_tokens: None:
+    what is given (constant, empirical) is not cut, what is drawn ends at 8192.
     """
 
     kind: str = "lognormal"
@@ -32,50 +34,110 @@ class LengthConfig:
     sigma: float = 0.8
     exponent: float = 1.1
     min_tokens: int = 1
-    max_tokens: int = 8192
+    max_tokens: int | None = None  # absent: 8192, but none for constant and empirical
 
     def __post_init__(self) -> None:
         choose("lengths.kind", self.kind, LENGTHS)
-        check("lengths.value", self.value, 1 <= self.value <= MAX_TOKENS, f"1 to {MAX_TOKENS:,}")
+        check("lengths.value", self.value, 1 <= self.value <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
         check("lengths.sigma", self.sigma, 0 <= self.sigma <= 10, "0 to 10")
         check("lengths.exponent", self.exponent, 0 <= self.exponent <= 10, "0 to 10")
-        check("lengths.min_tokens", self.min_tokens, self.min_tokens >= 1, "at least 1")
-        expected = f"from min_tokens ({self.min_tokens}) to {MAX_TOKENS:,}"
-        check("lengths.max_tokens", self.max_tokens, self.min_tokens <= self.max_tokens <= MAX_TOKENS, expected)
-        if self.kind == "zipf" and self.max_tokens - self.min_tokens >= MAX_ZIPF_SPAN:
-            raise ConfigError(
-                f"lengths.max_tokens is {self.max_tokens}; with kind=zipf below min_tokens + {MAX_ZIPF_SPAN:,}"
-            )
+        low, most = self.min_tokens, self.most
+        check("lengths.min_tokens", low, 1 <= low <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
+        expected = f"from min_tokens ({low}) to {MAX_NUM_TOKENS:,}"
+        check("lengths.max_tokens", most, low <= most <= MAX_NUM_TOKENS, expected)
+        if self.kind == "zipf" and most - low >= MAX_ZIPF_SPAN:
+            raise ConfigError(f"lengths.max_tokens is {most}; with kind=zipf below min_tokens + {MAX_ZIPF_SPAN:,}")
+
+    @property
+    def most(self) -> int:
+        """The longest possible, in tokens."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return MAX_NUM_TOKENS if self.kind in ("constant", "empirical") else USUAL_MOST
+
+
+class Cuts:
+    """Cuts lengths at the maximum of their distributions, and counts: no length is cut in silence.
+
+    num_first_cut: first turns that were cut to what a session may have.
+    """
+
+    def __init__(self, configs: Mapping[str, LengthConfig]) -> None:
+        """configs: by the name of their setting."""
+        self.num_first_cut = 0
+        self._most = {name: config.most for name, config in configs.items()}
+        self._num = dict.fromkeys(configs, 0)
+        self._num_cut = dict.fromkeys(configs, 0)
+
+    def at_most(self, name: str, length: int) -> int:
+        return min(length, self._most[name])
+
+    def count(self, name: str, length: int) -> int:
+        """As at_most, for a length that is used."""
+        self._num[name] += 1
+        most = self._most[name]
+        if length <= most:
+            return length
+        self._num_cut[name] += 1
+        return most
+
+    def notes(self) -> Iterator[str]:
+        """What was cut so far."""
+        for name, num_cut in self._num_cut.items():
+            if num_cut:
+                num = self._num[name]
+                yield f"{num_cut:,} of {num:,} lengths cut at {self._most[name]:,} tokens: trace.{name}.max_tokens"
+        if self.num_first_cut:
+            yield f"{self.num_first_cut:,} first turns cut, documents first: trace.max_session_tokens"
+
+
+def expected_cuts(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:
+    """Notes on what will be cut where about `num` lengths are drawn of each, before they are."""
+    for name, config in configs.items():
+        share = _share_above(config, joint, int(name == "output"))
+        if share * num >= 0.5:
+            yield f"{100 * share:.2g}% of lengths are cut at {config.most:,} tokens: trace.{name}.max_tokens"
+
+
+def _share_above(config: LengthConfig, joint: JointLengths | None, side: int) -> float:
+    """Which share of a distribution's lengths is above its maximum, on average."""
+    if config.kind == "empirical" and joint is not None:
+        return joint.share_above(side, config.most)
+    bound = config.most + 0.5
+    if config.kind == "lognormal" and config.sigma:
+        return math.erfc(math.log(bound / config.value) / (config.sigma * math.sqrt(2))) / 2
+    return float(config.kind in ("constant", "lognormal") and config.value >= bound)
 
 
 def lengths(config: LengthConfig, num: int, rng: np.random.Generator) -> list[int]:
     """`num` lengths in tokens. Raises ConfigError for "empirical", which needs a trace."""
-    return _sampler(config, rng)(num)
+    return [min(length, config.most) for length in _sampler(config, rng)(num)]
 
 
 def endless_lengths(config: LengthConfig, rng: np.random.Generator) -> Iterator[int]:
-    """Lengths in tokens, without end. Raises ConfigError for "empirical", which needs a trace."""
+    """Lengths in tokens, without end, not yet cut at the maximum. Raises ConfigError for "empirical": see `lengths`."""
     return endless(_sampler(config, rng))
 
 
 def _sampler(config: LengthConfig, rng: np.random.Generator) -> Callable[[int], list[int]]:
-    """num -> so many lengths, the next of the stream."""
-    low, high = config.min_tokens, config.max_tokens
+    """num -> so many lengths, the next of the stream, not yet cut at the maximum."""
+    low, high = config.min_tokens, config.most
     if config.kind == "empirical":
         raise ConfigError("lengths.kind is 'empirical' without a trace to draw from; set trace.lengths_from")
     if config.kind == "constant":
-        return lambda num: _whole(np.full(num, config.value), low, high)
+        return lambda num: _whole(np.full(num, config.value), low)
     if config.kind == "uniform":
         return lambda num: rng.integers(low, high, num, endpoint=True).tolist()
     if config.kind == "lognormal":
-        return lambda num: _whole(config.value * np.exp(config.sigma * rng.standard_normal(num)), low, high)
+        return lambda num: _whole(config.value * np.exp(config.sigma * rng.standard_normal(num)), low)
     weights = np.arange(low, high + 1, dtype=np.float64) ** -config.exponent
     cumulated = np.cumsum(weights) / weights.sum()
-    return lambda num: _whole(low + np.searchsorted(cumulated, rng.random(num), side="right"), low, high)
+    return lambda num: _whole(low + np.searchsorted(cumulated, rng.random(num), side="right"), low)
 
 
-def _whole(samples: NDArray[np.generic], low: int, high: int) -> list[int]:
-    lengths: list[int] = np.clip(np.rint(samples), low, high).astype(np.int64).tolist()
+def _whole(samples: NDArray[np.generic], low: int) -> list[int]:
+    """At least `low`; what is above all maxima stays above them."""
+    lengths: list[int] = np.clip(np.rint(samples), low, MAX_NUM_TOKENS + 1).astype(np.int64).tolist()
     return lengths
 
 
@@ -90,27 +152,34 @@ class JointLengths:
         self._pairs = np.array(pairs, dtype=np.int64)  # [num_rows, 2]
 
     def draw(self, rng: Stream, side: int, config: LengthConfig) -> Iterator[int]:
-        """One side (0: prompt, 1: output) of the pairs, clipped; both sides of one stream belong together."""
+        """One side (0: prompt, 1: output) of the pairs; both sides of one stream belong together.
+
+        Not below the minimum, and not yet cut at the maximum.
+        """
         source = rng("empirical")
         num = len(self._pairs)
 
         def sample(size: int) -> list[int]:
             found = self._pairs[source.integers(0, num, size), side]
-            clipped: list[int] = np.clip(found, config.min_tokens, config.max_tokens).tolist()
-            return clipped
+            drawn: list[int] = np.maximum(found, config.min_tokens).tolist()
+            return drawn
 
         return endless(sample)
+
+    def share_above(self, side: int, most: int) -> float:
+        """Of the rows."""
+        return float((self._pairs[:, side] > most).mean())
 
 
 def length_stream(
     config: LengthConfig, purpose: str, side: int, rng: Stream, joint: JointLengths | None
 ) -> Iterator[int]:
-    """The lengths for one purpose; empirical ones come from `joint`."""
+    """The lengths for one purpose, not yet cut at the maximum; empirical ones come from `joint`."""
     if config.kind == "empirical" and joint is not None:
         return joint.draw(rng, side, config)
     return endless_lengths(config, rng(purpose))
 
 
 def table_of_lengths(config: LengthConfig, purpose: str, num: int, rng: Stream) -> list[int]:
-    """`num` lengths that belong to things (documents, examples), drawn once."""
+    """`num` lengths that belong to things (documents, examples), drawn once, not yet cut at the maximum."""
     return list(islice(endless_lengths(config, rng(purpose)), num))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 MAX_NS = 2**62  # of an arrival or a wait, so that sums of a few stay within int64
+MAX_NUM_TOKENS = 100_000_000  # of one prompt or output; more is surely a mistake, and would not fit in memory
 
 
 class Span(NamedTuple):

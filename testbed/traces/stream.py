@@ -72,7 +72,7 @@ class StreamedTrace:
                     raise too_late(row)
                 raise OutOfOrderError(
                     f"{row.place or row.request_id}: the row arrives at {row.arrival_ns / 1e9} s, before the one "
-                    f"before it at {latest_ns / 1e9} s; set trace.stream=false: it is then read whole and sorted"
+                    f"before it at {latest_ns / 1e9} s; expected rows in order of arrival"
                 )
             latest_ns = row.arrival_ns
             yield row

@@ -151,6 +151,15 @@ def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixt
         (["freeze", "out.jsonl"], "out.jsonl: a trace is frozen to a Parquet file"),
         (["synthesise", "out.jsonl", "rat=3"], "unknown key 'trace.rat'; did you mean 'trace.rate'?"),
         (["synthesise", "out.jsonl", "rate=0"], "trace.rate is 0"),
+        (["synthesise", "out.jsonl", "rate=1" + 400 * "0"], "0...: it must be a number that a float holds"),
+        (
+            ["synthesise", "out.jsonl", "turn_prompt.value=6"],
+            "trace.turn_prompt is given whole, as in 'trace.turn_prompt={value: …}'",
+        ),
+        (
+            ["synthesise", "out.jsonl", "transforms=[{name: set_rate, rate: 2}]"],
+            "trace.transforms[0] (set_rate) lacks 'by'; choose by: thin (keeps all times, and leaves whole",
+        ),
         (["synthesise", "out.jsonl", "rate"], "'rate' is no key=value"),
         (["freeze", "out.parquet", "trace=azure"], "trace=azure needs trace.path=<file>"),
     ],

@@ -28,7 +28,7 @@ def message(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("step", "told"),
     [
-        ("{name: scale_rate, factor: -1}", "(scale_rate): factor is -1; it must be above 0"),
+        ("{name: scale_rate, factor: -1}", "(scale_rate): factor is -1; it must be a finite number above 0"),
         ("{name: scale_rate, factor: 1e-300}", "(scale_rate): factor is 1e-300; it must be large enough"),
         ("{name: limit, num_requests: 0}", "(limit): num_requests is 0; it must be at least 1"),
         ("{name: window, start_s: 2, end_s: 1}", "(window): end_s is 1; it must be above start_s (2)"),

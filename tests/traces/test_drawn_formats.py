@@ -79,7 +79,7 @@ def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
     ("files", "message"),
     [
         (clients("0,0.5,1.2,Gamma,0.69\n"), r"chunk-0-trace\.csv:1: 5 cells; expected 6"),
-        (clients("0,x,1.2,Gamma,0.69,1\n"), r"csv:1: field 'rate' is 'x'; expected a finite number, 0 or above"),
+        (clients("0,x,1.2,Gamma,0.69,1\n"), r"csv:1: field 'rate' is 'x'; expected a number from 0 to 1e"),
         (clients("0,-1,1.2,Gamma,0.69,1\n"), "field 'rate' is '-1'"),
         (clients("0,1,1.2,Pareto,0.69,1\n"), "field 'pattern' is 'Pareto'; expected Gamma, Weibull or nothing"),
         (clients("0,1,1.2,,0.69,1\n"), "field 'pattern' is ''; expected Gamma or Weibull, as the rate is above 0"),
@@ -95,11 +95,19 @@ def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
         (clients(data=dataset("{-1: 1.0}")), "whole lengths from 0"),
         (clients(data=dataset("{a: 1.0}")), "field 'tokens' is"),
         ({"m/chunk-0-trace.csv": WINDOWS}, r"client 0 has no lengths; expected chunk-0-dataset\.json"),
+        (clients(data=dataset("{inf: 0.5, 10: 0.5}")), r"field 'tokens' is '\{…, inf: …\}'; .* from 0 to 100,000,000"),
+        (clients(data=dataset("{1e300: 0.5, 10: 0.5}")), r"field 'tokens' is '\{…, 1e\+300: …\}'"),
+        (clients(data=dataset("{3000000000: 1.0}")), r"field 'tokens' is '\{…, 3000000000: …\}'"),
+        (clients(data=dataset("{1_0: 1.0}")), "field 'tokens' is '{1_0: 1.0}'"),
+        (clients(data=dataset("{\u0663: 1.0}")), "field 'tokens' is"),
+        (clients("0,\u0663,1,Gamma,1,1\n"), "field 'rate' is '\u0663'"),
         ({"m/chunk-x-trace.csv": WINDOWS}, "the file's name is unknown; expected chunk-N-trace.csv"),
+        ({"m/chunk-\u00b2-trace.csv": WINDOWS}, "the file's name is unknown; expected chunk-N-trace.csv"),
         ({"readme.md": ""}, "no client; expected files chunk-N-trace.csv"),
     ],
 )
 def test_bad_servegen_archives_are_refused(tmp_path, files, message):
+    assert len(read_servegen(archive(tmp_path / "s.tar.gz", clients(data=dataset("{1e300: 0.0, 10: 1.0}"))))) == 900
     with pytest.raises(TraceError, match=message):
         read_servegen(archive(tmp_path / "s.tar.gz", files))
 
@@ -127,7 +135,7 @@ def test_lengths_take_the_arrivals_that_are_asked_for(tmp_path):
     assert [(r.arrival_ns, r.num_prompt_tokens, r.num_output_tokens) for r in trace] == [
         (0, 74, 918), (S // 2, 290, 905), (S, 5, 6)
     ]  # fmt: skip
-    assert trace.notes == ("arrivals are not the file's: deterministic with seed 0, 2 per second",)
+    assert trace.notes == ("arrivals are not the file's: deterministic, 2 per second, seed 0",)
     assert fingerprint(read_lengths(file, seed=1)) != fingerprint(read_lengths(file, seed=2))
     with pytest.raises(ConfigError, match="seed is -1"):
         read_lengths(file, seed=-1)
@@ -232,6 +240,10 @@ def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
         (session(requests=[asked(-1, 64, [1])]), "field 't' is -1"),
         (session(requests=[asked(5, 64, [1]), asked(4, 64, [1])]), "request 2: field 't' is 4; expected at least 5"),
         (session(requests=[asked(5, 64, [1]), asked(6, 64, [1], think_time=-3)]), "field 'think_time' is -3"),
+        (
+            session(requests=[asked(5, 64, [1], api_time="x"), asked(6, 64, [1], think_time=1)]),
+            "request 1: field 'api_time' is 'x'; expected a number of seconds",
+        ),
         (session(requests=[{"t": 0}]), "request 1: field 'in' is missing"),
         (session(requests=[3]), "field 'requests' is 3; expected an object"),
         (session(requests={}), "expected a list of requests"),

@@ -1,5 +1,7 @@
 """A frozen trace is read back exactly, whole or row by row, and a file that was changed is refused."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from testbed.traces.generators import SyntheticConfig, generate, stream_generate
 from testbed.traces.readers import open_trace, read_csv_trace, read_jsonl, read_trace
 from testbed.traces.schema import Trace
 from testbed.traces.serialize import row_from_json, row_to_json, write_csv, write_jsonl
-from testbed.traces.stream import StreamedTrace
+from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.transforms import scale_rate
 
 pytest.importorskip("pyarrow")
@@ -24,7 +26,10 @@ def test_a_frozen_trace_keeps_rows_name_notes_and_fingerprint(tmp_path, arrival)
     info = freeze_trace(source, tmp_path / "t.parquet")
     assert frozen_info(tmp_path / "t.parquet") == info
     trace = read_trace("parquet", tmp_path / "t.parquet")
-    assert (trace.name, trace.notes, fingerprint(trace)) == ("synthetic", ("arrival rate x 2",), info.fingerprint)
+    told = "arrival rate x 2"
+    if arrival == "closed_loop":
+        told += ", which changes nothing: all requests but closed-loop turns arrive at 0"
+    assert (trace.name, trace.notes, fingerprint(trace)) == ("synthetic", (told,), info.fingerprint)
     assert info.fingerprint == fingerprint(source)
     stream = open_trace("parquet", tmp_path / "t.parquet", stream=True)
     assert isinstance(stream, StreamedTrace)
@@ -47,10 +52,40 @@ def test_a_frozen_file_that_was_changed_is_refused(tmp_path):
     pq.write_table(table.replace_schema_metadata({b"testbed.trace": b"{"}), file)
     with pytest.raises(TraceError, match="its metadata is damaged"):
         read_trace("parquet", file)
+    said = json.loads(table.schema.metadata[b"testbed.trace"])
+    wrong = {
+        "num_requests": ("70", 0, True),
+        "fingerprint": (7,),
+        "closed_tail": (1,),
+        "notes": ("abc",),
+        "name": (None,),
+    }
+    damaged = [json.dumps({**said, key: value}) for key, values in wrong.items() for value in values]
+    for text in (*damaged, "[" * 100_000):
+        pq.write_table(table.replace_schema_metadata({b"testbed.trace": text.encode()}), file)
+        with pytest.raises(TraceError, match="its metadata is damaged"):
+            read_trace("parquet", file)
+    pq.write_table(
+        table.replace_schema_metadata({b"testbed.trace": json.dumps({**said, "num_requests": 69}).encode()}), file
+    )
+    with pytest.raises(TraceError, match=r"70 requests with fingerprint (\w+), but 69 with \1 were frozen"):
+        read_trace("parquet", file)
     pq.write_table(table.replace_schema_metadata(None), file)
     trace = read_trace("parquet", file)  # our own schema, no longer frozen
     assert trace.name == "parquet"
     assert "metadata is gone, so it was not checked" in trace.notes[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_frozen_file_out_of_order_was_changed_however_it_is_read(tmp_path, stream):
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "t.parquet"
+    freeze_trace(generate(SyntheticConfig(num_requests=9), 3), file)
+    table = pq.read_table(file)
+    pq.write_table(table.take([0, 2, 1, *range(3, 9)]), file)
+    with pytest.raises(TraceError, match=r"t\.parquet:3: the row arrives before .* freeze the trace again$"):
+        whole(open_trace("parquet", file, stream=stream))
 
 
 def test_what_a_limit_leaves_unchecked_is_said(tmp_path):

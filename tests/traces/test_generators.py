@@ -1,13 +1,26 @@
 """Generated traces: reproducible, streams independent of each other, distributions and structure as configured."""
 
 import statistics
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from testbed.errors import ConfigError
+from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
-from testbed.traces.generators import LengthConfig, SyntheticConfig, arrivals, generate, lengths, stream
+from testbed.traces.generator_config import RagConfig
+from testbed.traces.generators import (
+    LengthConfig,
+    SyntheticConfig,
+    arrivals,
+    generate,
+    lengths,
+    stream,
+    stream_generated,
+)
+from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.synthesis import materialize
 
 CHAT = SyntheticConfig(num_requests=300, min_turns=2, max_turns=6, num_system_prompts=3, system_prompt_tokens=40)
@@ -75,6 +88,107 @@ def test_empirical_lengths_come_in_pairs():
         generate(SyntheticConfig(prompt=empirical))
 
 
+LONG = [(7, 3), (20_000, 9_000), (300_000, 5)]
+
+
+def test_what_is_given_is_not_cut_and_a_cut_is_told_with_counts():
+    rows = [TraceRequest(str(i), i, (Span(i, 0, a),), Span(i, a, b)) for i, (a, b) in enumerate(LONG)]
+    source, empirical = arrange("long", rows), LengthConfig("empirical")
+    config = SyntheticConfig(num_requests=300, prompt=empirical, output=empirical)
+    drawn = generate(config, 2, source)
+    assert {(row.num_prompt_tokens, row.num_output_tokens) for row in drawn} == set(LONG)
+    assert drawn.notes == stream_generated(config, 2, source).notes == ()
+    cut_at = replace(config, prompt=replace(empirical, max_tokens=8192))
+    cut = generate(cut_at, 2, source)
+    num = sum(row.num_prompt_tokens > 8192 for row in drawn)
+    assert cut.notes == (f"{num} of 300 lengths cut at 8,192 tokens: trace.prompt.max_tokens",)
+    pairs = zip(drawn, cut, strict=True)
+    assert all(b.num_prompt_tokens == min(a.num_prompt_tokens, 8192) for a, b in pairs)
+    told = "67% of lengths are cut at 8,192 tokens: trace.prompt.max_tokens"
+    assert stream_generated(cut_at, 2, source).notes == (told,)
+    constant = SyntheticConfig(num_requests=3, prompt=LengthConfig("constant", 100_000))
+    assert [row.num_prompt_tokens for row in generate(constant)] == [100_000] * 3
+
+
+def test_the_tail_of_a_distribution_is_cut_as_before_and_told():
+    config = SyntheticConfig(num_requests=4000, max_turns=3, prompt=LengthConfig(value=4000.0), num_tenants=0,
+                             turn_prompt=LengthConfig(value=2000.0, max_tokens=3000))  # fmt: skip
+    trace = generate(config, 1)
+    new = {0: [], 1: []}
+    said = 0
+    for row in trace:
+        said = said if row.turn else 0
+        new[min(row.turn, 1)].append(row.num_prompt_tokens - said)
+        said = row.num_prompt_tokens + row.num_output_tokens
+    expected = [
+        f"{counts[most]:,} of {len(lengths):,} lengths cut at {most:,} tokens: trace.{name}.max_tokens"
+        for name, most, lengths in (("prompt", 8192, new[0]), ("turn_prompt", 3000, new[1]))
+        for counts in [Counter(lengths)]
+    ]
+    assert [note for note in trace.notes if "output" not in note] == expected, "none is drawn at the very maximum"
+    shares = [int(note.split("%")[0]) for note in stream_generated(config, 1).notes]
+    assert shares == pytest.approx(
+        [100 * Counter(new[i])[most] / len(new[i]) for i, most in enumerate((8192, 3000))], abs=2
+    )
+    short = generate(SyntheticConfig(num_requests=50, max_session_tokens=100), 1)
+    assert short.notes[-1].endswith("first turns cut, documents first: trace.max_session_tokens")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"cv": 2.0}, ["trace.cv has no effect with trace.arrival=poisson"]),
+        ({"arrival": "gamma", "cv": 2.0}, []),
+        ({"num_users": 3}, ["trace.num_users has no effect with trace.arrival=poisson"]),
+        ({"arrival": "closed_loop", "num_users": 3, "think_time_s": 1.0}, []),
+        ({"arrival": "closed_loop", "rate": 9.0}, ["trace.rate has no effect with trace.arrival=closed_loop"]),
+        ({"think_time_s": 1.0}, ["trace.think_time_s has no effect with trace.max_turns=1"]),
+        ({"think_time_s": 1.0, "max_turns": 2}, []),
+        ({"rag": RagConfig(skew=2.0)}, ["trace.rag.skew has no effect with trace.rag.num_documents=0"]),
+        ({"rag": RagConfig(num_documents=2, skew=2.0)}, []),
+        (
+            {"prompt": LengthConfig("uniform", value=9.0)},
+            ["trace.prompt.value has no effect with trace.prompt.kind=uniform"],
+        ),
+        ({"cv": 2.0, "tenants": ({"name": "a", "arrival": "gamma"}, {"name": "b"})}, []),
+        (
+            {"cv": 2.0, "tenants": ({"name": "a", "cv": 3.0}, {"name": "b"})},
+            [
+                "trace.cv has no effect with trace.arrival=poisson",
+                "trace.tenants[0].cv has no effect with trace.arrival=poisson",
+            ],
+        ),
+    ],
+)
+def test_settings_without_effect_are_told(values, told):
+    config = SyntheticConfig(num_requests=5, **values)
+    assert list(generate(config).notes) == told == list(stream_generated(config).notes)
+    if told and "tenants" not in values:
+        plain = {"arrival": values["arrival"]} if "arrival" in values else {}
+        if "prompt" not in values:
+            assert fingerprint(generate(config)) == fingerprint(generate(SyntheticConfig(num_requests=5, **plain)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"max_session_tokens": "x"},
+            r"trace\.tenants\[0\]\.max_session_tokens is 'x'; it must be a whole number or null",
+        ),
+        ({"turn_prompt": 5}, r"trace\.tenants\[0\]\.turn_prompt is 5; it must be a group with keys of kind, value"),
+        ({"rate": True}, r"trace\.tenants\[0\]\.rate is True; it must be a number"),
+        ({"share": 10**400}, r"trace\.tenants\[0\]\.share is a whole number of about 401 digits; it must be a finite"),
+        ({"num_users": 10**400}, r"trace\.num_users is a whole number of about 401 digits; it must be 1 to"),
+    ],
+)
+def test_what_a_tenant_has_of_another_type_is_refused(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        SyntheticConfig(tenants=({"name": "a", **entry},))
+    own = {"name": "a", "turn_prompt": {"value": 6}, "max_session_tokens": None, "prompt": {"max_tokens": None}}
+    SyntheticConfig(tenants=(own,), max_session_tokens=99)
+
+
 def test_a_turn_is_the_session_so_far_and_new_text():
     trace = generate(CHAT, 1)
     sessions: dict = {}
@@ -133,7 +247,7 @@ def test_popular_system_prompts_and_tenants():
         ({"cv": 0.0}, "trace.cv is 0.0; it must be above 0"),
         ({"min_turns": 0}, "trace.min_turns is 0"),
         ({"min_turns": 3, "max_turns": 2}, r"trace.max_turns is 2; it must be at least min_turns \(3\)"),
-        ({"think_time_s": -1.0}, "trace.think_time_s is -1.0; it must be 0 or above"),
+        ({"think_time_s": -1.0}, "trace.think_time_s is -1.0; it must be 0 to 1e9"),
         ({"num_system_prompts": -1}, "trace.num_system_prompts is -1"),
         ({"num_tenants": -1}, "trace.num_tenants is -1"),
         ({"system_prompt_tokens": 0}, "trace.system_prompt_tokens is 0"),
@@ -153,7 +267,7 @@ def test_settings_out_of_range_are_refused(values, message):
         ({"kind": "normal"}, "lengths.kind is 'normal'; did you mean 'lognormal'\\? choose one of constant, uniform"),
         ({"value": 0.5}, "lengths.value is 0.5; it must be 1 to"),
         ({"sigma": -1.0}, "lengths.sigma is -1.0"),
-        ({"min_tokens": 0}, "lengths.min_tokens is 0; it must be at least 1"),
+        ({"min_tokens": 0}, "lengths.min_tokens is 0; it must be 1 to 100,000,000"),
         ({"min_tokens": 9, "max_tokens": 8}, r"lengths.max_tokens is 8; it must be from min_tokens \(9\)"),
     ],
 )

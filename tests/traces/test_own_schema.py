@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import SyntheticConfig, generate
-from testbed.traces.readers import read_csv_trace, read_jsonl, read_own, read_parquet
+from testbed.traces.readers import open_trace, read_csv_trace, read_jsonl, read_own, read_parquet
 from testbed.traces.schema import Span, TokenIds, TraceRequest
 from testbed.traces.serialize import row_from_json, row_to_json, write_jsonl
 from testbed.traces.synthesis import materialize
@@ -118,6 +118,15 @@ def test_ids_and_unknown_fields(tmp_path):
     trace = read_jsonl(jsonl(tmp_path, row, row))
     assert [row.request_id for row in trace] == ["0", "1"]
     assert trace.notes == ("ignored fields: colour",)
+    for stream in (False, True):
+        with pytest.raises(
+            TraceError, match=r":2: field 'request_id' is absent, and the row's number, 1, is the id of"
+        ):
+            list(open_trace("jsonl", jsonl(tmp_path, request("1"), row), stream=stream))
+    with pytest.raises(
+        TraceError, match=r":1: field 'request_id' is absent, and the row's number, 0, .*:2; expected an"
+    ):
+        read_jsonl(jsonl(tmp_path, row, request("0")))
 
 
 # --- the three formats ---
@@ -190,7 +199,10 @@ def test_a_csv_of_another_schema_is_told_from_its_header(tmp_path, text, message
 
 GOOD = request("good")
 BAD_ROWS = [
-    ({**GOOD, "arrival_time": -1}, r":1: field 'arrival_time' is -1; expected a finite number of seconds, 0 or above"),
+    (
+        {**GOOD, "arrival_time": -1},
+        r":1: field 'arrival_time' is -1; expected a number of seconds from 0 to 4,611,686,018",
+    ),
     ({**GOOD, "arrival_time": "soon"}, "field 'arrival_time' is 'soon'"),
     ({**GOOD, "arrival_time": True}, "field 'arrival_time' is True"),
     ({**GOOD, "arrival_time": 1e300}, "field 'arrival_time' is 1e"),
@@ -201,6 +213,13 @@ BAD_ROWS = [
     ({"arrival_time": 0}, "neither 'prompt_token_ids' nor 'prompt_tokens' is given; expected one of them"),
     ({**GOOD, "prompt_token_ids": [1]}, "both 'prompt_token_ids' and 'prompt_tokens' are given"),
     ({**GOOD, "output_token_ids": [1]}, "both 'output_token_ids' and 'output_tokens' are given"),
+    ({**GOOD, "arrival_time": 1e12}, r"arrival_time' is 10+\.0; expected a number of seconds from 0 to 4,611,686,018"),
+    ({**GOOD, "arrival_time": "\u0661.\u0665"}, "field 'arrival_time' is '\u0661"),
+    ({**GOOD, "think_time": "1_0"}, "field 'think_time' is '1_0'"),
+    ({**GOOD, "prompt_tokens": "\u0661"}, "field 'prompt_tokens' is '\u0661'"),
+    ({**GOOD, "turn": "\u0661"}, "field 'turn' is '\u0661'"),
+    ({"arrival_time": 0, "prompt_token_ids": "\u0661\u0662 3"}, "field 'prompt_token_ids' is '\u0661"),
+    ({"arrival_time": 0, "prompt_token_ids": "1_0 3"}, "field 'prompt_token_ids' is '1_0 3'"),
     ({**GOOD, "prompt_tokens": 0}, "field 'prompt_tokens' is 0; expected a whole number of tokens from 1"),
     ({**GOOD, "prompt_tokens": -4}, "field 'prompt_tokens' is -4"),
     ({**GOOD, "prompt_tokens": 1.5}, r"field 'prompt_tokens' is 1\.5"),

@@ -20,7 +20,8 @@ from testbed.traces.synthesis import materialize
 S = 10**9
 CHAT = SyntheticConfig(num_requests=60, rate=2.0, max_turns=4, num_system_prompts=1, num_tenants=2)
 STEPS = [
-    {"name": "scale_rate", "factor": 2}, {"name": "speed_up", "factor": 3}, {"name": "set_rate", "rate": 3.5},
+    {"name": "scale_rate", "factor": 2}, {"name": "speed_up", "factor": 3}, 
+    {"name": "set_rate", "rate": 3.5, "by": "warp"},
     {"name": "thin", "fraction": 0.6}, {"name": "set_rate", "rate": 0.5, "by": "thin"},
     {"name": "sample_sessions", "num": 12},
     {"name": "time_warp", "points": [[5, 1], [10, 20]]}, {"name": "stretch_to", "duration_s": 99},
@@ -84,6 +85,19 @@ def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
         ({"name": "time_warp", "points": [[1]]}, r"points is \[1\]"),
         ({"name": "set_rate", "rate": 9, "by": "wrap"}, r"by is 'wrap'; did you mean 'warp'\?"),
         ({"name": "set_rate", "rate": 9, "by": "thin"}, "rate is 9; it must be at most the trace's own 1 per second"),
+        (
+            {"name": "set_rate", "rate": 9},
+            r"\[1\] \(set_rate\) lacks 'by'; choose by: thin \(keeps all times, .*\) or by: "
+            r"warp \(keeps all requests, ",
+        ),
+        ({"name": "set_rate", "rate": 1e-300, "by": "warp"}, "rate is 1e-300; it must be large enough that"),
+        ({"name": "scale_rate", "factor": float("inf")}, "factor is inf; it must be a finite number above 0"),
+        (
+            {"name": "scale_rate", "factor": 10**400},
+            "factor is a whole number of about 401 digits; it must be a number",
+        ),
+        ({"name": "shift", "offset_s": 1e12}, r"must be a number of seconds from -4\.6e\+09 to 4\.6e\+09"),
+        ({"name": "time_warp", "points": [[1, 1e12]]}, r"a list of \[from_s, to_s\], each 0 to 4\.6e\+09"),
         ({"name": "scale_lengths", "prompt": 0}, "prompt is 0; it must be above 0"),
         ({"name": "shift", "offset_s": float("nan")}, "offset_s is nan"),
         ({"name": "sample_sessions", "num": 0}, "num is 0; it must be at least 1"),
@@ -105,7 +119,7 @@ def test_a_second_draw_by_the_same_seed_is_another_one(kind):
         return [row.request_id for row in transforms.apply_all(rows, steps, no_file, 3)]
 
     half = {"name": "thin", "fraction": 0.5, **seed}
-    warp, shift = {"name": "set_rate", "rate": 2.0, **seed}, {"name": "shift", "offset_s": 1.0}
+    warp, shift = {"name": "set_rate", "rate": 2.0, "by": "warp", **seed}, {"name": "shift", "offset_s": 1.0}
     once, twice, thrice = kept(half), kept(half, half), kept(half, half, half)
     assert once == [row.request_id for row in transforms.thin(rows, 0.5, 3)] == kept(shift, warp, half)
     for more, fewer in ((once, twice), (twice, thrice)):
@@ -122,12 +136,48 @@ def test_a_second_draw_by_the_same_seed_is_another_one(kind):
 def test_thinning_and_warping_are_two_ways_to_one_rate():
     config = SyntheticConfig(num_requests=4000, arrival="mmpp", rate=10.0, burst_s=5.0, calm_s=20.0)
     trace = generate(config, 1)
-    warped, thinned = transforms.set_rate(trace, 2.0), transforms.set_rate(trace, 2.0, by="thin")
+    warped, thinned = transforms.set_rate(trace, 2.0, "warp"), transforms.set_rate(trace, 2.0, by="thin", seed=3)
+    own = summarise(trace).rate
+    assert warped.notes == (f"rate set from {own:g} to 2 per second by warp: arrival rate x {2 / own:g}",)
+    told = f"rate set from {own:g} to 2 per second by thin: thinned to {2 / own:g} with seed 3"
+    assert thinned.notes == (f"{told}: {len(thinned)} of 4000 requests kept",)
+    assert transforms.set_rate(stream_generated(config, 1), 2.0, "thin", 3).notes == (told,)
     assert summarise(warped).rate == pytest.approx(2.0, rel=1e-6)
     assert summarise(thinned).rate == pytest.approx(2.0, rel=0.1)
     assert len(warped) == len(trace)
     assert summarise(thinned).duration_s == pytest.approx(summarise(trace).duration_s, rel=0.02)
     assert summarise(warped).dispersion(50.0) == pytest.approx(summarise(trace).dispersion(10.0), rel=0.05)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ({"name": "thin", "fraction": 0.5, "seed": 7}, "thinned to 0.5 with seed 7"),
+        ({"name": "sample_sessions", "num": 3}, "a sample of 3 sessions with seed 5"),
+        ({"name": "time_warp", "points": [[4, 2], [6, 6.5]]}, "time warped through [from_s, to_s] [4, 2], [6, 6.5]"),
+        ({"name": "repeat", "times": 2, "gap_s": 1.5, "fresh_content": False},
+         "repeated 2 times, 1.5 s apart, copies with the same contents"),
+        ({"name": "clip_lengths", "max_prompt_tokens": 3}, "lengths clipped to max_prompt_tokens=3"),
+        ({"name": "arrivals", "arrival": "gamma", "cv": 2.0, "burst_s": 9.0},
+         "sessions start anew by gamma, 4 per second, cv 2, seed 5; burst_s has no effect with arrival=gamma"),
+        ({"name": "scale_rate", "factor": 2}, "arrival rate x 2"),
+    ],
+)  # fmt: skip
+def test_notes_have_what_it_takes_to_do_it_again(step, told, stream):
+    trace = plain(*range(9))
+    source = StreamedTrace("plain", lambda: iter(trace), (), 9) if stream else trace
+    note = transforms.apply_all(source, [step], no_file, 5).notes[-1]
+    assert note == told or note.startswith(f"{told}: ")
+
+
+def test_lengths_are_not_scaled_beyond_what_a_file_may_have():
+    long = [TraceRequest("r", 0, (Span(1, 0, 10**6),), Span(1, 10**6, 5))]
+    assert transforms.scale_lengths(arrange("x", long), 100).rows[0].num_prompt_tokens == 10**8
+    with pytest.raises(
+        ConfigError, match="prompt is 101; it must be smaller: that of r would be above 100,000,000 tok"
+    ):
+        transforms.scale_lengths(arrange("x", long), 101)
 
 
 def test_time_is_warped_along_the_curve():

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from testbed.traces.readers import (
 )
 from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import read_pieces
-from testbed.traces.stream import StreamedTrace
+from testbed.traces.stream import OutOfOrderError, StreamedTrace
 from testbed.traces.synthesis import materialize
 
 AZURE = (
@@ -96,6 +97,7 @@ def test_limit_reads_the_first_rows_only(tmp_path):
         ("2023-11-16 18:15:00,1,inf", r"field 'GeneratedTokens' is 'inf'"),
         ("2023-11-16 18:15:00,1,1_0", r"field 'GeneratedTokens' is '1_0'"),
         ("2023-11-16 18:15:00,1,2.5", r"field 'GeneratedTokens' is '2\.5'"),
+        ("2023-11-16 18:15:00+99:99,1,2", r"field 'TIMESTAMP' is '2023-11-16 18:15:00\+99:99'; .*\(up to 23:59\)"),
         ("2023-11-16 18:15:00,1", r"a\.csv:2: 2 cells; expected 3, as in the header"),
         ('2023-11-16 18:15:00,1,"2', r"a\.csv:2: not CSV"),
     ],
@@ -174,9 +176,12 @@ def test_burstgpt_leaves_failed_requests_out(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("nan,M,1,1,2,x\n", r"b\.csv:2: field 'Timestamp' is 'nan'; expected a finite number of seconds"),
+        ("nan,M,1,1,2,x\n", r"b\.csv:2: field 'Timestamp' is 'nan'; expected a number of seconds from 0 to 4,61"),
         ("inf,M,1,1,2,x\n", "field 'Timestamp' is 'inf'"),
         ("-1,M,1,1,2,x\n", "field 'Timestamp' is '-1'"),
+        ("1e12,M,1,1,2,x\n", r"field 'Timestamp' is '1e12'; expected a number of seconds from 0 to 4,611,686,018"),
+        ("\u0661,M,1,1,2,x\n", "field 'Timestamp' is '\u0661'"),
+        ("1_0,M,1,1,2,x\n", "field 'Timestamp' is '1_0'"),
         ("1,M,0,1,2,x\n", "field 'Request tokens' is '0'"),
         ("1,M,1,-1,2,x\n", "field 'Response tokens' is '-1'"),
         ("1,M,1,0,2,x\n", "1 rows, of which 1 are failed requests"),
@@ -227,6 +232,7 @@ def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
         ('{"timestamp": 0}\n', r"m\.jsonl:1: field 'input_length' is missing; found timestamp"),
         (mooncake(moon(0, 1024, [1])), r"field 'hash_ids' is 'a list of 1'; expected 2 ids, one for each block of 512"),
         (mooncake(moon(0, 5, ["a"])), "field 'hash_ids' is 'a'; expected whole numbers"),
+        (mooncake(moon(0, 5, [10**30])), r"hash_ids' is 10+; expected whole numbers from -2\*\*63 to 2\*\*64"),
         (mooncake(moon(-1, 5, [1])), "field 'timestamp' is -1; expected whole milliseconds"),
         (mooncake(moon(0, 5, [1], 0)), "field 'output_length' is 0"),
         (mooncake(moon(0, True, [1])), "field 'input_length' is True"),
@@ -254,6 +260,52 @@ def test_bailian_chats_become_sessions(tmp_path):
     assert first[16:20] != second[16:20]
     assert second[:32] == third[:32]
     assert second[32:35] != third[32:]  # blocks rounded down: the rest is the request's own
+
+
+@given(st.lists(st.tuples(st.integers(-1, 7), st.integers(0, 5)), min_size=1, max_size=8), st.randoms())
+def test_the_sessions_of_bailian_are_found_in_any_order(tmp_path_factory, chats, random):
+    def line(number, parent, at):
+        fields = {"chat_id": number, "parent_chat_id": parent if parent != number else -1, "timestamp": at}
+        return fields | {"input_length": 40, "output_length": 2, "hash_ids": [number, 9]}
+
+    lines = [line(i, parent, 2 * at + i / 100) for i, (parent, at) in enumerate(chats)]  # no two at one instant
+    ordered = sorted(lines, key=lambda fields: fields["timestamp"])
+    shuffled = random.sample(lines, len(lines))
+    file = tmp_path_factory.mktemp("bailian") / "q.jsonl"
+    found = []
+    for given_lines, stream in ((ordered, False), (ordered, True), (shuffled, False)):
+        file.write_text(mooncake(*given_lines))
+        try:
+            trace = open_trace("bailian", file, stream=stream)
+            found.append((fingerprint(trace), [(row.session_id, row.turn) for row in trace]))
+        except TraceError as error:
+            found.append(re.search("before turn|does not continue|stands after one that continues it", str(error)))
+    if isinstance(found[0], re.Match):
+        assert all(isinstance(refused, re.Match) for refused in found)
+    else:
+        assert found[0] == found[1] == found[2]
+        parents = {f"bailian-{fields['chat_id']}": fields["parent_chat_id"] for fields in lines}
+        turns = {row.request_id: row.turn for row in trace}
+        carried = {parents[name] for name, turn in turns.items() if turn}
+        there = {parent for parent in parents.values() if f"bailian-{parent}" in turns}
+        assert carried == there, "every chat that is continued is carried on by one other"
+
+
+def test_bailian_chats_of_one_instant_and_in_a_circle(tmp_path):
+    def line(number, parent):
+        fields = {"chat_id": number, "parent_chat_id": parent, "timestamp": 5, "input_length": 40}
+        return fields | {"output_length": 2, "hash_ids": [number, 9]}
+
+    file = write(tmp_path, "q.jsonl", mooncake(line(2, 1), line(1, -1)))
+    assert [(row.request_id, row.session_id, row.turn) for row in read_bailian(file)] == [
+        ("bailian-1", "bailian-1", 0),
+        ("bailian-2", "bailian-1", 1),
+    ]
+    with pytest.raises(OutOfOrderError, match=r"q\.jsonl:2: chat 1 stands after one .* set trace\.stream=false"):
+        open_trace("bailian", file, stream=True)
+    write(tmp_path, "q.jsonl", mooncake(line(1, 2), line(2, 1)))
+    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 2; expected a chat that does not"):
+        read_bailian(file)
 
 
 # --- ShareGPT ---
@@ -303,7 +355,8 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
             r"s\.json:2: item 2 is not JSON: Unterminated string; expected",
         ),
         ("[" * 3000, "item 1 is not JSON"),
-        ('[{"id": 1}]', r"conversation 1: field 'conversations' is None"),
+        ("[5]", r'conversation 1: found a JSON int; expected \{"id", "conversations"\}'),
+        ('[{"id": 1}]', r"conversation 1: field 'conversations' is missing; found id"),
         ('[{"conversations": [{"from": "human"}]}]', "field 'conversations' is {'from': 'human'}; expected"),
     ],
 )
@@ -333,6 +386,16 @@ def test_the_items_of_a_list_are_found_wherever_the_file_is_cut(tmp_path_factory
         assert list(json_items(file, "items")) == items
 
 
+@pytest.mark.parametrize("num", [5, 950, 970, 985, 10_000])
+def test_deep_nests_are_named_and_not_a_traceback(tmp_path, num):
+    deep = "[" * num + "]" * num
+    row = '{"timestamp": 0, "input_length": 5, "output_length": 5, "x": "\\u0041", "hash_ids": [' + deep + "]}"
+    with pytest.raises(TraceError, match=r"m\.jsonl:1: "):
+        read_mooncake(write(tmp_path, "m.jsonl", row))
+    with pytest.raises(TraceError, match=r"conversation 1: |item 1 is not JSON"):
+        read_sharegpt(write(tmp_path, "s.json", f"[{deep}]"), tokenizer=words)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -356,7 +419,7 @@ def test_half_a_character_in_a_conversation_is_named(tmp_path):
 
 def test_a_bailian_chat_that_continues_itself_is_refused(tmp_path):
     row = {"chat_id": 1, "parent_chat_id": 1, "timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
-    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'chat_id' is -1; expected a whole number, 0 or above"):
+    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'chat_id' is -1; expected a whole number from 0"):
         read_bailian(write(tmp_path, "q.jsonl", mooncake(row | {"chat_id": -1, "parent_chat_id": -1})))
     with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 1; expected another chat, or -1"):
         read_bailian(write(tmp_path, "q.jsonl", mooncake(row)))

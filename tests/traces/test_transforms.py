@@ -123,7 +123,7 @@ def test_new_arrivals_leave_closed_turns_alone(chat):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: transforms.scale_rate(t, 0), "factor is 0; it must be above 0"),
+        (lambda t: transforms.scale_rate(t, 0), "factor is 0; it must be a finite number above 0"),
         (lambda t: transforms.scale_rate(t, float("nan")), "factor is nan"),
         (lambda t: transforms.scale_rate(t, 1e-300), "factor is 1e-300; it must be large enough"),
         (lambda t: transforms.stretch_to(t, 1e300), r"duration_s is 1e\+300"),

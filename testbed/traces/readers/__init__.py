@@ -116,9 +116,9 @@ def open_trace(
         return source
     try:
         num_requests = sum(1 for _ in source)
-    except OutOfOrderError:
+    except OutOfOrderError as error:
         if stream:
-            raise
+            raise OutOfOrderError(f"{error}; set trace.stream=false: the file is then read whole and sorted") from None
         return reader(path, limit, **options)
     return source.derived(lambda: iter(source), None, num_requests)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange, check_turn
-from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import json_object, name_text, present, refuse, seconds, token_count, whole_number
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
@@ -61,7 +61,7 @@ def read_agentic(
     """
     sessions = _Sessions(path, limit, arrivals or SESSION_STARTS, seed, closed_loop)
     rows = list(sessions)
-    notes = [sessions.note]
+    notes = [sessions.note, *sessions.idle_notes]
     if sessions.num_bad_thinks and closed_loop:
         notes.append(
             f"{sessions.num_bad_thinks} think times did not count from the request before; the time since it arrived "
@@ -79,11 +79,11 @@ def stream_agentic(
 ) -> StreamedTrace:
     """As read_agentic; memory follows the sessions that overlap, and the number of all of them."""
     config = arrivals or SESSION_STARTS
-    note = _Sessions(path, limit, config, seed, closed_loop).note
-    notes = (note, "think times that do not count from the request before are replaced by the time since it arrived")
-    return StreamedTrace(
-        "agentic", lambda: iter(_Sessions(path, limit, config, seed, closed_loop)), notes if closed_loop else (note,)
-    )
+    sessions = _Sessions(path, limit, config, seed, closed_loop)
+    notes = [sessions.note, *sessions.idle_notes]
+    if closed_loop:
+        notes.append("think times that do not count from the request before are replaced by the time since it arrived")
+    return StreamedTrace("agentic", lambda: iter(_Sessions(path, limit, config, seed, closed_loop)), tuple(notes))
 
 
 class _Sessions:
@@ -93,10 +93,8 @@ class _Sessions:
         self, path: str | Path, limit: int | None, arrivals: ArrivalConfig, seed: int, closed_loop: bool
     ) -> None:
         self.num_bad_thinks = 0
-        self.note = (
-            f"sessions start by {arrivals.arrival} arrivals with seed {seed}, {arrivals.rate:g} per second: "
-            "not the file's"
-        )
+        self.note = f"sessions start by {arrivals.says()}, seed {seed}: not the file's"
+        self.idle_notes = idle_notes(arrivals, default=SESSION_STARTS)
         self._path, self._limit, self._closed_loop = path, limit, closed_loop
         self._starts = instants(arrivals, streams(seed))
 
@@ -169,6 +167,9 @@ def _request(
     name = f"{session_id}-t{turn}"
     rest_key = content_key("agentic-rest", name)
     ids = present(entry, "hash_ids", where)
+    for field in ("think_time", "api_time"):
+        if entry.get(field) is not None:
+            seconds(entry[field], where, field)  # checked where nothing takes it, too
     return TraceRequest(
         request_id=name,
         arrival_ns=at_ns,

@@ -25,7 +25,7 @@ _INSTANT = re.compile(
 )
 _Row = tuple[int, int, int, str]
 _key_of = numbered_keys("azure")
-_EXPECTED = "an instant as 2023-11-16 18:15:46.6805900, with or without an offset as +00:00"
+_EXPECTED = "an instant as 2023-11-16 18:15:46.6805900, with or without an offset as +00:00 (up to 23:59)"
 
 
 def read_azure(path: str | Path, limit: int | None = None) -> Trace:
@@ -131,7 +131,8 @@ def parse_instant(text: str, place: str, field: str) -> tuple[int, bool]:
         days = date(int(year), int(month), int(day)).toordinal()
     except ValueError:
         raise refuse(place, field, text, _EXPECTED) from None
-    if int(hour) > 23 or int(minute) > 59 or int(second) > 60:  # 60: a leap second
+    is_offset = not sign or (int(offset_hours) <= 23 and int(offset_minutes) <= 59)
+    if int(hour) > 23 or int(minute) > 59 or int(second) > 60 or not is_offset:  # 60: a leap second
         raise refuse(place, field, text, _EXPECTED)
     total_s = ((days * 24 + int(hour)) * 60 + int(minute)) * 60 + int(second)
     if sign:

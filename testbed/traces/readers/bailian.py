@@ -10,28 +10,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from testbed.traces.readers.fields import json_object, present, refuse, seconds, token_count, whole_number
 from testbed.traces.readers.from_zero import read_from_zero, stream_from_zero
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
 from testbed.traces.schema import Span, Trace, TraceRequest
-from testbed.traces.stream import StreamedTrace
+from testbed.traces.stream import OutOfOrderError, StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 
 SEMANTICS = BlockSemantics(block_tokens=16, rounding="either", scope="global")
 _rest_key_of, _output_key_of = numbered_keys("bailian-rest"), numbered_keys("bailian-output")
 
 
+class _Chat(NamedTuple):
+    """A chat before its session is known. row: its contents are keyed by its place in the file."""
+
+    row: TraceRequest
+    number: int
+    parent: int
+
+
 def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
     """Reads a Bailian file (plain, .gz, .zst), at most its first `limit` rows; the first request arrives at 0.
 
-    A chat's tenant is its `type`. Chats that continue an earlier one of the file are turns of its session, numbered
-    from the first that the file has; where a chat has several continuations, the first carries the session on.
+    A chat's tenant is its `type`. Chats that continue another one of the file are turns of its session, numbered from
+    the first that the file has; where a chat has several continuations, the first in time carries the session on. The
+    order of the file's rows makes no difference, but for rows of one instant.
     Raises TraceError, naming file and line, on a malformed row.
     """
-    return read_from_zero("bailian", path, _rows(path, limit))
+    return read_from_zero("bailian", path, iter(_linked(list(_chats(path, limit)))))
 
 
 def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
@@ -39,41 +48,94 @@ def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
 
     Memory follows the number of chats: what each may be continued by.
     """
-    return stream_from_zero("bailian", path, lambda: _rows(path, limit))
+    return stream_from_zero("bailian", path, lambda: _streamed(path, limit))
 
 
-def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
-    """The rows in the file's order, on the file's clock."""
+def _streamed(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
+    """The rows of a file in which no chat stands before the one that it continues."""
+    known: dict[int, tuple[str, int] | None] = {}  # -> (session, turn); None: another chat carries its session on
+    awaited: set[int] = set()  # parents that were not there
+    for row, number, parent in _chats(path, limit):
+        if number in awaited:
+            raise OutOfOrderError(
+                f"{row.place}: chat {number} stands after one that continues it; expected rows in order"
+            )
+        session, turn = known.get(parent) or (f"bailian-{number}", -1)
+        if parent in known:
+            known[parent] = None
+        elif parent >= 0:
+            awaited.add(parent)
+        known[number] = (session, turn + 1)
+        yield row._replace(session_id=session, turn=turn + 1)
+
+
+def _linked(chats: list[_Chat]) -> list[TraceRequest]:
+    """The rows of all chats, in the file's order, with their sessions. Contents are keyed by the place in time."""
+    order = sorted(range(len(chats)), key=lambda position: chats[position].row.arrival_ns)
+    positions = {chat.number: position for position, chat in enumerate(chats)}
+    following: dict[int, int] = {}  # by position: the chat that carries the session on
+    roots: list[int] = []
+    for position in order:
+        parent = positions.get(chats[position].parent)
+        if parent is None or parent in following:
+            roots.append(position)
+        else:
+            following[parent] = position
+    rows: dict[int, TraceRequest] = {}
+    for root in roots:
+        session, turn = f"bailian-{chats[root].number}", 0
+        at: int | None = root
+        while at is not None:
+            rows[at] = chats[at].row._replace(session_id=session, turn=turn)
+            at, turn = following.get(at), turn + 1
+    if len(rows) < len(chats):
+        row, _, parent_number = next(chat for position, chat in enumerate(chats) if position not in rows)
+        raise refuse(row.place, "parent_chat_id", parent_number, "a chat that does not continue this one in turn")
+    for place, position in enumerate(order):
+        if place != position:
+            rows[position] = _rekeyed(rows[position], position, place)
+    return [rows[position] for position in range(len(chats))]
+
+
+def _rekeyed(row: TraceRequest, before: int, after: int) -> TraceRequest:
+    """The row with the contents that no id names keyed by another place."""
+    *parts, last = row.prompt
+    if isinstance(last, Span) and last.key == _rest_key_of(before):
+        last = last._replace(key=_rest_key_of(after))
+    assert isinstance(row.output, Span)
+    return row._replace(prompt=(*parts, last), output=row.output._replace(key=_output_key_of(after)))
+
+
+def _chats(path: str | Path, limit: int | None) -> Iterator[_Chat]:
+    """The chats in the file's order, on the file's clock."""
     blocks = HashBlocks("bailian", SEMANTICS)
-    chats: dict[int, tuple[str, int] | None] = {}  # -> (session, turn); None: another chat carries its session on
-    for i, (number, line) in enumerate(islice(read_lines(path), limit)):
-        place = f"{path}:{number}"
+    numbers: set[int] = set()
+    for i, (line_number, line) in enumerate(islice(read_lines(path), limit)):
+        place = f"{path}:{line_number}"
         fields = json_object(line, place)
-        chat, parent = _id(fields, "chat_id", place, 0), _id(fields, "parent_chat_id", place, -1)
-        if chat in chats:
-            raise refuse(place, "chat_id", chat, "an id not used before")
-        if chat == parent:
+        number, parent = _id(fields, "chat_id", place, 0), _id(fields, "parent_chat_id", place, -1)
+        if number in numbers:
+            raise refuse(place, "chat_id", number, "an id not used before")
+        numbers.add(number)
+        if number == parent:
             raise refuse(place, "parent_chat_id", parent, "another chat, or -1")
-        session, turn = chats.get(parent) or (f"bailian-{chat}", -1)
-        if parent in chats:
-            chats[parent] = None
-        chats[chat] = (session, turn + 1)
         num_prompt = token_count(present(fields, "input_length", place), place, "input_length")
         num_output = token_count(present(fields, "output_length", place), place, "output_length")
         tenant = fields.get("type")
         if tenant is not None and not isinstance(tenant, str):
             raise refuse(place, "type", tenant, "a text")
-        yield TraceRequest(
-            request_id=f"bailian-{chat}",
+        row = TraceRequest(
+            request_id=f"bailian-{number}",
             arrival_ns=seconds(present(fields, "timestamp", place), place, "timestamp"),
             prompt=blocks.prompt(present(fields, "hash_ids", place), num_prompt, place, _rest_key_of(i)),
             output=Span(_output_key_of(i), 0, num_output),
             tenant=tenant or None,
-            session_id=session,
-            turn=turn + 1,
             place=place,
         )
+        yield _Chat(row, number, parent)
 
 
 def _id(fields: dict[str, Any], field: str, place: str, least: int) -> int:
-    return whole_number(present(fields, field, place), place, field, least, 2**63, f"a whole number, {least} or above")
+    return whole_number(
+        present(fields, field, place), place, field, least, 2**63, f"a whole number from {least} to 2**63"
+    )

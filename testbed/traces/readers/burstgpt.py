@@ -12,9 +12,9 @@ from pathlib import Path
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
-from testbed.traces.readers.fields import MAX_NUM_TOKENS, seconds, token_count, whole_number
+from testbed.traces.readers.fields import seconds, token_count, whole_number
 from testbed.traces.readers.open_text import read_csv
-from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.schema import MAX_NUM_TOKENS, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 

@@ -8,15 +8,20 @@ from array import array
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.schema import MAX_NS
+from testbed.traces.schema import MAX_NS, MAX_NUM_TOKENS
 
-MAX_NUM_TOKENS = 100_000_000  # of one prompt or output; more is surely a mistake, and would not fit in memory
+MAX_SECONDS = MAX_NS // 10**9
 MAX_TOKEN_ID = 2**31 - 1
+_TOKENS = f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"  # what is expected
+_NANOSECONDS = f"a whole number of ns from 0 to {MAX_NS:,}"
 
 
 def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
     """The error for a value that is not what was expected. Long values are shortened."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except RecursionError:
+        shown = f"a {type(value).__name__} nested too deeply"
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return TraceError(f"{place}: field {field!r} is {shown}; expected {expected}")
 
@@ -26,11 +31,11 @@ def whole_number(value: object, place: str, field: str, minimum: int, maximum: i
     number: int | None = None
     if isinstance(value, str):
         text = value.strip()
-        if text.isascii() and "_" not in text:
+        if is_plain(text):
             try:
                 number = int(text)
             except ValueError:
-                number = _whole(_float(text))
+                number = _whole(decimal(text))
     elif isinstance(value, float):
         number = _whole(value)
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -46,28 +51,26 @@ def token_count(value: object, place: str, field: str) -> int:
         number = int(value)
         if number:
             return number
-    return whole_number(
-        value, place, field, 1, MAX_NUM_TOKENS, f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"
-    )
+    return whole_number(value, place, field, 1, MAX_NUM_TOKENS, _TOKENS)
 
 
 def seconds(value: object, place: str, field: str) -> int:
-    """Seconds as ns, rounded to the nearest. Raises TraceError unless finite and 0 or above."""
+    """Seconds as ns, rounded to the nearest. Raises TraceError unless from 0 to what a clock holds."""
     number: float | None = None
     if isinstance(value, str):
-        number = _float(value.strip())
+        number = decimal(value.strip())
     elif isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)
         except OverflowError:
             number = None
     if number is None or not math.isfinite(number) or number < 0 or number * 1e9 > MAX_NS:
-        raise refuse(place, field, value, "a finite number of seconds, 0 or above")
+        raise refuse(place, field, value, f"a number of seconds from 0 to {MAX_SECONDS:,}")
     return round(number * 1e9)
 
 
 def nanoseconds(value: object, place: str, field: str) -> int:
-    return whole_number(value, place, field, 0, MAX_NS, "a whole number of ns, 0 or above")
+    return whole_number(value, place, field, 0, MAX_NS, _NANOSECONDS)
 
 
 def token_ids(value: object, place: str, field: str) -> array[int]:
@@ -76,7 +79,7 @@ def token_ids(value: object, place: str, field: str) -> array[int]:
     items: Any = value
     if isinstance(value, str):
         try:
-            items = json.loads(value) if value.lstrip().startswith("[") else [int(word) for word in value.split()]
+            items = json.loads(value) if value.lstrip().startswith("[") else _numbers(value)
         except (ValueError, RecursionError):
             raise refuse(place, field, value, expected) from None
     if not isinstance(items, list | tuple | array) or len(items) == 0:
@@ -85,6 +88,12 @@ def token_ids(value: object, place: str, field: str) -> array[int]:
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise refuse(place, f"{field}[{position}]", item, f"a token id from 0 to {MAX_TOKEN_ID}")
     return array("i", items)
+
+
+def _numbers(text: str) -> list[int]:
+    if not is_plain(text):
+        raise ValueError("digits of another script, or an underscore")
+    return [int(word) for word in text.split()]
 
 
 def name_text(value: object, place: str, field: str) -> str:
@@ -135,6 +144,8 @@ def refuse_half_characters(value: object, place: str) -> None:
         near = error.object[max(0, error.start - 20) : error.start].rpartition('"')[2]
         half = f"{ord(error.object[error.start]):04x}"
         raise TraceError(f"{place}: half a character, \\u{half}, after {near!r}; expected whole ones") from None
+    except RecursionError:
+        raise TraceError(f"{place}: not JSON: nested too deeply; expected values nested a few levels deep") from None
 
 
 def json_reason(error: ValueError | RecursionError) -> str:
@@ -151,9 +162,15 @@ def present(fields: dict[str, Any], field: str, place: str) -> Any:
     return fields[field]
 
 
-def _float(text: str) -> float | None:
+def is_plain(text: str) -> bool:
+    """Whether a number's text has no digits of another script and no underscores, which Python would take."""
+    return text.isascii() and "_" not in text
+
+
+def decimal(text: str) -> float | None:
+    """The number that a text is, infinite and NaN among them; None if it is none."""
     try:
-        return float(text) if "_" not in text else None
+        return float(text) if is_plain(text) else None
     except ValueError:
         return None
 

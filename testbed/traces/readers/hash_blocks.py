@@ -74,7 +74,7 @@ class HashBlocks:
         key = (session, block_id) if session else block_id
         span = self._full.get(key) if type(block_id) is int else None  # true equals 1, and is no id
         if span is None:
-            number = whole_number(block_id, place, "hash_ids", -(2**63), 2**64, "whole numbers")
+            number = whole_number(block_id, place, "hash_ids", -(2**63), 2**64, "whole numbers from -2**63 to 2**64")
             if len(self._full) >= _MAX_KEPT:
                 self._full.clear()
             name = (self._namespace, session, number) if session else (self._namespace, number)

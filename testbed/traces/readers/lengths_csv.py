@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from testbed.errors import TraceError
-from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import token_count
 from testbed.traces.readers.open_text import read_csv
@@ -50,7 +50,5 @@ def stream_lengths(
         if i < 0:
             raise TraceError(f"{path}: no requests; expected at least one row after the header")
 
-    note = f"arrivals are not the file's: {config.arrival} with seed {seed}"
-    if config.arrival != "all_at_once":
-        note += f", {config.rate:g} per second"
-    return StreamedTrace("lengths", make, (note,))
+    note = f"arrivals are not the file's: {config.says()}, seed {seed}"
+    return StreamedTrace("lengths", make, (note, *idle_notes(config)))

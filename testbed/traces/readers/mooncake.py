@@ -23,6 +23,8 @@ from testbed.traces.transforms.timing import spread
 SEMANTICS = BlockSemantics(block_tokens=512, rounding="ceil", scope="global")
 _output_key_of = numbered_keys("mooncake-output")
 _NS_PER_MS = 10**6
+_MAX_MS = MAX_NS // _NS_PER_MS
+_STAMPS = f"whole milliseconds from 0 to {_MAX_MS:,}"
 
 
 def read_mooncake(path: str | Path, limit: int | None = None, spread_batches: bool = False) -> Trace:
@@ -53,7 +55,7 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
         place = f"{path}:{number}"
         fields = json_object(line, place)
         stamp = present(fields, "timestamp", place)
-        stamp_ms = whole_number(stamp, place, "timestamp", 0, MAX_NS // _NS_PER_MS, "whole milliseconds, 0 or above")
+        stamp_ms = whole_number(stamp, place, "timestamp", 0, _MAX_MS, _STAMPS)
         num_prompt = token_count(present(fields, "input_length", place), place, "input_length")
         num_output = token_count(present(fields, "output_length", place), place, "output_length")
         prompt = blocks.prompt(present(fields, "hash_ids", place), num_prompt, place, 0)

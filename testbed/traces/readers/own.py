@@ -142,6 +142,7 @@ def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
         ignored.update((field, None) for field in fields if field not in FIELDS and field not in EXACT_FIELDS)
     if not drafts:
         raise _no_rows(path)
+    _check_numbers(drafts)
     rows = [draft.row for draft in drafts]
     filled: list[TraceRequest] = list(rows)
     for positions in sessions_of(rows).values():
@@ -153,6 +154,15 @@ def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
             filled[position] = fill(drafts[position], None)
     notes = [f"ignored fields: {', '.join(ignored)}"] if ignored else []
     return arrange(name, filled, notes)
+
+
+def _check_numbers(drafts: list[Draft]) -> None:
+    """Refuses a row without an id whose number is the id of another."""
+    given = {draft.row.request_id: draft.row.place for draft in drafts if draft.has_id}
+    if 0 < len(given) < len(drafts):
+        for draft in drafts:
+            if not draft.has_id and draft.row.request_id in given:
+                raise used_twice(draft.row, given[draft.row.request_id], is_number=True)
 
 
 def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record]]) -> StreamedTrace:
@@ -170,14 +180,13 @@ def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record
             row = fill(draft, previous)
             check_row(row)
             if row.request_id in ids:
-                raise used_twice(row)
+                raise used_twice(row, is_number=not draft.has_id)
             ids.add(row.request_id)
             if row.session_id is not None:
                 if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
                     raise OutOfOrderError(
                         f"{place}: turn {row.turn} of session {row.session_id!r} follows "
-                        f"{'nothing' if previous is None else f'turn {previous.turn}'}; set trace.stream=false: "
-                        "the file is then read whole and sorted"
+                        f"{'nothing' if previous is None else f'turn {previous.turn}'}; expected turns in order"
                     )
                 row = newest[row.session_id] = check_turn(row, previous)
             yield row

@@ -14,7 +14,7 @@ from typing import Any
 from testbed.errors import TraceError
 from testbed.traces.parts import join_parts
 from testbed.traces.readers import fields as check
-from testbed.traces.schema import Part, Span, TokenIds, TraceRequest
+from testbed.traces.schema import MAX_NUM_TOKENS, Part, Span, TokenIds, TraceRequest
 from testbed.traces.synthesis import content_key
 
 FIELDS = (
@@ -52,6 +52,7 @@ class Draft:
     row: TraceRequest
     num_prompt_tokens: int | None  # a count without tokens
     num_output_tokens: int | None
+    has_id: bool = True  # False: its number stands for one
 
 
 def row_from_fields(fields: dict[str, Any], place: str) -> TraceRequest:
@@ -91,14 +92,14 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
         priority=_priority(given.get("priority", 0), place),
         tenant=_optional_name(given, place, "tenant"),
         session_id=_optional_name(given, place, "session_id"),
-        turn=None if turn is None else check.whole_number(turn, place, "turn", 0, 2**31 - 1, "a whole number from 0"),
+        turn=None if turn is None else _turn(turn, place),
         think_ns=think_ns,
         cancel_after_ns=_optional_ns(given, place, "cancel_after"),
         deadline_ns=_optional_ns(given, place, "deadline"),
         cache_salt=_optional_name(given, place, "cache_salt"),
         place=place,
     )
-    return Draft(row, num_prompt, num_output)
+    return Draft(row, num_prompt, num_output, "request_id" in given)
 
 
 def foreign_format(names: Iterable[str]) -> str | None:
@@ -141,7 +142,10 @@ def _content(given: dict[str, Any], place: str, side: str) -> tuple[tuple[Part, 
 
 def _parts(value: object, place: str, field: str) -> tuple[Part, ...]:
     """Parts as serialize writes them: {"span": [key in hex, start, length]} or {"ids": [...]}."""
-    expected = 'parts as {"span": ["<16 hex digits>", start, length]} or {"ids": [...]}'
+    expected = (
+        'parts as {"span": ["<16 hex digits>", start (to 2**62), '
+        f'length (to {MAX_NUM_TOKENS:,})]}} or {{"ids": [...]}}'
+    )
     if isinstance(value, str):  # a cell of a CSV or Parquet file
         try:
             value = json.loads(value)
@@ -159,7 +163,7 @@ def _parts(value: object, place: str, field: str) -> tuple[Part, ...]:
             if _KEY.fullmatch(span[0]) is None:
                 raise check.refuse(place, field, item, expected)
             start = check.whole_number(span[1], place, field, 0, 2**62, expected)
-            length = check.whole_number(span[2], place, field, 0, check.MAX_NUM_TOKENS, expected)
+            length = check.whole_number(span[2], place, field, 0, MAX_NUM_TOKENS, expected)
             parts.append(Span(int(span[0], 16), start, length))
         else:
             raise check.refuse(place, field, item, expected)
@@ -178,8 +182,12 @@ def _optional_name(given: dict[str, Any], place: str, field: str) -> str | None:
     return check.name_text(given[field], place, field) if field in given else None
 
 
+def _turn(value: object, place: str) -> int:
+    return check.whole_number(value, place, "turn", 0, 2**31 - 1, "a whole number from 0 to 2**31 - 1")
+
+
 def _priority(value: object, place: str) -> int:
-    return check.whole_number(value, place, "priority", -(2**31), 2**31 - 1, "a whole number")
+    return check.whole_number(value, place, "priority", -(2**31), 2**31 - 1, "a whole number from -2**31 to 2**31 - 1")
 
 
 def fill(draft: Draft, previous: TraceRequest | None) -> TraceRequest:

@@ -3,7 +3,8 @@
 An archive or folder with, for each client N, `chunk-N-trace.csv` without a header (window start in s, requests/s, CV of
 the gaps, `Gamma`, `Weibull` or nothing, shape, scale) and `chunk-N-dataset.json` (per longer window: `input_tokens` and
 `output_tokens`, each a text of {length: probability}). Requests are drawn from it: this reader is a generator, and the
-same seed gives the same trace. The file has no joint distribution: prompt and output lengths are independent.
+same seed gives the same trace. The file has no joint distribution: prompt and output lengths are independent. A length
+of 0 is drawn as 1: a request has a prompt and an output.
 
 In each window a client sends rate x length requests (the published rates are counts), a rest by chance; their gaps are
 Gamma with the window's CV, or Weibull with its shape, scaled to fill the window. So counts per window are those of the
@@ -12,7 +13,6 @@ file, and the burstiness within windows is that of its gaps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -24,14 +24,16 @@ from numpy.typing import NDArray
 
 from testbed.errors import TraceError
 from testbed.traces.draws import streams
-from testbed.traces.readers.fields import json_object, refuse, whole_number
+from testbed.traces.readers.fields import MAX_SECONDS, decimal, is_plain, json_object, refuse, whole_number
 from testbed.traces.readers.open_archive import archive_files
-from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
+from testbed.traces.schema import MAX_NUM_TOKENS, Span, Trace, TraceRequest
 from testbed.traces.stream import MAX_HELD_ROWS, StreamedTrace, whole
 from testbed.traces.synthesis import numbered_keys
 
 _TRACE, _DATASET = "-trace.csv", "-dataset.json"
 _PATTERNS = ("Gamma", "Weibull", "")
+_WHOLE_SECONDS = f"whole seconds from 0 to {MAX_SECONDS:,}"
+_MAX_RATE = 1e9  # also of a CV or a shape, which have narrower bounds where they are used
 _Pdf = tuple[NDArray[np.int64], NDArray[np.float64]]  # lengths, cumulated probabilities
 
 
@@ -98,7 +100,7 @@ def _load(path: str | Path) -> list[_Client]:
 
 def _client_number(name: str, place: str) -> int:
     parts = name.rsplit("/", 1)[-1].split("-")
-    if len(parts) != 3 or parts[0] != "chunk" or not parts[1].isdigit():
+    if len(parts) != 3 or parts[0] != "chunk" or not (parts[1].isdigit() and parts[1].isascii()):
         raise TraceError(f"{place}: the file's name is unknown; expected chunk-N{_TRACE} or chunk-N{_DATASET}")
     return int(parts[1])
 
@@ -113,7 +115,7 @@ def _windows(text: str, place: str) -> dict[int, _Window]:
         where = f"{place}:{number}"
         if len(cells) != 6:
             raise TraceError(f"{where}: {len(cells)} cells; expected 6: start, rate, CV, pattern, shape, scale")
-        start = whole_number(cells[0], where, "start", 0, MAX_NS // 10**9, "whole seconds, 0 or above")
+        start = whole_number(cells[0], where, "start", 0, MAX_SECONDS, _WHOLE_SECONDS)
         if start <= previous:
             raise refuse(where, "start", cells[0], f"more than {previous}, the window before")
         if cells[3] not in _PATTERNS:
@@ -141,7 +143,7 @@ def _window_lengths(starts: list[int]) -> list[int]:
 
 def _check_window(window: _Window, length_s: int) -> None:
     """Refuses a window that ends after any clock, or that has more requests than are drawn at once."""
-    last_s = MAX_NS // 10**9 - length_s
+    last_s = MAX_SECONDS - length_s
     if window.start_s > last_s:
         raise refuse(window.place, "start", window.start_s, f"at most {last_s:,}, as its window is {length_s:,} s long")
     if window.rate * length_s > MAX_HELD_ROWS:
@@ -160,12 +162,9 @@ def _check_process(cells: list[str], cv: float, shape: float, where: str) -> Non
 
 
 def _number(text: str, place: str, field: str) -> float:
-    try:
-        number = float(text) if "_" not in text else math.nan
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or not 0 <= number <= 1e9:
-        raise refuse(place, field, text, "a finite number, 0 or above")
+    number = decimal(text)
+    if number is None or not 0 <= number <= _MAX_RATE:
+        raise refuse(place, field, text, f"a number from 0 to {_MAX_RATE:g}")
     return number
 
 
@@ -173,7 +172,7 @@ def _lengths(text: str, place: str) -> dict[int, dict[str, str]]:
     """The texts of the distributions by window; windows without requests are left out."""
     found: dict[int, dict[str, str]] = {}
     for start, given in json_object(text, place).items():
-        number = whole_number(start, place, "window", 0, MAX_NS // 10**9, "whole seconds, 0 or above")
+        number = whole_number(start, place, "window", 0, MAX_SECONDS, _WHOLE_SECONDS)
         if not isinstance(given, dict):
             raise refuse(place, start, given, "an object with input_tokens and output_tokens")
         chosen = {}
@@ -190,9 +189,12 @@ def _lengths(text: str, place: str) -> dict[int, dict[str, str]]:
 
 def _pdf(text: str, place: str) -> _Pdf:
     """A text of {length: probability}, those of probability 0 left out."""
-    expected = "a text of {length: probability}, whole lengths from 0, probabilities that sum to 1"
+    expected = (
+        f"a text of {{length: probability}}, whole lengths from 0 to {MAX_NUM_TOKENS:,}, probabilities that sum to 1"
+    )
     body = text.strip()
-    pairs = body[1:-1].replace(":", ",").split(",") if body[:1] == "{" and body[-1:] == "}" else []
+    is_object = body[:1] == "{" and body[-1:] == "}" and is_plain(body)
+    pairs = body[1:-1].replace(":", ",").split(",") if is_object else []
     try:
         numbers = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     except ValueError:
@@ -202,6 +204,8 @@ def _pdf(text: str, place: str) -> _Pdf:
     if not abs(total - 1) < 0.01 or shares.min() < 0 or sizes.min() < 0 or (sizes != np.rint(sizes)).any():
         raise refuse(place, "tokens", text, expected)
     known = shares > 0
+    if sizes[known].max() > MAX_NUM_TOKENS:
+        raise refuse(place, "tokens", f"{{…, {sizes[known].max():.16g}: …}}", expected)
     return np.maximum(sizes[known].astype(np.int64), 1), np.cumsum(shares[known]) / total
 
 

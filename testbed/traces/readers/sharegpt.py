@@ -12,7 +12,7 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
-from testbed.traces.readers.fields import refuse, refuse_half_characters
+from testbed.traces.readers.fields import present, refuse, refuse_half_characters
 from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import existing_file
 from testbed.traces.schema import Part, TokenIds, Trace, TraceRequest
@@ -92,7 +92,9 @@ class _Rows:
 
 def _turns(chat: Any, place: str) -> list[tuple[str, str]]:
     """(question, answer) pairs from the start, up to the first message that breaks the alternation."""
-    messages = chat.get("conversations") if isinstance(chat, dict) else None
+    if not isinstance(chat, dict):
+        raise TraceError(f'{place}: found a JSON {type(chat).__name__}; expected {{"id", "conversations"}}')
+    messages = present(chat, "conversations", place)
     if not isinstance(messages, list):
         raise refuse(place, "conversations", messages, 'a list of {"from", "value"}')
     said: list[tuple[str, str]] = []

@@ -43,7 +43,8 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
                 yield renamed(again, f"copy{mark[1:]}", copy) if fresh_content else again
 
     num = None if trace.num_requests is None else trace.num_requests * times
-    return derived(trace, rows, f"{_REPEATED} {times} times", num_requests=num)
+    how = "copies with contents of their own" if fresh_content else "copies with the same contents"
+    return derived(trace, rows, f"{_REPEATED} {times} times, {gap_s:g} s apart, {how}", num_requests=num)
 
 
 def merge(traces: Mapping[str, Trace], share_content: bool = False) -> Trace:
@@ -51,14 +52,14 @@ def merge(traces: Mapping[str, Trace], share_content: bool = False) -> Trace:
 
     share_content: equal contents of two traces are equal tokens (two windows of one file); else they are kept apart.
     """
-    return arrange("+".join(traces), _merged(traces, share_content), _notes(traces))
+    return arrange("+".join(traces), _merged(traces, share_content), _notes(traces, share_content))
 
 
 def merge_streams(traces: Mapping[str, TraceSource], share_content: bool = False) -> StreamedTrace:
     """As `merge`, row by row."""
     counts = [trace.num_requests for trace in traces.values()]
     num = None if None in counts else sum(count or 0 for count in counts)
-    notes = tuple(_notes(traces))
+    notes = tuple(_notes(traces, share_content))
     return StreamedTrace("+".join(traces), lambda: _merged(traces, share_content), notes, num)
 
 
@@ -74,5 +75,7 @@ def _merged(traces: Mapping[str, TraceSource], share_content: bool) -> Iterator[
     return merge_sorted(*parts, key=lambda row: row.arrival_ns)
 
 
-def _notes(traces: Mapping[str, TraceSource]) -> list[str]:
-    return [f"{label}: {note}" for label, trace in traces.items() for note in trace.notes]
+def _notes(traces: Mapping[str, TraceSource], share_content: bool) -> list[str]:
+    how = "equal contents are shared" if share_content else "contents are kept apart"
+    told = [f"{label}: {note}" for label, trace in traces.items() for note in trace.notes]
+    return [*told, f"{' and '.join(traces)} merged, {how}"]

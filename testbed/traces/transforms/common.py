@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrange import arrange
+from testbed.traces.draws import shortened
 from testbed.traces.parts import rename_part
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace
@@ -14,6 +16,7 @@ from testbed.traces.stream import StreamedTrace
 S = TypeVar("S", Trace, StreamedTrace)
 Rows = Callable[[], Iterator[TraceRequest]]
 MAX_S = MAX_NS / 1e9
+MAX_FLOAT = sys.float_info.max
 
 
 def derived(
@@ -65,6 +68,11 @@ def unit(row: TraceRequest) -> tuple[str, str]:
     return ("request", row.request_id) if row.session_id is None else ("session", row.session_id)
 
 
+def finite(number: float) -> bool:
+    """Whether it is no infinity, no NaN, and no whole number beyond all floats."""
+    return abs(number) <= MAX_FLOAT
+
+
 def require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise ConfigError(f"{name} is {value}; it must be {expected}")
+        raise ConfigError(f"{name} is {shortened(value)}; it must be {expected}")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
 from typing import Any, get_args
 
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.draws import nearest
+from testbed.traces.draws import nearest, shortened
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
 from testbed.traces.transforms import combination, selection, sizes, timing
+from testbed.traces.transforms.common import finite
 
 Step = Mapping[str, Any]
 OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
@@ -24,13 +25,15 @@ OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
 class Transform:
     """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces.
 
-    draws: what the seed decides: which "units" stay (of set_rate: by thin), or new "starts".
+    draws: what the seed decides: which "units" stay (of set_rate: by thin), or new "starts". ways: of a parameter that
+    has no default, for it is a choice to make: what each value keeps.
     """
 
     apply: Callable[..., TraceSource]
     says: str  # what it does, one line
     is_streamed: bool = True
     draws: str = ""
+    ways: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, Parameter]:
         """By name: those that a configuration may set."""
@@ -73,7 +76,10 @@ TRANSFORMS: dict[str, Transform] = {
     "scale_rate": Transform(timing.scale_rate, "arrivals come `factor` times as fast (time is warped evenly)"),
     "speed_up": Transform(timing.speed_up, "the trace's clock runs `factor` times as fast: arrivals and think times"),
     "set_rate": Transform(
-        timing.set_rate, "brings the mean rate to `rate`, `by` warp (time) or thin (requests)", draws="units"
+        timing.set_rate,
+        "brings the mean rate to `rate`, `by` warp (time) or thin (requests)",
+        draws="units",
+        ways={"by": timing.WAYS},
     ),
     "thin": Transform(selection.thin, "keeps each session with probability `fraction`", draws="units"),
     "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions", draws="units"),
@@ -182,7 +188,10 @@ def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
         _check_type(f"{where}.{key}", value, known[key].annotation)
     missing = [key for key, item in known.items() if item.default is Parameter.empty and key not in values]
     if missing:
-        raise ConfigError(f"{where} ({name}) lacks {missing[0]!r}; it has: {', '.join(known)}")
+        ways = transform.ways.get(missing[0], {})
+        choice = " or ".join(f"{missing[0]}: {way} (keeps {kept})" for way, kept in ways.items())
+        hint = f"choose {choice}" if choice else f"it has: {', '.join(known)}"
+        raise ConfigError(f"{where} ({name}) lacks {missing[0]!r}; {hint}")
     return transform, values
 
 
@@ -192,6 +201,8 @@ def _check_type(where: str, value: object, annotation: Any) -> None:
     is_bool = isinstance(value, bool)
     for kind in kinds:
         if kind is float and isinstance(value, int | float) and not is_bool:
+            if isinstance(value, int) and not finite(value):
+                raise ConfigError(f"{where} is {shortened(value)}; it must be a number that a float holds")
             return
         if kind is int and isinstance(value, int) and not is_bool:
             return

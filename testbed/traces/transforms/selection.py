@@ -101,8 +101,13 @@ def thin(trace: S, fraction: float, seed: int = 0) -> S:
 
     Who stays at a smaller fraction also stays at a larger one.
     """
+    return thinned(trace, fraction, seed)
+
+
+def thinned(trace: S, fraction: float, seed: int, why: str = "") -> S:
+    """As `thin`. why: stands before the note."""
     require(0 < fraction <= 1, "fraction", fraction, "above 0, up to 1")
-    return _below(trace, lambda: int(fraction * 2**64), seed, f"thinned to {fraction:g}")
+    return _below(trace, lambda: int(fraction * 2**64), seed, f"{why}thinned to {fraction:g} with seed {seed}")
 
 
 def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
@@ -111,7 +116,7 @@ def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
     Who is in a smaller sample is also in a larger one. Goes through a streamed trace twice; holds `num` hashes.
     """
     require(num >= 1, "num", num, "at least 1")
-    return _below(trace, lambda: _bound(trace, num, seed), seed, f"a sample of {num} sessions")
+    return _below(trace, lambda: _bound(trace, num, seed), seed, f"a sample of {num} sessions with seed {seed}")
 
 
 def _bound(trace: TraceSource, num: int, seed: int) -> int:

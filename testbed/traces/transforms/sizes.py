@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from testbed.traces.parts import cut_part, cut_parts, join_parts
-from testbed.traces.schema import Part, Span, TraceRequest
+from testbed.traces.schema import MAX_NUM_TOKENS, Part, Span, TraceRequest
 from testbed.traces.transforms.common import S, derived, require
 
 
@@ -37,7 +36,7 @@ def clip_lengths(
 
     limits = {**bounds, "max_total_tokens": max_total_tokens}
     note = "lengths clipped to " + ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
-    counted = lambda: f"lengths of {num_clipped} requests were clipped"  # noqa: E731  # a closure of one line
+    counted = lambda: f"{note}: those of {num_clipped} requests"  # noqa: E731  # a closure of one line
     return derived(trace, rows, note, counted=counted, num_requests=trace.num_requests)
 
 
@@ -64,7 +63,7 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
     same factor where later turns should hit what earlier ones generated.
     """
     for name, factor in (("prompt", prompt), ("output", output)):
-        require(math.isfinite(factor) and 0 < factor <= 1000, name, factor, "above 0, up to 1000")
+        require(0 < factor <= 1000, name, factor, "above 0, up to 1000")
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:
@@ -75,10 +74,22 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
             if answer is not None:
                 scaled = _scaled(answer, output, row, "output")
                 answer = scaled if scaled.num_tokens else cut_part(answer, 1)
-            yield row._replace(prompt=parts, output=answer)
+            made = row._replace(prompt=parts, output=answer)
+            for name, factor, num in (
+                ("prompt", prompt, made.num_prompt_tokens),
+                ("output", output, _num_output(made)),
+            ):
+                if num > MAX_NUM_TOKENS:
+                    where = row.place or row.request_id
+                    require(False, name, factor, f"smaller: that of {where} would be above {MAX_NUM_TOKENS:,} tokens")
+            yield made
 
     note = f"prompts x {prompt:g}, outputs x {output:g} in length"
     return derived(trace, rows, note, num_requests=trace.num_requests)
+
+
+def _num_output(row: TraceRequest) -> int:
+    return row.num_output_tokens or 0
 
 
 def _scaled(part: Part, factor: float, row: TraceRequest, name: str) -> Part:

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from testbed.errors import ConfigError, TraceError
-from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import choose, streams
-from testbed.traces.schema import MAX_NS, Trace, TraceRequest
-from testbed.traces.transforms.common import MAX_S, S, derived, last_ns, require, unit
-from testbed.traces.transforms.selection import thin
+from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
+from testbed.traces.transforms.common import MAX_S, S, derived, finite, last_ns, require, unit
+from testbed.traces.transforms.selection import thinned
 
 
 def scale_rate(trace: S, factor: float) -> S:
     """Arrivals come `factor` times as fast: every arrival is divided by it. Think times and cancellations stay."""
-    require(math.isfinite(factor) and factor > 0, "factor", factor, "above 0")
+    require(finite(factor) and factor > 0, "factor", factor, "a finite number above 0")
+    idle = ", which changes nothing: all requests but closed-loop turns arrive at 0" if _is_at_once(trace) else ""
+    return _rate_scaled(trace, factor, f"arrival rate x {factor:g}{idle}", ("factor", factor))
+
+
+def _rate_scaled(trace: S, factor: float, note: str, given: tuple[str, float]) -> S:
+    """given: the parameter that the factor comes from, and its value."""
     late = f"large enough that the last arrival comes before {MAX_S:.1e} s"
     if isinstance(trace, Trace):
-        require(trace.rows[-1].arrival_ns / factor <= MAX_NS, "factor", factor, late)
+        require(trace.rows[-1].arrival_ns / factor <= MAX_NS, *given, late)
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:
             arrival_ns = row.arrival_ns / factor
-            require(arrival_ns <= MAX_NS, "factor", factor, late)
+            require(arrival_ns <= MAX_NS, *given, late)
             yield row._replace(arrival_ns=round(arrival_ns))
 
-    return derived(trace, rows, f"arrival rate x {factor:g}", num_requests=trace.num_requests)
+    return derived(trace, rows, note, num_requests=trace.num_requests)
+
+
+def _is_at_once(trace: TraceSource) -> bool:
+    """Whether all arrivals are at 0. Looks at a stream up to the first that is not, or to its closed-loop turns."""
+    for row in trace:
+        if row.arrival_ns > 0:
+            return False
+        if trace.closed_tail and row.think_ns is not None:
+            return True
+    return True
 
 
 def speed_up(trace: S, factor: float) -> S:
@@ -42,14 +57,20 @@ def speed_up(trace: S, factor: float) -> S:
     return derived(trace, rows, f"the trace's clock x {factor:g}", num_requests=trace.num_requests)
 
 
-def set_rate(trace: S, rate: float, by: str = "warp", seed: int = 0) -> S:
-    """Brings the mean rate of arrivals to `rate` per second, in the way that is chosen.
+WAYS = {  # of set_rate: what each keeps
+    "thin": "all times, and leaves whole sessions out at random",
+    "warp": "all requests, and stretches or squeezes time, bursts and lulls with it",
+}
+
+
+def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
+    """Brings the mean rate of arrivals to `rate` per second, in the way that is chosen: the two are not alike.
 
     by: "warp" stretches or squeezes time (all requests stay; bursts and lulls change their length), "thin" leaves whole
     sessions out at random (time stays; the rate can only fall). Goes through a streamed trace once.
     """
-    require(math.isfinite(rate) and rate > 0, "rate", rate, "above 0")
-    choose("by", by, ("warp", "thin"))
+    require(finite(rate) and rate > 0, "rate", rate, "a finite number above 0")
+    choose("by", by, tuple(WAYS))
     num, first, last = 0, 0, 0
     for row in trace:
         if row.think_ns is None:
@@ -57,11 +78,13 @@ def set_rate(trace: S, rate: float, by: str = "warp", seed: int = 0) -> S:
             num, last = num + 1, row.arrival_ns
     if last == first:
         raise TraceError(f"trace {trace.name!r} has no rate to change: all its requests arrive at one instant")
-    factor = rate / ((num - 1) / ((last - first) / 1e9))
+    own_rate = (num - 1) / ((last - first) / 1e9)
+    factor, told = rate / own_rate, f"rate set from {own_rate:g} to {rate:g} per second by {by}"
     if by == "warp":
-        return scale_rate(trace, factor)
-    require(factor <= 1, "rate", rate, f"at most the trace's own {rate / factor:g} per second with by=thin")
-    return thin(trace, factor, seed)
+        require(finite(factor) and factor > 0, "rate", rate, f"nearer to the trace's own {own_rate:g} per second")
+        return _rate_scaled(trace, factor, f"{told}: arrival rate x {factor:g}", ("rate", rate))
+    require(factor <= 1, "rate", rate, f"at most the trace's own {own_rate:g} per second with by=thin")
+    return thinned(trace, factor, seed, f"{told}: ")
 
 
 def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
@@ -82,11 +105,12 @@ def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
             require(moved <= MAX_NS, "points", points, f"such that the last arrival comes before {MAX_S:.1e} s")
             yield row._replace(arrival_ns=max(0, moved))
 
-    return derived(trace, rows, f"time warped through {len(points)} points", num_requests=trace.num_requests)
+    told = ", ".join(f"[{from_s:g}, {to_s:g}]" for from_s, to_s in points)
+    return derived(trace, rows, f"time warped through [from_s, to_s] {told}", num_requests=trace.num_requests)
 
 
 def _curve(points: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    expected = "a list of [from_s, to_s], each pair above the one before in both"
+    expected = f"a list of [from_s, to_s], each 0 to {MAX_S:.1e}, each pair above the one before in both"
     curve: list[tuple[int, int]] = []
     for point in points:
         numbers = list(point) if isinstance(point, list | tuple) else []
@@ -177,12 +201,12 @@ def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
         if key not in offsets:
             offsets[key] = next(starts) - row.arrival_ns
         rows.append(row._replace(arrival_ns=row.arrival_ns + offsets[key]))
-    note = f"sessions start anew: {config.arrival}" + (f" at {config.rate:g} per second" if config.rate else "")
-    return derived(trace, lambda: iter(rows), note)
+    note = f"sessions start anew by {config.says()}, seed {seed}"
+    return derived(trace, lambda: iter(rows), "; ".join((note, *idle_notes(config, ""))))
 
 
 def check_offset(offset_s: float) -> int:
     """Seconds as ns, either way."""
-    if not math.isfinite(offset_s) or abs(offset_s) > MAX_S:
-        raise ConfigError(f"offset_s is {offset_s}; it must be a finite number of seconds")
+    if not abs(offset_s) <= MAX_S:
+        raise ConfigError(f"offset_s is {offset_s}; it must be a number of seconds from -{MAX_S:.1e} to {MAX_S:.1e}")
     return round(offset_s * 1e9)

@@ -69,7 +69,7 @@ def test_a_bad_row_is_named(tmp_path, field, value, message):
     [
         ({"format": 2}, "'format' is 2; expected 1"),
         ({"block_size": "16"}, "'block_size' is '16'; expected int"),
-        ({"block_size": 0}, "'block_size' is 0; expected at least 1"),
+        ({"block_size": 0}, "'block_size' is 0; expected from 1 to "),
         ({"kv_dtype": 3}, "'kv_dtype' is 3; expected str or null"),
         ({"model": {"name": "x"}}, "'model' lacks architecture, hidden_size"),
         ({"device": None}, "'device' is None; expected str"),

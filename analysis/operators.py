@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from analysis.load import read_json
 from analysis.style import COLOURS, grid, say_empty, styled
 from testbed.errors import RunFolderError
-from testbed.foreign_text import shown
+from testbed.foreign_text import shown, whole
 from testbed.operators import FORMAT, OPERATORS_FILE, PARTS, PHASES
-from testbed.specs import whole
 
 OPERATOR_COLUMNS = ("operator", *PHASES, "total", "share")
 MAX_SUM = 2**62

@@ -76,8 +76,8 @@ def itemise(cost: CostModel | None) -> Itemise | None:
         priced_ns = sum(priced)
         if sum(parts.values()) != priced_ns:
             raise ConfigError(
-                f"cost: {_class(cost)}.breakdown says {sum(parts.values())} ns in all of {shape}, and price {priced_ns}; "
-                "they must be equal, to the ns"
+                f"cost: {_class(cost)}.breakdown says {sum(parts.values())} ns in all of {shape}, and price "
+                f"{priced_ns}; they must be equal, to the ns"
             )
         if min(parts.values(), default=0) < 0:
             name, ns = min(parts.items(), key=lambda part: part[1])

@@ -1,10 +1,10 @@
-"""Texts that others wrote (JSON, YAML): one way to read them, and one way to show a value of theirs in a message."""
+"""Texts that others wrote (JSON, YAML): one way to read them, to check a number in them, and to show what is wrong."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _MAX_DIGITS = 4000  # Python writes no longer whole numbers
@@ -21,6 +21,16 @@ def parsed(parse: Callable[[str], T], text: str | bytes) -> T:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
+
+
+def number(low: float, high: float) -> Callable[[Any], bool]:
+    """Whether a value is a number from low to high: no NaN, and no integer that is too long for a float."""
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def whole(low: int, high: int) -> Callable[[Any], bool]:
+    """Whether a value is a whole number from low to high."""
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 class _Short(reprlib.Repr):

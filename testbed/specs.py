@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from testbed.errors import ConfigError, DeviceError
-from testbed.foreign_text import shown
+from testbed.foreign_text import number, shown, whole
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -231,16 +231,6 @@ class Expected(NamedTuple):
 
     text: str
     holds: Callable[[Any], bool]
-
-
-def number(low: float, high: float) -> Callable[[Any], bool]:
-    """Whether a value is a number from low to high: no NaN, and no integer that is too long for a float."""
-    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def whole(low: int, high: int) -> Callable[[Any], bool]:
-    """Whether a value is a whole number from low to high."""
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))

@@ -10,9 +10,9 @@ from typing import Any
 from sim.cost.calibrated import COEFFICIENTS, Calibration, Coefficients, Curve, Quality
 from sim.cost.profiled_range import REGIONS, Ranges
 from testbed.errors import ProfileError
-from testbed.foreign_text import parsed, shown
+from testbed.foreign_text import number, parsed, shown, whole
 from testbed.profiles import ProfileManifest
-from testbed.specs import MAX_PART_NS, number, whole
+from testbed.specs import MAX_PART_NS
 
 FORMAT = "testbed calibrated cost 1"
 MAX_COUNT = 2**40  # of tokens, positions, blocks, steps

@@ -109,6 +109,7 @@ def test_a_number_that_no_price_could_be_made_of_is_refused_where_it_is_given(tm
     ("line", "message"),
     [
         ("memory_bytes: lots", "line 6: device.memory_bytes is 'lots'; it must be a whole number"),
+        ("source: " + "[" * 5000, "nested too deeply; expected YAML"),
         ("memory_bytez: 3", "line 6: unknown key 'device.memory_bytez'; did you mean 'device.memory_bytes'?"),
     ],
 )
@@ -117,4 +118,4 @@ def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, 
     file = tmp_path / "device" / "mine.yaml"
     file.write_text(f"defaults:\n  - _schema\n  - _self_\n\nname: mine\n{line}\n")
     assert main(["run", "--config-dir", str(tmp_path), "device=mine", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
-    assert f"{file}, {message}" in capsys.readouterr().err
+    assert f"{file}{':' if 'deeply' in message else ','} {message}" in capsys.readouterr().err

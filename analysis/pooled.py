@@ -26,9 +26,11 @@ def pooled_distribution(passes: Callable[[], Iterator[IntArray]], censored_ns: F
     num_between = np.zeros(bounds.size + 1, dtype=np.int64)
     total_ns = 0
     for values in passes():
-        in_bucket += np.bincount(_bucket(values), minlength=_NUM_BUCKETS)
-        before = np.searchsorted(bounds, values, side="left")
-        num_between += np.bincount(before, minlength=num_between.size)
+        buckets = _bucket(values)
+        low = int(buckets.min(initial=_NUM_BUCKETS))
+        counts = np.bincount(buckets - low)
+        in_bucket[low : low + counts.size] += counts
+        num_between += _stretches(bounds, values)
         total_ns += exact_sum(values)
     num = int(num_between.sum())
     positions = km_positions(num_between, QUANTILES.values())
@@ -42,10 +44,17 @@ def pooled_distribution(passes: Callable[[], Iterator[IntArray]], censored_ns: F
     return described(mean, quantiles, num, bounds.size)
 
 
+def _stretches(bounds: FloatArray, values: IntArray) -> IntArray:
+    """How many values lie before the first of the sorted bounds (or at it), up to the second, ..., after the last."""
+    if not bounds.size:
+        return np.array([values.size])
+    return np.bincount(np.searchsorted(bounds, values, side="left"), minlength=bounds.size + 1)
+
+
 def _bucket(values: IntArray) -> IntArray:
     """The bucket of each value `[num_values]`, ascending with it."""
     bits: IntArray = (values.astype(np.float64).view(np.int64) >> _SHIFT) - _FIRST
-    return np.minimum(np.maximum(bits, 0), _NUM_BUCKETS - 1)
+    return np.clip(bits, 0, _NUM_BUCKETS - 1, out=bits)
 
 
 def _values_at(passes: Callable[[], Iterator[IntArray]], in_bucket: IntArray, ranks: list[int]) -> dict[int, int]:
@@ -53,9 +62,8 @@ def _values_at(passes: Callable[[], Iterator[IntArray]], in_bucket: IntArray, ra
     if not ranks:
         return {}
     until = np.cumsum(in_bucket)
-    buckets = np.unique(np.searchsorted(until, ranks, side="right"))
     is_wanted = np.zeros(in_bucket.size, dtype=np.bool_)
-    is_wanted[buckets] = True
+    is_wanted[np.searchsorted(until, ranks, side="right")] = True
     values, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     for batch in passes():
         more, num = np.unique(batch[is_wanted[_bucket(batch)]], return_counts=True)

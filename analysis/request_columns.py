@@ -1,7 +1,8 @@
 """The requests of a run, column by column: each is read when it is asked for, and none is kept.
 
 A million requests are 8 MB a column. Token instants, which may be a hundred times as many, are gone through batch by
-batch: what is kept of them is each request's last instant and largest gap.
+batch: what is kept of them is each request's last instant and largest gap. Where they are few all are kept: they are
+gone through three times, and most of that time is unpacking them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from analysis.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
 
 TOKEN_ROWS = 256  # requests whose token instants are in memory at once
+KEPT_TOKENS = 2_500_000  # or as many tokens: 20 MB
 STRINGS = ("finish_reason", "tenant")
 COMPLETED = ("stop", "length")
 
@@ -33,6 +35,9 @@ class TokenTimes:
     earliest_ns: int
 
 
+_Batch = tuple[int, IntArray, IntArray, BoolArray]  # see RequestColumns._token_batches
+
+
 class RequestColumns:
     """Columns of `testbed.records.REQUEST_COLUMNS` of some requests, `[num_requests]` each."""
 
@@ -40,6 +45,7 @@ class RequestColumns:
         self.rows = rows
         self._chosen, self._parent = chosen, parent
         self._num = rows.num_rows if chosen is None else int(chosen.sum())
+        self._kept: list[_Batch] | None = None  # of all tokens, if they are few
 
     @classmethod
     def of(cls, data: Any) -> RequestColumns:
@@ -157,8 +163,24 @@ class RequestColumns:
                 chosen, lengths = self._chosen[low : low + len(known)], np.diff(offsets)
                 yield flat[np.repeat(chosen, lengths)], np.append(0, np.cumsum(lengths[chosen]))
 
-    def _token_batches(self) -> Iterator[tuple[int, IntArray, IntArray, BoolArray]]:
+    def _token_batches(self) -> Iterator[_Batch]:
         """(first row, instants, offsets, which are recorded) of batches of all rows."""
+        if self._parent is not None:
+            yield from self._parent._token_batches()
+            return
+        if self._kept is not None:
+            yield from self._kept
+            return
+        are_few = "token_ns" in self.rows.names and int(self.whole("num_token_steps").sum()) <= KEPT_TOKENS
+        kept: list[_Batch] = []
+        for batch in self._read_tokens():
+            if are_few:
+                kept.append((batch[0], batch[1].copy(), *batch[2:]))  # Arrow's own buffer may be twice as long
+            yield batch
+        if are_few:
+            self._kept = kept
+
+    def _read_tokens(self) -> Iterator[_Batch]:
         low = 0
         if "token_ns" not in self.rows.names:
             return

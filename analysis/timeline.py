@@ -85,7 +85,7 @@ def replicas_of(steps: Rows) -> list[int]:
     found: set[int] = set()
     if "replica" in steps.names:
         for (array,) in steps.batches(["replica"]):
-            found |= set(np.unique(whole(array)[is_known(array)]).tolist())
+            found |= set(np.flatnonzero(np.bincount(whole(array)[is_known(array)])).tolist())
     return sorted(found)
 
 

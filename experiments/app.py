@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.compose import compose_from, compose_raw
 from experiments.config import RunConfig, read_config, register
+from experiments.environment import ask_early
 from experiments.messages import is_hydras, read_own_options, translate
 from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, has_run, set_aside
@@ -72,6 +73,7 @@ def _plain(arguments: list[str]) -> tuple[RunConfig, Path] | None:
     is_of_hydra = any(key.lstrip("+~").startswith(("-", "hydra")) and key != "hydra.run.dir" for key in keys)
     if len(keys) < len(arguments) or is_of_hydra:
         return None
+    ask_early()
     raw = compose_raw(arguments, with_hydra=True)
     of_hydra = raw.pop("hydra")
     job = of_hydra["job"]

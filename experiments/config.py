@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import MISSING, OmegaConf
 
 from experiments.device_file import device_of
 from experiments.settings import (
@@ -44,7 +44,7 @@ from testbed.hf_config import load_hf_config
 from testbed.policies.config import SchedulerConfig
 from testbed.specs import DeviceSpec, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.generators import SyntheticConfig
+from testbed.traces.generator_config import SyntheticConfig
 
 TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
     "synthetic": SyntheticTraceConfig,
@@ -60,8 +60,8 @@ TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
     "csv": TraceConfig,
     "parquet": TraceConfig,
 }
-TRACE_PARTS: dict[str, type] = {  # what a trace's own component adds to the keys of its group
-    "synthetic": SyntheticConfig, "lengths": ArrivalConfig, "agentic": ArrivalConfig
+TRACE_PARTS: dict[str, tuple[type, ...]] = {  # what a trace's own component adds to the keys of its group
+    "synthetic": (SyntheticConfig,), "lengths": (ArrivalConfig,), "agentic": (ArrivalConfig,)
 }  # fmt: skip
 COST_CONFIGS: dict[str, type] = {
     "roofline": RooflineConfig, "calibrated": CalibratedConfig, "linear": LinearConfig, "constant": ConstantConfig
@@ -89,34 +89,57 @@ class Root:
 
 @cache
 def register() -> None:
-    """Registers every structured option with Hydra, once."""
+    """Tells Hydra of every structured option, once; its schema is made when it is asked for."""
     store = ConfigStore.instance()
     store.store(name="_root", node=Root)
-    store.store(group="backend", name="sim", node=editable(SimConfig))
-    store.store(group="backend", name="real", node=_named(_Name, "real", RealConfig))
-    store.store(group="scheduler", name="_schema", node=editable(SchedulerConfig))
-    store.store(group="cache", name="default", node=editable(CacheConfig))
-    store.store(group="model", name="_schema", node=editable(ModelSpec))
-    store.store(group="device", name="_schema", node=editable(TensorParallelConfig, DeviceSpec))
-    store.store(group="sampling", name="default", node=editable(SamplingConfig))
-    store.store(group="record", name="default", node=editable(RecordConfig))
-    for name, cls in TRACE_CONFIGS.items():
-        parts = [TRACE_PARTS[name]] if name in TRACE_PARTS else []
-        store.store(group="trace", name=name, node=_named(cls, name, *parts))
-    for name, cost in COST_CONFIGS.items():
-        store.store(group="cost", name=name, node=_named(_Name, name, cost))
-    store.store(group="cost", name="recorded", node=editable(RecordedConfig))
+    for group, classes in _structured_options().items():
+        options = _Options(group, classes)
+        options.update(store.repo.get(group, {}))  # a user's, registered before
+        store.repo[group] = options
+
+
+def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
+    """The classes whose fields an option has, by group and option; later classes win."""
+    return {
+        "backend": {"sim": (SimConfig,), "real": (RealConfig, _Name)},
+        "scheduler": {"_schema": (SchedulerConfig,)},
+        "cache": {"default": (CacheConfig,)},
+        "trace": {name: (*TRACE_PARTS.get(name, ()), cls) for name, cls in TRACE_CONFIGS.items()},
+        "model": {"_schema": (ModelSpec,)},
+        "device": {"_schema": (TensorParallelConfig, DeviceSpec)},
+        "cost": {name: (cls, _Name) for name, cls in COST_CONFIGS.items()} | {"recorded": (RecordedConfig,)},
+        "sampling": {"default": (SamplingConfig,)},
+        "record": {"default": (RecordConfig,)},
+    }
 
 
 @dataclass(frozen=True)
 class _Name:
+    """The option's, in groups whose components have none."""
+
     name: str = ""
 
 
-def _named(cls: type, name: str, *more: type) -> Any:
-    node = editable(*more, cls)
-    node.name = name
-    return node
+class _Options(dict[str, Any]):
+    """A group of Hydra's ConfigStore: file names and their ConfigNodes. Of most nothing but the name is ever asked, so
+    a node is made when it is."""
+
+    def __init__(self, group: str, classes: dict[str, tuple[type, ...]]) -> None:
+        super().__init__({f"{name}.yaml": None for name in classes})
+        self._group, self._classes = group, classes
+
+    def __getitem__(self, file: str) -> ConfigNode:
+        made: ConfigNode | None = super().__getitem__(file)
+        if made is None:
+            name = file.removesuffix(".yaml")
+            twin = editable(*self._classes[name])
+            if hasattr(twin, "name") and not name.startswith("_"):
+                twin.name = name
+            made = self[file] = ConfigNode(file, OmegaConf.structured(twin), self._group, None, None)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
+        return self  # Hydra copies its sources before it composes, and each node once more when it loads it
 
 
 @dataclass(frozen=True)
@@ -186,13 +209,11 @@ def _refuse_strays(group: str, values: dict[str, Any]) -> None:
     if "_target_" in values:
         return  # the class that it names knows its own arguments
     register()
-    store = ConfigStore.instance()
-    options = [
-        name for name in (f"{values.get('name')}.yaml", "default.yaml", "_schema.yaml") if name in store.list(group)
-    ]
-    if not options:
+    options = ConfigStore.instance().repo[group]
+    files = [file for file in (f"{values.get('name')}.yaml", "default.yaml", "_schema.yaml") if file in options]
+    if not files:
         return  # a name that whoever builds the group will refuse
-    known = list(store.load(f"{group}/{options[0]}").node)
+    known = list(options[files[0]].node)
     for key in values:
         if key not in known:
             raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))

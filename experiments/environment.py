@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ PACKAGES = (
     "torch", "triton", "flash-attn", "transformers", "simpy", "pandas", "pyarrow", "numpy", "matplotlib", "xxhash",
     "hydra-core",
 )  # fmt: skip
+ROOT = Path(__file__).parent.parent
+_GIT = ("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+_GPU = "name,memory.total"
+
+
+def ask_early() -> None:
+    """Lets the programs that know of code and GPU work while the caller goes on; what is below waits for them."""
+    if (ROOT / ".git").exists():
+        _started(*_GIT)
+    _started(*_of_driver(_GPU))
 
 
 @cache
@@ -22,10 +33,17 @@ def describe_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "llm-serving-testbed": _own_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            found[package] = _version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+def _version(package: str) -> str:
+    """As importlib.metadata's own, which reads a package's whole description for it."""
+    text = distribution(package).read_text("METADATA") or ""
+    line = re.search(r"^Version: *(\S+)$", text, re.MULTILINE)
+    return version(package) if line is None else line[1]
 
 
 def _own_version() -> str:
@@ -33,16 +51,8 @@ def _own_version() -> str:
         own = version("llm-serving-testbed")
     except PackageNotFoundError:
         own = "not installed"
-    root = Path(__file__).parent.parent
-    if not (root / ".git").exists():
-        return own
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return own
-    return f"{own}+{done.stdout.strip()}" if done.returncode == 0 else own
+    commit = _answer(*_GIT) if (ROOT / ".git").exists() else None
+    return own if commit is None else f"{own}+{commit}"
 
 
 @cache
@@ -70,14 +80,36 @@ def describe_driver() -> str:
 
 
 def _gpu() -> str | None:
-    return _ask_driver("name,memory.total")
+    return _ask_driver(_GPU)
+
+
+def _of_driver(query: str) -> tuple[str, ...]:
+    return ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
 
 
 def _ask_driver(query: str) -> str | None:
+    said = _answer(*_of_driver(query))
+    return "; ".join(said.splitlines()) or None if said is not None else None
+
+
+@cache
+def _started(*command: str) -> subprocess.Popen[str] | None:
+    """The command at work; None where there is no such program."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
         return None
-    return "; ".join(done.stdout.strip().splitlines()) or None if done.returncode == 0 else None
+
+
+@cache
+def _answer(*command: str) -> str | None:
+    """What the command says; None where it is not there, fails, or takes longer than 10 s."""
+    process = _started(*command)
+    if process is None:
+        return None
+    try:
+        said, _ = process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None
+    return said.strip() if process.returncode == 0 else None

@@ -180,14 +180,14 @@ _OF_FLEETS = ("backend.num_replicas", "backend.router", "backend.replicas_per_li
 
 def _owners(key: str) -> list[str]:
     """The options of a key's group that have it; none where it is one for all of the group's options."""
-    from hydra.core.config_store import ConfigNode, ConfigStore
+    from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     from analysis.load import flatten
 
     group, _, name = key.partition(".")
     options: Any = ConfigStore.instance().repo.get(group, {})
-    nodes = {file.removesuffix(".yaml"): each.node for file, each in options.items() if isinstance(each, ConfigNode)}
+    nodes = {file.removesuffix(".yaml"): options[file].node for file in options if file.endswith(".yaml")}
     return [option for option, node in nodes.items() if name in flatten(cast(Any, OmegaConf.to_container(node)))]
 
 

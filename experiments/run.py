@@ -262,7 +262,7 @@ def _close(
     """
     try:
         write_json(folder / "manifest.json", manifest)
-        summary = _summarise(folder)
+        summary = _summarise(folder, config, manifest)
         write_json(folder / "summary.json", summary)
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
@@ -311,10 +311,10 @@ def _failure_message(
     return f"failed {after}: {describe_failure(failure)}; partial results kept in {folder}"
 
 
-def _summarise(folder: Path) -> dict[str, Any]:
-    from analysis.load import load_run
+def _summarise(folder: Path, config: RunConfig, manifest: dict[str, Any]) -> dict[str, Any]:
+    from analysis.load import Run  # not at the top, as above
 
-    return load_run(folder).summarise()
+    return Run(folder, config.raw, manifest).summarise()
 
 
 def _read_at_last(trace: _Trace) -> dict[str, Any]:

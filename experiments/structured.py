@@ -7,7 +7,7 @@ the edge; `freeze` turns a resolved node into the component's own dataclass, whi
 from __future__ import annotations
 
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
-from functools import partial
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -15,29 +15,33 @@ from experiments.settings import check_choice
 from testbed.errors import ConfigError, RequestError
 
 T = TypeVar("T")
+_hints = cache(get_type_hints)  # it compiles every annotation; each class is asked for several times
 
 
 def editable(*classes: type) -> Any:
     """An instance of an editable twin with the fields and defaults of all classes; later classes win."""
     collected: dict[str, tuple[str, Any, Any]] = {}
     for cls in classes:
-        hints = get_type_hints(cls)
+        hints = _hints(cls)
         for item in fields(cls):
             default = item.default if item.default is not MISSING else None
             if item.default_factory is not MISSING:
                 default = item.default_factory()
             collected[item.name] = (item.name, *_twin(_plain(hints[item.name]), default))
-    return make_dataclass(classes[-1].__name__, list(collected.values()))()
+    return _made(classes[-1].__name__, list(collected.values()))()
+
+
+def _made(name: str, attributes: list[tuple[str, Any, Any]]) -> type:
+    # OmegaConf looks at the fields alone; what has no docstring is given its signature, which takes as long as the rest
+    return make_dataclass(name, attributes, namespace={"__doc__": editable.__doc__}, repr=False, eq=False)
 
 
 def _twin(kind: Any, default: Any) -> tuple[Any, Any]:
     """Type and field of an editable attribute with this default."""
     if is_dataclass(default) and not isinstance(default, type):
         pairs = [(item.name, getattr(default, item.name)) for item in fields(default)]
-        hints = get_type_hints(type(default))
-        nested = make_dataclass(
-            type(default).__name__, [(name, *_twin(_plain(hints[name]), value)) for name, value in pairs]
-        )
+        hints = _hints(type(default))
+        nested = _made(type(default).__name__, [(name, *_twin(_plain(hints[name]), value)) for name, value in pairs])
         return nested, field(default_factory=nested)
     if isinstance(default, list | dict):
         return kind, field(default_factory=partial(type(default), default))
@@ -70,7 +74,7 @@ def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
 
     Raises ConfigError, naming `group.key`, for values that a Literal does not have; the class checks the rest.
     """
-    hints = get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     chosen: dict[str, Any] = {}
     for item in fields(cls):  # type: ignore[arg-type]  # every cls here is a dataclass
         if item.name not in values:

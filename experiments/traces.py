@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, cast
-
-from tqdm import tqdm
 
 from experiments.config import RunConfig
 from experiments.policies import instantiate
@@ -25,7 +24,7 @@ from experiments.structured import freeze
 from testbed.errors import ConfigError
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.generators import SyntheticConfig, generate, stream_generated
+from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
 from testbed.traces.readers.open_text import watching
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
@@ -47,7 +46,12 @@ def build_source(config: RunConfig) -> TraceSource:
 @contextmanager
 def reading() -> Iterator[None]:
     """Shows how many lines of text files are read meanwhile; silent when standard error is no terminal."""
-    with tqdm(desc="read", unit="line", disable=None, leave=False, delay=0.5) as bar, watching(bar.update):
+    if not sys.stderr.isatty():
+        yield
+        return
+    from tqdm import tqdm  # not at the top: nobody may look
+
+    with tqdm(desc="read", unit="line", leave=False, delay=0.5) as bar, watching(bar.update):
         yield
 
 
@@ -71,6 +75,8 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
 
 
 def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource:
+    from testbed.traces.generators import generate, stream_generated  # not at the top: a trace that is read needs none
+
     settings = config.trace
     assert isinstance(settings, SyntheticTraceConfig)
     generator = freeze(SyntheticConfig, "trace", config.raw["trace"])

@@ -49,6 +49,7 @@ class SimBackend:
         self._last_ns = 1 << 30  # of a step of some run: guides how many are priced at once, and nothing else
         self._schedule_ns = schedule_ns
         self._schedule_ns_per_seq = schedule_ns_per_seq
+        self._has_own = bool(schedule_ns or schedule_ns_per_seq)
         self._seed = seed
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -60,7 +61,9 @@ class SimBackend:
             if self._decode_pricer is None or shape.prefills:
                 return self._one_by_one(plan, limit_ns)
             return self._decodes(self._decode_pricer, plan, limit_ns)
-        spans = self._scheduled(self.cost.price(shape), shape)
+        spans = self.cost.price(shape)
+        if self._has_own:
+            spans = self._scheduled(spans, shape)
         if min(spans) < 0:
             raise self._negative((spans,))
         return SimWork((max(1, sum(spans)),), (spans,), self._outcomes(plan) if plan.has_beams else None)
@@ -123,7 +126,7 @@ class SimBackend:
 
     def _scheduled(self, spans: Spans, shape: BatchShape) -> Spans:
         """The price with the scheduler's own time, which is the same for each step of a plan."""
-        if not (self._schedule_ns or self._schedule_ns_per_seq):
+        if not self._has_own:
             return spans
         own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
         return spans._replace(schedule_ns=spans.schedule_ns + own_ns)

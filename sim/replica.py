@@ -112,7 +112,7 @@ class ReplicaInbox:
 class Replica:
     """Implements sim.routers.ReplicaView. link None: swaps are a part of each step; else they go over the link.
 
-    on_idle: is told whenever the replica has nothing to do but wait for the router.
+    on_idle: is told whenever nothing but an event from the router would get the replica on.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class Replica:
         self._on_idle = on_idle
         self._swaps = SwapsUnderWay()
         self._command: WaitUntil | Execute | None = None  # None: the loop has ended
+        self._is_stuck = False  # whether only an event would end the circles that it goes round in
         self._flight: StepResult | None = None  # what becomes of the plan in flight, unless it is cut
 
     # --- the process ---
@@ -150,6 +151,8 @@ class Replica:
         while self._command is not None:
             try:
                 if isinstance(self._command, WaitUntil):
+                    if self.is_idle and self._inbox.is_open:
+                        self._on_idle()  # may close the inbox
                     yield self._boundary(self._command.until_ns)
                     self._phases.planning()
                     self._resume(Resume(int(env.now)))
@@ -167,9 +170,7 @@ class Replica:
         """The instant at which the loop goes on."""
         instant_ns = self._inbox.next_ns() if until_ns is None else until_ns
         if instant_ns is None and self._inbox.is_open:
-            self._on_idle()  # may close the inbox
-            if self._inbox.is_open:
-                return self._env.event()  # an interrupt will come
+            return self._env.event()  # an interrupt will come
         return self._phases.at_plan(max(int(self._env.now), instant_ns or 0), self.number)
 
     def _resume(self, resume: Resume) -> None:
@@ -182,6 +183,8 @@ class Replica:
 
     def _take(self, command: WaitUntil | Execute | None, now_ns: int = 0) -> None:
         self._command = command
+        if isinstance(command, WaitUntil):
+            self._is_stuck = command.is_stuck
         if isinstance(command, Execute) and not self._meets_transfers(command.plan):
             wake_ns = command.wake_ns
             limit_ns = None if wake_ns is None else max(1, wake_ns - now_ns)
@@ -200,13 +203,15 @@ class Replica:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the loop waits for an event, and none has come."""
+        """Whether only an event would get the loop on, and none has come."""
         command = self._command
-        return isinstance(command, WaitUntil) and command.until_ns is None and self._inbox.next_ns() is None
+        is_waiting = isinstance(command, WaitUntil) and command.until_ns is None
+        return (is_waiting or self._is_stuck) and self._inbox.next_ns() is None
 
     def wake(self) -> None:
         """Something came to the inbox now, or it was closed: the loop goes on at its next boundary."""
         now_ns, result = int(self._env.now), self._flight
+        self._is_stuck = False
         if result is not None:
             num_steps = bisect_left(result.end_ns, now_ns) + 1
             if num_steps >= len(result.end_ns):

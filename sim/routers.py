@@ -11,7 +11,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh64_intdigest
@@ -280,6 +279,8 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
 
 
 def _unknown(what: str, name: str, choices: Mapping[str, Any]) -> str:
+    from difflib import get_close_matches  # seldom needed
+
     near = get_close_matches(name, list(choices), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{what}; {hint}valid: {', '.join(choices)}"

@@ -46,9 +46,11 @@ class WaitUntil(NamedTuple):
     """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
 
     After each commit the loop of an open inbox waits until that very instant: events of others may come with it.
+    is_stuck: it goes round in circles, as far as it can tell; only an event would change that.
     """
 
     until_ns: int | None
+    is_stuck: bool = False
 
 
 class Execute(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from struct import pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from testbed.plan import BlockedBy, RunSpans, Spans
@@ -168,8 +169,6 @@ class StepTable:
 
     def _condense(self) -> None:
         """Takes the numbers of the plans: their views hold much more."""
-        import numpy as np
-
         views, *recorded = zip(*self._plans, strict=True)
         plans, plan_ns, results, digests, emitters, *counts, free, free_cpu = zip(*views, strict=True)
         ends, _, spans, later, _ = zip(*results, strict=True)
@@ -187,14 +186,13 @@ class StepTable:
             map(len, ignored),
             map(_REASON_CODES.__getitem__, blocked_by),
         )  # fmt: skip
-        of_plans = np.array([np.fromiter(values, np.int64, len(plans)) for values in columns])
-        num_steps = int(of_plans[0].sum())
-        of_steps = [
-            np.fromiter(chain.from_iterable(lists), kind, num_steps)
-            for lists, kind in ((ends, np.int64), (free, np.int64), (digests, np.uint64))
-        ]
         forward, others = _forward_ns(spans, later)
-        self._condensed.append((of_plans, *of_steps, np.fromiter(forward, np.int64, num_steps), others))
+        self._condensed.append(
+            (
+                _array(columns).reshape(len(columns), len(plans)), _array(ends), _array(free), _array(digests, "Q"),
+                _array([forward]), others,
+            )
+        )  # fmt: skip
         self._plans = []
 
     def _flush(self) -> None:
@@ -235,6 +233,14 @@ class StepTable:
     def close(self) -> None:
         self._flush()
         self._table.close()
+
+
+def _array(lists: Iterable[Iterable[int]], kind: str = "q") -> Any:
+    """Lists of numbers, one after the other. kind: q, int64, or Q, uint64. By struct: one call for all of them."""
+    import numpy as np
+
+    numbers = list(chain.from_iterable(lists))
+    return np.frombuffer(pack(f"{len(numbers)}{kind}", *numbers), dtype=kind)
 
 
 def _forward_ns(first: Sequence[Spans], later: Sequence[Sequence[Spans]]) -> tuple[list[int], list[tuple[int, Spans]]]:

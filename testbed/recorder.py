@@ -102,6 +102,13 @@ class RunRecorder:
     def _change_emitters(self, emitters: list[Sequence]) -> None:
         """From here on, these emit in each step: what the others emitted becomes theirs."""
         before, end = self._since, len(self._ends)
+        known = list(before)
+        if known and not self._has_groups and emitters[: len(known)] == known:  # those before, and perhaps more
+            for seq in emitters[len(known) :]:
+                before[seq] = end
+                self._open[seq.request.request_id].emits = seq
+            self._emitters = emitters
+            return
         since: dict[Sequence, int] = {}
         in_groups: list[str] = []
         for seq in emitters:

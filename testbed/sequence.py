@@ -7,10 +7,12 @@ entry for a group, its first live member: what happens to that one happens to it
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import Protocol
 
 from testbed.errors import IllegalTransitionError
+from testbed.lazy_tokens import LazyTokens
 from testbed.plan import Completion, Finished, FinishReason, TokenLogprobs
 from testbed.request import Request
 
@@ -67,6 +69,7 @@ class Sequence:
         "_clock",
         "_num_computed_tokens",
         "_num_tokens",
+        "_tokens",
         "admission",
         "finish_reason",
         "group",
@@ -88,7 +91,6 @@ class Sequence:
         "stop_tokens",
         "stuck_at",
         "token_limit",
-        "tokens",
         "unit_id",
     )
 
@@ -99,8 +101,7 @@ class Sequence:
         self.request = request
         self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
         self.siblings: list[Sequence] | None = None  # those scheduled together with it, itself included; None: alone
-        self.tokens = array("i", request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.tokens)
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens: int | None = None  # prefix tokens found at the first admission
         self.num_slots = 0  # tokens that its KV blocks have room for; kept by the block manager
         self.num_preemptions = 0
@@ -118,8 +119,8 @@ class Sequence:
         self.is_forced = (
             forced is not None and sampling.beam_width <= 1
         )  # beams are searched: only the length is forced
-        if self.is_forced and forced is not None:
-            self.tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
+        is_lazy = isinstance(request.prompt_token_ids, LazyTokens)
+        self._tokens = None if is_lazy else self._made_tokens()  # None: nobody has read them
         self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of what was emitted
         self.score = self.score_before = 0.0  # their sum, and the one without the newest
         # of the prompt's tokens, as far as they came; one list for all members of a group
@@ -130,6 +131,40 @@ class Sequence:
         self._num_computed_tokens = 0
         self._clock: DecodeClock | None = None
         self._base = 0
+
+    # --- tokens ---
+
+    @property
+    def tokens(self) -> array[int]:
+        """The prompt and what was emitted; of a forced sequence also what it will emit."""
+        if self._tokens is None:
+            self._tokens = self._made_tokens()
+        return self._tokens
+
+    def _made_tokens(self) -> array[int]:
+        tokens = array("i", self.request.prompt_token_ids[:])  # a slice: lazy ones are copied as an array is
+        forced = self.request.forced_output
+        if self.is_forced and forced is not None:
+            tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
+        return tokens
+
+    def first_tokens(self, num_tokens: int) -> array[int]:
+        """At least so many of `tokens`, of which no more are made than that takes."""
+        prompt = self.request.prompt_token_ids
+        if self._tokens is None and isinstance(prompt, LazyTokens) and num_tokens <= len(prompt):
+            return prompt[:num_tokens]
+        return self.tokens
+
+    @property
+    def output_token_ids(self) -> Seq[int]:
+        num_output, forced = self.num_output_tokens, self.request.forced_output
+        if self._tokens is None and forced is not None and len(forced) == num_output:
+            return forced
+        return self.tokens[self.num_prompt_tokens : self.num_tokens]
+
+    def known_tokens(self, start: int, stop: int) -> array[int]:
+        """The known tokens at positions start … stop - 1, as far as there are any."""
+        return self.tokens[start : min(stop, self.num_tokens)]
 
     # --- counts ---
 
@@ -150,14 +185,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> array[int]:
-        return self.tokens[self.num_prompt_tokens : self.num_tokens]
-
-    def known_tokens(self, start: int, stop: int) -> array[int]:
-        """The known tokens at positions start … stop - 1, as far as there are any."""
-        return self.tokens[start : min(stop, self.num_tokens)]
 
     @property
     def is_in_step(self) -> bool:
@@ -246,10 +273,10 @@ class Sequence:
             setattr(child, name, getattr(self, name))
         child.seq_id = seq_id
         child._num_tokens = self._num_computed_tokens + 1
-        child.tokens = self.tokens[:]
+        child._tokens = self.tokens[:]
         if not self.is_forced:
-            del child.tokens[self._num_computed_tokens :]
-            child.tokens.append(token)
+            del child._tokens[self._num_computed_tokens :]
+            child._tokens.append(token)
         if self.logprobs is not None:
             num_before = child._num_tokens - 1 - self.num_prompt_tokens
             child.score = self.score if len(self.logprobs) <= num_before else self.score_before

@@ -11,15 +11,18 @@ from collections.abc import Generator
 from testbed.errors import LivelockError
 from testbed.interfaces import Arrive, Event, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
 from testbed.scheduler import Scheduler
+from testbed.thrash import Thrash
 
 Loop = Generator[WaitUntil | Execute, Resume, None]
 
 
 def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int = 1) -> Loop:
-    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move.
+    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move, or that goes
+    round in circles.
 
     max_steps: how many steps a plan may span; more than one is fast forward, which its driver must know.
     """
+    thrash = Thrash()
     now_ns = (yield WaitUntil(inbox.next_ns())).now_ns if inbox.next_ns() is not None else 0
     while True:
         for event in inbox.due(now_ns):
@@ -42,8 +45,13 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int
                 if finished:
                     recorder.ended(finished, now_ns)
                     inbox.finished(finished, now_ns)
+                circle = None
+                if plan.preempted or thrash.is_watching:
+                    circle = thrash.committed(plan, scheduler, has_ended=bool(finished))
                 if inbox.is_open:  # what others do at this instant comes before the next plan
-                    now_ns = (yield WaitUntil(now_ns)).now_ns
+                    now_ns = (yield WaitUntil(now_ns, circle is not None)).now_ns
+                if circle is not None and not inbox.is_open and inbox.next_ns() is None:
+                    raise LivelockError(circle)
                 continue
         next_ns = inbox.next_ns()
         if next_ns is None and not inbox.is_open:

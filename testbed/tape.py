@@ -48,6 +48,8 @@ class TapeEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tape:
+    """What a run recorded, to be replayed."""
+
     steps: tuple[TapeStep, ...]
     events: tuple[TapeEvent, ...]
 

@@ -10,6 +10,8 @@ from testbed.plan import BatchShape, Spans
 
 @dataclass(frozen=True, slots=True)
 class ConstantConfig:
+    """Every step takes as long."""
+
     step_s: float = 0.01  # length of every step, seconds; there is no host overhead beside it
 
     def __post_init__(self) -> None:

@@ -53,7 +53,8 @@ class Chains:
             chain = self.by_seq[seq.seq_id] = Chain()
         if len(chain.keys) < num_blocks:
             assert self.source is not None
-            self.source.extend(chain.keys, chain.contents, seq.tokens, num_blocks, self.salt_of(seq))
+            tokens = seq.first_tokens(num_blocks * self.block_size)
+            self.source.extend(chain.keys, chain.contents, tokens, num_blocks, self.salt_of(seq))
         return chain
 
     def salt_of(self, seq: Sequence) -> str:

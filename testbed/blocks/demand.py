@@ -25,10 +25,11 @@ class Demand:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_slots_for(self, seq: Sequence, num_tokens: int) -> int:
-        """Slots that a running sequence must have to compute its next `num_tokens` tokens."""
+    def num_new_blocks(self, seq: Sequence, num_tokens: int, num_slots: int) -> int:
+        """Blocks that a running sequence which has `num_slots` slots lacks to compute its next `num_tokens` tokens."""
         lookahead = 0 if seq.is_prefilling else self.lookahead_slots
-        return seq.num_computed_tokens + num_tokens + lookahead
+        missing = seq.num_computed_tokens + num_tokens + lookahead - num_slots
+        return -(-missing // self.block_size) if missing > 0 else 0
 
     def num_held_at_most(self, num_tokens: int) -> int:
         """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""

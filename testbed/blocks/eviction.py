@@ -50,26 +50,27 @@ class EvictionPolicy(Protocol):
 class LRU:
     """Least recently used first; among blocks released together, the deepest of a prefix goes first.
 
-    Blocks that were released together stand in the line as one run. What is removed stays in the line, marked, until
-    it comes to the front or the line is swept.
+    Blocks that were released together stand in the line as one run, in the order of their table: they are given up from
+    the end. What is removed stays in the line, marked, until it comes to the front or the line is swept.
     """
 
     __slots__ = ("_gone", "_line", "_num_gone", "_num_places")
 
     def __init__(self) -> None:
-        self._line: deque[tuple[list[int], object]] = deque()  # runs: their blocks, last one first, and owners
+        self._line: deque[tuple[list[int], object]] = deque()  # runs and their owners
         self._num_places = 0  # in the line, void ones included
         self._gone: dict[int, int] = {}  # block -> how many of its places in the line, the first ones, are void
         self._num_gone = 0
 
     def add(self, block: int, depth: int, last_step: int) -> None:
-        self.add_all([block])
+        self.add_run([block])
 
-    def add_all(self, blocks: list[int], owner: object = None) -> None:
-        """The same as `add` for each, in order. owner: whatever `pop_runs` is to say of them."""
-        if blocks:
-            self._line.append((blocks[::-1], owner))
-            self._num_places += len(blocks)
+    def add_run(self, run: list[int], owner: object = None) -> None:
+        """The same as `add` for each, from the last one to the first. The list is the line's from now on: it shrinks as
+        its blocks are given up. owner: whatever `pop_run` is to say of them."""
+        if run:
+            self._line.append((run, owner))
+            self._num_places += len(run)
 
     def hit(self, block: int) -> None:
         """Recency is renewed when the block is released again."""
@@ -78,35 +79,29 @@ class LRU:
         self._gone[block] = self._gone.get(block, 0) + 1
         self._num_gone += 1
         if self._num_gone > 64 + self._num_places // 2:
-            runs = self.pop_runs(len(self))
-            self._line, self._num_places, self._gone, self._num_gone = deque(), 0, {}, 0
-            for blocks, owner in runs:
-                self.add_all(blocks, owner)
+            self._sweep()
 
     def pop(self) -> int:
-        return self.pop_all(1)[0]
+        while not (blocks := self.pop_run(1)[0]):
+            pass
+        return blocks[0]
 
-    def pop_all(self, num_blocks: int) -> list[int]:
-        """The same as `pop` so many times."""
-        return list(chain.from_iterable([blocks for blocks, _ in self.pop_runs(num_blocks)]))
+    def pop_run(self, num_blocks: int) -> tuple[list[int], object]:
+        """The blocks of the first run, at most the `num_blocks` that are given up first, and its owner. The last one
+        comes first in the line. None of them, where all have been removed."""
+        run, owner = self._line[0]
+        blocks = run[-num_blocks:]
+        del run[-num_blocks:]
+        if not run:
+            self._line.popleft()
+        self._num_places -= len(blocks)
+        return self._without_void(blocks) if self._gone else blocks, owner
 
-    def pop_runs(self, num_blocks: int) -> list[tuple[list[int], object]]:
-        """The same, as parts of runs: blocks and owner of each."""
-        line, runs, left = self._line, [], num_blocks
-        while left:
-            run, owner = line[0]
-            blocks = run[-left:]
-            if len(blocks) < len(run):
-                del run[-left:]
-            else:
-                line.popleft()
-            blocks.reverse()
-            self._num_places -= len(blocks)
-            if self._gone and not self._gone.keys().isdisjoint(blocks):
-                blocks = [block for block in blocks if not self._is_void(block)]
-            left -= len(blocks)
-            runs.append((blocks, owner))
-        return runs
+    def _without_void(self, blocks: list[int]) -> list[int]:
+        """Those of the blocks at the front of the line that have not been removed."""
+        if self._gone.keys().isdisjoint(blocks):
+            return blocks
+        return [block for block in blocks if not self._is_void(block)]
 
     def _is_void(self, block: int) -> bool:
         """Whether this place of a block in the line is void, as the block has been removed since."""
@@ -117,6 +112,23 @@ class LRU:
         if not self._gone[block]:
             del self._gone[block]
         return True
+
+    def _sweep(self) -> None:
+        """No place in the line is void. Runs stay the lists that they are."""
+        for run, _ in self._line:
+            run[:] = self._without_void(run)
+        self._line = deque([item for item in self._line if item[0]])
+        self._num_places = sum([len(run) for run, _ in self._line])
+
+    def blocks(self) -> list[int]:
+        """In the order in which they would be given up. For checks and tests."""
+        gone, blocks = self._gone.copy(), []
+        for block in chain.from_iterable(run[::-1] for run, _ in self._line):
+            if gone.get(block):
+                gone[block] -= 1
+            else:
+                blocks.append(block)
+        return blocks
 
     def __len__(self) -> int:
         return self._num_places - self._num_gone

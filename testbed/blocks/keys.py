@@ -39,7 +39,7 @@ class TokenKeys:
         for content in added:
             key = xxh64_intdigest(content, key)
             keys.append(key)
-        if added and not first:
+        if salt and added and not first:
             added[0] = salt.encode() + added[0]
         contents += added
 

@@ -6,15 +6,17 @@ Most prefixes are never asked for by anyone else, so most of them are never hash
 from __future__ import annotations
 
 from testbed.blocks.chains import Chain, Chains
-from testbed.blocks.prefix_cache import LonePrefix, PrefixCache
+from testbed.blocks.gpu_blocks import GPUBlocks
+from testbed.blocks.prefix_cache import LonePrefix
 from testbed.sequence import Sequence
 
 
 class LonePrefixes:
     """Makes lone prefixes, keeps them as long as their sequences have computed, and parts them."""
 
-    def __init__(self, cache: PrefixCache, chains: Chains, tables: dict[int, list[int]]) -> None:
-        self._cache = cache
+    def __init__(self, gpu: GPUBlocks, chains: Chains, tables: dict[int, list[int]]) -> None:
+        self._pool = gpu.pool
+        self._cache = gpu.cache
         self._chains = chains
         self._tables = tables
 
@@ -27,40 +29,39 @@ class LonePrefixes:
 
     def begin(self, seq: Sequence, chain: Chain) -> LonePrefix | None:
         """All that the sequence publishes is kept as one, if nobody has published its first block."""
-        key = self._chains.of(seq, 1).keys[0]
+        key = chain.keys[0] if chain.keys else self._chains.of(seq, 1).keys[0]
         if self.is_known(key):
             return None
-        chain.lone = LonePrefix(key, seq, self._tables[seq.seq_id], self._chains.salt_of(seq))
+        table, salt = self._tables[seq.seq_id], self._chains.salt_of(seq)
+        chain.lone = LonePrefix(key, seq, table, salt, self._chains.block_size)
         self._cache.lone[key] = chain.lone
         return chain.lone
 
     def end(self, chain: Chain) -> LonePrefix | None:
         """The sequence gives its blocks back: the prefix that it alone has, if any, grows no more."""
         lone, chain.lone = chain.lone, None
-        if lone is not None:
-            self._extend(lone)
         return lone
 
     def part(self, lone: LonePrefix) -> None:
         """Publishes the blocks of a prefix that was alone one by one."""
         source = self._chains.source
         assert source is not None
-        chain = self._chains.by_seq.get(lone.seq.seq_id)
-        is_held = chain is not None and chain.lone is lone
-        if is_held:
-            self._extend(lone)
+        del self._cache.lone[lone.key]
+        lone.is_parted = True
+        blocks = lone.blocks
+        is_held = blocks is None
+        if blocks is None:
+            blocks = lone.table[: lone.num_held]
         keys: list[int] = []
         contents: list[bytes] = []
-        source.extend(keys, contents, lone.seq.tokens, lone.num_blocks, lone.salt)
-        blocks = self._cache.part(lone)
+        tokens = lone.seq.first_tokens(len(blocks) * lone.block_size)
+        source.extend(keys, contents, tokens, len(blocks), lone.salt)
         newest = self._cache.publish_new(blocks, keys, contents, None)
-        if chain is None or not is_held:
+        if not is_held:
             return
+        chain = self._chains.by_seq[lone.seq.seq_id]
         chain.lone, chain.entry, chain.num_published = None, newest, len(blocks)
         if newest is None:  # a collision of keys
             chain.num_published, chain.is_broken = 0, True
-
-    def _extend(self, lone: LonePrefix) -> None:
-        """Its sequence still holds the blocks: the prefix is as long as the sequence has computed."""
-        num_full = max(lone.num_tokens, lone.seq.num_computed_tokens) // self._chains.block_size
-        self._cache.extend_lone(lone, num_full)
+        else:
+            self._pool.count(blocks)

@@ -61,11 +61,9 @@ class BlockManager:
         self.publishes_at_allocation = rules.hits_visible != "commit"
         self.caches_prefixes = key_source is not None
         self._tables: dict[int, list[int]] = {}
-        self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction)
+        self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction, gives_back_singly=sliding_window is not None)
         self._chains = Chains(key_source, block_size=block_size, isolate_tenants=isolate_tenants)
-        self._prefixes = PrefixSharing(
-            self._gpu, self._tables, self._chains, rules=rules, sliding_window=sliding_window
-        )
+        self._prefixes = PrefixSharing(self._gpu, self._tables, self._chains, rules=rules)
         self._merged = self._prefixes.merged
         self.copies = CopyOnWrite(self._gpu, self._tables, block_size)
         self._cpu = SwapSpace(num_cpu_blocks, by_content=self._merged is not None)
@@ -175,22 +173,20 @@ class BlockManager:
                 return self.num_free_blocks >= (seq.num_tokens % self.block_size > 0)
             if self.num_free_blocks < len(seq.together):
                 return False
+        needed, num_new_blocks = 0, self._demand.num_new_blocks
         shared: dict[int, int] = {}  # shared blocks that would be copied, with the references that remain
-        needed = sum(self._num_missing(one, num_tokens, shared) for one in seq.together)
-        return needed <= self.num_free_blocks
-
-    def _num_missing(self, seq: Sequence, num_tokens: int, shared: dict[int, int]) -> int:
-        missing = self.num_blocks_for(self._demand.num_slots_for(seq, num_tokens)) - len(self._tables[seq.seq_id])
-        num_copied = 0 if seq.group is None else self.copies.num_needed(seq, shared)
-        return max(0, missing) + num_copied
+        for one in seq.together:
+            needed += num_new_blocks(one, num_tokens, one.num_slots)
+            if one.group is not None:
+                needed += self.copies.num_needed(one, shared)
+        return needed <= self._gpu.num_free
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
         """Slots for the next `num_tokens` tokens of one sequence; copies a shared block that it would write into."""
         if seq.group is not None:
             self.copies.write(seq)
-        missing = self._demand.num_slots_for(seq, num_tokens) - seq.num_slots
-        if missing > 0:
-            num_blocks = self.num_blocks_for(missing)
+        num_blocks = self._demand.num_new_blocks(seq, num_tokens, seq.num_slots)
+        if num_blocks:
             self._tables[seq.seq_id] += self._gpu.take(num_blocks)
             seq.num_slots += num_blocks * self.block_size
 
@@ -228,9 +224,10 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares every block of its parent; nothing is allocated."""
         table = self._tables[parent.seq_id]
-        for block in table:
-            if block != RELEASED:
-                self._gpu.pool.share(block)
+        held = [block for block in table if block != RELEASED]
+        self._gpu.pool.count(held)
+        for block in held:
+            self._gpu.pool.share(block)
         self._tables[child.seq_id] = table[:]
         child.num_slots = parent.num_slots
         self._prefixes.fork(parent, child)

@@ -31,36 +31,47 @@ class CacheEntry:
 
 
 class LonePrefix:
-    """The first `num_blocks` blocks of a table, whose content no other blocks have: entries that are not yet made.
+    """The first blocks of a table, whose content no other blocks have: entries that are not yet made.
 
-    While its sequence holds the blocks, it is as long as the sequence has computed, and `num_blocks` is brought up to
-    date when somebody asks. Then they are given up from the deepest on, as LRU does. salt: of the keys, which are made
-    from the sequence's tokens. num_tokens: these are published, whether or not the sequence has computed them.
+    While its sequence holds the blocks, it is as long as the sequence has computed. Then `blocks` are what is left of
+    them: they are given up from the deepest on, as LRU does. salt: of the keys, which are made from the sequence's
+    tokens. num_tokens: these are published, whether or not the sequence has computed them.
     """
 
-    __slots__ = ("is_parted", "key", "num_blocks", "num_tokens", "salt", "seq", "table")
+    __slots__ = ("block_size", "blocks", "is_parted", "key", "num_tokens", "salt", "seq", "table")
 
-    def __init__(self, key: int, seq: Sequence, table: list[int], salt: str) -> None:
+    def __init__(self, key: int, seq: Sequence, table: list[int], salt: str, block_size: int) -> None:
         self.key = key  # of its first block
         self.seq = seq
         self.table = table
         self.salt = salt
-        self.num_blocks = 0
+        self.block_size = block_size
+        self.blocks: list[int] | None = None  # None: its sequence holds them
         self.num_tokens = 0
         self.is_parted = False  # entries were made
+
+    @property
+    def num_held(self) -> int:
+        """How many blocks it has while its sequence holds them."""
+        return max(self.num_tokens, self.seq.num_computed_tokens) // self.block_size
 
 
 class PrefixCache:
     """Content of blocks, by key."""
 
-    __slots__ = ("entries", "entry_of", "evictable", "lone", "num_cached_blocks")
+    __slots__ = ("_num_listed", "entries", "entry_of", "evictable", "lone")
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy) -> None:
         self.entries: dict[int, CacheEntry] = {}  # by key
         self.lone: dict[int, LonePrefix] = {}  # by the key of the first block, which no entry has
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks  # of blocks that are in no lone prefix
         self.evictable = eviction  # free blocks whose content may still be hit
-        self.num_cached_blocks = 0
+        self._num_listed = 0  # blocks that entries list
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that hold something, but for lone prefixes that sequences hold. Goes through all lone ones."""
+        return self._num_listed + sum([len(lone.blocks) for lone in self.lone.values() if lone.blocks is not None])
 
     def entry(self, block: int) -> CacheEntry | None:
         """What the block holds, if anything. Its prefix is not kept as a lone one."""
@@ -101,19 +112,32 @@ class PrefixCache:
         assert self.entry_of[block] is None, f"block {block} is published twice"
         if is_newest_found and parent is not None:
             parent = self._alive(parent)
+            if parent is None:
+                return None
         entry = self.entries.get(key)
         if entry is None:
             entry = self.entries[key] = CacheEntry(key, content, parent, [])
             if parent is not None:
                 parent.num_children += 1
         elif entry.parent is not parent or entry.content != content:
+            self._drop(parent)  # it may have been made for this block
             return None
         elif is_newest_found and entry.blocks:
             self.entry_of[entry.blocks.pop()] = None
-            self.num_cached_blocks -= 1
+            self._num_listed -= 1
         entry.blocks.append(block)
         self.entry_of[block] = entry
-        self.num_cached_blocks += 1
+        self._num_listed += 1
+        return entry
+
+    def publish_next(self, block: int, key: int, content: bytes, parent: CacheEntry) -> CacheEntry | None:
+        """`publish`; None, and nothing done, if the key is known."""
+        if key in self.entries:
+            return None
+        assert self.entry_of[block] is None, f"block {block} is published twice"
+        entry = self.entries[key] = self.entry_of[block] = CacheEntry(key, content, parent, [block])
+        parent.num_children += 1
+        self._num_listed += 1
         return entry
 
     def publish_new(
@@ -130,32 +154,12 @@ class PrefixCache:
             parent = entries[key] = entry_of[block] = CacheEntry(key, content, parent, [block], 1)
         assert parent is not None
         parent.num_children = 0
-        self.num_cached_blocks += len(blocks)
+        self._num_listed += len(blocks)
         return parent
 
-    def extend_lone(self, lone: LonePrefix, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of its table hold the prefix."""
-        assert num_blocks >= lone.num_blocks, "what is held is not given up"
-        self.num_cached_blocks += num_blocks - lone.num_blocks
-        lone.num_blocks = num_blocks
-
-    def shorten_lone(self, lone: LonePrefix, num_blocks: int) -> None:
-        """So many blocks, the deepest, no longer hold it."""
-        assert num_blocks <= lone.num_blocks, "more blocks are given up than there are"
-        self.num_cached_blocks -= num_blocks
-        lone.num_blocks -= num_blocks
-        if not lone.num_blocks:
-            del self.lone[lone.key]
-
-    def part(self, lone: LonePrefix) -> list[int]:
-        """The prefix is no longer kept as one; its blocks, which hold nothing until they are published."""
-        del self.lone[lone.key]
-        lone.is_parted = True
-        self.num_cached_blocks -= lone.num_blocks
-        return lone.table[: lone.num_blocks]
-
-    def _alive(self, entry: CacheEntry) -> CacheEntry:
-        """The entry that stands for this prefix now: it may have died with a block that took its own one's place."""
+    def _alive(self, entry: CacheEntry) -> CacheEntry | None:
+        """The entry that stands for this prefix now: it may have died with a block that took its own one's place. None
+        if one of its keys stands for another content now."""
         dead: list[CacheEntry] = []
         parent: CacheEntry | None = entry
         while parent is not None and self.entries.get(parent.key) is not parent:
@@ -165,12 +169,12 @@ class PrefixCache:
             found = self.entries.get(lost.key)
             if found is None or found.parent is not parent or found.content != lost.content:
                 if found is not None:
-                    return lost  # its key stands for another content now: what follows is not found
+                    self._drop(parent)
+                    return None
                 found = self.entries[lost.key] = CacheEntry(lost.key, lost.content, parent, [])
                 if parent is not None:
                     parent.num_children += 1
             parent = found
-        assert parent is not None
         return parent
 
     def forget(self, block: int) -> None:
@@ -179,35 +183,38 @@ class PrefixCache:
         self.forget_all([block])
 
     def forget_all(self, blocks: list[int]) -> None:
-        """These blocks, in this order, no longer hold what they hold, if anything."""
+        """These blocks, the last one first, no longer hold what they hold, if anything."""
         entry_of = self.entry_of
-        for block in blocks:
+        num_forgotten = 0
+        for block in reversed(blocks):
             entry = entry_of[block]
-            if entry is not None:
-                self._leave(entry, block)
+            if entry is None:
+                continue
+            entry_of[block] = None
+            num_forgotten += 1
+            entry.blocks.remove(block)
+            if not entry.num_children and not entry.blocks:
+                self._drop(entry)
+        self._num_listed -= num_forgotten
 
-    def _leave(self, entry: CacheEntry, block: int) -> None:
-        """The block holds this content no more; entries that stand for nothing go."""
-        self.entry_of[block] = None
-        self.num_cached_blocks -= 1
-        entry.blocks.remove(block)
-        left: CacheEntry | None = entry
-        while left is not None and not left.num_children and not left.blocks:
-            del self.entries[left.key]
-            left = left.parent
-            if left is not None:
-                left.num_children -= 1
+    def _drop(self, entry: CacheEntry | None) -> None:
+        """From this entry up, those that stand for nothing go."""
+        while entry is not None and not entry.num_children and not entry.blocks:
+            del self.entries[entry.key]
+            entry = entry.parent
+            if entry is not None:
+                entry.num_children -= 1
 
     def check_invariants(self) -> None:
         held = [block for block, entry in enumerate(self.entry_of) if entry is not None]
-        num_lone = sum(lone.num_blocks for lone in self.lone.values())
-        assert len(held) + num_lone == self.num_cached_blocks
+        assert len(held) == self._num_listed
         assert sum(len(entry.blocks) for entry in self.entries.values()) == len(held)
         for key, lone in self.lone.items():
             assert lone.key == key
             assert key not in self.entries, "it is not alone"
             assert not lone.is_parted
-            assert all(self.entry_of[block] is None for block in lone.table[: lone.num_blocks])
+            assert lone.blocks is None or lone.blocks, "nothing is left of it"
+            assert all(self.entry_of[block] is None for block in lone.blocks or ())
         for key, entry in self.entries.items():
             assert entry.key == key
             assert entry.blocks or entry.num_children, "an entry that stands for nothing"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from testbed.blocks.chains import Chains
+from testbed.blocks.chains import Chain, Chains
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.lone_prefixes import LonePrefixes
 from testbed.blocks.merged_content import MergedContent
-from testbed.blocks.prefix_cache import CacheEntry, LonePrefix
+from testbed.blocks.prefix_cache import LonePrefix
 from testbed.sequence import Sequence
 
 
@@ -43,7 +43,6 @@ class PrefixSharing:
         chains: Chains,
         *,
         rules: KVRules,
-        sliding_window: int | None = None,
     ) -> None:
         self.num_queried_tokens = 0  # of first admissions
         self.num_hit_tokens = 0
@@ -59,10 +58,8 @@ class PrefixSharing:
         is_merged = rules.duplicates == "merged" and chains.source is not None
         self.merged = MergedContent(gpu, chains) if is_merged else None
         # what goes by the order of LRU, one block a content; keys that may collide by design are all kept
-        keeps_lone = (
-            gpu.is_lru and rules.duplicates == "listed" and sliding_window is None and type(chains.source) is TokenKeys
-        )
-        self._lone = LonePrefixes(gpu.cache, chains, tables) if keeps_lone else None
+        keeps_lone = gpu.lends and rules.duplicates == "listed" and type(chains.source) is TokenKeys
+        self._lone = LonePrefixes(gpu, chains, tables) if keeps_lone else None
 
     # --- hits ---
 
@@ -138,6 +135,7 @@ class PrefixSharing:
                 table[first:num_full], chain.keys[first:num_full], chain.contents[first:num_full], chain.entry
             )
             if newest is not None:
+                self._gpu.pool.count(table[first:num_full])
                 chain.entry, chain.num_published = newest, num_full
                 return
         for index in range(chain.num_published, num_full):
@@ -153,6 +151,7 @@ class PrefixSharing:
             if entry is None:
                 chain.is_broken = True
                 return
+            self._gpu.pool.count([table[index]])
             chain.entry = entry
             chain.num_published = index + 1
 
@@ -164,30 +163,30 @@ class PrefixSharing:
             for seq in seqs:
                 self.publish(seq, seq.num_computed_tokens + num_more)
             return
-        chains, tables, cache, next_key = self._chains.by_seq, self._tables, self._cache, self._keys.next
-        entries, entry_of = cache.entries, cache.entry_of
-        num_new = 0
+        chains = self._chains.by_seq
         for seq in seqs:
-            seq_id = seq.seq_id
-            chain = chains[seq_id]
-            if chain.lone is not None:
-                if num_more:
-                    chain.lone.num_tokens = seq.num_computed_tokens + num_more
-                continue
-            table, parent = tables[seq_id], chain.entry
-            index = len(table) - 1  # without lookahead the block that is filled is the last one
-            if chain.num_published == index and parent is not None and not chain.is_broken:
-                # keys of the chain are left as they are: they are made up for if the sequence is looked up again
-                key, content = next_key(parent.key, seq.tokens, index)
-                if key not in entries:
-                    block = table[index]
-                    entries[key] = entry_of[block] = chain.entry = CacheEntry(key, content, parent, [block])
-                    parent.num_children += 1
-                    chain.num_published = index + 1
-                    num_new += 1
-                    continue
-            self.publish(seq, seq.num_computed_tokens + num_more)
-        cache.num_cached_blocks += num_new
+            chain = chains[seq.seq_id]
+            if chain.lone is None:
+                if not self._publish_next(seq, chain):
+                    self.publish(seq, seq.num_computed_tokens + num_more)
+            elif num_more:
+                chain.lone.num_tokens = seq.num_computed_tokens + num_more
+
+    def _publish_next(self, seq: Sequence, chain: Chain) -> bool:
+        """Publishes the last block of a table, all others of which are published; False: it is for `publish` to do."""
+        table, parent = self._tables[seq.seq_id], chain.entry
+        index = len(table) - 1  # without lookahead the block that is filled is the last one
+        if chain.num_published != index or parent is None or chain.is_broken:
+            return False
+        assert self._keys is not None
+        # keys of the chain are left as they are: they are made up for if the sequence is looked up again
+        key, content = self._keys.next(parent.key, seq.tokens, index)
+        newest = self._cache.publish_next(table[index], key, content, parent)
+        if newest is None:
+            return False
+        self._gpu.pool.count(table[index:])
+        chain.entry, chain.num_published = newest, index + 1
+        return True
 
     def are_alone(self, seqs: list[Sequence]) -> bool:
         """Whether what these sequences compute next needs no publishing: nobody else has their prefixes."""
@@ -212,7 +211,7 @@ class PrefixSharing:
             block = table[index]
             if self.merged is not None and self._gpu.pool.ref_counts[block] > 1:
                 return  # others of this batch compute it too
-            assert self._gpu.pool.ref_counts[block] == 1, f"{seq} is withdrawn, but this step relies on its tokens"
+            assert self._gpu.pool.ref_counts[block] <= 1, f"{seq} is withdrawn, but this step relies on its tokens"
             if self._cache.entry_of[block] is not None:  # None: another block with its content took its place
                 self._cache.forget(block)
             chain.num_published = index

@@ -79,9 +79,9 @@ class SwapSpace:
 
     def planned(self) -> None:
         """The step is decided: what it emptied is free."""
-        for block in self._leaving:
-            self._pool.put_back(block)
-        self._leaving = []
+        if self._leaving:
+            self._pool.put_back(self._leaving)
+            self._leaving = []
 
     def check_invariants(self) -> None:
         self._pool.check_invariants()

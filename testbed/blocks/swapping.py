@@ -69,7 +69,7 @@ class Swapping:
         tables = {one.seq_id: self._tables.pop(one.seq_id) for one in seqs}
         origins = self._copies.take_back(tables.values())
         for one in seqs:
-            self._gpu.release_all(tables[one.seq_id], self._prefixes.settle(one))
+            self._gpu.release_all(tables[one.seq_id][:], self._prefixes.settle(one))
             one.num_slots = 0
         return [(origins.get(gpu, gpu), cpu) for gpu, cpu in self._cpu.put(tables, contents)]
 
@@ -103,7 +103,7 @@ class Swapping:
         num_new = 0
         writers: dict[int, int] = {}
         for one, table in zip(seqs, tables, strict=True):
-            num_new += max(0, demand.num_blocks_for(demand.num_slots_for(one, 1)) - len(table))
+            num_new += demand.num_new_blocks(one, 1, len(table) * demand.block_size)
             index = one.num_computed_tokens // demand.block_size
             if index < len(table):
                 writers[table[index]] = writers.get(table[index], 0) + 1
@@ -126,6 +126,7 @@ class Swapping:
                 if cpu_block == RELEASED:
                     block = RELEASED
                 elif cpu_block in moved:
+                    self._gpu.pool.count([moved[cpu_block]])
                     self._gpu.pool.share(moved[cpu_block])
                     block = moved[cpu_block]
                 else:
@@ -149,6 +150,7 @@ class Swapping:
         while block in unread:
             aside.append(block)
             (block,) = self._gpu.take(1)
+        self._gpu.pool.count(aside)
         for held in reversed(aside):
             self._gpu.release(held, 0)
         return block

@@ -3,7 +3,8 @@
 A choice guarantees progress if one running sequence is always spared until it ends: then everything ends, however short
 of blocks the pool is, although others may be preempted many times. Each class says whether it does, for the queue order
 fcfs and victims that go back to the front. A rule that spares nobody (the one admitted first, say) may let two prompts
-that do not fit together take each other's blocks by turns, for ever, where blocks are allocated by chunks.
+that do not fit together take each other's blocks by turns, for ever, where blocks are allocated by chunks; such a run
+ends with an error that names them (`testbed/thrash.py`).
 
 A group of sequences is one entry, its first member (`together` has them all): it is preempted as a whole.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from testbed.errors import TraceError
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest
@@ -90,7 +89,7 @@ def check_turn(row: TraceRequest, previous: TraceRequest | None) -> TraceRequest
             f"expected {previous.turn + 1}, the turn after {previous.place or previous.request_id}"
         )
     if row.think_ns is not None:
-        return replace(row, arrival_ns=previous.arrival_ns)
+        return row._replace(arrival_ns=previous.arrival_ns)
     if row.arrival_ns < previous.arrival_ns:
         raise TraceError(
             f"{where}: turn {row.turn} of session {row.session_id!r} arrives at {row.arrival_ns / 1e9} s, "

@@ -19,7 +19,7 @@ from testbed.traces.synthesis import content_key
 
 CHUNK = 4096
 T = TypeVar("T")
-Stream = Callable[[str], np.random.Generator]  # purpose -> its random stream
+Stream = Callable[[str], "np.random.Generator"]  # purpose -> its random stream; numpy.random is loaded at the first
 
 
 def stream(seed: int, purpose: str) -> np.random.Generator:

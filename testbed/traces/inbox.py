@@ -5,8 +5,9 @@ both modes. A row with cancel_after_ns brings an Abort that long after its arriv
 one instant come in row order, a request before its own abort.
 
 Rows are read as time goes on: those that are due, up to READ_AHEAD more, and the closed-loop turns that wait for one of
-these. Tokens are made shortly before a request is delivered, those of several in one pass, and are not kept: memory
-follows the live sessions, not the trace.
+these. Tokens are made when somebody reads them, but for the first few of a prompt, by which prefixes are found: these
+are made shortly before a request is delivered, those of several in one pass. None are kept: memory follows the live
+sessions, not the trace.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
 from testbed.errors import TraceError
 from testbed.interfaces import Abort, Arrive, Event
+from testbed.lazy_tokens import LazyTokens
 from testbed.plan import Finished, FinishReason
 from testbed.request import GREEDY, Request, SamplingParams
-from testbed.traces.schema import TraceRequest, TraceSource
-from testbed.traces.synthesis import materialize_requests
+from testbed.traces.schema import Span, TraceRequest, TraceSource
+from testbed.traces.synthesis import heads, materialize
 
 READ_AHEAD = 32  # rows
-_BATCH_TOKENS = 1 << 14  # made in one pass, at most; a longer request is made alone
+_HEAD_TOKENS = 64  # of a prompt that are made at once: a first block is seldom longer
 _ARRIVE, _ABORT = 0, 1  # in this order at one instant
 
 
@@ -53,12 +56,9 @@ class TraceInbox:
         self._num_finished = 0
         self._unsent: list[str] = []
         self._ahead: deque[TraceRequest] = deque(islice(self._source, READ_AHEAD))  # read, not yet taken
-        self._made: dict[int, tuple[array[int], array[int] | None]] = {}  # row -> tokens of its prompt and its output
-
-    @property
-    def is_open(self) -> bool:
-        """False: `next_ns` knows every event but those that a finished request causes, and those need no waiting."""
-        return False
+        self._heads: dict[int, array[int]] = {}  # row -> the first tokens of its prompt
+        # `next_ns` knows every event but those that a finished request causes, and those need no waiting
+        self.is_open = False
 
     @property
     def num_unsent(self) -> int:
@@ -83,15 +83,20 @@ class TraceInbox:
 
     def due(self, now_ns: int) -> list[Event]:
         """Removes and returns the events at or before `now_ns`, in order of instant, then of row."""
-        ahead = self._ahead
-        while ahead and ahead[0].arrival_ns <= now_ns and not self._is_in_tail(ahead[0]):
-            self._take()
+        ahead, queue = self._ahead, self._events
         events: list[Event] = []
-        queue = self._events
+        while ahead and ahead[0].arrival_ns <= now_ns and not self._is_in_tail(ahead[0]):
+            first = ahead[0]
+            is_single = first.session_id is None and first.think_ns is None
+            if is_single and (not queue or first.arrival_ns < queue[0][0]):  # no event comes before it
+                self._pass()
+                events.append(self._deliver(self._num_read - 1, first, first.arrival_ns))
+            else:
+                self._take()
         while queue and queue[0][0] <= now_ns:
             instant, i, kind, request_id = heappop(queue)
             if kind == _ARRIVE:
-                events.append(self._deliver(i, instant))
+                events.append(self._deliver(i, self._rows.pop(i), instant))
             elif request_id in self._live:
                 events.append(Abort(request_id))
         return events
@@ -102,9 +107,10 @@ class TraceInbox:
         while queue and queue[0][2] == _ABORT and queue[0][3] not in self._live:
             heappop(queue)
         ahead = self._ahead
-        while ahead and not queue and not self._live and self._is_in_tail(ahead[0]):
-            self._take()  # turns of sessions that were given up
-        if not ahead or self._is_in_tail(ahead[0]):
+        if self._closed_tail:
+            while ahead and not queue and not self._live and self._is_in_tail(ahead[0]):
+                self._take()  # turns of sessions that were given up
+        if not ahead or (self._closed_tail and self._is_in_tail(ahead[0])):
             return queue[0][0] if queue else None
         first_ns = ahead[0].arrival_ns
         return min(first_ns, queue[0][0]) if queue else first_ns
@@ -145,9 +151,8 @@ class TraceInbox:
 
     def _take(self) -> None:
         """Takes over the first row that was read ahead, and reads more when there is none left."""
-        row = self._ahead.popleft()
-        i = self._num_read
-        self._num_read += 1
+        i, row = self._num_read, self._ahead[0]
+        self._pass()
         before = None if row.session_id is None else self._last_of(row, row.session_id, i)
         if row.think_ns is None:
             self._rows[i] = row
@@ -162,6 +167,11 @@ class TraceInbox:
         else:
             self._rows[i] = row
             self._follower[before] = i
+
+    def _pass(self) -> None:
+        """The first row that was read ahead is no more ahead; reads more when there is none left."""
+        self._num_read += 1
+        self._ahead.popleft()
         if not self._ahead:
             self._ahead.extend(islice(self._source, READ_AHEAD))
 
@@ -182,47 +192,48 @@ class TraceInbox:
             self._unsent.append(self._rows.pop(row).request_id)
             row = self._follower.pop(row, None)
 
-    def _deliver(self, i: int, arrival_ns: int) -> Arrive:
-        row = self._rows.pop(i)
+    def _deliver(self, i: int, row: TraceRequest, arrival_ns: int) -> Arrive:
         if row.cancel_after_ns is not None:
             heappush(self._events, (arrival_ns + row.cancel_after_ns, i, _ABORT, row.request_id))
         self._live[row.request_id] = i
         self._num_delivered += 1
-        tokens = self._made.pop(i, None) or self._make(row)
-        return Arrive(_request(row, arrival_ns, self._sampling, *tokens))
+        head = self._heads.pop(i, None)
+        if head is None and isinstance(row.prompt[0], Span):
+            head = self._make_heads(row.prompt[0])
+        return Arrive(_request(row, self._vocab_size, arrival_ns, self._sampling, head))
 
-    def _make(self, row: TraceRequest) -> tuple[array[int], array[int] | None]:
-        """The tokens of a row, and with them those of rows that come next, as far as they are few."""
-        wanted, numbers = [(row.prompt, row.output)], [-1]
-        room = _BATCH_TOKENS - row.num_prompt_tokens
-        for number, after in enumerate(self._ahead, self._num_read):
-            room -= after.num_prompt_tokens
-            if room < 0 or after.think_ns is not None or number in self._made:
-                break
-            wanted.append((after.prompt, after.output))
-            numbers.append(number)
-        made = materialize_requests(wanted, self._vocab_size)
-        self._made.update(zip(numbers[1:], made[1:], strict=True))
+    def _make_heads(self, first: Span) -> array[int]:
+        """The first tokens of this span, and with them those of the prompts that come next, for when they come."""
+        spans, numbers = [first], [-1]
+        for number, row in enumerate(self._ahead, self._num_read):
+            part = row.prompt[0]
+            if row.think_ns is None and number not in self._heads and isinstance(part, Span):
+                spans.append(part)
+                numbers.append(number)
+        made = heads(spans, _HEAD_TOKENS, self._vocab_size)
+        self._heads.update(zip(numbers[1:], made[1:], strict=True))
         return made[0]
 
 
 def to_request(
     row: TraceRequest, vocab_size: int, arrival_ns: int | None = None, sampling: SamplingParams = GREEDY
 ) -> Request:
-    """The request of a row, its tokens made. arrival_ns: the due instant of a closed-loop turn; None: the row's own."""
-    arrival_ns = row.arrival_ns if arrival_ns is None else arrival_ns
-    ((prompt, output),) = materialize_requests([(row.prompt, row.output)], vocab_size)
-    return _request(row, arrival_ns, sampling, prompt, output)
+    """The request of a row. arrival_ns: the due instant of a closed-loop turn; None: the row's own."""
+    return _request(row, vocab_size, row.arrival_ns if arrival_ns is None else arrival_ns, sampling)
 
 
 def _request(
-    row: TraceRequest, arrival_ns: int, sampling: SamplingParams, prompt: array[int], output: array[int] | None
+    row: TraceRequest, vocab_size: int, arrival_ns: int, sampling: SamplingParams, head: array[int] | None = None
 ) -> Request:
+    prompt, output = row.prompt, row.output
+    forced = None
+    if output is not None:
+        forced = LazyTokens(output.num_tokens, partial(materialize, (output,), vocab_size))
     return Request(
         request_id=row.request_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=LazyTokens(row.num_prompt_tokens, partial(materialize, prompt, vocab_size), head),
         arrival_ns=arrival_ns,
-        forced_output=output,
+        forced_output=forced,
         sampling=sampling,
         priority=row.priority,
         tenant=row.tenant,

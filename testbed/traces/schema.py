@@ -40,9 +40,8 @@ class TokenIds(NamedTuple):
 Part = Span | TokenIds
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One row of a trace.
+class TraceRequest(NamedTuple):
+    """One row of a trace. A NamedTuple, as a long trace has many, each made anew (`_replace`) by a transformation.
 
     arrival_ns: the intended arrival; for a closed-loop turn (think_ns set) it is ignored, and the turn arrives think_ns
     after the turn before it in the same session finished. The first turn of a session always has an arrival_ns.
@@ -64,7 +63,8 @@ class TraceRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.prompt)
+        prompt = self.prompt
+        return prompt[0].num_tokens if len(prompt) == 1 else sum(part.num_tokens for part in prompt)
 
     @property
     def num_output_tokens(self) -> int | None:

@@ -65,8 +65,7 @@ def materialize(parts: Iterable[Part], vocab_size: int) -> array[int]:
 
     Explicit ids are passed on as they are. Raises ValueError for an impossible vocabulary or span.
     """
-    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB_SIZE}")
+    _check(vocab_size)
     tokens: array[int] = array("i")
     spans: list[Span] = []  # neighbours are synthesised together: a prompt may be hundreds of short blocks
     num_pending = 0
@@ -88,37 +87,23 @@ def materialize(parts: Iterable[Part], vocab_size: int) -> array[int]:
     return tokens
 
 
-Content = tuple[tuple[Part, ...], Part | None]  # of a request: its prompt and its output
+def heads(spans: Sequence[Span], num_tokens: int, vocab_size: int) -> list[array[int]]:
+    """The first `num_tokens` tokens of each span, or all if it is shorter, made in one pass: what costs is the pass.
+
+    Raises ValueError for an impossible vocabulary.
+    """
+    _check(vocab_size)
+    origins = np.array([(key + start * _GOLDEN) & _MASK for key, start, _ in spans], dtype=np.uint64)
+    states = origins[:, None] + _counters(num_tokens)  # [num_spans, num_tokens]
+    tokens: array[int] = array("i")
+    tokens.frombytes(_mixed(states.ravel(), vocab_size))
+    ends = [num_tokens * index + min(num_tokens, span.length) for index, span in enumerate(spans)]
+    return [tokens[num_tokens * index : end] for index, end in enumerate(ends)]
 
 
-def materialize_requests(contents: Sequence[Content], vocab_size: int) -> list[tuple[array[int], array[int] | None]]:
-    """(prompt, output) tokens of each request, made in one pass: what costs is the pass, not the token."""
-    parts: list[Part] = []
-    sizes: list[tuple[int, int | None]] = []
-    for prompt, output in contents:
-        num_prompt = sum([part.num_tokens for part in prompt])
-        if (
-            len(prompt) == 1
-            and isinstance((first := prompt[0]), Span)
-            and isinstance(output, Span)
-            and first.key == output.key
-            and first.start + first.length == output.start
-        ):
-            parts.append(Span(first.key, first.start, first.length + output.length))
-        else:
-            parts.extend(prompt)
-            if output is not None:
-                parts.append(output)
-        sizes.append((num_prompt, None if output is None else output.num_tokens))
-    tokens = materialize(parts, vocab_size)
-    made: list[tuple[array[int], array[int] | None]] = []
-    start = 0
-    for num_prompt, num_output in sizes:
-        middle = start + num_prompt
-        end = middle if num_output is None else middle + num_output
-        made.append((tokens[start:middle], None if num_output is None else tokens[middle:end]))
-        start = end
-    return made
+def _check(vocab_size: int) -> None:
+    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB_SIZE}")
 
 
 def _pieces(span: Span) -> Iterable[Span]:
@@ -145,6 +130,11 @@ def _append(tokens: array[int], spans: list[Span], vocab_size: int) -> None:
             done += length
         lengths = [span.length for span in spans]
         state = _counters(total) + np.repeat(np.array(origins, dtype=np.uint64), lengths)
+    tokens.frombytes(_mixed(state, vocab_size))
+
+
+def _mixed(state: NDArray[np.uint64], vocab_size: int) -> memoryview:
+    """The bytes of the tokens of these states, which are overwritten."""
     scratch = state >> _S30
     np.bitwise_xor(state, scratch, state)
     np.multiply(state, _M1, state)
@@ -156,7 +146,7 @@ def _append(tokens: array[int], spans: list[Span], vocab_size: int) -> None:
     np.right_shift(state, _S32, state)
     np.multiply(state, np.uint64(vocab_size), state)
     np.right_shift(state, _S32, state)
-    tokens.frombytes(state.astype(np.intc).data.cast("B"))
+    return state.astype(np.intc).data.cast("B")
 
 
 _table: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -156,7 +155,7 @@ def test_what_a_request_finds_cached_beyond_its_own_work_is_allowed_for() -> Non
     num_skipped = []
     for number in range(12):
         rows = random_trace(random.Random(f"skip/{number}"), 25).rows
-        trace = arrange("to the end", [replace(row, cancel_after_ns=None) for row in rows])
+        trace = arrange("to the end", [row._replace(cancel_after_ns=None) for row in rows])
         records = recorded(setup.scheduler(), trace)
         work = expect_sound(records, f"skip/{number}")["work_conserved"]
         if records.requests["finish_reason"].eq("length").all():

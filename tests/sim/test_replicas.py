@@ -15,10 +15,13 @@ from sim.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bi
 from testbed.errors import ConfigError
 from testbed.fast_forward import FAST_FORWARD
 from testbed.interfaces import StepView
+from testbed.policies.victim import MostBlocks
 from testbed.request import Request
+from testbed.thrash import Thrash
 from tests.properties.setups import Setup, random_setup
 from tests.sim.fleets import Watched, drive, go_fleet, go_plain
 from tests.sim.test_fast_forward import Log, Sessions
+from tests.testbed.test_thrash import scheduler_of
 
 ANY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 STEP_NS = 10
@@ -242,6 +245,27 @@ def test_work_that_nothing_will_move_is_a_livelock_when_the_others_are_done(fast
     assert logs[0].events[-1] == (
         "nothing can be scheduled and nothing will arrive, but 1 requests wait: b; check the policy",
     )
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("rescued", [(), ("a",), ("a", "c")])
+def test_circles_of_replicas_are_told_once_nothing_is_to_come(fast: bool, rescued: tuple[str, ...]) -> None:
+    """Two prompts that take each other's blocks on replicas 0 and 1, which never look at the same instant; 2 is done.
+    An abort that comes later than the circles are seen to be such frees a replica."""
+    schedulers = [scheduler_of(MostBlocks), scheduler_of(MostBlocks), ROOMY.scheduler()]
+    arrivals = [request(name, 0, 2, num_prompt=36) for name in "abcd"] + [request("e", 0, 2)]
+    late_ns = 20 * Thrash.MAX_RETURNS * STEP_NS
+    inbox = Sessions(arrivals, [(late_ns, name) for name in rescued], {})
+    logs = drive(inbox, To(a=0, b=0, c=1, d=1, e=2), schedulers, [step_of(), step_of(7), step_of()], fast=fast)
+    ended = [event[0] for log in logs for event in log.events if event[0] != "arrived"]
+    stuck = [name for name in ended if "get nowhere" in name]
+    if rescued == ("a", "c"):
+        assert not stuck
+        assert ended.count("b") == ended.count("d") == 1
+    else:
+        assert len(stuck) == 1
+        assert ("a, b" if not rescued else "c, d") in stuck[0]
+        assert ("b" in ended) == bool(rescued)
 
 
 @pytest.mark.parametrize("answer", [2, -1, None, "0", True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from testbed.blocks.manager import BlockManager
 from testbed.blocks.pool import BlockPool
 from testbed.sequence import Sequence
 from tests.testbed.core_kit import make_blocks, make_request
@@ -13,7 +14,7 @@ def test_lowest_ids_come_first_and_returned_ones_are_used_again() -> None:
     pool = BlockPool(4)
     assert pool.allocate(3) == [0, 1, 2]
     assert pool.drop(1)
-    pool.put_back(1)
+    pool.put_back([1])
     assert pool.allocate(2) == [1, 3]
     assert pool.num_free == 0
 
@@ -46,7 +47,7 @@ def test_a_referenced_block_can_neither_be_returned_nor_revived() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1)
     with pytest.raises(AssertionError, match="still referenced"):
-        pool.put_back(block)
+        pool.put_back([block])
     with pytest.raises(AssertionError, match="referenced already"):
         pool.revive(block)
 
@@ -59,9 +60,32 @@ def test_a_shared_block_is_free_with_its_last_reference() -> None:
     assert pool.drop(block)
 
 
+def test_a_lent_block_has_no_references_to_share_or_to_drop() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.lend(1)
+    with pytest.raises(AssertionError, match="not referenced"):
+        pool.share(block)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.drop(block)
+
+
+def test_a_table_gives_back_what_nobody_else_references() -> None:
+    pool = BlockPool(4)
+    table = pool.lend(4)
+    assert pool.give_back(table[:], is_lent=True) == table
+    pool.count(table[:2])
+    pool.count(table[:2])  # they are counted already
+    pool.share(0)
+    assert pool.give_back(table, is_lent=True) == [1, 2, 3]
+    assert pool.ref_counts == [1, 0, 0, 0]
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.give_back([0, 1], is_lent=False)
+    assert pool.num_counted == 1
+
+
 def test_a_block_that_is_free_twice_is_found() -> None:
     pool = BlockPool(2)
-    pool.put_back(0)
+    pool.put_back([0])
     with pytest.raises(AssertionError, match="free twice"):
         pool.check_invariants()
 
@@ -139,3 +163,35 @@ def test_a_table_is_given_and_released_once() -> None:
     blocks.free(seq)
     with pytest.raises(KeyError):
         blocks.free(seq)
+
+
+def test_invariants_find_a_block_in_two_places() -> None:
+    def admitted(tokens: int = 8) -> tuple[BlockManager, Sequence]:
+        blocks = make_blocks(num_blocks=6)
+        seq = Sequence(0, make_request("a", tokens), 4096)
+        blocks.admit(seq, tokens, blocks.lookup(seq))
+        blocks.publish(seq, tokens)
+        seq.num_computed_tokens = tokens
+        blocks.check_invariants()
+        return blocks, seq
+
+    blocks, _ = admitted()
+    blocks._tables[1] = blocks.table(0)[:]  # lent to two
+    with pytest.raises(AssertionError, match="differ from the tables"):
+        blocks.check_invariants()
+    blocks, seq = admitted()
+    other = Sequence(1, seq.request, 4096)
+    assert blocks.lookup(other).num_tokens == 4  # now others may find them
+    blocks._gpu.pool.ref_counts[0] = 0
+    blocks._gpu.pool.num_counted -= 1
+    with pytest.raises(AssertionError, match="is not counted"):
+        blocks.check_invariants()
+    blocks, seq = admitted(7)
+    table = blocks.table(0)[:]
+    blocks.free(seq)
+    blocks.check_invariants()
+    blocks._tables[1] = table[:1]  # evictable, and in a table
+    blocks._gpu.pool._free.remove(table[1])  # so that the numbers agree
+    blocks._gpu.num_free -= 1
+    with pytest.raises(AssertionError, match="free or evictable"):
+        blocks.check_invariants()

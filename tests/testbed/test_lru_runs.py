@@ -21,7 +21,7 @@ def test_runs_are_given_up_in_the_order_of_their_blocks(seed: int) -> None:
         if action == 0 and outside:
             run = [outside.pop(rng.randrange(len(outside))) for _ in range(rng.randint(1, len(outside)))]
             owner = rng.choice((None, object()))
-            lru.add_all(run, owner)
+            lru.add_run(run[::-1], owner)
             line += run
             owner_of |= dict.fromkeys(run, owner)
         elif action == 1 and outside:
@@ -35,11 +35,19 @@ def test_runs_are_given_up_in_the_order_of_their_blocks(seed: int) -> None:
             outside.append(block)
         elif line:
             num = rng.randint(0, len(line))
-            runs = lru.pop_runs(num)
-            blocks = [block for run, _ in runs for block in run]
-            assert blocks == line[:num], seed
-            assert all(owner_of[block] is owner for run, owner in runs for block in run), seed
-            del line[:num]
-            outside += blocks
+            for block in _pop(lru, num, owner_of):
+                assert block == line.pop(0), seed
+                outside.append(block)
         assert len(lru) == len(line), seed
-    assert lru.pop_all(len(line)) == line, seed
+        assert lru.blocks() == line, seed
+    assert [lru.pop() for _ in line] == line, seed
+
+
+def _pop(lru: LRU, num_blocks: int, owner_of: dict[int, object]) -> list[int]:
+    """So many blocks in the order in which they are given up."""
+    popped: list[int] = []
+    while len(popped) < num_blocks:
+        blocks, owner = lru.pop_run(num_blocks - len(popped))
+        assert all(owner_of[block] is owner for block in blocks)
+        popped += blocks[::-1]
+    return popped

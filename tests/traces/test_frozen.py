@@ -97,14 +97,13 @@ def test_jsonl_is_written_and_read_back(tmp_path, name):
 def test_csv_and_exact_parts_lose_nothing(seed, exact):
     import tempfile
     from array import array
-    from dataclasses import replace
     from pathlib import Path
 
     from testbed.traces.schema import TokenIds
 
     rows = list(generate(CHAT, seed).rows)
     ids = TokenIds(array("i", [1, 2, 3]))
-    rows[0] = replace(rows[0], prompt=(ids,), output=ids, priority=2, cancel_after_ns=5, deadline_ns=7, cache_salt="s")
+    rows[0] = rows[0]._replace(prompt=(ids,), output=ids, priority=2, cancel_after_ns=5, deadline_ns=7, cache_salt="s")
     trace = Trace("x", tuple(rows))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "t.csv.gz"

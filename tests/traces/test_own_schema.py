@@ -2,7 +2,6 @@
 
 import json
 from array import array
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -304,5 +303,5 @@ def test_a_written_trace_reads_back_exactly(tmp_path, name):
     write_jsonl(trace, tmp_path / name)
     again = read_own(tmp_path / name)
     assert fingerprint(again) == fingerprint(trace)
-    assert [replace(row, place="") for row in again] == list(trace.rows)
+    assert [row._replace(place="") for row in again] == list(trace.rows)
     assert again.notes == ()

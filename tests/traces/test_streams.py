@@ -1,6 +1,5 @@
 """A streamed trace is the whole trace, row for row; the inbox serves both alike, and holds only what is live."""
 
-from dataclasses import replace
 from heapq import heappop, heappush
 
 import pytest
@@ -113,7 +112,7 @@ def test_memory_follows_what_is_live_and_not_the_trace(more, at_most):
             box.finished([Finished(heappop(live)[2], FinishReason.LENGTH, "", 1, ())], now)
         for number, event in enumerate(box.due(now)):
             heappush(live, (now + 2 * 10**9, box.num_delivered + number / 1e6, event.request))
-        peak = max(peak, len(box._rows) + len(box._ahead) + len(box._last_turn) + len(box._made))
+        peak = max(peak, len(box._rows) + len(box._ahead) + len(box._last_turn) + len(box._heads))
     assert box.num_delivered == 5000
     assert peak <= at_most
 
@@ -282,4 +281,4 @@ def test_the_short_form_of_the_fingerprint_is_that_of_the_long_form():
         module._content(plain.prompt), module._content((plain.output,)),
     ])  # fmt: skip
     assert module._encode(plain) == general
-    assert module._encode(replace(plain, tenant="t")) != general
+    assert module._encode(plain._replace(tenant="t")) != general

@@ -1,7 +1,6 @@
 """Transformations keep what they do not name, say what they did, and refuse what makes no sense."""
 
 from array import array
-from dataclasses import replace
 
 import pytest
 
@@ -169,7 +168,7 @@ def test_every_field_that_matters_changes_the_fingerprint():
         {"deadline_ns": 0}, {"deadline_ns": 1}, {"cache_salt": "a"}, {"cache_salt": "b"},
         {"prompt": (Span(1, 0, 8), TokenIds(array("i", [1])))},
     ]  # fmt: skip
-    found = [fingerprint(Trace("x", (replace(row, **change),))) for change in changes]
+    found = [fingerprint(Trace("x", (row._replace(**change),))) for change in changes]
     assert len({base, *found}) == len(changes) + 1
 
 
@@ -177,14 +176,14 @@ def test_names_notes_places_and_cuts_do_not_change_the_fingerprint():
     row = TraceRequest("a", 5, (Span(1, 0, 8), TokenIds(array("i", [1, 2]))), None, place="here:1")
     cut = (Span(1, 0, 3), Span(1, 3, 5), TokenIds(array("i", [1])), TokenIds(array("i", [2])))
     base = fingerprint(Trace("x", (row,)))
-    assert fingerprint(Trace("y", (replace(row, prompt=cut, place=""),), ("note",))) == base
+    assert fingerprint(Trace("y", (row._replace(prompt=cut, place=""),), ("note",))) == base
 
 
 def test_an_ignored_arrival_does_not_change_the_fingerprint():
     rows = [
         TraceRequest(f"s{t}", 5, (Span(1, 0, 8),), None, session_id="s", turn=t, think_ns=t or None) for t in (0, 1)
     ]
-    moved = [rows[0], replace(rows[1], arrival_ns=99)]
+    moved = [rows[0], rows[1]._replace(arrival_ns=99)]
     assert fingerprint(Trace("x", tuple(rows))) == fingerprint(Trace("x", tuple(moved)))
 
 

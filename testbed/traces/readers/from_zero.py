@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from testbed.errors import TraceError
@@ -29,7 +28,7 @@ def stream_from_zero(name: str, path: str | Path, rows: Callable[[], Iterator[Tr
         start_ns: int | None = None
         for row in rows():
             start_ns = row.arrival_ns if start_ns is None else start_ns
-            yield replace(row, arrival_ns=row.arrival_ns - start_ns)
+            yield row._replace(arrival_ns=row.arrival_ns - start_ns)
         if start_ns is None:
             raise _no_rows(path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,8 @@ def archive_files(path: str | Path, suffixes: tuple[str, ...]) -> Iterator[tuple
     A folder's files come sorted by name. Raises TraceError if there is no such archive, it is damaged, or a file is not
     UTF-8 or larger than 1 GiB.
     """
+    import tarfile  # seldom needed
+
     root = Path(path)
     if root.is_dir():
         for file in sorted(root.rglob("*")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from testbed.errors import TraceError
@@ -193,7 +193,7 @@ def fill(draft: Draft, previous: TraceRequest | None) -> TraceRequest:
         last = prompt[-1]
         following = (last.key, last.start + last.length) if isinstance(last, Span) else (own_key, 0)
         output = Span(*following, draft.num_output_tokens)
-    return replace(row, prompt=prompt, output=output) if prompt is not row.prompt or output is not row.output else row
+    return row._replace(prompt=prompt, output=output) if prompt is not row.prompt or output is not row.output else row
 
 
 def _prompt(num_tokens: int, previous: TraceRequest | None, own_key: int) -> tuple[Part, ...]:

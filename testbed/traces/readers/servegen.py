@@ -46,6 +46,8 @@ class _Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Client:
+    """One of the clients whose requests are drawn."""
+
     number: int
     windows: dict[int, _Window]  # by start
     lengths: dict[int, dict[str, str]]  # by start: field -> text of {length: probability}

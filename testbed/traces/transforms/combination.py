@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from heapq import merge as merge_sorted
 
 from testbed.traces.arrange import arrange
@@ -40,7 +39,7 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
                     period_ns = row.arrival_ns + gap_ns  # at last: of the last row
                     yield row
                     continue
-                again = replace(marked(row, "", f"{mark}{copy}"), arrival_ns=row.arrival_ns + copy * period_ns)
+                again = marked(row, "", f"{mark}{copy}")._replace(arrival_ns=row.arrival_ns + copy * period_ns)
                 yield renamed(again, f"copy{mark[1:]}", copy) if fresh_content else again
 
     num = None if trace.num_requests is None else trace.num_requests * times
@@ -68,7 +67,7 @@ def _merged(traces: Mapping[str, TraceSource], share_content: bool) -> Iterator[
 
     def labelled(label: str, trace: TraceSource) -> Iterator[TraceRequest]:
         for row in trace:
-            own = replace(marked(row, f"{label}/", ""), tenant=label if row.tenant is None else f"{label}/{row.tenant}")
+            own = marked(row, f"{label}/", "")._replace(tenant=label if row.tenant is None else f"{label}/{row.tenant}")
             yield own if share_content else renamed(own, "merged", label)
 
     parts = [labelled(label, trace) for label, trace in traces.items()]

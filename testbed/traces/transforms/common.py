@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 from testbed.errors import ConfigError, TraceError
@@ -52,13 +51,13 @@ def last_ns(trace: TraceSource) -> int:
 
 def marked(row: TraceRequest, prefix: str, suffix: str) -> TraceRequest:
     session = None if row.session_id is None else f"{prefix}{row.session_id}{suffix}"
-    return replace(row, request_id=f"{prefix}{row.request_id}{suffix}", session_id=session)
+    return row._replace(request_id=f"{prefix}{row.request_id}{suffix}", session_id=session)
 
 
 def renamed(row: TraceRequest, *names: str | int) -> TraceRequest:
     """The row with contents of its own."""
     output = None if row.output is None else rename_part(row.output, *names)
-    return replace(row, prompt=tuple(rename_part(part, *names) for part in row.prompt), output=output)
+    return row._replace(prompt=tuple(rename_part(part, *names) for part in row.prompt), output=output)
 
 
 def unit(row: TraceRequest) -> tuple[str, str]:

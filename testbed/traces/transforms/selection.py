@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from heapq import heappush, heapreplace
 from itertools import islice
 
@@ -27,7 +26,7 @@ def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
             if end_ns is not None and row.arrival_ns >= end_ns:
                 return
             if row.arrival_ns >= start_ns:
-                yield replace(row, arrival_ns=row.arrival_ns - start_ns)
+                yield row._replace(arrival_ns=row.arrival_ns - start_ns)
 
     return derived(trace, rows, f"cut to {start_s:g} s … {'the end' if end_s is None else f'{end_s:g} s'}")
 

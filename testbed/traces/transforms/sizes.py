@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from testbed.traces.parts import cut_part, cut_parts, join_parts
 from testbed.traces.schema import Part, Span, TraceRequest
@@ -54,7 +53,7 @@ def _clipped(
     prompt = row.prompt
     if max_prompt is not None and row.num_prompt_tokens > max_prompt:
         prompt = cut_parts(prompt, max_prompt)
-    return row if prompt is row.prompt and output is row.output else replace(row, prompt=prompt, output=output)
+    return row if prompt is row.prompt and output is row.output else row._replace(prompt=prompt, output=output)
 
 
 def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
@@ -76,7 +75,7 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
             if answer is not None:
                 scaled = _scaled(answer, output, row, "output")
                 answer = scaled if scaled.num_tokens else cut_part(answer, 1)
-            yield replace(row, prompt=parts, output=answer)
+            yield row._replace(prompt=parts, output=answer)
 
     note = f"prompts x {prompt:g}, outputs x {output:g} in length"
     return derived(trace, rows, note, num_requests=trace.num_requests)

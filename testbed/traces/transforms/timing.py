@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from testbed.errors import ConfigError, TraceError
@@ -26,7 +25,7 @@ def scale_rate(trace: S, factor: float) -> S:
         for row in trace:
             arrival_ns = row.arrival_ns / factor
             require(arrival_ns <= MAX_NS, "factor", factor, late)
-            yield replace(row, arrival_ns=round(arrival_ns))
+            yield row._replace(arrival_ns=round(arrival_ns))
 
     return derived(trace, rows, f"arrival rate x {factor:g}", num_requests=trace.num_requests)
 
@@ -38,7 +37,7 @@ def speed_up(trace: S, factor: float) -> S:
 
     def rows() -> Iterator[TraceRequest]:
         for row in scaled:
-            yield row if row.think_ns is None else replace(row, think_ns=round(row.think_ns / factor))
+            yield row if row.think_ns is None else row._replace(think_ns=round(row.think_ns / factor))
 
     return derived(trace, rows, f"the trace's clock x {factor:g}", num_requests=trace.num_requests)
 
@@ -81,7 +80,7 @@ def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
             (from_ns, to_ns), (next_from_ns, next_to_ns) = curve[at], curve[at + 1]
             moved = to_ns + (row.arrival_ns - from_ns) * (next_to_ns - to_ns) // (next_from_ns - from_ns)
             require(moved <= MAX_NS, "points", points, f"such that the last arrival comes before {MAX_S:.1e} s")
-            yield replace(row, arrival_ns=max(0, moved))
+            yield row._replace(arrival_ns=max(0, moved))
 
     return derived(trace, rows, f"time warped through {len(points)} points", num_requests=trace.num_requests)
 
@@ -115,7 +114,7 @@ def stretch_to(trace: S, duration_s: float) -> S:
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:
-            yield replace(row, arrival_ns=(row.arrival_ns * duration_ns + end_ns // 2) // end_ns)
+            yield row._replace(arrival_ns=(row.arrival_ns * duration_ns + end_ns // 2) // end_ns)
 
     note = f"arrivals stretched from {end_ns / 1e9:g} s to {duration_s:g} s"
     return derived(trace, rows, note, num_requests=trace.num_requests)
@@ -131,7 +130,7 @@ def shift(trace: S, offset_ns: int, note: bool = True) -> S:
             if number == 0:
                 least = f"at least {-row.arrival_ns / 1e9} s, so that no arrival is below 0"
                 require(row.arrival_ns + offset_ns >= 0, "offset_s", offset_ns / 1e9, least)
-            yield replace(row, arrival_ns=row.arrival_ns + offset_ns)
+            yield row._replace(arrival_ns=row.arrival_ns + offset_ns)
 
     return derived(trace, rows, f"shifted by {offset_ns / 1e9:g} s" if note else None, num_requests=trace.num_requests)
 
@@ -152,7 +151,7 @@ def spread(trace: Trace) -> Trace:
         size = end - start
         for j in range(1, size):
             i = timed[start + j]
-            made[i] = replace(made[i], arrival_ns=at_ns + gap_ns * j // size)
+            made[i] = made[i]._replace(arrival_ns=at_ns + gap_ns * j // size)
         num_moved += size - 1 if gap_ns else 0
     note = f"{num_moved} of {len(made)} arrivals, batched in the file, were spread up to the next"
     return derived(trace, lambda: iter(made), note)
@@ -164,7 +163,7 @@ def with_arrivals(trace: Trace, arrivals_ns: Sequence[int]) -> Trace:
     require(len(arrivals_ns) >= len(timed), "arrivals", len(arrivals_ns), f"at least {len(timed)} instants")
     rows = list(trace.rows)
     for i, arrival_ns in zip(timed, sorted(arrivals_ns[: len(timed)]), strict=True):
-        rows[i] = replace(rows[i], arrival_ns=arrival_ns)
+        rows[i] = rows[i]._replace(arrival_ns=arrival_ns)
     return derived(trace, lambda: iter(rows), "arrivals were replaced")
 
 
@@ -177,7 +176,7 @@ def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
         key = unit(row)
         if key not in offsets:
             offsets[key] = next(starts) - row.arrival_ns
-        rows.append(replace(row, arrival_ns=row.arrival_ns + offsets[key]))
+        rows.append(row._replace(arrival_ns=row.arrival_ns + offsets[key]))
     note = f"sessions start anew: {config.arrival}" + (f" at {config.rate:g} per second" if config.rate else "")
     return derived(trace, lambda: iter(rows), note)
 

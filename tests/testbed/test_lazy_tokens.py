@@ -1,0 +1,92 @@
+"""Tokens are made when somebody reads them, once, and are then what they would have been at once."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.lazy_tokens import LazyTokens
+from testbed.request import Request
+from testbed.sequence import Sequence
+from testbed.traces.arrange import arrange
+from testbed.traces.schema import Part, Span, TraceRequest
+from testbed.traces.synthesis import materialize
+from tests.sim.kit import serve_trace
+from tests.testbed.core_kit import make_scheduler
+
+IDS = array("i", range(100, 110))
+
+
+class Maker:
+    """Counts how often tokens are made."""
+
+    def __init__(self, tokens: array[int]) -> None:
+        self.tokens = tokens
+        self.num_calls = 0
+
+    def __call__(self) -> array[int]:
+        self.num_calls += 1
+        return self.tokens[:]
+
+
+@given(
+    num_head=st.none() | st.integers(0, 10),
+    index=st.integers(-10, 9)
+    | st.builds(slice, *[st.none() | st.integers(-12, 12)] * 2, st.sampled_from((None, 1, 2))),
+)
+def test_they_read_as_an_array_does(num_head: int | None, index: int | slice) -> None:
+    lazy = LazyTokens(10, lambda: IDS[:], None if num_head is None else IDS[:num_head])
+    assert lazy[index] == IDS[index]
+    assert (len(lazy), list(lazy)) == (10, list(IDS))
+    assert lazy == IDS == lazy
+    assert lazy != IDS[1:]
+    assert lazy == LazyTokens(10, lambda: IDS[:])
+
+
+def test_the_head_is_read_without_making_the_rest() -> None:
+    make = Maker(IDS)
+    lazy = LazyTokens(10, make, IDS[:4])
+    assert (len(lazy), lazy[:4], lazy[:0]) == (10, IDS[:4], IDS[:0])
+    assert make.num_calls == 0
+    assert lazy[:5] == IDS[:5]
+    assert lazy[7] == 107
+    assert make.num_calls == 1
+
+
+@pytest.mark.parametrize("max_model_len", [100, 12])
+def test_a_sequence_has_the_tokens_of_its_request_once_it_is_asked(max_model_len: int) -> None:
+    prompt, output = Maker(IDS), Maker(array("i", [7, 8, 9]))
+    lazy = Request("a", LazyTokens(10, prompt, IDS[:4]), forced_output=LazyTokens(3, output))
+    made = Request("a", IDS, forced_output=output.tokens)
+    assert lazy == made
+    prompt.num_calls = output.num_calls = 0
+    lazy = Request("a", LazyTokens(10, prompt, IDS[:4]), forced_output=LazyTokens(3, output))
+    one, other = Sequence(0, lazy, max_model_len), Sequence(0, made, max_model_len)
+    assert (one.num_tokens, one.token_limit) == (other.num_tokens, other.token_limit)
+    assert one.first_tokens(4)[:4] == IDS[:4]
+    assert (prompt.num_calls, output.num_calls) == (0, 0)
+    assert one.tokens == other.tokens
+    one.tokens.append(1)
+    assert (len(one.tokens), len(lazy.prompt_token_ids)) == (len(other.tokens) + 1, 10)
+    assert (prompt.num_calls, output.num_calls) == (1, 1)
+
+
+def test_a_simulated_run_makes_no_tokens_of_prompts_that_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def watched(parts: tuple[Part, ...], vocab_size: int) -> array[int]:
+        tokens = materialize(parts, vocab_size)
+        made.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr("testbed.traces.inbox.materialize", watched)
+    rows = [TraceRequest(str(i), i * 10**9, (Span(i, 0, 100 + i),), Span(i, 100 + i, 30)) for i in range(20)]
+    num_blocks = 40  # of about 9 each: what ended is evicted
+    assert len(serve_trace(make_scheduler(num_blocks=num_blocks, block_size=16), arrange("x", rows)).end) == 20
+    assert made == []
+    again = TraceRequest("again", 10**12, rows[-1].prompt, rows[-1].output)
+    serve_trace(make_scheduler(num_blocks=num_blocks, block_size=16), arrange("x", [*rows, again]))
+    assert made == [119, 30, 119, 30]  # of the one that has the prefix and of the one that finds it

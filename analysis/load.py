@@ -21,6 +21,7 @@ from analysis.metrics import SLO, SUMMARY_VERSION, summarise
 from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
 from testbed.errors import RunFolderError
+from testbed.foreign_text import parsed
 from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _cell(value: Any) -> Any:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = parsed(yaml.safe_load, file.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunFolderError(f"{file}: cannot be read as YAML ({_one_line(error)})") from error
     if not isinstance(tree, dict):
@@ -235,7 +236,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file of a run. Raises RunFolderError if there is none."""
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = parsed(json.loads, file.read_bytes())
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file}: cannot be read as JSON ({_one_line(error)})") from error
     if not isinstance(tree, dict):

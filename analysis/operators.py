@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,14 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from analysis.load import read_json
 from analysis.style import COLOURS, grid, say_empty, styled
 from testbed.errors import RunFolderError
-from testbed.operators import FORMAT, OPERATORS_FILE, PHASES
+from testbed.foreign_text import shown, whole
+from testbed.operators import FORMAT, OPERATORS_FILE, PARTS, PHASES
 
 OPERATOR_COLUMNS = ("operator", *PHASES, "total", "share")
+MAX_SUM = 2**62
 _UNCOVERED = "idle or overlap"
 _HATCHES = ("", "///", "...", "xxx")
 
@@ -24,16 +26,34 @@ def load_operators(folder: Path) -> dict[str, Any]:
     file = folder / OPERATORS_FILE
     if not file.is_file():
         raise RunFolderError(f"{folder} has no {OPERATORS_FILE}; run it with record.operators=true")
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        is_right = document["format"] == FORMAT and all(
-            isinstance(ns, int) for phase in document["phases"].values() for ns in phase["ns"].values()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFolderError(f"{file} cannot be read: {error}") from None
-    if not is_right:
-        raise RunFolderError(f"{file}: 'format' is {document['format']!r}; expected {FORMAT}, and sums in ns")
-    return dict(document)
+    document = read_json(file)
+    if document.get("format") != FORMAT:
+        raise _refused(file, "'format'", document.get("format"), str(FORMAT))
+    if document.get("parts") not in PARTS:
+        raise _refused(file, "'parts'", document.get("parts"), " or ".join(PARTS))
+    phases = document.get("phases")
+    if not isinstance(phases, dict) or not set(phases) <= set(PHASES):
+        raise _refused(file, "'phases'", phases, f"an object with some of {', '.join(PHASES)}")
+    for name, phase in phases.items():
+        _check_phase(file, f"phases.{name}", phase)
+    return document
+
+
+def _check_phase(file: Path, place: str, phase: Any) -> None:
+    """Raises RunFolderError unless it counts steps and sums ns. Of all parts, `link` alone may be below 0."""
+    if not isinstance(phase, dict) or not {"num_steps", "duration_ns", "ns"} <= phase.keys():
+        raise _refused(file, place, phase, "an object with num_steps, duration_ns and ns")
+    if not isinstance(phase["ns"], dict):
+        raise _refused(file, f"{place}.ns", phase["ns"], "an object with the ns of each part")
+    counts = {f"{place}.{name}": phase[name] for name in ("num_steps", "duration_ns")}
+    for name, value in (counts | {f"{place}.ns.{name}": value for name, value in phase["ns"].items()}).items():
+        least = -MAX_SUM if name.endswith(".ns.link") else 0
+        if not whole(least, MAX_SUM)(value):
+            raise _refused(file, name, value, f"a whole number, from {least:,} to {MAX_SUM:,}")
+
+
+def _refused(file: Path, place: str, value: Any, expected: str) -> RunFolderError:
+    return RunFolderError(f"{file}: {place} is {shown(value)}; expected {expected}")
 
 
 def operator_table(document: Mapping[str, Any]) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.compose import compose_from, compose_raw
 from experiments.config import RunConfig, read_config, register
 from experiments.environment import ask_early
-from experiments.messages import is_hydras, translate
+from experiments.messages import is_hydras, read_own_options, translate
 from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, has_run, set_aside
 from testbed.errors import ConfigError, RunFolderError, TestbedError
@@ -48,6 +48,7 @@ def run_app(arguments: list[str]) -> int:
     sys.argv = ["testbed run", *flags, *(item for item in arguments if item not in flags)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
     try:
+        read_own_options(arguments)
         with redirect_stderr(_WithoutFraming(sys.stderr)):
             hydra.main(version_base="1.3", config_path="conf", config_name="config")(_job)()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.config import RunConfig, read_config
-from experiments.costs import block_bytes, build_cost, sliding_window
+from experiments.costs import block_bytes, build_cost, sliding_window, unread_settings
 from experiments.estimator import CostEstimator
 from experiments.foreign import policy_failure
 from experiments.policies import make_policy
@@ -75,8 +75,10 @@ def simulated_pools(config: RunConfig) -> Pools:
             memory_bytes=config.device.memory_bytes,
             utilization=config.cache.gpu_memory_utilization,
             weight_bytes=config.model.weight_bytes(config.tensor_parallel_size),
-            activation_bytes=activation_bytes(config.model, bounds.max_num_batched_tokens, bounds.max_num_seqs),
-            graph_bytes=graph_bytes(config.model, _largest_captured(config)),
+            activation_bytes=activation_bytes(
+                config.model, bounds.max_num_batched_tokens, bounds.max_num_seqs, config.tensor_parallel_size
+            ),
+            graph_bytes=graph_bytes(config.model, _largest_captured(config), config.tensor_parallel_size),
             block_bytes=block_bytes(config),
         )
     return Pools(num_gpu, num_cpu_blocks(config))
@@ -216,7 +218,8 @@ def estimator_name(config: RunConfig) -> str:
 
 
 def unused_settings(config: RunConfig) -> list[str]:
-    """Settings that were changed and that the composition does not read: two arms that differ in one are the same."""
+    """Settings that were changed and that nothing reads: two arms that differ in one are the same."""
+    backend, alone = config.backend, SimConfig()
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     defaults = {item.name: item.default for item in fields(SchedulerConfig)}
     rules, standard = config.scheduler.kv_rules, KVRules()
@@ -226,6 +229,12 @@ def unused_settings(config: RunConfig) -> list[str]:
         for name in unread
         if getattr(rules, name) != getattr(standard, name)
     ]
+    if isinstance(backend, SimConfig):
+        notes += unread_settings(config)
+        if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
+            notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")
+        if backend.router != alone.router and backend.num_replicas == 1:
+            notes.append("backend.router has no effect with backend.num_replicas=1")
     return notes + [
         f"scheduler.{name} has no effect with composition {type(composition).__name__}"
         for name in getattr(composition, "unused_limits", ())

@@ -128,7 +128,7 @@ def _extent(options: argparse.Namespace) -> Extent:
     if num_requests and not 4 <= num_requests <= 10_000:
         raise ConfigError(f"--requests is {num_requests}; it must be at least 4, at most 10,000, or 0 for no loads")
     if not 0 < max_s < float("inf"):
-        raise ConfigError(f"--max-seconds is {max_s:g}; it must be above 0")
+        raise ConfigError(f"--max-seconds is {max_s:g}; it must be a finite number above 0")
     return Extent(base.is_quick, repeats, num_requests, max_s)
 
 

@@ -39,6 +39,7 @@ from sim.cost.linear import LinearConfig
 from sim.cost.roofline import RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
+from testbed.foreign_text import parsed
 from testbed.hf_config import load_hf_config
 from testbed.policies.config import SchedulerConfig
 from testbed.specs import DeviceSpec, ModelSpec
@@ -232,8 +233,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: config.yaml is missing")
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raw = parsed(yaml.safe_load, file.read_bytes())
+    except (yaml.YAMLError, ValueError) as error:
         raise RunFolderError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise RunFolderError(f"{file} holds no configuration")

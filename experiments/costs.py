@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from experiments.config import COST_CONFIGS, RunConfig
 from experiments.policies import instantiate
@@ -14,6 +14,7 @@ from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
 from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.cost.linear import COEFFICIENTS as LINEAR_COEFFICIENTS
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.errors import ConfigError
@@ -74,18 +75,49 @@ def itemise(cost: CostModel | None) -> Itemise | None:
         priced, parts = price(shape), breakdown(shape)
         priced_ns = sum(priced)
         if sum(parts.values()) != priced_ns:
-            name = f"{type(cost).__module__}.{type(cost).__name__}"
             raise ConfigError(
-                f"cost: {name}.breakdown says {sum(parts.values())} ns in all of {shape}, and price {priced_ns}; they "
-                "must be equal, to the ns"
+                f"cost: {_class(cost)}.breakdown says {sum(parts.values())} ns in all of {shape}, and price "
+                f"{priced_ns}; they must be equal, to the ns"
             )
-        if spans.schedule_ns != priced.schedule_ns:
-            parts["scheduler"] = spans.schedule_ns - priced.schedule_ns
-        if spans.swap_ns != priced.swap_ns:
-            parts["link"] = spans.swap_ns - priced.swap_ns
-        return parts
+        if min(parts.values(), default=0) < 0:
+            name, ns = min(parts.items(), key=lambda part: part[1])
+            raise ConfigError(f"cost: {_class(cost)}.breakdown says {name}={ns} of {shape}; a part is 0 ns or more")
+        added = {"scheduler": spans.schedule_ns - priced.schedule_ns, "link": spans.swap_ns - priced.swap_ns}
+        return parts | {name: parts.get(name, 0) + ns for name, ns in added.items() if ns}
 
     return of_step
+
+
+def _class(cost: CostModel) -> str:
+    return f"{type(cost).__module__}.{type(cost).__name__}"
+
+
+def unread_settings(config: RunConfig) -> list[str]:
+    """Settings of prices that were changed and that nothing reads, each with the reason."""
+    values = config.raw["cost"]
+    if values.get("name") == "linear" and values.get("path") is not None:
+        return _changed(values, LinearConfig(), LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
+    if values.get("name") != "roofline":
+        return []
+    notes, is_cpu = [], config.device.kind == "cpu"
+    if is_cpu:
+        notes += _changed(
+            values, RooflineConfig(), ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing"
+        )
+    if is_cpu or not values.get("cuda_graphs", True):
+        why = "a CPU, which has no graphs" if is_cpu else "cost.cuda_graphs=false"
+        notes += _changed(values, RooflineConfig(), ("max_captured_size", "graph_launch_ns"), why)
+    if config.tensor_parallel_size == 1:
+        notes += _changed(values, RooflineConfig(), ("logits",), "device.tensor_parallel_size=1")
+    return notes
+
+
+def _changed(values: dict[str, Any], standard: object, names: tuple[str, ...], why: str) -> list[str]:
+    return [
+        f"cost.{name} has no effect with {why}"
+        for name in names
+        if values.get(name, getattr(standard, name)) != getattr(standard, name)
+    ]
 
 
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from experiments.settings import unknown
 from experiments.structured import freeze
 from testbed.errors import DeviceError
+from testbed.foreign_text import parsed, shown
 from testbed.specs import DEVICE_FIELDS, DeviceSpec
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*)(\.\d*)?([eE][+-]?\d+)?")  # YAML 1.1 takes 3.35e12 for text
@@ -31,9 +33,9 @@ def read_device_file(path: str | Path) -> dict[str, Any]:
             f"device.path: no file at {path}; expected YAML with fields of a device, as memory_bytes: 80e9"
         )
     try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except UnicodeDecodeError:
-        raise DeviceError(f"{path} is not UTF-8 text; expected YAML") from None
+        node = parsed(partial(yaml.compose, Loader=yaml.SafeLoader), file.read_bytes())
+    except ValueError as error:
+        raise DeviceError(f"{path}: {error}; expected YAML with fields of a device") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
@@ -43,11 +45,11 @@ def read_device_file(path: str | Path) -> dict[str, Any]:
         raise DeviceError(f"{path}: expected fields of a device, one a line, as memory_bytes: 80e9")
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        place, name = f"{path}, line {key_node.start_mark.line + 1}", str(key_node.value)
+        place, name = f"{path}, line {key_node.start_mark.line + 1}", _text(key_node)
         if name == "defaults":
             continue  # as the library's own files have it
         if name not in DEVICE_FIELDS:
-            raise DeviceError(unknown(f"{place}: unknown field {name!r}", name, list(DEVICE_FIELDS)))
+            raise DeviceError(unknown(f"{place}: unknown field {shown(name)}", name[:60], list(DEVICE_FIELDS)))
         if name in found:
             raise DeviceError(f"{place}: {name} stands twice")
         value = _value(value_node)
@@ -73,5 +75,10 @@ def _value(node: yaml.Node) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _text(key: yaml.Node) -> str:
+    """The name of a field."""
+    return str(key.value) if isinstance(key, yaml.ScalarNode) else "not a name"
+
+
 def _shown(node: yaml.Node) -> str:
-    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "not a single value"
+    return shown(node.value) if isinstance(node, yaml.ScalarNode) else "not a single value"

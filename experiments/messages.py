@@ -12,6 +12,7 @@ from hydra.errors import OverrideParseException
 from experiments.config import GROUPS
 from experiments.settings import unknown
 from testbed.errors import ConfigError
+from testbed.foreign_text import parsed
 
 
 def translate(error: Exception, overrides: list[str]) -> ConfigError:
@@ -106,6 +107,22 @@ def _own_folder(arguments: list[str]) -> Path | None:
         if flag in arguments[:-1]:
             return Path(arguments[arguments.index(flag) + 1])
     return None
+
+
+def read_own_options(arguments: list[str]) -> None:
+    """Reads the options of that folder that were chosen, before Hydra does, which cannot say what is wrong with a text.
+
+    Raises ConfigError naming the file, or what YAML has to say.
+    """
+    folder = _own_folder(arguments)
+    for item in arguments if folder is not None else ():
+        group, _, option = item.partition("=")
+        file = Path(folder or "", group, f"{option}.yaml")
+        if file.is_file():
+            try:
+                parsed(yaml.compose, file.read_bytes())
+            except ValueError as error:
+                raise ConfigError(f"{file}: {error}; expected YAML") from None
 
 
 def _own_options(arguments: list[str], group: str) -> list[str]:

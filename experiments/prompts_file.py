@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.settings import unknown
 from testbed.errors import RequestError, TraceError
+from testbed.foreign_text import parsed
 from testbed.sampling import SamplingParams
 from testbed.traces.readers.fields import refuse_half_characters
 
@@ -46,7 +47,7 @@ def read_prompts_file(file: Path) -> list[Asked]:
 
 def _json_row(place: str, line: str) -> Asked:
     try:
-        row = json.loads(line)
+        row = parsed(json.loads, line)
     except ValueError as error:
         raise RequestError(f"{place}: not JSON ({error})") from None
     try:

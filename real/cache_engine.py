@@ -107,6 +107,7 @@ class CacheEngine:
         self.cpu = list(cpu.unbind(0))
         self._has_kernels = is_cuda and kernels.why_not(placement.device) is None
         self._swaps = SwapStream(placement.device, layers) if is_cuda and num_cpu_blocks else None
+        self._is_waited_for = False  # whether the last plan's copies waited for its swaps
 
     def execute(self, plan: BatchPlan) -> None:
         """Swaps out, then swaps in, then copies. On a GPU the swaps may still be under way when it returns: `gpu`
@@ -117,13 +118,16 @@ class CacheEngine:
                 self.swap_in(plan.swap_in)
             else:
                 self.gpu.will_be_moved(self._swaps.launch(self.gpu.whole, self.cpu, plan.swap_out, plan.swap_in))
+        self._is_waited_for = bool(plan.copies)
         if plan.copies:
             self.gpu.wait()
             self.copy(plan.copies)
 
     def swap_ns(self) -> int:
-        """Time that the last plan's swaps took on their own stream, once it is over; 0 where there is none."""
-        return 0 if self._swaps is None else self._swaps.elapsed_ns()
+        """Time that the last plan's swaps took on their own stream, once it is over; 0 where there is none, and where
+        the copies of the plan waited for them: there the time of `execute` on the current stream has them."""
+        elapsed_ns = 0 if self._swaps is None else self._swaps.elapsed_ns()
+        return 0 if self._is_waited_for else elapsed_ns
 
     def swap_out(self, pairs: Pairs) -> None:
         """(GPU block, CPU block): moves blocks to the host."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from real.layers.slots import HasSlots, Slot, whole
 from testbed.errors import ModelError
+from testbed.foreign_text import parsed
 from testbed.specs import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -176,8 +177,8 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, {found}; backend.load_format=dummy draws random weights"
         )
     try:
-        names = json.loads(index.read_text())["weight_map"].values()
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
+        names = parsed(json.loads, index.read_bytes())["weight_map"].values()
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise ModelError(f"{index} is not an index of safetensors: expected JSON with a 'weight_map'") from None
     for name in dict.fromkeys(names):
         if not isinstance(name, str) or Path(name).name != name:

@@ -122,7 +122,7 @@ class SimBackend:
                 limit_ns -= durations_ns[-1]
                 if limit_ns <= 0:
                     break
-        return SimWork(durations_ns, spans)
+        return SimWork(durations_ns, tuple(spans))  # as of one step: a slice of none of them equals ()
 
     def _scheduled(self, spans: Spans, shape: BatchShape) -> Spans:
         """The price with the scheduler's own time, which is the same for each step of a plan."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Generator
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -71,10 +72,15 @@ def result_of(work: SimWork, start_ns: int, wake_ns: int | None) -> StepResult:
         num_steps = bisect_left(ends, wake_ns, 1)
         del ends[num_steps + 1 :]
     if ends[-1] > MAX_NS:
-        longest_s = max(durations_ns) / 1e9
-        raise ConfigError(
-            f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {longest_s:.2e} s; check the prices (cost, "
-            "the device's rates, backend.schedule_ns)"
-        )
+        raise too_late(max(durations_ns))
     first = spans.first if type(spans) is RunSpans else spans[0]
     return StepResult(tuple(ends[1:]), outcomes, first, spans[1:num_steps])
+
+
+def too_late(longest_ns: int) -> ConfigError:
+    """What to say of a step that ends beyond what instants can say."""
+    longest_s = Decimal(longest_ns).scaleb(-9)  # of any length
+    return ConfigError(
+        f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {longest_s:.2e} s; check the prices (cost, the "
+        "device's rates, backend.schedule_ns)"
+    )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import simpy
 
 from sim.backend import SimWork
-from sim.driver import result_of
+from sim.driver import MAX_NS, result_of, too_late
 from sim.link import HostLink, SwapsUnderWay, Waiting
 from testbed.blocks.swap_space import RELEASED
 from testbed.interfaces import Arrive, Event, Execute, Resume, WaitUntil
@@ -286,7 +286,7 @@ class Replica:
         return self._link is not None and bool(plan.swap_out or plan.swap_in or self._swaps)
 
     def _step_beside_transfers(self, plan: BatchPlan) -> Generator[simpy.Event, Any, StepResult]:
-        """One step, its transfers on the link.
+        """One step, its transfers on the link. Raises ConfigError as result_of does.
 
         Swap-outs go on behind it. Swap-ins run beside its computation, layer by layer: it ends when both have. The
         computation starts when the swap-outs have ended whose blocks it writes.
@@ -313,6 +313,8 @@ class Replica:
         yield env.timeout(sum(spans) - spans.schedule_ns)
         yield env.all_of(moving_in)
         end_ns = max(int(env.now), start_ns + 1)
+        if end_ns > MAX_NS:
+            raise too_late(end_ns - start_ns)
         waited_ns = int(env.now) - start_ns - sum(spans)
         return StepResult((end_ns,), work.outcomes, spans._replace(swap_ns=spans.swap_ns + waited_ns))
 

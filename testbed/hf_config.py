@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import ModelError
-from testbed.specs import DTYPE_BYTES, RopeScaling
+from testbed.foreign_text import parsed, shown, whole
+from testbed.specs import DTYPE_BYTES, FACTOR, MAX_SIZE, RopeScaling
 
 _WHOLE_NUMBERS = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -40,15 +40,11 @@ def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     if not file.is_file():
         raise ModelError(f"no model at {path}: expected a folder with config.json, or that file")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parsed(json.loads, file.read_bytes())
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ModelError(f"{file} is not JSON: not UTF-8 text; expected a Hugging Face config.json") from None
-    except RecursionError:
-        raise ModelError(f"{file} is not JSON: nested too deeply") from None
     except ValueError as error:  # also a number of too many digits
-        raise ModelError(f"{file} is not JSON: {error}") from None
+        raise ModelError(f"{file} is not JSON: {error}; expected a Hugging Face config.json") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds no JSON object; expected a Hugging Face config.json")
     return file, raw
@@ -100,7 +96,7 @@ def _first(default: Any, *values: Any) -> Any:
 def _architecture(file: Path, raw: dict[str, Any]) -> str:
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise ModelError(f"{file}: 'architectures' must name one architecture, found {architectures}")
+        raise ModelError(f"{file}: 'architectures' must name one architecture, found {shown(architectures)}")
     missing = [key for key in _NEEDED if raw.get(key) is None]
     if missing and architectures[0] in _DEFAULTS:
         raise ModelError(f"{file} lacks {', '.join(missing)}; expected the whole config.json of the model")
@@ -115,20 +111,20 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
 def _check_values(file: Path, raw: dict[str, Any]) -> None:
     for key in _WHOLE_NUMBERS:
         value = raw.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ModelError(f"{file}: {key!r} is {value!r}; it must be a whole number above 0")
+        if value is not None and not whole(1, MAX_SIZE)(value):
+            raise ModelError(f"{file}: {key!r} is {shown(value)}; it must be a whole number from 1 to {MAX_SIZE:,}")
     for key in _FLAGS:
         if raw.get(key) is not None:
             _flag(file, key, raw[key])
     for key in ("hidden_act", "activation_function"):
         if not isinstance(raw.get(key, ""), str):
-            raise ModelError(f"{file}: {key!r} is {raw[key]!r}; it must be the name of an activation")
+            raise ModelError(f"{file}: {key!r} is {shown(raw[key])}; it must be the name of an activation")
 
 
 def _dtype(file: Path, raw: dict[str, Any]) -> str:
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise ModelError(f"{file}: 'dtype' is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+        raise ModelError(f"{file}: 'dtype' is {shown(dtype)}; it must be one of {', '.join(DTYPE_BYTES)}")
     return dtype
 
 
@@ -137,7 +133,7 @@ def _eos_token_id(file: Path, raw: dict[str, Any]) -> int | None:
     eos = raw.get("eos_token_id")
     eos = (eos[0] if eos else None) if isinstance(eos, list) else eos
     if eos is not None and (isinstance(eos, bool) or not isinstance(eos, int)):
-        raise ModelError(f"{file}: 'eos_token_id' is {eos!r}; it must be a token id, a list of them, or null")
+        raise ModelError(f"{file}: 'eos_token_id' is {shown(eos)}; it must be a token id, a list of them, or null")
     return eos
 
 
@@ -165,7 +161,7 @@ def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
-            raise ModelError(f"{file}: {key!r} is {rope!r}; it must be an object")
+            raise ModelError(f"{file}: {key!r} is {shown(rope)}; it must be an object")
         if any(isinstance(value, dict) for value in rope.values()):
             raise ModelError(f"{file}: {key!r} differs by the kind of layer, which is not supported; use another model")
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
@@ -185,7 +181,8 @@ def _rope_scaling(file: Path, raw: dict[str, Any], rope: dict[str, Any]) -> Rope
         values["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     original = values.get("original_max_position_embeddings")
     if rope_type == "yarn" and values.get("factor") is None and original:
-        values["factor"] = (raw.get("max_position_embeddings") or 2048) / original
+        length = raw.get("max_position_embeddings") or 2048
+        values["factor"] = length / _positive(file, "original_max_position_embeddings", original)
     needed = ("factor", "low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ("factor",)
     for key in needed:
         if values.get(key) is None:
@@ -197,11 +194,12 @@ def _rope_scaling(file: Path, raw: dict[str, Any], rope: dict[str, Any]) -> Rope
 
 def _flag(file: Path, key: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise ModelError(f"{file}: {key!r} is {value!r}; it must be true or false")
+        raise ModelError(f"{file}: {key!r} is {shown(value)}; it must be true or false")
     return value
 
 
 def _positive(file: Path, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{file}: {key!r} is {value!r}; it must be a finite number above 0")
+    if not FACTOR.holds(value):
+        raise ModelError(f"{file}: {key!r} is {shown(value)}; it must be {FACTOR.text}")
+    assert isinstance(value, int | float)
     return value

@@ -5,6 +5,7 @@ every step add up exactly to its spans, so the file's sums are those of steps.pa
 
     {"format": 1, "parts": "operators" or "spans", "phases": {phase: {"num_steps", "duration_ns", "ns": {part: ns}}}}
 
+A part is 0 ns or more, but `link`: what the PCIe link took longer than swaps were priced, or hid behind the device.
 Phases: `prefill` (prefills only), `decode` (decodes only), `mixed`, and `moves` (nothing was computed). duration_ns is
 from plan to commit: what the parts do not cover of it is idle time or overlap.
 """
@@ -22,6 +23,7 @@ from testbed.request import Request
 
 FORMAT = 1
 OPERATORS_FILE = "operators.json"
+PARTS = ("operators", "spans")
 PHASES = ("prefill", "decode", "mixed", "moves")
 Itemise = Callable[[BatchShape, Spans], dict[str, int]]
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from testbed.errors import ConfigError, ProfileError
+from testbed.foreign_text import parsed, shown, whole
 from testbed.plan import BatchShape, PrefillChunk, Spans
-from testbed.specs import ModelSpec
+from testbed.specs import DTYPE_BYTES, KV_DTYPE_BYTES, MAX_SIZE, ModelSpec, RopeScaling
 
 FORMAT = 1
 METADATA_KEY = "testbed.profile"
@@ -39,6 +40,8 @@ COLUMNS: dict[str, str] = {
     "repeat": "int32",  # 0, 1, …: of steps of the same shape
 }
 MAX_STEP_NS = 3_600_000_000_000  # of one measured step
+MAX_COUNT = 2**40  # of tokens, positions, blocks
+CLOCKS_NS = 1_000_000  # by which a span, on the device's clock, may exceed its step, on the host's
 _NUMBERS = tuple(name for name in COLUMNS if name != "prefills")
 
 # fields of a model on which what a step costs depends
@@ -46,6 +49,9 @@ MODEL_SHAPE = (
     "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "dtype",
 )  # fmt: skip
+
+
+_ROPE = {item.name for item in fields(RopeScaling)}
 
 
 class MeasuredStep(NamedTuple):
@@ -82,9 +88,9 @@ class ProfileManifest:
     def from_json(cls, raw: Any, place: str) -> ProfileManifest:
         """Raises ProfileError naming the place, the field, its value and what was expected."""
         if not isinstance(raw, dict):
-            raise ProfileError(f"{place}: the manifest is {raw!r}; expected a JSON object")
+            raise ProfileError(f"{place}: the manifest is {shown(raw)}; expected a JSON object")
         if raw.get("format") != FORMAT:
-            raise ProfileError(f"{place}: 'format' is {raw.get('format')!r}; expected {FORMAT}")
+            raise ProfileError(f"{place}: 'format' is {shown(raw.get('format'))}; expected {FORMAT}")
         hints = get_type_hints(cls)
         for item in fields(cls):
             if item.name not in raw:
@@ -93,14 +99,21 @@ class ProfileManifest:
             value = raw[item.name]
             if not isinstance(value, kinds) or isinstance(value, bool):
                 names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-                raise ProfileError(f"{place}: {item.name!r} is {value!r}; expected {names}")
-        for name in ("block_size", "tensor_parallel_size"):
-            if raw[name] < 1:
-                raise ProfileError(f"{place}: {name!r} is {raw[name]}; expected at least 1")
-        missing = [name for name in ("name", *MODEL_SHAPE) if name not in raw["model"]]
-        if missing:
-            raise ProfileError(f"{place}: 'model' lacks {', '.join(missing)}")
+                raise ProfileError(f"{place}: {item.name!r} is {shown(value)}; expected {names}")
+        for name in ("block_size", "tensor_parallel_size", "sliding_window"):
+            if raw[name] is not None and not whole(1, MAX_SIZE)(raw[name]):
+                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 1 to {MAX_SIZE:,}")
+        for name, choices in (("dtype", [*DTYPE_BYTES]), ("kv_dtype", [None, *KV_DTYPE_BYTES])):
+            if raw[name] not in choices:
+                names = ", ".join(map(_text, choices))
+                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected one of {names}")
+        _checked_model(raw["model"], place)
         return cls(**{item.name: raw[item.name] for item in fields(cls)})
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the longest sequence that the model has, if it says."""
+        return _checked_model(self.model, "").max_length if "max_position_embeddings" in self.model else MAX_SIZE
 
     def check_matches(
         self,
@@ -140,6 +153,27 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     str: (str,), int: (int,), str | None: (str, type(None)), int | None: (int, type(None)),
     dict[str, Any]: (dict,), dict[str, str]: (dict,),
 }  # fmt: skip
+
+
+def _checked_model(model: dict[str, Any], place: str) -> ModelSpec:
+    """What a model says of all that a price and a length depend on. Raises ProfileError unless a model can be so."""
+    needed = ("name", *MODEL_SHAPE)
+    missing = [name for name in needed if name not in model]
+    if missing:
+        raise ProfileError(f"{place}: 'model' lacks {', '.join(missing)}")
+    given = {name: model[name] for name in (*needed, "max_position_embeddings") if name in model}
+    hints, rope = get_type_hints(ModelSpec), model.get("rope_scaling")
+    for name, value in given.items():
+        if type(value) is not hints[name]:
+            raise ProfileError(f"{place}: model.{name} is {shown(value)}; expected {hints[name].__name__}")
+    if rope is not None and not (isinstance(rope, dict) and {"rope_type"} <= rope.keys() <= _ROPE):
+        raise ProfileError(
+            f"{place}: model.rope_scaling is {shown(rope)}; expected null, or {', '.join(sorted(_ROPE))}"
+        )
+    try:
+        return ModelSpec(**given, rope_scaling=None if rope is None else RopeScaling(**rope))
+    except ConfigError as error:
+        raise ProfileError(f"{place}: {error}") from None
 
 
 def _text(value: object) -> str:
@@ -206,9 +240,10 @@ def read_profile(path: str | Path) -> Profile:
     if document is None:
         raise ProfileError(f"{path} is no profile: its metadata lacks {METADATA_KEY!r}; docs/cost-models.md says more")
     try:
-        manifest = ProfileManifest.from_json(json.loads(document), f"{path}: {METADATA_KEY}")
+        raw = parsed(json.loads, document)
     except ValueError as error:
         raise ProfileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from None
+    manifest = ProfileManifest.from_json(raw, f"{path}: {METADATA_KEY}")
     for name, kind in COLUMNS.items():
         if name not in table.column_names:
             raise ProfileError(f"{path} lacks the column {name!r} ({kind}); it has {', '.join(table.column_names)}")
@@ -217,30 +252,45 @@ def read_profile(path: str | Path) -> Profile:
             raise ProfileError(f"{path}: column {name!r} is of type {table.schema.field(name).type}; expected {kind}")
     if not table.num_rows:
         raise ProfileError(f"{path} has no rows")
-    rows = table.select(list(COLUMNS)).to_pylist()
-    return Profile(manifest, [_step(row, f"{path}, row {number}") for number, row in enumerate(rows)])
+    rows, max_length = table.select(list(COLUMNS)).to_pylist(), manifest.max_length
+    return Profile(manifest, [_step(row, f"{path}, row {number}", max_length) for number, row in enumerate(rows)])
 
 
-def _step(row: dict[str, Any], place: str) -> MeasuredStep:
+def _step(row: dict[str, Any], place: str, max_length: int) -> MeasuredStep:
+    """max_length: of a sequence."""
     for name in _NUMBERS:
         _expect(place, name, row[name], least=1 if name == "total_ns" else 0)
         if name.endswith("_ns") and row[name] > MAX_STEP_NS:
             raise ProfileError(f"{place}: {name} is {row[name]}; expected at most {MAX_STEP_NS:,}, an hour")
+    for name in Spans._fields:
+        if row[name] > row["total_ns"] + CLOCKS_NS:
+            raise ProfileError(
+                f"{place}: {name} is {row[name]}, and total_ns {row['total_ns']}; expected no part longer than its step"
+            )
     if row["prefills"] is None:
         raise ProfileError(f"{place}: prefills is null; expected a list, which may be empty")
     chunks = []
     for index, chunk in enumerate(row["prefills"]):
         where = f"prefills[{index}]"
         if not isinstance(chunk, dict) or not {"start", "num_tokens"} <= chunk.keys():
-            raise ProfileError(f"{place}: {where} is {chunk!r}; expected start and num_tokens")
+            raise ProfileError(f"{place}: {where} is {shown(chunk)}; expected start and num_tokens")
         _expect(place, f"{where}.start", chunk["start"], least=0)
         _expect(place, f"{where}.num_tokens", chunk["num_tokens"], least=1)
+        if chunk["start"] + chunk["num_tokens"] > max_length:
+            raise ProfileError(
+                f"{place}: {where} is {chunk}; expected to end within the model's length, {max_length:,}"
+            )
         chunks.append(PrefillChunk(chunk["start"], chunk["num_tokens"]))
     num_decodes, context = row["num_decodes"], row["decode_context_tokens"]
     if (context < num_decodes) if num_decodes else context:
         raise ProfileError(
             f"{place}: decode_context_tokens is {context} with {num_decodes} decodes; expected at least one for each, "
             "and 0 without any"
+        )
+    if context > num_decodes * max_length:
+        raise ProfileError(
+            f"{place}: decode_context_tokens is {context} with {num_decodes} decodes; expected at most the model's "
+            f"length for each, {max_length:,}"
         )
     if row["num_samples"] > num_decodes + len(chunks):
         raise ProfileError(
@@ -255,3 +305,5 @@ def _step(row: dict[str, Any], place: str) -> MeasuredStep:
 def _expect(place: str, name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ProfileError(f"{place}: {name} is {_text(value)}; expected a whole number, at least {least}")
+    if not name.endswith("_ns") and value > MAX_COUNT:
+        raise ProfileError(f"{place}: {name} is {value}; expected at most {MAX_COUNT:,}")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from testbed.errors import ConfigError, DeviceError
+from testbed.foreign_text import number, shown, whole
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 DEVICE_KINDS = ("cuda", "cpu")
+MAX_SIZE = 2**31 - 1  # of a dimension of a model, in elements, layers, tokens: products of a few are finite prices
+MAX_PART_NS = 10**15  # of a time that is given, 11 days: what a step multiplies it by leaves it finite
 _OPT = "OPTForCausalLM"
 
 
@@ -41,8 +43,8 @@ class RopeScaling:
             value = getattr(self, field.name)
             if field.name in ("rope_type", "truncate") or value is None:
                 continue
-            if not _RATE.holds(value):
-                raise ConfigError(f"model.rope_scaling.{field.name} is {value!r}; it must be {_RATE.text}")
+            if not FACTOR.holds(value):
+                raise ConfigError(f"model.rope_scaling.{field.name} is {shown(value)}; it must be {FACTOR.text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,15 @@ class ModelSpec:
             "vocab_size",
             "max_position_embeddings",
         ):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"model.{field} is {getattr(self, field)}; it must be at least 1")
+            if not 1 <= getattr(self, field) <= MAX_SIZE:
+                raise ConfigError(f"model.{field} is {shown(getattr(self, field))}; it must be from 1 to {MAX_SIZE:,}")
         for field in ("sliding_window", "word_embed_proj_dim"):
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(f"model.{field} is {value}; it must be at least 1, or null")
+            if value is not None and not 1 <= value <= MAX_SIZE:
+                raise ConfigError(f"model.{field} is {shown(value)}; it must be from 1 to {MAX_SIZE:,}, or null")
+        for field in ("rms_norm_eps", "rope_theta"):
+            if not FACTOR.holds(getattr(self, field)):
+                raise ConfigError(f"model.{field} is {shown(getattr(self, field))}; it must be {FACTOR.text}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"model.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -218,7 +223,7 @@ class DeviceSpec:
         for field, expected in DEVICE_FIELDS.items():
             value = getattr(self, field)
             if not expected.holds(value):
-                raise ConfigError(f"device.{field} is {value!r}; it must be {expected.text}")
+                raise ConfigError(f"device.{field} is {shown(value)}; it must be {expected.text}")
 
 
 class Expected(NamedTuple):
@@ -228,23 +233,16 @@ class Expected(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
-_RATE = Expected("a finite number above 0", lambda value: _is_number(value) and value > 0)
-_SHARE = Expected("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1)
-_NS = Expected("a whole number of ns, at least 0", lambda value: _is_whole(value) and value >= 0)
+FACTOR = Expected("a number above 0, at most 1e12", lambda value: number(0, 1e12)(value) and value > 0)
+_RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: what is divided by it stays finite
+_SHARE = Expected("a share from 1e-6 to 1", number(1e-6, 1))
+_NS = Expected(f"a whole number of ns, from 0 to {MAX_PART_NS:,}", whole(0, MAX_PART_NS))
 
 DEVICE_FIELDS: dict[str, Expected] = {
     "name": _NAME,
     "kind": Expected("one of " + ", ".join(DEVICE_KINDS), lambda value: value in DEVICE_KINDS),
-    "memory_bytes": Expected("a whole number of bytes above 0", lambda value: _is_whole(value) and value > 0),
+    "memory_bytes": Expected("a whole number of bytes, from 1 to 1e18", whole(1, 10**18)),
     "memory_bytes_per_s": _RATE,
     "flops_per_s": _RATE,
     "interconnect_bytes_per_s": _RATE,
@@ -284,17 +282,28 @@ def num_kv_blocks(
     return int(num_blocks)
 
 
-def activation_bytes(model: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """The peak of a step's temporaries at the maximum load, estimated: hidden states, the MLP's inner row, logits."""
-    per_token = 4 * model.hidden_size + 3 * model.intermediate_size
+def activation_bytes(
+    model: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tensor_parallel_size: int = 1
+) -> int:
+    """The peak of a step's temporaries on one rank at the maximum load, estimated: hidden states, the MLP's inner row,
+    logits.
+
+    Hidden states are whole on every rank, and so are the logits once they are gathered; the inner row is shared out.
+    """
+    per_token = 4 * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
     return model.activation_dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
 
 
-def graph_bytes(model: ModelSpec, largest: int) -> int:
-    """What captured decodes of up to `largest` rows hold, estimated: the temporaries of the largest, in which the
-    smaller ones work too, and their result.
+def graph_bytes(model: ModelSpec, largest: int, tensor_parallel_size: int = 1) -> int:
+    """What captured decodes of up to `largest` rows hold on one rank, estimated: the temporaries of the largest, in
+    which the smaller ones work too, and their result.
 
     What the driver keeps of each graph, which an engine measures, is left out: no data sheet says it.
     """
-    per_token = 5 * model.hidden_size + 3 * model.intermediate_size
+    per_token = 5 * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
     return model.activation_dtype_bytes * largest * per_token
+
+
+def _inner_size(model: ModelSpec, tensor_parallel_size: int) -> int:
+    """One rank's part of the MLP's inner row."""
+    return -(-model.intermediate_size // tensor_parallel_size)

@@ -8,18 +8,20 @@ themselves are in the run folder's trace.jsonl.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from testbed.digest import VERSION as DIGEST_VERSION
 from testbed.errors import RunFolderError
+from testbed.foreign_text import parsed, shown, whole
 from testbed.interfaces import Abort, Arrive, Event, StepView
 from testbed.plan import Finished, FinishReason, Outcome, Spans
 from testbed.request import Request
 
 VERSION = 1
+MAX_NS = 2**62
 NUM_FIELDS = 5  # of an outcome, and fork_stops if there are any: what decides; log-probabilities do not
 
 
@@ -109,7 +111,7 @@ def read_tape(path: Path) -> Tape:
         if not line:
             continue
         try:
-            item = json.loads(line)
+            item = parsed(json.loads, line)
             kind = item["kind"]
             if kind == "step":
                 steps.append(_step(item))
@@ -123,8 +125,10 @@ def read_tape(path: Path) -> Tape:
                     )
                 is_tape = True
             else:
-                events.append(TapeEvent(kind, item["id"], item["step"], item["ns"], item.get("arrival_ns", item["ns"])))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+                numbers = (item["step"], item["ns"], item.get("arrival_ns", item["ns"]))
+                _check_numbers("step, ns, arrival_ns", numbers)
+                events.append(TapeEvent(kind, item["id"], *numbers))
+        except (KeyError, TypeError, ValueError) as error:
             if number == len(lines):
                 break
             raise RunFolderError(f"{path}:{number}: not a line of a tape ({error})") from None
@@ -134,7 +138,10 @@ def read_tape(path: Path) -> Tape:
 
 
 def _step(item: dict[str, Any]) -> TapeStep:
-    outcomes = item["outcomes"]
+    outcomes, numbers = item["outcomes"], (item["plan_ns"], item["commit_ns"], *item["spans"])
+    _check_numbers("plan_ns, commit_ns, spans", numbers)
+    if item["commit_ns"] < item["plan_ns"] or len(item["spans"]) != len(Spans._fields):
+        raise ValueError(f"a step ends after its plan, and has {len(Spans._fields)} spans; it has {shown(numbers)}")
     return TapeStep(
         item["plan_ns"],
         item["commit_ns"],
@@ -143,6 +150,12 @@ def _step(item: dict[str, Any]) -> TapeStep:
         int(item["digest"], 16),
         item["decision"],
     )
+
+
+def _check_numbers(names: str, numbers: Iterable[Any]) -> None:
+    for number in numbers:
+        if not whole(0, MAX_NS)(number):
+            raise ValueError(f"{names} are whole numbers, from 0 to {MAX_NS:,}; one is {shown(number)}")
 
 
 def _fields(outcome: Outcome) -> list[Any]:

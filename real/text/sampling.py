@@ -9,6 +9,7 @@ from typing import Any
 
 from testbed import sampling
 from testbed.errors import ModelError
+from testbed.foreign_text import parsed
 
 GENERATION_FILE = "generation_config.json"
 DEFAULTS = {  # our parameter -> its key in a checkpoint's generation_config.json
@@ -62,7 +63,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parsed(json.loads, file.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,13 @@ from typing import Any
 from sim.cost.calibrated import COEFFICIENTS, Calibration, Coefficients, Curve, Quality
 from sim.cost.profiled_range import REGIONS, Ranges
 from testbed.errors import ProfileError
+from testbed.foreign_text import number, parsed, shown, whole
 from testbed.profiles import ProfileManifest
+from testbed.specs import MAX_PART_NS
 
 FORMAT = "testbed calibrated cost 1"
+MAX_COUNT = 2**40  # of tokens, positions, blocks, steps
+MAX_ERROR = 1e15  # of a relative error
 _KEYS = ("manifest", "decode_curve", "prefill_curve", "coefficients_ns", "ranges", "quality", "num_folds")
 
 
@@ -42,12 +45,14 @@ def load_calibration(path: str | Path) -> Calibration:
     if not file.is_file():
         raise ProfileError(f"cost.path: no file at {path}; `testbed calibrate fit <profile> --out <json>` writes one")
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        document = parsed(json.loads, file.read_bytes())
+    except ValueError as error:
         raise ProfileError(f"cost.path: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise ProfileError(f"cost.path: {path} is no calibrated cost: its 'format' is {found!r}; expected {FORMAT!r}")
+        raise ProfileError(
+            f"cost.path: {path} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r}"
+        )
     for key in _KEYS:
         if key not in document:
             raise ProfileError(f"cost.path: {path} lacks {key!r}")
@@ -61,12 +66,12 @@ def load_calibration(path: str | Path) -> Calibration:
         ),
         ranges=_ranges(path, document["ranges"]),
         quality=_quality(path, document["quality"]),
-        num_folds=document["num_folds"],
+        num_folds=_whole(path, "num_folds", document["num_folds"], least=2),
     )
 
 
 def _refused(path: str | Path, field: str, value: Any, expected: str) -> ProfileError:
-    return ProfileError(f"cost.path: {path}: {field} is {value!r}; expected {expected}")
+    return ProfileError(f"cost.path: {path}: {field} is {shown(value)}; expected {expected}")
 
 
 def _object(path: str | Path, key: str, document: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -77,15 +82,15 @@ def _object(path: str | Path, key: str, document: dict[str, Any], names: tuple[s
 
 
 def _ns(path: str | Path, field: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise _refused(path, field, value, "a finite number of ns, at least 0")
+    if not number(0, MAX_PART_NS)(value):
+        raise _refused(path, field, value, f"a number of ns, from 0 to {MAX_PART_NS:,}")
     return float(value)
 
 
-def _whole(path: str | Path, field: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _refused(path, field, value, "a whole number, at least 0")
-    return value
+def _whole(path: str | Path, field: str, value: Any, least: int = 0) -> int:
+    if not whole(least, MAX_COUNT)(value):
+        raise _refused(path, field, value, f"a whole number, from {least} to {MAX_COUNT:,}")
+    return int(value)
 
 
 def _pair(path: str | Path, field: str, value: Any) -> list[Any]:
@@ -120,6 +125,8 @@ def _ranges(path: str | Path, raw: Any) -> Ranges:
         for name, bounds in features.items():
             field = f"ranges.{region}.{name}"
             low, high = (_whole(path, field, bound) for bound in _pair(path, field, bounds))
+            if low > high:
+                raise _refused(path, field, bounds, "the lowest before the highest")
             ranges[region][name] = low, high
     return ranges
 
@@ -135,11 +142,17 @@ _FEATURES = {
 
 
 def _quality(path: str | Path, raw: Any) -> dict[str, Quality]:
-    if not isinstance(raw, dict) or "all" not in raw:
-        raise _refused(path, "quality", raw, "an object with 'all'")
+    if not isinstance(raw, dict) or "all" not in raw or not set(raw) <= {"all", *REGIONS}:
+        raise _refused(path, "quality", raw, f"an object with 'all' and others of {', '.join(REGIONS)}")
     found = {}
     for region, values in raw.items():
         if not isinstance(values, dict) or sorted(values) != sorted(Quality._fields):
             raise ProfileError(f"cost.path: {path}: quality.{region} must hold exactly {', '.join(Quality._fields)}")
+        for name in ("num_steps", "num_shapes"):
+            _whole(path, f"quality.{region}.{name}", values[name], least=1)
+        for name, low in (("median", 0.0), ("p90", 0.0), ("bias", -1.0), ("noise", 0.0)):
+            value = values[name]
+            if not (number(low, MAX_ERROR)(value) or (name == "noise" and value is None)):
+                raise _refused(path, f"quality.{region}.{name}", value, f"a number from {low:g} to {MAX_ERROR:g}")
         found[region] = Quality(**values)
     return found

@@ -8,7 +8,6 @@ ones (weights are read once), which the roofline model can.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +18,9 @@ from numpy.typing import NDArray
 
 from sim.cost.base import attention_pairs_doubled, pairs_doubled
 from testbed.errors import ConfigError
+from testbed.foreign_text import parsed, shown, whole
 from testbed.plan import BatchShape, Spans
+from testbed.specs import MAX_SIZE
 
 MIN_STEPS = 14  # two per coefficient
 FORMAT = "testbed linear cost 2"
@@ -46,8 +47,8 @@ class LinearConfig:
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:
             value = getattr(self, name)
-            if not (math.isfinite(value) and 0 <= value <= 1e6):
-                raise ConfigError(f"cost.{name} is {value}; it must be from 0 to 1e6 seconds")
+            if not 0 <= value <= 1e6:
+                raise ConfigError(f"cost.{name} is {shown(value)}; it must be from 0 to 1e6 seconds")
 
 
 COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != "path")
@@ -69,7 +70,9 @@ class LinearFit:
 
 
 class LinearCost:
-    """Prices a step by LinearConfig: swaps as swap_ns, all else as forward_ns, at least 1 ns.
+    """Prices a step by LinearConfig: swaps and copies of blocks as swap_ns, all else as forward_ns, at least 1 ns.
+
+    The terms are summed in one order, copies last but the swaps, and each is what it adds to the rounded sum.
 
     sliding_window: what attention looks back at; None: everything. Raises ConfigError if the file at `config.path` was
     fitted with another one.
@@ -96,13 +99,14 @@ class LinearCost:
                 num_tokens += length
                 doubled_pairs += pairs_doubled(start, length, window)
             forward = forward + num_tokens * self._prefill_ns + doubled_pairs * self._half_pair_ns
-        if num_copied:
-            forward = forward + num_copied * self._copy_ns
+        forward_ns = round(forward)
         swap_ns = round((num_out + num_in) * self._swap_ns) if num_out or num_in else 0
-        return Spans(0, 0, swap_ns, round(forward) or (0 if swap_ns else 1), 0)
+        if num_copied:
+            swap_ns += round(forward + num_copied * self._copy_ns) - forward_ns
+        return Spans(0, 0, swap_ns, forward_ns or (0 if swap_ns else 1), 0)
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
-        """The ns of each term. They are summed in the order of price, and each is what it adds to the rounded sum."""
+        """The ns of each term, as price has it."""
         terms = {
             "base": self._base_ns,
             "decodes": shape.num_decodes * self._decode_ns,
@@ -116,8 +120,8 @@ class LinearCost:
             running = running + term
             parts[name], rounded = round(running) - rounded, round(running)
         spans = self.price(shape)
-        parts["base"] += spans.forward_ns - rounded  # a step lasts at least 1 ns
-        return parts | {"swap": spans.swap_ns}
+        parts["base"] += spans.forward_ns - (rounded - parts["block_copy"])  # a step lasts at least 1 ns
+        return parts | {"swap": spans.swap_ns - parts["block_copy"]}
 
     def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
         num_decodes, context = shape.num_decodes, shape.decode_context_tokens
@@ -178,13 +182,13 @@ def load_linear(path: str | Path, sliding_window: int | None = None) -> LinearCo
     if not file.is_file():
         raise ConfigError(f"cost.path: no file at {path}; `make demo` writes one, linear-cost.json, beside its report")
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parsed(json.loads, file.read_bytes())
     except ValueError as error:
         raise ConfigError(f"cost.path: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise ConfigError(
-            f"cost.path: {path} is no linear cost: its 'format' is {found!r}; expected {FORMAT!r}: fit it again"
+            f"cost.path: {path} is no linear cost: its 'format' is {shown(found)}; expected {FORMAT!r}: fit it again"
         )
     _check_window(document, path, sliding_window)
     coefficients = document.get("coefficients")
@@ -192,7 +196,7 @@ def load_linear(path: str | Path, sliding_window: int | None = None) -> LinearCo
         raise ConfigError(f"cost.path: {path}: 'coefficients' must hold exactly {', '.join(COEFFICIENTS)}")
     for name, value in coefficients.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"cost.path: {path}: {name} is {value!r}; it must be a number")
+            raise ConfigError(f"cost.path: {path}: {name} is {shown(value)}; it must be a number")
     try:
         return LinearConfig(**coefficients)
     except ConfigError as error:
@@ -201,8 +205,10 @@ def load_linear(path: str | Path, sliding_window: int | None = None) -> LinearCo
 
 def _check_window(document: dict[str, Any], path: str | Path, wanted: int | None) -> None:
     fitted = document.get("sliding_window", "missing")
-    if fitted is not None and (type(fitted) is not int or fitted < 1):
-        raise ConfigError(f"cost.path: {path}: 'sliding_window' is {fitted!r}; it must be a number of tokens or null")
+    if fitted is not None and not whole(1, MAX_SIZE)(fitted):
+        raise ConfigError(
+            f"cost.path: {path}: 'sliding_window' is {shown(fitted)}; it must be a number of tokens or null"
+        )
     if fitted != wanted:
         said = ["null" if window is None else window for window in (fitted, wanted)]
         way = "" if fitted is None else f"set cache.sliding_window={fitted}, or "

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from sim.cost.base import pairs_doubled
 from sim.cost.collectives import Collectives
 from testbed.errors import ConfigError
+from testbed.foreign_text import shown
 from testbed.plan import BatchShape, PrefillChunk, Spans
-from testbed.specs import DeviceSpec, ModelSpec, check_ranks
+from testbed.specs import MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec, check_ranks
 
 _KERNELS_PER_LAYER = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _LOGIT_BYTES = 4
@@ -39,9 +40,13 @@ class RooflineConfig:
     logits: str = "all_gather"
 
     def __post_init__(self) -> None:
-        for name, least in (("max_captured_size", 1), ("graph_launch_ns", 0), ("kernel_launch_ns", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"cost.{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, least, most in (
+            ("max_captured_size", 1, MAX_SIZE),
+            ("graph_launch_ns", 0, MAX_PART_NS),
+            ("kernel_launch_ns", 0, MAX_PART_NS),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"cost.{name} is {shown(getattr(self, name))}; it must be from {least} to {most:,}")
         if self.logits not in LOGITS:
             raise ConfigError(f"cost.logits is {self.logits!r}; choose one of {', '.join(LOGITS)}")
 
@@ -58,9 +63,10 @@ class KVLayout:
 class RooflineCost:
     """Prices a step of `model` on `tensor_parallel_size` devices.
 
-    The host's part (the device's step_overhead_ns) is prepare_ns, swaps are swap_ns, the sampler is sample_ns, all else
-    forward_ns. float32 counts as half of the device's 2-byte rate (TF32) except on a CPU, whose rate is that of
-    float32; fp8 weights save memory traffic only. Raises ConfigError where the heads do not divide among the ranks.
+    The host's part (the device's step_overhead_ns) is prepare_ns, swaps and copies of blocks are swap_ns, the sampler
+    is sample_ns, all else forward_ns. float32 counts as half of the device's 2-byte rate (TF32) except on a CPU, whose
+    rate is that of float32; fp8 weights save memory traffic only. Raises ConfigError where the heads do not divide
+    among the ranks.
     """
 
     def __init__(
@@ -112,15 +118,16 @@ class RooflineCost:
                 num_tokens += chunk[1]
             attention += self._prefill_attention_ns(prefills)
         swap_ns = self._swap_ns(num_out, num_in) if num_out or num_in else 0
-        copy_ns = round(num_copied * self._copy_ns_per_block) if num_copied else 0
+        if num_copied:
+            swap_ns += round(num_copied * self._copy_ns_per_block)
         if num_tokens == 0:
-            return Spans(0, self._host_ns, swap_ns, copy_ns, 0)
+            return Spans(0, self._host_ns, swap_ns, 0, 0)
         is_graph = not prefills and self._is_graph(num_decodes, prefills)
         rows = self._padded(num_tokens) if is_graph else num_tokens
         rest_ns, sampler_ns = self._rest_ns(rows, num_samples)
         device_ns = rest_ns + attention
         launch_ns = self.config.graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
-        return Spans(0, self._host_ns, swap_ns, device_ns + copy_ns + launch_ns, sampler_ns)
+        return Spans(0, self._host_ns, swap_ns, device_ns + launch_ns, sampler_ns)
 
     def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
         """As price, step by step, in the same order of floats; what does not change is taken out of the loop."""

@@ -10,7 +10,7 @@ from sim.cost.base import total_ns
 from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration, Coefficients, Quality, curve_at
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration, save_calibration
-from sim.cost.linear import fit_linear
+from sim.cost.linear import LinearConfig, LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
 from testbed.errors import ConfigError, ProfileError
@@ -72,6 +72,15 @@ def test_a_fit_finds_known_prices_again():
         assert total_ns(CalibratedCost(fit).price(shape)) == pytest.approx(
             total_ns(CalibratedCost(KNOWN).price(shape)), rel=0.05
         )
+
+
+def test_what_a_block_copy_costs_is_found_again_whoever_priced_it():
+    """Copies are swap_ns, in prices as in profiles: a fit looks for them there."""
+    linear = LinearCost(LinearConfig())
+    each_ns = ROOFLINE.price(BatchShape(0, 0, (), 0, 0, 0, 1_000_000)).swap_ns / 1e6
+    for truth, expected_ns in ((ROOFLINE, each_ns), (linear, 1500.0), (CalibratedCost(KNOWN), 1500.0)):
+        fit = calibrate(Profile(manifest(), measured(truth, grid())))
+        assert fit.coefficients.copied_block == pytest.approx(expected_ns, rel=0.05)
 
 
 def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen():
@@ -175,7 +184,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
         (
             ["coefficients_ns", "prefill"],
             -1,
-            "coefficients_ns.prefill is -1; expected a finite number of ns, at least 0",
+            "coefficients_ns.prefill is -1; expected a number of ns, from 0 to 1,000,000,000,000,000",
         ),
         (["coefficients_ns", "prefill"], "2", "coefficients_ns.prefill is '2'"),
         (["coefficients_ns"], {}, "'coefficients_ns' must hold exactly decode_context_token, "),
@@ -186,7 +195,23 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
             r"decode_curve\[1\] is \[1, 5\]; expected more tokens, and no less ns, than \[1, ",
         ),
         (["decode_curve", 1], [9], r"decode_curve\[1\] is \[9\]; expected a pair of numbers"),
+        (["coefficients_ns", "host"], 10**400, r"coefficients_ns.host is 1000\d*\.\.\.0*; expected a number of ns"),
+        (["coefficients_ns", "host_row"], 1e300, "coefficients_ns.host_row is 1e\\+300; expected a number of ns"),
+        (["decode_curve", 2], [10**400, 1e7], r"decode_curve\[2\]\[0\] is 1000.*; expected a whole number, from 0 to "),
         (["manifest", "block_size"], None, "manifest: 'block_size' is None; expected int"),
+        (["manifest", "sliding_window"], -5, "manifest: 'sliding_window' is -5; expected from 1 to "),
+        (["manifest", "kv_dtype"], "zz", "manifest: 'kv_dtype' is 'zz'; expected one of null, float32, "),
+        (["manifest", "model", "name"], 5, "manifest: model.name is 5; expected str"),
+        (["manifest", "model", "hidden_size"], True, "manifest: model.hidden_size is True; expected int"),
+        (["manifest", "model", "head_dim"], 0, "manifest: model.head_dim is 0; it must be from 1 to "),
+        (["num_folds"], "x", "num_folds is 'x'; expected a whole number, from 2 to "),
+        (["num_folds"], -5, "num_folds is -5; expected a whole number, from 2 to "),
+        (["ranges", "decode", "num_decodes"], [64, 1], r"num_decodes is \[64, 1\]; expected the lowest before the "),
+        (["quality", "all", "median"], "abc", "quality.all.median is 'abc'; expected a number from 0 to "),
+        (["quality", "all", "p90"], None, "quality.all.p90 is None; expected a number from 0 to "),
+        (["quality", "all", "bias"], float("nan"), "quality.all.bias is nan; expected a number from -1 to "),
+        (["quality", "all", "num_steps"], 0, "quality.all.num_steps is 0; expected a whole number, from 1 to "),
+        (["quality", "x"], {}, "quality is .*; expected an object with 'all' and others of decode, "),
         (["ranges", "decode"], {}, "ranges.decode must hold exactly num_decodes, decode_context_tokens"),
         (["ranges", "decode", "num_decodes"], [1, 2.5], "ranges.decode.num_decodes is 2.5; expected a whole number"),
         (["quality"], {}, "quality is {}; expected an object with 'all'"),
@@ -200,16 +225,17 @@ def test_a_bad_fit_is_named_by_file_field_and_value(tmp_path, where, value, mess
         place = place[key]
     place[where[-1]] = value
     (tmp_path / "fit.json").write_text(json.dumps(document))
-    with pytest.raises(ProfileError, match=f"cost.path: .*fit.json:? ?{message}"):
+    with pytest.raises(ProfileError, match=f"cost.path: .*fit.json:? ?(ranges.decode.)?{message}"):
         load_calibration(tmp_path / "fit.json")
 
 
 def test_no_fit_and_no_json_are_refused(tmp_path):
     with pytest.raises(ProfileError, match=r"cost.path: no file at .*x.json; `testbed calibrate fit"):
         load_calibration(tmp_path / "x.json")
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ProfileError, match=r"x.json is not JSON"):
-        load_calibration(tmp_path / "x.json")
+    for text, reason in (("{", "Expecting"), ("[" * 100_000, "nested too deeply"), ("9" * 5000, "Exceeds the limit")):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(ProfileError, match=rf"x.json is not JSON: {reason}"):
+            load_calibration(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.errors import ConfigError
 from testbed.plan import BatchShape, PrefillChunk, Spans
-from testbed.specs import DeviceSpec, ModelSpec
+from testbed.specs import DEVICE_FIELDS, MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec
 from tests.cost.shapes import decode, prefill, shapes
 
 MODEL = ModelSpec("m", num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1000)
@@ -128,11 +128,15 @@ def test_float32_and_cpus():
 def test_swaps_are_priced_by_the_host_link_and_copies_by_memory():
     cost = RooflineCost(MODEL, BARE, kv_layout=KVLayout(block_size=32))
     block_bytes = 32 * 2 * 2 * 8 * 128 * 2
-    only_moves = BatchShape(0, 0, (), 0, 3, 2, 10)
+    only_moves = BatchShape(0, 0, (), 0, 3, 2)
     spans = cost.price(only_moves)
     swapped_ns = 5 * block_bytes / BARE.host_link_bytes_per_s * 1e9
     assert spans.swap_ns == round(swapped_ns) + 2 * BARE.host_link_latency_ns
-    assert spans.forward_ns == round(10 * 2 * block_bytes / BARE.memory_bytes_per_s * 1e9)
+    copied_ns = round(10 * 2 * block_bytes / BARE.memory_bytes_per_s * 1e9)
+    for beside in (only_moves, BatchShape(2, 50, (PrefillChunk(0, 8),), 3, 3)):
+        copying = cost.price(beside._replace(num_blocks_copied=10))
+        before = cost.price(beside)
+        assert copying == before._replace(swap_ns=before.swap_ns + copied_ns)
     for size, share in ((2, 2), (8, 8), (16, 8)):  # eight KV heads: sixteen ranks have one each, twice
         ranks = RooflineCost(MODEL, BARE, kv_layout=KVLayout(block_size=32), tensor_parallel_size=size)
         assert ranks.price(only_moves).swap_ns == round(swapped_ns / share) + 20_000
@@ -190,7 +194,7 @@ def test_more_work_never_takes_less_time(num, context):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_captured_size": 0}, r"cost\.max_captured_size is 0; it must be at least 1"),
+        ({"max_captured_size": 0}, r"cost\.max_captured_size is 0; it must be from 1 to "),
         ({"graph_launch_ns": -1}, r"cost\.graph_launch_ns is -1"),
         ({"kernel_launch_ns": -1}, r"cost\.kernel_launch_ns is -1"),
         ({"logits": "none"}, r"cost\.logits is 'none'; choose one of all_gather, gather"),
@@ -205,3 +209,25 @@ def test_impossible_roofline_settings_are_refused(values, message):
 def test_ranks_that_do_not_divide_the_heads_are_refused(size):
     with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}; it must divide the 16 attention heads"):
         RooflineCost(MODEL, DEVICE, tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize(("rate", "share", "ns"), [(1, 1e-6, MAX_PART_NS), (1e30, 1, 0)])
+@pytest.mark.parametrize("size", [1, 2, MAX_SIZE])
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_the_ends_of_every_range_have_prices(rate, share, ns, size, dtype):
+    """Each rate, share, latency and dimension at the end of what it may be: the price is a whole number of ns."""
+    rates = dict.fromkeys([name for name in DEVICE_FIELDS if name.endswith("_per_s")], rate)
+    times = dict.fromkeys([name for name in DEVICE_FIELDS if name.endswith("_ns")], ns)
+    device = DeviceSpec("end", **rates, **times, compute_efficiency=share, memory_efficiency=share)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    largest = dict.fromkeys((*names, "head_dim", "vocab_size"), MAX_SIZE if size != 2 else MAX_SIZE - 1)
+    config = RooflineConfig(kernel_launch_ns=ns, graph_launch_ns=ns)
+    for model in (ModelSpec("largest", dtype=dtype, **largest), ModelSpec("usual", dtype=dtype)):
+        if model.name == "usual" and size > 2:
+            continue
+        cost = RooflineCost(model, device, config, tensor_parallel_size=size)
+        for prefills in ((), (PrefillChunk(MAX_SIZE, MAX_SIZE),)):
+            shape = BatchShape(2**31, 2**62, prefills, 2**31, 2**31, 2**31, 2**31)
+            assert all(type(part) is int and part >= 0 for part in cost.price(shape))
+            assert sum(cost.breakdown(shape).values()) == total_ns(cost.price(shape))
+        assert all(type(part) is int for part in cost.price_decodes(decode(3), 2)[1])

@@ -16,6 +16,7 @@ LAYER = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
 EMBEDDINGS = 2 * 128256 * 4096
 ACTIVATIONS = 2 * 2048 * (4 * 4096 + 3 * 14336) + 4 * 256 * 128256
 GRAPHS = 2 * 256 * (5 * 4096 + 3 * 14336)  # captured decodes of up to 256 rows
+INNER_ROWS = 2 * (2048 + 256) * 3 * 14336  # of both: what the ranks share out
 
 
 def blocks(*overrides: str) -> build.Pools:
@@ -35,13 +36,17 @@ def test_an_fp8_cache_has_twice_the_blocks_and_moves_half_the_bytes():
     full, half = blocks(), blocks("cache.kv_dtype=fp8")
     assert 2 * full.num_gpu_blocks <= half.num_gpu_blocks <= 2 * full.num_gpu_blocks + 1
     assert half.num_cpu_blocks == 2 * full.num_cpu_blocks
-    moves, decode = BatchShape(0, 0, (), 0, 1000, 0, 1000), BatchShape(256, 256 * 8000, (), 256)
+    swaps, copies, decode = (
+        BatchShape(0, 0, (), 0, 1000),
+        BatchShape(0, 0, (), 0, 0, 0, 1000),
+        BatchShape(256, 256 * 8000, (), 256),
+    )
     two, one = price(), price("cache.kv_dtype=fp8")
     assert isinstance(two, RooflineCost)
     assert isinstance(one, RooflineCost)
     latency_ns = 10_000
-    assert two.price(moves).swap_ns - latency_ns == pytest.approx(2 * (one.price(moves).swap_ns - latency_ns), rel=1e-6)
-    assert two.price(moves).forward_ns == pytest.approx(2 * one.price(moves).forward_ns, rel=1e-6)
+    assert two.price(swaps).swap_ns - latency_ns == pytest.approx(2 * (one.price(swaps).swap_ns - latency_ns), rel=1e-6)
+    assert two.price(copies).swap_ns == pytest.approx(2 * one.price(copies).swap_ns, rel=1e-6)
     reads = [cost.breakdown(decode)["attention_decode"] for cost in (two, one)]
     assert reads[0] == pytest.approx(2 * reads[1], rel=0.01)
 
@@ -51,7 +56,8 @@ def test_ranks_beyond_the_kv_heads_keep_copies(size):
     """Eight KV heads: sixteen ranks have one each, twice over, and K, V and their weights are not spared any more."""
     kv_heads = max(1, 8 // size)
     layer = 4096 * (2 * 4096 // size + 2 * kv_heads * 128) + 3 * 4096 * 14336 // size
-    usable = int(80e9 * 0.9) - 2 * (32 * layer + EMBEDDINGS // size) - ACTIVATIONS - GRAPHS
+    temporaries = ACTIVATIONS + GRAPHS - INNER_ROWS + INNER_ROWS // size
+    usable = int(80e9 * 0.9) - 2 * (32 * layer + EMBEDDINGS // size) - temporaries
     block = 16 * 2 * 32 * kv_heads * 128 * 2
     found = blocks(f"device.tensor_parallel_size={size}")
     assert found == build.Pools(usable // block, 4 * 2**30 // block)

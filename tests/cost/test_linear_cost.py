@@ -21,7 +21,7 @@ def test_the_linear_price_is_the_sum_of_its_terms():
     shape = BatchShape(2, 30, (PrefillChunk(10, 4), PrefillChunk(0, 3)), 4, 1, 2, 3)
     pairs = (4 * 10 + 10) + 6
     assert attention_pairs_doubled(shape) == 2 * pairs
-    assert cost.price(shape) == Spans(swap_ns=33, forward_ns=100 + 7 * 3 + 2 * 5 + 30 * 7 + pairs * 2 + 39)
+    assert cost.price(shape) == Spans(swap_ns=33 + 39, forward_ns=100 + 7 * 3 + 2 * 5 + 30 * 7 + pairs * 2)
 
 
 @given(shapes)
@@ -143,6 +143,7 @@ def test_a_fit_goes_with_the_window_of_its_steps_only(tmp_path):
     [
         (None, "no file at .*; `make demo` writes one"),
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON: nested too deeply"),
         ("[]", "is no linear cost: its 'format' is 'list'"),
         ({"format": "x"}, "its 'format' is 'x'; expected 'testbed linear cost 2': fit it again"),
         ({"sliding_window": "8"}, "'sliding_window' is '8'; it must be a number of tokens or null"),
@@ -151,6 +152,8 @@ def test_a_fit_goes_with_the_window_of_its_steps_only(tmp_path):
         ({"base_s": "1"}, "base_s is '1'; it must be a number"),
         ({"base_s": -1}, r"cost\.base_s is -1; it must be from 0"),
         ({"base_s": math.nan}, r"cost\.base_s is nan"),
+        ({"base_s": 10**400}, r"cost\.base_s is 1000.*\.\.\..*000; it must be from 0 to 1e6 seconds"),
+        ({"sliding_window": 10**400}, r"'sliding_window' is 1000.*\.\.\..*000; it must be a number of tokens"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, change, message):

@@ -11,7 +11,7 @@ from sim.cost.roofline import RooflineCost
 from testbed.errors import ConfigError, ProfileError
 from testbed.plan import BatchShape, PrefillChunk, Spans
 from testbed.profiles import COLUMNS, METADATA_KEY, MeasuredStep, number_repeats, read_profile, write_profile
-from testbed.specs import DeviceSpec
+from testbed.specs import DeviceSpec, RopeScaling
 from tests.cost.profiling import MODEL, grid, manifest, measured
 
 STEPS = measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), repeats=2)
@@ -48,6 +48,13 @@ def rows() -> list[dict]:
         ("prefills", [], "row 1: the step computed and moved nothing"),
         ("decode_context_tokens", 7, "row 1: decode_context_tokens is 7 with 0 decodes"),
         ("num_samples", 2, "row 1: num_samples is 2; expected at most a row each, 1"),
+        ("forward_ns", 10**12, "row 1: forward_ns is 1000000000000, and total_ns 9; expected no part longer than its"),
+        ("num_blocks_copied", 2**41, "row 1: num_blocks_copied is 2199023255552; expected at most 1,099,511,627,776"),
+        (
+            "prefills",
+            [{"start": 40_000, "num_tokens": 961}],
+            r"row 1: prefills\[0\] is .*; expected to end within the ",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, field, value, message):
@@ -64,13 +71,27 @@ def test_a_bad_row_is_named(tmp_path, field, value, message):
         read_profile(file)
 
 
+def test_contexts_have_the_length_of_the_model_stretched_or_not(tmp_path):
+    step = MeasuredStep(BatchShape(2, 2 * 50_000, (), 2), Spans(), 9, 0)
+    write_profile(tmp_path / "p.parquet", manifest(), [step])
+    with pytest.raises(
+        ProfileError, match=r"decode_context_tokens is 100000 with 2 decodes; expected at most .* 40,960"
+    ):
+        read_profile(tmp_path / "p.parquet")
+    rope = {name: value for name, value in asdict(RopeScaling("linear", 4.0)).items() if value is not None}
+    write_profile(tmp_path / "p.parquet", manifest(model={**manifest().model, "rope_scaling": rope}), [step])
+    assert read_profile(tmp_path / "p.parquet").steps == [step]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": 2}, "'format' is 2; expected 1"),
         ({"block_size": "16"}, "'block_size' is '16'; expected int"),
-        ({"block_size": 0}, "'block_size' is 0; expected at least 1"),
+        ({"block_size": 0}, "'block_size' is 0; expected from 1 to "),
         ({"kv_dtype": 3}, "'kv_dtype' is 3; expected str or null"),
+        ({"dtype": "int4"}, "'dtype' is 'int4'; expected one of float32, "),
+        ({"model": manifest().model | {"rope_scaling": {"factor": 2}}}, "model.rope_scaling is .*; expected null, or "),
         ({"model": {"name": "x"}}, "'model' lacks architecture, hidden_size"),
         ({"device": None}, "'device' is None; expected str"),
     ],

@@ -122,6 +122,14 @@ class Plain:
 class Wrong(Plain):
     def breakdown(self, shape):
         return {"all": 7}
+
+class Below(Plain):
+    def breakdown(self, shape):
+        return {"all": 16 + sum(self.price(shape)), "credit": -16}
+
+class Endless(Plain):
+    def price(self, shape):
+        return Spans(forward_ns=10**400)
 """
 
 
@@ -130,6 +138,15 @@ def test_a_breakdown_that_does_not_add_up_is_one_line(tmp_path, monkeypatch, cap
     status, _ = run(tmp_path / "own", *own(tmp_path, "Wrong"), *FEW, "record.operators=true")
     assert status == 1
     assert "own_costs.Wrong.breakdown says 7 ns in all of BatchShape(" in capsys.readouterr().err
+    assert run(tmp_path / "below", *own(tmp_path, "Below"), *FEW, "record.operators=true")[0] == 1
+    assert "own_costs.Below.breakdown says credit=-16 of BatchShape(" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_price_that_no_clock_can_hold_is_one_line(tmp_path, monkeypatch, capsys, replicas):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run(tmp_path / "own", *own(tmp_path, "Endless"), *FEW, f"backend.num_replicas={replicas}")[0] == 1
+    assert "the simulated clock passes 4.6e+09 s: a step lasts 1.00e+391 s; check" in capsys.readouterr().err
 
 
 def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, capsys):
@@ -137,10 +154,43 @@ def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, capsys)
     capsys.readouterr()
     assert main(["costs", str(folder)]) == 1
     assert "has no operators.json; run it with record.operators=true" in capsys.readouterr().err
-    for text in ("{", "[]", '{"format": 1, "phases": {"decode": {"ns": {"a": "x"}}}}', '{"format": 2, "phases": {}}'):
+    for text, message in (("{", "Expecting"), ("[]", "holds no JSON object"), ("[" * 100_000, "nested too deeply")):
         (folder / "operators.json").write_text(text)
-        with pytest.raises(RunFolderError, match=r"operators\.json"):
+        with pytest.raises(RunFolderError, match=rf"operators\.json.*{message}"):
             load_operators(folder)
+
+
+DECODES = {"num_steps": 2, "duration_ns": 9, "ns": {"qkv": 7, "link": -2}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "'format' is 2; expected 1"),
+        ({"parts": None}, "'parts' is None; expected operators or spans"),
+        ({"phases": {"decodes": DECODES}}, "'phases' is .*; expected an object with some of prefill, decode, "),
+        ({"phases": {"decode": 3}}, "phases.decode is 3; expected an object with num_steps, duration_ns and ns"),
+        ({"phases": {"decode": {"ns": {}}}}, "phases.decode is .*; expected an object with num_steps, "),
+        ({"num_steps": -1}, "phases.decode.num_steps is -1; expected a whole number, from 0 to "),
+        ({"duration_ns": 1.5}, "phases.decode.duration_ns is 1.5; expected a whole number"),
+        ({"ns": [1]}, r"phases.decode.ns is \[1\]; expected an object with the ns of each part"),
+        ({"ns": {"qkv": "x"}}, "phases.decode.ns.qkv is 'x'; expected a whole number, from 0 to "),
+        ({"ns": {"qkv": -7}}, "phases.decode.ns.qkv is -7; expected a whole number, from 0 to "),
+        ({"ns": {"link": 10**400}}, r"phases.decode.ns.link is 1000.*; expected a whole number, from -4,611"),
+    ],
+)
+def test_what_a_file_of_operators_must_say(tmp_path, capsys, change, message):
+    phase = DECODES | {name: value for name, value in change.items() if name in DECODES}
+    document = {"format": 1, "parts": "operators", "phases": {"decode": phase}}
+    (tmp_path / "operators.json").write_text(json.dumps(document))
+    if phase == DECODES:
+        assert load_operators(tmp_path) == document
+        document |= change
+        (tmp_path / "operators.json").write_text(json.dumps(document))
+    with pytest.raises(RunFolderError, match=rf"operators\.json: {message}"):
+        load_operators(tmp_path)
+    assert main(["costs", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_empty_figure_is_drawn_too():
@@ -154,6 +204,26 @@ def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):
     assert run(tmp_path / "run", *options)[0] == 1
     assert "fit.json was fitted with sliding_window 32, and the run has null; set cache." in capsys.readouterr().err
     assert run(tmp_path / "again", *options, "cache.sliding_window=32")[0] == 0
+
+
+def test_what_has_no_effect_is_said(tmp_path, capsys):
+    save_fit(LinearFit(LinearConfig(), 0.0, 0.0, 14, 5), tmp_path / "fit.json")
+    linear = ["cost=linear", f"cost.path={tmp_path / 'fit.json'}", "cost.base_s=1"]
+    fleet = ["backend.num_replicas=2", "backend.replicas_per_link=2"]
+    roofline = ["cost.cuda_graphs=false", "cost.graph_launch_ns=7", "cost.logits=gather", "backend.router=random"]
+    for number, (options, expected) in enumerate((
+        (linear, ["cost.base_s has no effect with cost.path, whose coefficients are taken"]),
+        (fleet, ["backend.replicas_per_link has no effect with backend.swap_overlap=false"]),
+        ([*fleet, "backend.swap_overlap=true"], []),
+        (roofline, ["cost.graph_launch_ns has no effect with cost.cuda_graphs=false",
+                    "cost.logits has no effect with device.tensor_parallel_size=1",
+                    "backend.router has no effect with backend.num_replicas=1"]),
+        (["device=cpu", "cost.cuda_graphs=false"],
+         ["cost.cuda_graphs has no effect with a CPU, which launches nothing"]),
+    )):  # fmt: skip
+        assert run(tmp_path / str(number), "trace.num_requests=2", *options)[0] == 0
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+        assert [note.removeprefix("note").strip() for note in notes] == expected
 
 
 # --- calibrated ---

@@ -38,18 +38,23 @@ def test_the_librarys_own_files_are_device_files():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("memory_bytes: lots", "memory_bytes is 'lots'; it must be a whole number of bytes above 0"),
-        ("memory_bytes: -80e9", "memory_bytes is '-80e9'; it must be a whole number of bytes above 0"),
+        ("memory_bytes: lots", "memory_bytes is 'lots'; it must be a whole number of bytes, from 1 to 1e18"),
+        ("memory_bytes: -80e9", "memory_bytes is '-80e9'; it must be a whole number of bytes, from 1 to 1e18"),
         ("memory_bytes: 1.5", "memory_bytes is '1.5'; it must be a whole number of bytes"),
         ("memory_bytes: '80e9'", "memory_bytes is '80e9'"),
         ("memory_bytes:", "memory_bytes is ''"),
         ("memory_bytes: [1, 2]", "memory_bytes is not a single value"),
         ("memory_bytes: true", "memory_bytes is 'true'"),
-        ("flops_per_s: .nan", "flops_per_s is '.nan'; it must be a finite number above 0"),
-        ("flops_per_s: .inf", "flops_per_s is '.inf'; it must be a finite number above 0"),
-        ("compute_efficiency: 70", "compute_efficiency is '70'; it must be a share above 0, at most 1"),
+        ("flops_per_s: .nan", "flops_per_s is '.nan'; it must be a number from 1 to 1e30"),
+        ("flops_per_s: .inf", "flops_per_s is '.inf'; it must be a number from 1 to 1e30"),
+        ("compute_efficiency: 70", "compute_efficiency is '70'; it must be a share from 1e-6 to 1"),
+        ("flops_per_s: 1e-300", "flops_per_s is '1e-300'; it must be a number from 1 to 1e30"),
+        ("flops_per_s: " + "9" * 400, "flops_per_s is '9999"),
+        ("memory_bytes: " + "9" * 5000, "memory_bytes is '9999"),
+        ("name: {" + "a: {" * 5000, "nested too deeply"),
+        ("? [1, 2]\n: 3", "unknown field 'not a name'"),
         ("kind: tpu", "kind is 'tpu'; it must be one of cuda, cpu"),
-        ("host_link_latency_ns: -1", "host_link_latency_ns is '-1'; it must be a whole number of ns, at least 0"),
+        ("host_link_latency_ns: -1", "host_link_latency_ns is '-1'; it must be a whole number of ns, from 0 to 1,000,"),
         ("name: 3", "name is '3'; it must be a name"),
         ("memory_byte: 3", "unknown field 'memory_byte'; did you mean 'memory_bytes'?"),
         ("kind: cuda\nkind: cuda", "kind stands twice"),
@@ -61,7 +66,9 @@ def test_a_bad_line_is_named(tmp_path, capsys, line, message):
     assert main(["run", f"device.path={file}", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert f"{file}, line {5 if 'twice' in message or 'not YAML' in message else 4}: {message}" in err
+    assert len(err) < 400 + len(str(file))
+    place = "" if "deeply" in message else f", line {5 if 'twice' in message or 'not YAML' in message else 4}"
+    assert f"{file}{place}: {message}" in err
 
 
 def test_what_is_no_device_file_is_refused(tmp_path):
@@ -83,9 +90,26 @@ def test_impossible_numbers_are_refused(field, value):
 
 
 @pytest.mark.parametrize(
+    "override",
+    ["device.flops_per_s=1e-300", "device.host_link_bytes_per_s=0.5", "device.compute_efficiency=1e-300",
+     "device.step_overhead_ns=" + "9" * 400, "device.memory_bytes=" + "9" * 400, "cost.kernel_launch_ns=" + "9" * 400,
+     "model.hidden_size=" + "9" * 400, "model.sliding_window=" + "9" * 400, "model.rope_theta=1e300"],
+    ids=range(9),
+)  # fmt: skip
+def test_a_number_that_no_price_could_be_made_of_is_refused_where_it_is_given(tmp_path, capsys, override):
+    assert main(["run", override, f"hydra.run.dir={tmp_path / 'run'}"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {override.split('=')[0]} is ")
+    assert "it must be " in err
+    assert (err.count("\n"), len(err) < 200) == (1, True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("memory_bytes: lots", "line 6: device.memory_bytes is 'lots'; it must be a whole number"),
+        ("source: " + "[" * 5000, "nested too deeply; expected YAML"),
         ("memory_bytez: 3", "line 6: unknown key 'device.memory_bytez'; did you mean 'device.memory_bytes'?"),
     ],
 )
@@ -94,4 +118,4 @@ def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, 
     file = tmp_path / "device" / "mine.yaml"
     file.write_text(f"defaults:\n  - _schema\n  - _self_\n\nname: mine\n{line}\n")
     assert main(["run", "--config-dir", str(tmp_path), "device=mine", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
-    assert f"{file}, {message}" in capsys.readouterr().err
+    assert f"{file}{':' if 'deeply' in message else ','} {message}" in capsys.readouterr().err

@@ -309,3 +309,19 @@ def test_episodes_of_a_profile_wait_once_a_step(gpu):
         caching += [shape.num_blocks_swapped_out for shape, _, _ in measured]
     assert max(caching) == 3
     assert engine.num_steps >= 10
+
+
+def test_swaps_that_the_copies_of_a_step_wait_for_are_timed_once(gpu):
+    """The clock of this GPU counts launches, of all streams: swaps alone count twice, as theirs and the step's."""
+    engine = on_gpu(gpu)
+    swaps, copies = {"swap_out": ((1, 1), (7, 3))}, {"copies": ((2, 10),)}
+
+    def swap_ns(**moves: Any) -> int:
+        spans = engine.start(plan_of(**moves)).wait()[1]
+        assert spans.forward_ns == spans.sample_ns == 0
+        return spans.swap_ns
+
+    alone, copied = swap_ns(**swaps), swap_ns(**copies)
+    assert (alone > 0, copied > 0) == (True, True)
+    assert swap_ns(**swaps, **copies) == alone // 2 + copied
+    assert swap_ns(**swaps) == alone

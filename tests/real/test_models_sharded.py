@@ -9,6 +9,7 @@ import torch
 
 from real.loader import checkpoint_slots
 from testbed.errors import ConfigError
+from testbed.specs import activation_bytes, graph_bytes
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 from tests.real.thread_ranks import on_ranks
 
@@ -70,3 +71,24 @@ def test_ranks_hold_no_more_than_their_part():
 def test_a_model_that_does_not_divide_is_refused(num_ranks, what):
     with pytest.raises(ConfigError, match=what):
         on_ranks(num_ranks, lambda rank: tiny_backend(replace(tiny_spec(), intermediate_size=98), group=rank))
+
+
+def test_what_the_ranks_share_of_a_steps_rows_is_what_the_memory_is_counted_by():
+    """The rows on the way: an MLP's inner row is shared out; hidden states, and logits once gathered, are whole."""
+
+    def widths(group=None) -> dict[str, set[int]]:
+        backend = tiny_backend(spec, **({} if group is None else {"group": group}))
+        found: dict[str, set[int]] = {"gate_up_proj": set(), "down_proj": set(), "lm_head": set()}
+        for name, module in backend.runner.model.named_modules():
+            if (last := name.rpartition(".")[2]) in found:
+                module.register_forward_hook(lambda _, __, out, last=last: found[last].add(out.shape[-1]))
+        step_logits(backend, row(0, PROMPT, TABLE))
+        return found
+
+    spec = tiny_spec(vocab_size=509)
+    per_token = [activation_bytes(spec, 1, 0, size) // spec.activation_dtype_bytes for size in (1, 2)]
+    for size, found in ((1, widths()), *((2, found) for found in on_ranks(2, widths))):
+        inner = spec.intermediate_size // size
+        assert found == {"gate_up_proj": {2 * inner}, "down_proj": {spec.hidden_size}, "lm_head": {509}}
+        assert per_token[size - 1] == 4 * spec.hidden_size + 3 * inner
+    assert per_token[0] - per_token[1] == graph_bytes(spec, 1) // 4 - graph_bytes(spec, 1, 2) // 4

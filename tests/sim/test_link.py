@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.backend import SimBackend
+from sim.cost.base import CostModel
+from sim.driver import MAX_NS
 from sim.fleet import Fleet
 from sim.link import HostLink
 from sim.routers import RoundRobin
+from testbed.errors import ConfigError
 from testbed.interfaces import Execute, Resume, WaitUntil
 from testbed.plan import BatchPlan, BatchShape, ScheduledSequence, Spans
 from testbed.request import GREEDY
@@ -32,6 +35,13 @@ class Prices:
     def price(self, shape: BatchShape) -> Spans:
         num_moved = shape.num_blocks_swapped_out + shape.num_blocks_swapped_in
         return Spans(swap_ns=num_moved * BLOCK_NS, forward_ns=COMPUTE_NS if shape.num_tokens else 0)
+
+
+class SlowPrices(Prices):
+    """A block that comes back takes longer than the clock can say."""
+
+    def price(self, shape: BatchShape) -> Spans:
+        return super().price(shape)._replace(swap_ns=shape.num_blocks_swapped_in * MAX_NS)
 
 
 class Nothing:
@@ -76,9 +86,14 @@ def loop_of(plans: Sequence[BatchPlan | int], timings: list[Timing]) -> Loop:
         now_ns = resume.now_ns
 
 
-def times(*replicas: Sequence[BatchPlan | int], per_link: int | None = 1, schedule_ns: int = 0) -> list[list[Timing]]:
+def times(
+    *replicas: Sequence[BatchPlan | int],
+    per_link: int | None = 1,
+    schedule_ns: int = 0,
+    prices: CostModel | None = None,
+) -> list[list[Timing]]:
     """Start, end and link time of each step, for each replica."""
-    backends = [SimBackend(Prices(), schedule_ns=schedule_ns) for _ in replicas]
+    backends = [SimBackend(prices or Prices(), schedule_ns=schedule_ns) for _ in replicas]
     fleet = Fleet(Nothing(), RoundRobin(), backends, replicas_per_link=per_link)
     timings: list[list[Timing]] = [[] for _ in replicas]
     schedulers = [cast(Scheduler, SimpleNamespace(blocks=SimpleNamespace(block_size=BLOCK_SIZE))) for _ in replicas]
@@ -128,6 +143,11 @@ def test_a_step_ends_with_its_swap_in() -> None:
     assert times([plan_of([50], into=back(0, 5))]) == [[(0, 1000, 0)]]
     assert times([plan_of([50], into=back(0, 15))]) == [[(0, 1500, 500)]]
     assert times([plan_of((), into=back(0, 15))]) == [[(0, 1500, 1500)]]
+
+
+def test_a_transfer_that_ends_beyond_the_clock_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"the simulated clock passes 4\.6e\+09 s: a step lasts 9\.22e\+9 s; check"):
+        times([plan_of([50], into=back(0, 2))], prices=SlowPrices())
 
 
 def test_a_swap_in_waits_for_what_it_reads_and_for_what_it_overwrites() -> None:

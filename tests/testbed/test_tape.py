@@ -94,11 +94,26 @@ def test_what_was_written_is_there_after_each_step(tmp_path: Path) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("line", ["garbage", "[]", "7", '{"kind": "step"}', '{"no": "kind"}', '{"kind": "arrive"}'])
+STEP = {"kind": "step", "plan_ns": 5, "commit_ns": 9, "outcomes": None, "spans": [0] * 5, "digest": "0", "decision": {}}
+ARRIVAL = {"kind": "arrive", "id": "a", "step": 0, "ns": 5, "arrival_ns": 4}
+BAD_NUMBERS = [
+    STEP | {"commit_ns": "x"}, STEP | {"commit_ns": 4}, STEP | {"plan_ns": -1}, STEP | {"commit_ns": 10**400},
+    STEP | {"spans": [0, 0, "a", 0, 0]}, STEP | {"spans": [1, 2, 3]}, ARRIVAL | {"ns": "x"}, ARRIVAL | {"step": 1.5},
+    ARRIVAL | {"arrival_ns": -5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["garbage", "[]", "7", '{"kind": "step"}', '{"no": "kind"}', '{"kind": "arrive"}', "[" * 100_000,
+     *map(json.dumps, BAD_NUMBERS)],
+)  # fmt: skip
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "tape.jsonl"
     write_tape(path)
     lines = path.read_text().split("\n")
+    path.write_text("\n".join([*lines[:2], json.dumps(STEP), json.dumps(ARRIVAL), *lines[2:]]))
+    assert read_tape(path)
     path.write_text("\n".join([*lines[:2], line, *lines[2:]]))
     with pytest.raises(RunFolderError, match=r"tape\.jsonl:3: not a line of a tape"):
         read_tape(path)

@@ -1,0 +1,49 @@
+"""Texts that others wrote (JSON, YAML): one way to read them, to check a number in them, and to show what is wrong."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_MAX_DIGITS = 4000  # Python writes no longer whole numbers
+
+
+def parsed(parse: Callable[[str], T], text: str | bytes) -> T:
+    """parse(text). Raises ValueError with its reason also for what is nested too deeply, or is not UTF-8 text.
+
+    What else `parse` raises for a bad text is its own.
+    """
+    try:
+        return parse(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+
+
+def number(low: float, high: float) -> Callable[[Any], bool]:
+    """Whether a value is a number from low to high: no NaN, and no integer that is too long for a float."""
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def whole(low: int, high: int) -> Callable[[Any], bool]:
+    """Whether a value is a whole number from low to high."""
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+class _Short(reprlib.Repr):
+    """At most some 60 characters of each part, a few parts, two levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 2, 60, 40, 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 3 * _MAX_DIGITS:
+            return f"a number of {x.bit_length():,} bits"
+        return super().repr_int(x, level)
+
+
+shown = _Short().repr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from struct import Struct, pack
@@ -127,10 +128,8 @@ class ArrowArrays:
         return self._array(self._pa.string(), len(texts), self._known(column), offsets, b"".join(texts))
 
     def _lists(self, column: Any, kind: Any) -> Any:
-        np = self._np
-        lists = [np.array(() if one is None else one, dtype=np.int64) for one in column]
-        flat = np.concatenate(lists)
-        child = self._array(kind.value_type, len(flat), None, flat)
+        lists = [array("q", () if one is None else one) for one in column]
+        child = self._array(kind.value_type, sum(map(len, lists)), None, b"".join(lists))
         return self._array(kind, len(lists), self._known(column), self._offsets(lists), children=[child])
 
     def _offsets(self, items: Any) -> Any:

@@ -209,7 +209,7 @@ def _run(
     began = time.monotonic()
     failure: BaseException | None = None
     try:
-        with fewer_collections(), interruptible(loops) as watched:
+        with fewer_collections(is_simulation=not config.is_real), interruptible(loops) as watched:
             prepared.drive(watched, schedulers)
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         failure = error

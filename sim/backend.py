@@ -113,7 +113,7 @@ class SimBackend:
         durations_ns: list[int] = []
         spans: list[Spans] = []
         for index in range(plan.num_steps):
-            shape = plan.shape_of(index)
+            shape = plan.shape_of(index) if index else plan.shape
             spans.append(self._scheduled(self.cost.price(shape), shape))
             if min(spans[-1]) < 0:
                 raise self._negative(spans)

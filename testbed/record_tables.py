@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from struct import pack
+from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from testbed.plan import BlockedBy, RunSpans, Spans
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 _REASONS = (None, *(reason.value for reason in BlockedBy))
+_PLAN_COLUMNS = 24
+_PLAN = Struct(f"{_PLAN_COLUMNS}q")
 _REASON_CODES = {None: 0} | {reason: code for code, reason in enumerate(BlockedBy, 1)}
 
 
@@ -126,10 +128,8 @@ class ArrowArrays:
         return self._array(self._pa.string(), len(texts), self._known(column), offsets, b"".join(texts))
 
     def _lists(self, column: Any, kind: Any) -> Any:
-        np = self._np
-        lists = [np.array(() if one is None else one, dtype=np.int64) for one in column]
-        flat = np.concatenate(lists)
-        child = self._array(kind.value_type, len(flat), None, flat)
+        lists = [array("q", () if one is None else one) for one in column]
+        child = self._array(kind.value_type, sum(map(len, lists)), None, b"".join(lists))
         return self._array(kind, len(lists), self._known(column), self._offsets(lists), children=[child])
 
     def _offsets(self, items: Any) -> Any:
@@ -150,111 +150,91 @@ class ArrowArrays:
 class StepTable:
     """Steps, one row each, taken plan by plan: what a plan's steps have in common is kept once until it is written."""
 
-    CONDENSE_PLANS = 64  # whose views are kept until their numbers are taken, a column at a time: a third of the time
-
     def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
         self._table = RowTable(path, columns, flush_rows)
         self._flush_rows = flush_rows
-        self._plans: list[tuple[StepView, int, int, int]] = []  # not yet condensed; see `append`
-        self._condensed: list[tuple[Any, ...]] = []  # [num_columns, num_plans], then [num_steps] each; see `_condense`
-        self._num_steps = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is kept."""
+        self._plans = bytearray()  # int64 [num_plans, num_columns]
+        # of each step
+        self._end_ns: list[int] = []
+        self._free: list[int] = []
+        self._forward_ns: list[int] = []
+        self._digests: list[int] = []
+        self._others: list[tuple[int, Spans]] = []  # steps whose spans differ in more than that from their plan's first
 
     def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
-        self._plans.append((step, num_recomputed, num_swapped_out, replica))
-        self._num_steps += len(step.digests)
-        if self._num_steps >= self._flush_rows:
+        """Takes the numbers of a plan: its view, which holds much more, is not kept. Those of its steps come first: a
+        plan that Ctrl-C cuts in two is not there."""
+        plan, plan_ns, result, digests, emitters, num_running, num_waiting, num_swapped, free, free_cpu = step
+        number, _, shape, _, _, admitted, _, _, _, swapped_in, _, ignored, blocked_by, _ = plan
+        num_decodes, context, prefills, _, _, _, _ = shape
+        end_ns, _, spans, later, _ = result
+        schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = spans
+        self._end_ns.extend(end_ns)
+        self._free.extend(free)
+        self._digests.extend(digests)
+        self._forward_ns.append(forward_ns)
+        if type(later) is RunSpans:  # isinstance of a class of collections.abc asks Python
+            self._forward_ns.extend(later.forward_ns)
+        elif later:
+            self._append_later(spans, later)
+        self._plans += _PLAN.pack(
+            len(digests), number, num_decodes, context, plan_ns, len(emitters), num_running, num_waiting, num_swapped,
+            free_cpu, num_recomputed, num_swapped_out, replica, schedule_ns, prepare_ns, swap_ns, sample_ns,
+            len(prefills), sum([num_tokens for _, num_tokens in prefills]) if prefills else 0,
+            len(admitted), sum([one.num_cached_tokens for one in admitted]) if admitted else 0, len(swapped_in),
+            len(ignored), _REASON_CODES[blocked_by],
+        )  # fmt: skip
+        if len(self._end_ns) >= self._flush_rows:
             self._flush()
-        elif len(self._plans) >= self.CONDENSE_PLANS:
-            self._condense()
 
-    def _condense(self) -> None:
-        """Takes the numbers of the plans: their views hold much more."""
-        views, *recorded = zip(*self._plans, strict=True)
-        plans, plan_ns, results, digests, emitters, *counts, free, free_cpu = zip(*views, strict=True)
-        ends, _, spans, later, _ = zip(*results, strict=True)
-        step, _, shapes, _, _, admitted, _, _, _, swapped_in, _, ignored, blocked_by, _ = zip(*plans, strict=True)
-        num_decodes, context, prefills, *_ = zip(*shapes, strict=True)
-        schedule_ns, prepare_ns, swap_ns, _, sample_ns = zip(*spans, strict=True)
-        columns = (
-            map(len, digests), step, num_decodes, context, plan_ns, map(len, emitters), *counts, free_cpu, *recorded,
-            schedule_ns, prepare_ns, swap_ns, sample_ns,
-            map(len, prefills),
-            [sum([num_tokens for _, num_tokens in chunks]) if chunks else 0 for chunks in prefills],
-            map(len, admitted),
-            [sum([one.num_cached_tokens for one in some]) if some else 0 for some in admitted],
-            map(len, swapped_in),
-            map(len, ignored),
-            map(_REASON_CODES.__getitem__, blocked_by),
-        )  # fmt: skip
-        forward, others = _forward_ns(spans, later)
-        self._condensed.append(
-            (
-                _array(columns).reshape(len(columns), len(plans)), _array(ends), _array(free), _array(digests, "Q"),
-                _array([forward]), others,
-            )
-        )  # fmt: skip
-        self._plans = []
+    def _append_later(self, first: Spans, later: Sequence[Spans]) -> None:
+        """The spans of a plan's steps after its first, whose spans are `first`."""
+        for spans in later:
+            if spans[:3] != first[:3] or spans[4] != first[4]:
+                self._others.append((len(self._forward_ns), spans))
+            self._forward_ns.append(spans[3])
 
     def _flush(self) -> None:
-        if self._plans:
-            self._condense()
-        if not self._condensed:
+        if not self._plans:
             return
         import numpy as np
 
-        plans, instants, free, digests, forward, others = zip(*self._condensed, strict=True)
-        of_plans, ends = np.concatenate(plans, axis=1), np.concatenate(instants)
+        of_plans = np.frombuffer(self._plans, np.int64).reshape(-1, _PLAN_COLUMNS).T
         num_steps = of_plans[0]
+        num = int(num_steps.sum())
+        ends, free, forward = [_array(kept[:num]) for kept in (self._end_ns, self._free, self._forward_ns)]
         (
             _, step, num_decodes, context, plan_ns, num_emitted, running, waiting, swapped, free_cpu,
             recomputed, swapped_out, replica, schedule_ns, prepare_ns, swap_ns, sample_ns, num_prefills, prefill_tokens,
             admitted, cached, swapped_in, ignored, blocked_by,
         ) = np.repeat(of_plans, num_steps, axis=1)  # fmt: skip
-        spans = [schedule_ns, prepare_ns, swap_ns, np.concatenate(forward), sample_ns]
-        start = 0
-        for numbers, differing in zip(forward, others, strict=True):
-            for index, other in differing:
-                for column, value in zip(spans, other, strict=True):
-                    column[start + index] = value
-            start += len(numbers)
+        for index, other in [item for item in self._others if item[0] < num]:
+            schedule_ns[index], prepare_ns[index], swap_ns[index], _, sample_ns[index] = other
         before = np.concatenate(([0], ends[:-1]))
         nth = np.arange(len(ends)) - np.repeat(np.cumsum(num_steps) - num_steps, num_steps)  # of its plan
         is_first = nth == 0
         self._table.write(
             [
                 replica, step + nth, np.where(is_first, plan_ns, before), ends, num_decodes, num_prefills, num_decodes,
-                prefill_tokens, context + nth * num_decodes, num_emitted, running, waiting, swapped,
-                np.concatenate(free), free_cpu, is_first * admitted, is_first * cached, recomputed, swapped_out,
-                swapped_in, ignored, CodedTexts(blocked_by, _REASONS), *spans, np.concatenate(digests),
+                prefill_tokens, context + nth * num_decodes, num_emitted, running, waiting, swapped, free, free_cpu,
+                is_first * admitted, is_first * cached, recomputed, swapped_out, swapped_in, ignored,
+                CodedTexts(blocked_by, _REASONS), schedule_ns, prepare_ns, swap_ns, forward, sample_ns,
+                _array(self._digests[:num], "Q"),
             ]
         )  # fmt: skip
-        self._condensed, self._num_steps = [], 0
+        self._begin()
 
     def close(self) -> None:
         self._flush()
         self._table.close()
 
 
-def _array(lists: Iterable[Iterable[int]], kind: str = "q") -> Any:
-    """Lists of numbers, one after the other. kind: q, int64, or Q, uint64. By struct: one call for all of them."""
+def _array(numbers: list[int], kind: str = "q") -> Any:
+    """kind: q, int64, or Q, uint64. By struct, which is faster than numpy's own conversion. Read-only."""
     import numpy as np
 
-    numbers = list(chain.from_iterable(lists))
     return np.frombuffer(pack(f"{len(numbers)}{kind}", *numbers), dtype=kind)
-
-
-def _forward_ns(first: Sequence[Spans], later: Sequence[Sequence[Spans]]) -> tuple[list[int], list[tuple[int, Spans]]]:
-    """forward_ns of each step of plans, from the spans of their first and of their later steps; and by index the steps
-    whose spans differ in more than that from their plan's first."""
-    forward: list[int] = []
-    others: list[tuple[int, Spans]] = []
-    for one, rest in zip(first, later, strict=True):
-        forward.append(one[3])
-        if type(rest) is RunSpans:  # isinstance of a class of collections.abc asks Python
-            forward += rest.forward_ns
-            continue
-        for spans in rest:
-            if spans[:3] != one[:3] or spans[4] != one[4]:
-                others.append((len(forward), spans))
-            forward.append(spans[3])
-    return forward, others

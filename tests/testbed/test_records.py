@@ -175,7 +175,7 @@ def test_rows_are_flushed_in_groups_so_that_memory_does_not_grow(
     for number in range(10):
         run_steps(recorder, scheduler, [make_request(f"r{number}", 4, 1)])
         assert len(recorder._requests._rows) < 4
-        assert recorder._steps._num_steps < 4
+        assert len(recorder._steps._digests) < 4
         assert not recorder._open
     recorder.close()
     file = pq.ParquetFile(tmp_path / "requests.parquet")
@@ -273,3 +273,33 @@ def test_without_steps_only_their_rows_are_missing(tmp_path: Path) -> None:
         tables[name] = rows(tmp_path / name / "requests.parquet")
     assert rows(tmp_path / "without" / "steps.parquet") == []
     assert tables["with"] == tables["without"]
+
+
+class _CutShort(list[int]):
+    """What the second Ctrl-C may do to a recorder that is taking a plan's numbers."""
+
+    def __iter__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_steps_of_a_plan_have_spans_of_their_own_and_a_plan_cut_short_is_not_there(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 4, 8))
+    recorder.arrived(make_request("a", 4, 8), 0, 0)
+    spans = [Spans(1, 2, 0, 4, 5), Spans(1, 2, 0, 6, 5), Spans(9, 8, 7, 6, 5)]
+    now_ns, view = 0, None
+    for ends, mine in (((10,), spans[:1]), ((20, 30, 40), spans)):
+        plan = scheduler.plan(now_ns, 3)
+        result = StepResult(ends, None, mine[0], tuple(mine[1:]))
+        scheduler.commit(result, ends[-1])
+        view = StepView(plan, now_ns, result, scheduler.digests, [], 1, 0, 0, scheduler.free_blocks, 0)
+        recorder.committed(view)
+        now_ns = ends[-1]
+    assert view is not None
+    with pytest.raises(KeyboardInterrupt):
+        recorder.committed(view._replace(digests=_CutShort(view.digests)))
+    recorder.close()
+    found = rows(tmp_path / "steps.parquet")
+    assert [row["end_ns"] for row in found] == [10, 20, 30, 40]
+    assert [tuple(row[name] for name in Spans._fields) for row in found] == [spans[0], *spans]

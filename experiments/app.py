@@ -54,6 +54,8 @@ def run_app(arguments: list[str]) -> int:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise translate(error, arguments) from None
     except ValueError as error:
+        if str(error).startswith("Only one of --run"):
+            raise ConfigError("-m, --cfg, --info and --shell-completion ask for different things; give one") from None
         if not is_hydras(error):
             raise
         raise translate(error, arguments) from None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 from sim.cost.base import CostModel, DecodePricer
 from testbed.errors import ConfigError, RequestError
+from testbed.foreign_text import shown
 from testbed.plan import BatchPlan, BatchShape, Outcome, RunSpans, ScheduledSequence, Spans
 from testbed.streams import draw
 
@@ -61,17 +63,46 @@ class SimBackend:
             if self._decode_pricer is None or shape.prefills:
                 return self._one_by_one(plan, limit_ns)
             return self._decodes(self._decode_pricer, plan, limit_ns)
-        spans = self.cost.price(shape)
-        if self._has_own:
-            spans = self._scheduled(spans, shape)
-        if min(spans) < 0:
-            raise self._negative((spans,))
+        spans = self._price(shape)
         return SimWork((max(1, sum(spans)),), (spans,), self._outcomes(plan) if plan.has_beams else None)
 
-    def _negative(self, spans: Sequence[Spans]) -> ConfigError:
-        worst = min(spans, key=min)
-        name, value = min(worst._asdict().items(), key=lambda item: item[1])
-        return ConfigError(f"cost: {type(self.cost).__name__} returned {name}={value}; a span is 0 ns or more")
+    def _price(self, shape: BatchShape) -> Spans:
+        """The spans of one step. Raises ConfigError for what a cost model of a user's may not return."""
+        spans = self.cost.price(shape)
+        if type(spans) is not Spans or type(sum(spans)) is not int or min(spans) < 0:
+            spans = self._checked(spans)
+        return self._scheduled(spans, shape) if self._has_own else spans
+
+    def _checked(self, spans: Any) -> Spans:
+        """What a model returned, as spans of Python's integers: others (numpy's) are not exact."""
+        model = type(self.cost).__name__
+        try:
+            schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = map(index, spans)
+        except (TypeError, ValueError):
+            given = tuple(spans) if isinstance(spans, tuple) else spans
+            raise ConfigError(
+                f"cost: {model} returned {shown(given)} for a step; it must be testbed.plan.Spans, five whole numbers "
+                "of ns"
+            ) from None
+        whole = Spans(schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns)
+        name, value = min(whole._asdict().items(), key=lambda item: item[1])
+        if value < 0:
+            raise ConfigError(f"cost: {model} returned {name}={value}; a span is 0 ns or more")
+        return whole
+
+    def _price_decodes(self, cost: DecodePricer, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
+        """As `_price`, for the steps of a run of decodes."""
+        priced = cost.price_decodes(shape, num_steps)
+        if not (isinstance(priced, tuple) and len(priced) == 2 and len(priced[1]) == num_steps):
+            raise ConfigError(
+                f"cost: {type(cost).__name__}.price_decodes returned {shown(priced)}; it must be (Spans of the first "
+                f"step, forward_ns of each of the {num_steps} steps)"
+            )
+        first, forward_ns = priced
+        if type(first) is not Spans or type(sum(first) + sum(forward_ns)) is not int or min(*first, *forward_ns) < 0:
+            first = self._checked(first)
+            forward_ns = [self._checked(first._replace(forward_ns=ns)).forward_ns for ns in forward_ns]
+        return first, forward_ns
 
     def of_replica(self, number: int) -> SimBackend:
         """The same prices for another replica, with draws of its own; replica 0 has this one's."""
@@ -83,14 +114,14 @@ class SimBackend:
 
     def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int:
         """What the link takes to move these blocks: the swap part of the price of a step that does nothing else."""
-        return self.cost.price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
+        return self._price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
 
     def _decodes(self, cost: DecodePricer, plan: BatchPlan, limit_ns: int | None) -> SimWork:
         """Prices of a run of decodes, in pieces: how many are wanted is known from what they last."""
         shape, num_steps = plan.shape, plan.num_steps
         assert not any(shape[4:]), f"not a run of decodes: {shape}"
         piece = num_steps if limit_ns is None else min(num_steps, limit_ns // self._last_ns + 2)
-        first, forward_ns = cost.price_decodes(shape, piece)
+        first, forward_ns = self._price_decodes(cost, shape, piece)
         first = self._scheduled(first, shape)
         rest_ns = sum(first) - first.forward_ns  # the same in each step
         while limit_ns is not None and piece < num_steps:
@@ -98,12 +129,10 @@ class SimBackend:
             if left_ns <= 0:
                 break
             more = min(num_steps - piece, left_ns // max(1, rest_ns + forward_ns[-1]) + 1)
-            forward_ns = forward_ns + cost.price_decodes(plan.shape_of(piece), more)[1]
+            forward_ns = forward_ns + self._price_decodes(cost, plan.shape_of(piece), more)[1]
             piece += more
         durations_ns = [rest_ns + ns for ns in forward_ns]
-        if min(durations_ns) < max(1, rest_ns) or min(first) < 0:  # seldom: look closer
-            if min(*forward_ns, *first) < 0:
-                raise self._negative(RunSpans(first, forward_ns))
+        if min(durations_ns) < 1:
             durations_ns = [max(1, ns) for ns in durations_ns]
         self._last_ns = durations_ns[0]
         return SimWork(durations_ns, RunSpans(first, forward_ns))
@@ -112,11 +141,9 @@ class SimBackend:
         """The same of steps of any kind."""
         durations_ns: list[int] = []
         spans: list[Spans] = []
-        for index in range(plan.num_steps):
-            shape = plan.shape_of(index) if index else plan.shape
-            spans.append(self._scheduled(self.cost.price(shape), shape))
-            if min(spans[-1]) < 0:
-                raise self._negative(spans)
+        for number in range(plan.num_steps):
+            shape = plan.shape_of(number) if number else plan.shape
+            spans.append(self._price(shape))
             durations_ns.append(max(1, sum(spans[-1])))
             if limit_ns is not None:
                 limit_ns -= durations_ns[-1]

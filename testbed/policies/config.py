@@ -7,6 +7,9 @@ from typing import Any
 
 from testbed.blocks.config import KVRules
 from testbed.errors import ConfigError
+from testbed.foreign_text import shown
+
+MAX_LIMIT = 2**31 - 1  # as many as a model's length may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"scheduler.{name} is {value}; it must be at least 1")
+            if value is not None and value > MAX_LIMIT:
+                raise ConfigError(f"scheduler.{name} is {shown(value)}; it must be at most {MAX_LIMIT:,}")
         if self.lookahead_slots < 0:
             raise ConfigError(f"scheduler.lookahead_slots is {self.lookahead_slots}; it must be 0 or above")
         if self.long_prefill_token_threshold < 0:

@@ -146,6 +146,8 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
         shares[entry["name"]] = float(share)
     found: dict[str, SyntheticConfig] = {}
     total = sum(shares.values())
+    if total > sys.float_info.max:
+        raise ConfigError("trace.tenants: the shares add up to more than a number can hold; give smaller ones")
     for position, entry in enumerate(config.tenants):
         name = entry["name"]
         share = shares[name] / total

@@ -210,6 +210,16 @@ def test_a_gpu_that_is_demanded_and_not_there(tmp_path: Path, capsys: pytest.Cap
 # --- folders and disks ---
 
 
+def test_limits_beyond_every_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    error = say(capsys, "run", f"scheduler.max_num_batched_tokens={10**22}").error()
+    assert "scheduler.max_num_batched_tokens is 1000" in error
+    assert "at most 2,147,483,647" in error
+
+
+def test_a_sweep_and_a_look_at_its_configuration_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give one" in say(capsys, "run", "-m", "--cfg", "job", "seed=1,2").error()
+
+
 @pytest.mark.parametrize("where", ["hydra.run.dir=/dev/null/run", "hydra.run.dir=/proc/run"])
 def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str], where: str) -> None:
     assert where.partition("=")[2] in say(capsys, "run", *TINY, "trace.num_requests=1", where).error()

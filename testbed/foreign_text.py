@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -33,6 +34,15 @@ def whole(low: int, high: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def shortened(value: object) -> str:
+    """As str; a number of many digits by how many there are, another long text by its beginning."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        digits = int(value.bit_length() * math.log10(2)) + 1
+        return f"a whole number of about {digits:,} digits"
+    text = str(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 class _Short(reprlib.Repr):
     """At most some 60 characters of each part, a few parts, two levels."""
 
@@ -42,7 +52,7 @@ class _Short(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() > 3 * _MAX_DIGITS:
-            return f"a number of {x.bit_length():,} bits"
+            return shortened(x)
         return super().repr_int(x, level)
 
 

@@ -55,7 +55,5 @@ class LazyTokens(Seq[int]):
             return self.all() == other.all()
         return self.all() == other if isinstance(other, array) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as an array
-
     def __repr__(self) -> str:
         return f"LazyTokens({self._num_tokens})" if self._tokens is None else repr(self._tokens)

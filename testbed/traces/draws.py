@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from testbed.errors import ConfigError
+from testbed.foreign_text import shortened
 from testbed.traces.synthesis import content_key
 
 CHUNK = 4096
@@ -72,12 +73,3 @@ def check(name: str, value: float, condition: bool, expected: str) -> None:
     """Raises ConfigError unless `condition` holds and `value` is finite."""
     if not condition or (isinstance(value, float) and not math.isfinite(value)):
         raise ConfigError(f"{name} is {shortened(value)}; it must be {expected}")
-
-
-def shortened(value: object) -> str:
-    """As str; a number of hundreds of digits by its beginning, and how many there are."""
-    if isinstance(value, int) and abs(value) >= 10**40:
-        digits = int(value.bit_length() * math.log10(2)) + 1
-        return f"a whole number of about {digits:,} digits"
-    shown = str(value)
-    return shown if len(shown) <= 200 else shown[:197] + "..."

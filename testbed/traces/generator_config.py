@@ -10,8 +10,9 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from testbed.errors import ConfigError
+from testbed.foreign_text import shortened
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
-from testbed.traces.draws import check, choose, nearest, shortened
+from testbed.traces.draws import check, choose, nearest
 from testbed.traces.lengths import LengthConfig
 from testbed.traces.schema import MAX_NUM_TOKENS
 from testbed.traces.stream import MAX_STREAMED_ROWS
@@ -160,13 +161,14 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
 
 def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
     """A config with `values` over it, nested ones key by key. Raises ConfigError at a key that it does not have."""
+    cls: type = type(base)
     names = [item.name for item in fields(base)]
     changed: dict[str, Any] = {}
     for key, value in values.items():
         if key not in names:
             raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), names)}valid: {', '.join(names)}")
         present = getattr(base, key)
-        kinds = _kinds(type(base), key)  # type: ignore[arg-type]  # a class is hashable
+        kinds = _kinds(cls, key)
         if value is None and NoneType in kinds:
             changed[key] = None
             continue

@@ -44,7 +44,7 @@ def start(model: Any, shape: BatchShape, num_steps: int) -> Any:
 @pytest.mark.parametrize(
     ("price", "message"),
     [
-        (Spans(0, 5, 0, 1000.0, 7), r"Returns returned \(0, 5, 0, 1000.0, 7\) .* five whole numbers of ns"),  # type: ignore[arg-type]
+        (GOOD._replace(forward_ns=1000.0), r"Returns returned \(1, 2, 3, 1000.0, 5\) .* five whole numbers of ns"),
         (Spans(0, 5, 0, np.float64(3), 7), "five whole numbers"),
         ((1, 2), r"returned \(1, 2\) for a step; it must be testbed.plan.Spans"),
         (None, "returned None"),

@@ -1,9 +1,8 @@
-"""Every published format is read exactly, and every bad row is refused with its place."""
+"""Every published format is read exactly, and every bad row is refused with its place. Bailian: test_bailian.py."""
 
 import gzip
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from testbed.traces.readers import (
     json_list,
     open_trace,
     read_azure,
-    read_bailian,
     read_burstgpt,
     read_mooncake,
     read_sharegpt,
@@ -25,7 +23,7 @@ from testbed.traces.readers import (
 )
 from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import read_pieces
-from testbed.traces.stream import OutOfOrderError, StreamedTrace
+from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import materialize
 
 AZURE = (
@@ -193,7 +191,7 @@ def test_bad_burstgpt_rows_are_refused(tmp_path, rows, message):
         read_burstgpt(write(tmp_path, "b.csv", BURST + rows))
 
 
-# --- Mooncake and Bailian ---
+# --- Mooncake ---
 
 
 def mooncake(*rows: dict) -> str:
@@ -241,71 +239,6 @@ def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
 def test_bad_mooncake_rows_are_refused(tmp_path, text, message):
     with pytest.raises(TraceError, match=message):
         read_mooncake(write(tmp_path, "m.jsonl", text))
-
-
-def test_bailian_chats_become_sessions(tmp_path):
-    def chat(number, parent, at, length, ids):
-        fields = {"chat_id": number, "parent_chat_id": parent, "timestamp": at, "input_length": length}
-        return fields | {"output_length": 2, "type": "text", "turn": 1, "hash_ids": ids}
-
-    rows = (chat(10, -1, 100.25, 20, [1, 2]), chat(11, 10, 101.5, 40, [1, 3, 4]), chat(12, -1, 102, 35, [1, 3]))
-    trace = read_bailian(write(tmp_path, "q.jsonl", mooncake(*rows)))
-    assert [(row.session_id, row.turn, row.arrival_ns) for row in trace] == [
-        ("bailian-10", 0, 0),
-        ("bailian-10", 1, 1_250_000_000),
-        ("bailian-12", 0, 1_750_000_000),
-    ]
-    first, second, third = (materialize(row.prompt, 9999) for row in trace)
-    assert first[:16] == second[:16]
-    assert first[16:20] != second[16:20]
-    assert second[:32] == third[:32]
-    assert second[32:35] != third[32:]  # blocks rounded down: the rest is the request's own
-
-
-@given(st.lists(st.tuples(st.integers(-1, 7), st.integers(0, 5)), min_size=1, max_size=8), st.randoms())
-def test_the_sessions_of_bailian_are_found_in_any_order(tmp_path_factory, chats, random):
-    def line(number, parent, at):
-        fields = {"chat_id": number, "parent_chat_id": parent if parent != number else -1, "timestamp": at}
-        return fields | {"input_length": 40, "output_length": 2, "hash_ids": [number, 9]}
-
-    lines = [line(i, parent, 2 * at + i / 100) for i, (parent, at) in enumerate(chats)]  # no two at one instant
-    ordered = sorted(lines, key=lambda fields: fields["timestamp"])
-    shuffled = random.sample(lines, len(lines))
-    file = tmp_path_factory.mktemp("bailian") / "q.jsonl"
-    found = []
-    for given_lines, stream in ((ordered, False), (ordered, True), (shuffled, False)):
-        file.write_text(mooncake(*given_lines))
-        try:
-            trace = open_trace("bailian", file, stream=stream)
-            found.append((fingerprint(trace), [(row.session_id, row.turn) for row in trace]))
-        except TraceError as error:
-            found.append(re.search("before turn|does not continue|stands after one that continues it", str(error)))
-    if isinstance(found[0], re.Match):
-        assert all(isinstance(refused, re.Match) for refused in found)
-    else:
-        assert found[0] == found[1] == found[2]
-        parents = {f"bailian-{fields['chat_id']}": fields["parent_chat_id"] for fields in lines}
-        turns = {row.request_id: row.turn for row in trace}
-        carried = {parents[name] for name, turn in turns.items() if turn}
-        there = {parent for parent in parents.values() if f"bailian-{parent}" in turns}
-        assert carried == there, "every chat that is continued is carried on by one other"
-
-
-def test_bailian_chats_of_one_instant_and_in_a_circle(tmp_path):
-    def line(number, parent):
-        fields = {"chat_id": number, "parent_chat_id": parent, "timestamp": 5, "input_length": 40}
-        return fields | {"output_length": 2, "hash_ids": [number, 9]}
-
-    file = write(tmp_path, "q.jsonl", mooncake(line(2, 1), line(1, -1)))
-    assert [(row.request_id, row.session_id, row.turn) for row in read_bailian(file)] == [
-        ("bailian-1", "bailian-1", 0),
-        ("bailian-2", "bailian-1", 1),
-    ]
-    with pytest.raises(OutOfOrderError, match=r"q\.jsonl:2: chat 1 stands after one .* set trace\.stream=false"):
-        open_trace("bailian", file, stream=True)
-    write(tmp_path, "q.jsonl", mooncake(line(1, 2), line(2, 1)))
-    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 2; expected a chat that does not"):
-        read_bailian(file)
 
 
 # --- ShareGPT ---
@@ -415,14 +348,6 @@ def test_half_a_character_in_a_conversation_is_named(tmp_path):
         read_sharegpt(write(tmp_path, "s.json", json.dumps(chats)), tokenizer=words)
     chats[0]["conversations"][1]["value"] = "Hi \ud83d\ude00"
     assert len(read_sharegpt(write(tmp_path, "s.json", json.dumps(chats)), tokenizer=words)) == 1
-
-
-def test_a_bailian_chat_that_continues_itself_is_refused(tmp_path):
-    row = {"chat_id": 1, "parent_chat_id": 1, "timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
-    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'chat_id' is -1; expected a whole number from 0"):
-        read_bailian(write(tmp_path, "q.jsonl", mooncake(row | {"chat_id": -1, "parent_chat_id": -1})))
-    with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 1; expected another chat, or -1"):
-        read_bailian(write(tmp_path, "q.jsonl", mooncake(row)))
 
 
 def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from testbed.errors import ConfigError, TraceError
+from testbed.foreign_text import shortened
 from testbed.traces.arrange import arrange
-from testbed.traces.draws import shortened
 from testbed.traces.parts import rename_part
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace

@@ -9,8 +9,9 @@ from inspect import Parameter, signature
 from typing import Any, get_args
 
 from testbed.errors import ConfigError, TraceError
+from testbed.foreign_text import shortened
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.draws import nearest, shortened
+from testbed.traces.draws import nearest
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key

@@ -36,7 +36,10 @@ def clip_lengths(
 
     limits = {**bounds, "max_total_tokens": max_total_tokens}
     note = "lengths clipped to " + ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
-    counted = lambda: f"{note}: those of {num_clipped} requests"  # noqa: E731  # a closure of one line
+
+    def counted() -> str:
+        return f"{note}: those of {num_clipped} requests"
+
     return derived(trace, rows, note, counted=counted, num_requests=trace.num_requests)
 
 

@@ -13,7 +13,7 @@
 Steps of one replica that overlap or last no time contradict themselves: then every check fails, and says so.
 
 Each check is {"holds": True, False or None, "why": what is wrong, or why it does not apply; None where it holds, ...}.
-Only the columns of `testbed.records` are read. All arithmetic is on int64 and vectorised. Steps are gone
+Only the columns of `testbed.records.schema` are read. All arithmetic is on int64 and vectorised. Steps are gone
 through once, in batches (`analysis.engine_check`).
 """
 

@@ -22,7 +22,7 @@ from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
 from testbed.errors import RunFolderError
 from testbed.foreign_text import parsed
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +33,7 @@ _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 @dataclass(frozen=True)
 class Run:
-    """One run. The frames are read on first use, with the columns of `testbed.records`."""
+    """One run. The frames are read on first use, with the columns of `testbed.records.schema`."""
 
     path: Path
     config: dict[str, Any]

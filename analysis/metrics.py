@@ -148,7 +148,7 @@ def summarise(
 ) -> dict[str, Any]:
     """The headline numbers of one run, nested, JSON-safe; None means "not reached" or "not recorded".
 
-    Records are a pandas frame, an Arrow table or `analysis.rows.Rows` of a file, as in `testbed.records`; memory does
+    Records are a pandas frame, an Arrow table or `analysis.rows.Rows` of a file (`testbed.records.schema`); memory does
     not grow with the steps, and by some columns with the requests. `warmup_s` drops the requests that arrive in the
     first seconds after the first arrival, and starts the time base there. "checks" (`analysis.checks`) are of the
     whole run.

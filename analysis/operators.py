@@ -13,7 +13,7 @@ from analysis.load import read_json
 from analysis.style import COLOURS, grid, say_empty, styled
 from testbed.errors import RunFolderError
 from testbed.foreign_text import shown, whole
-from testbed.operators import FORMAT, OPERATORS_FILE, PARTS, PHASES
+from testbed.records.operators import FORMAT, OPERATORS_FILE, PARTS, PHASES
 
 OPERATOR_COLUMNS = ("operator", *PHASES, "total", "share")
 MAX_SUM = 2**62

@@ -39,7 +39,7 @@ _Batch = tuple[int, IntArray, IntArray, BoolArray]  # see RequestColumns._token_
 
 
 class RequestColumns:
-    """Columns of `testbed.records.REQUEST_COLUMNS` of some requests, `[num_requests]` each."""
+    """Columns of `testbed.records.schema.REQUEST_COLUMNS` of some requests, `[num_requests]` each."""
 
     def __init__(self, rows: Rows, chosen: BoolArray | None = None, parent: RequestColumns | None = None) -> None:
         self.rows = rows

@@ -26,15 +26,15 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.request import SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError, TraceError
-from testbed.fast_forward import FAST_FORWARD
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits, SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Swap
-from testbed.request import SamplingParams
-from testbed.scheduler import Scheduler
-from testbed.specs import activation_bytes, check_ranks, graph_bytes, num_kv_blocks
+from testbed.specs.model import activation_bytes, check_ranks, graph_bytes, num_kv_blocks
 from testbed.traces.schema import TokenIds, Trace, TraceRequest, TraceSource
 
 

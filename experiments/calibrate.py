@@ -29,16 +29,16 @@ from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
 from sim.cost.linear import fit_linear, save_fit
-from testbed.interfaces import Recorder, StepView
-from testbed.plan import BatchShape, Finished, Spans
+from testbed.core.interfaces import Recorder, StepView
+from testbed.core.plan import BatchShape, Finished, Spans
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
 from testbed.policies.config import SchedulerConfig
-from testbed.profiles import Profile, ProfileManifest, number_repeats, write_profile
-from testbed.recorder import RunRecorder
-from testbed.records import decision
-from testbed.request import Request
-from testbed.scheduler import Scheduler
-from testbed.serve import serve
-from testbed.tape import TapeWriter
+from testbed.records.recorder import RunRecorder
+from testbed.records.schema import decision
+from testbed.records.tape import TapeWriter
+from testbed.specs.profiles import Profile, ProfileManifest, number_repeats, write_profile
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace

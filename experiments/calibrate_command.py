@@ -13,7 +13,7 @@ from testbed.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from experiments.calibrate import Extent, Measurement
-    from testbed.profiles import Profile
+    from testbed.specs.profiles import Profile
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
@@ -61,7 +61,7 @@ def _fit(options: argparse.Namespace, command: str) -> int:
     from experiments.calibrate import describe
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
-    from testbed.profiles import read_profile
+    from testbed.specs.profiles import read_profile
 
     if not 2 <= options.folds <= 20:
         raise ConfigError(f"--folds is {options.folds}; it must be from 2 to 20")
@@ -74,7 +74,7 @@ def _fit(options: argparse.Namespace, command: str) -> int:
 
 
 def _profile(options: argparse.Namespace, command: str) -> int:
-    from testbed.profiles import write_profile
+    from testbed.specs.profiles import write_profile
 
     measurement = _measure(options, command)
     write_profile(options.out, *measurement.profile)
@@ -84,7 +84,7 @@ def _profile(options: argparse.Namespace, command: str) -> int:
 
 def _all(options: argparse.Namespace, command: str) -> int:
     from experiments.calibrate import PROFILE_FILE, describe, fit_and_save
-    from testbed.profiles import write_profile
+    from testbed.specs.profiles import write_profile
 
     for item in options.overrides:
         if "=" not in item:

@@ -40,9 +40,9 @@ from sim.cost.roofline import RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed
-from testbed.hf_config import load_hf_config
 from testbed.policies.config import SchedulerConfig
-from testbed.specs import DeviceSpec, ModelSpec
+from testbed.specs.hf_config import load_hf_config
+from testbed.specs.model import DeviceSpec, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig
 

@@ -17,10 +17,10 @@ from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import COEFFICIENTS as LINEAR_COEFFICIENTS
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from testbed.core.plan import BatchShape, Spans
 from testbed.errors import ConfigError
-from testbed.operators import Itemise
-from testbed.plan import BatchShape, Spans
-from testbed.profiles import read_profile
+from testbed.records.operators import Itemise
+from testbed.specs.profiles import read_profile
 
 
 def block_bytes(config: RunConfig) -> int:

@@ -18,12 +18,12 @@ from sim.cost.base import CostModel
 from sim.fleet import Fleet
 from sim.routers import RouterContext
 from sim.routers import bind as bind_router
+from testbed.core.interfaces import Inbox
+from testbed.core.plan import BatchShape, Spans
+from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
-from testbed.interfaces import Inbox
-from testbed.operators import Itemise
-from testbed.plan import BatchShape, Spans
-from testbed.recorder import RunRecorder
-from testbed.scheduler import Scheduler
+from testbed.records.operators import Itemise
+from testbed.records.recorder import RunRecorder
 
 
 def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet | None:

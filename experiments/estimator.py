@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sim.cost.base import CostModel, total_ns
-from testbed.plan import BatchShape, PrefillChunk
+from testbed.core.plan import BatchShape, PrefillChunk
 
 
 class CostEstimator:
-    """`testbed.interfaces.Estimator` over a cost model, each question priced as a step of its own."""
+    """`testbed.core.interfaces.Estimator` over a cost model, each question priced as a step of its own."""
 
     def __init__(self, name: str, cost: CostModel) -> None:
         self.name = name

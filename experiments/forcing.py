@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from testbed.core.interfaces import Arrive, Event, Inbox
+from testbed.core.plan import Finished
+from testbed.core.request import Request
 from testbed.errors import ConfigError
-from testbed.interfaces import Arrive, Event, Inbox
-from testbed.plan import Finished
-from testbed.request import Request
 
 FORCED = ("tokens", "lengths", "nothing")
 

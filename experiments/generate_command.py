@@ -22,8 +22,8 @@ from experiments.printer import Printer
 from experiments.prompts_file import Asked, read_prompts_file
 from experiments.run_folder import is_same_file
 from real.text.interrupt import deferred
+from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError, RequestError, RunFolderError
-from testbed.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from experiments.llm import LLM

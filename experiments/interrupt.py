@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from testbed.interfaces import Execute, Resume, WaitUntil
-from testbed.serve import Loop
+from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.serve import Loop
 
 
 class _Presses:

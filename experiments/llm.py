@@ -27,10 +27,10 @@ from real.text.prompts import Prompt, check_text, read_prompts
 from real.text.sampling import default_sampling, end_tokens
 from real.text.status import StatusLine, ThroughputBar
 from real.text.tokenizer import Message
+from testbed.core.interfaces import Recorder
+from testbed.core.request import Request
+from testbed.core.sampling import SamplingParams as AnySamplingParams
 from testbed.errors import RequestError
-from testbed.interfaces import Recorder
-from testbed.request import Request
-from testbed.sampling import SamplingParams as AnySamplingParams
 
 Sampling = AnySamplingParams | Sequence[AnySamplingParams] | None
 Prompts = Any  # a text, token ids, a dict with prompt or prompt_token_ids; or a list of any of them

@@ -12,7 +12,7 @@ from experiments.messages import options
 from experiments.settings import unknown
 from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap
 from testbed.errors import ConfigError, ModelError
-from testbed.hf_config import load_hf_config
+from testbed.specs.hf_config import load_hf_config
 
 SETTINGS = {  # keyword argument -> key of the configuration
     "dtype": "backend.dtype",

@@ -15,15 +15,15 @@ from experiments.forcing import FORCED, forcing
 from sim.backend import SimWork
 from sim.cost.recorded import RecordedBackend
 from sim.driver import run as drive
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.interfaces import StepView
+from testbed.core.plan import BatchPlan, Finished
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
-from testbed.fast_forward import FAST_FORWARD
-from testbed.interfaces import StepView
-from testbed.plan import BatchPlan, Finished
-from testbed.records import decision, num_scheduled
-from testbed.request import Request
-from testbed.scheduler import Scheduler
-from testbed.serve import Loop, serve
-from testbed.tape import Tape, TapeInbox, read_tape
+from testbed.records.schema import decision, num_scheduled
+from testbed.records.tape import Tape, TapeInbox, read_tape
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import to_request
 from testbed.traces.readers.own import read_jsonl

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.settings import unknown
+from testbed.core.sampling import SamplingParams
 from testbed.errors import RequestError, TraceError
 from testbed.foreign_text import parsed
-from testbed.sampling import SamplingParams
 from testbed.traces.readers.fields import refuse_half_characters
 
 PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", "cache_salt", "priority")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from real.text.status import CacheHits, StatusLine
-from testbed.interfaces import Recorder, StepView
-from testbed.plan import Finished
-from testbed.request import Request
-from testbed.scheduler import Scheduler
+from testbed.core.interfaces import Recorder, StepView
+from testbed.core.plan import Finished
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
 
 
 class Recorders:

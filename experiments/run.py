@@ -27,13 +27,13 @@ from experiments.settings import TraceConfig
 from real.config import RealConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
+from testbed.core.interfaces import Inbox, Recorder
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
-from testbed.interfaces import Inbox, Recorder
-from testbed.operators import OperatorLedger
-from testbed.records import decision
-from testbed.scheduler import Scheduler
-from testbed.serve import Loop, serve
-from testbed.tape import TapeWriter
+from testbed.records.operators import OperatorLedger
+from testbed.records.schema import decision
+from testbed.records.tape import TapeWriter
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace

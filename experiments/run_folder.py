@@ -16,7 +16,7 @@ import yaml
 
 from experiments.config import RunConfig
 from testbed.errors import RunFolderError
-from testbed.operators import OPERATORS_FILE
+from testbed.records.operators import OPERATORS_FILE
 
 TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
 

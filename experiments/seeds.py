@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from testbed.interfaces import Arrive, Event, Inbox
-from testbed.plan import Finished
-from testbed.request import SamplingParams
+from testbed.core.interfaces import Arrive, Event, Inbox
+from testbed.core.plan import Finished
+from testbed.core.request import SamplingParams
 from testbed.streams import draw
 
 

@@ -96,7 +96,7 @@ class AgenticTraceConfig(TraceConfig):
 class SamplingConfig:
     """The `sampling` group: how many sequences a request grows, and how tokens that are not forced are drawn.
 
-    The parameters of testbed.sampling.SamplingParams but those of texts: runs of traces make none.
+    The parameters of testbed.core.sampling.SamplingParams but those of texts: runs of traces make none.
     """
 
     temperature: float = 0.0  # 0 is greedy

@@ -34,9 +34,9 @@ from real.profiling import Limits, capture_decodes, fitting_num_blocks, warm_up
 from real.runner import ModelRunner
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
+from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, ScheduledSequence, Spans
 from testbed.errors import ConfigError, DeviceError
-from testbed.plan import BatchPlan, Outcome, PromptLogprobs, ScheduledSequence, Spans
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 LESS_MEMORY = (
     "lower cache.num_gpu_blocks or cache.gpu_memory_utilization, scheduler.max_num_batched_tokens or "
@@ -89,7 +89,7 @@ class RealWork:
 
 
 class RealBackend:
-    """Loads a model, allocates its KV memory, executes plans. Implements testbed.interfaces.Backend.
+    """Loads a model, allocates its KV memory, executes plans. Implements testbed.core.interfaces.Backend.
 
     num_gpu_blocks: None measures what fits (CUDA) or takes the stated budget (CPU). num_cpu_blocks: None is no swap
     space. max_model_len: the longest sequence to leave room for; None takes the model's. sliding_window: tokens that

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from testbed.core.plan import ScheduledSequence
 from testbed.errors import RequestError
-from testbed.plan import ScheduledSequence
 
 
 class FlatBatch(NamedTuple):

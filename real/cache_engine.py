@@ -16,9 +16,9 @@ from torch import Tensor
 from real import kernels
 from real.device import Placement
 from real.staging import send_array
+from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
-from testbed.plan import BatchPlan
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 Pairs = Sequence[tuple[int, int]]
 

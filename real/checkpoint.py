@@ -12,7 +12,7 @@ from real.device import Placement, resolve_dtype
 from real.loader import SINGLE_FILE, checkpoint_slots, fill_random
 from real.models.registry import build_model, check_supported
 from testbed.errors import ModelError
-from testbed.specs import ModelSpec, RopeScaling
+from testbed.specs.model import ModelSpec, RopeScaling
 
 MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt"

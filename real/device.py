@@ -15,7 +15,7 @@ import torch
 from real.config import DTYPES
 from real.parallel.group import SINGLE, TensorGroup
 from testbed.errors import ConfigError, DeviceError
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation")
 

@@ -12,9 +12,9 @@ from typing import Generic, Protocol, TypeVar
 
 from real.config import RealConfig
 from real.replay import HostTimes
+from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans, StepResult
 from testbed.errors import LivelockError
-from testbed.interfaces import Execute, Resume, WaitUntil
-from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans, StepResult
 
 SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
 SPIN_NS = 200_000  # the end of a wait is spun: a sleep oversleeps by about 100 us
@@ -83,7 +83,7 @@ def run(
     clock: Clock | None = None,
     log: HostTimes | None = None,
 ) -> Result:
-    """Runs `testbed.serve.serve(...)` to its end on the engine; returns what the loop returns.
+    """Runs `testbed.core.serve.serve(...)` to its end on the engine; returns what the loop returns.
 
     Raises LivelockError if the loop waits for a wake: nobody is there to wake it. What the loop or the engine raises,
     an interrupt included, passes through; records of committed steps are the recorder's and stay. log: is told what

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from real.layers.slots import HasSlots, Slot, whole
 from testbed.errors import ModelError
 from testbed.foreign_text import parsed
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

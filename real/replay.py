@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from testbed.interfaces import StepView
-from testbed.plan import Finished, Spans
-from testbed.request import Request
+from testbed.core.interfaces import StepView
+from testbed.core.plan import Finished, Spans
+from testbed.core.request import Request
 
 MAX_LAG_NS = 10_000_000  # a replay keeps pace if 99 % of its arrivals lag by less
 

@@ -17,7 +17,7 @@ from real.models.interface import CausalLM
 from real.sampling.inputs import SampleInputs, Source, sample_inputs, sent
 from real.sampling.sampler import Drawn, launch
 from real.staging import Staging
-from testbed.plan import ScheduledSequence
+from testbed.core.plan import ScheduledSequence
 
 
 class EagerInputs(NamedTuple):

@@ -8,9 +8,9 @@ from operator import index
 from typing import Any, NamedTuple
 
 from sim.cost.base import CostModel, DecodePricer
+from testbed.core.plan import BatchPlan, BatchShape, Outcome, RunSpans, ScheduledSequence, Spans
 from testbed.errors import ConfigError, RequestError
 from testbed.foreign_text import shown
-from testbed.plan import BatchPlan, BatchShape, Outcome, RunSpans, ScheduledSequence, Spans
 from testbed.streams import draw
 
 
@@ -81,8 +81,8 @@ class SimBackend:
         except (TypeError, ValueError):
             given = tuple(spans) if isinstance(spans, tuple) else spans
             raise ConfigError(
-                f"cost: {model} returned {shown(given)} for a step; it must be testbed.plan.Spans, five whole numbers "
-                "of ns"
+                f"cost: {model} returned {shown(given)} for a step; it must be testbed.core.plan.Spans, five whole "
+                "numbers of ns"
             ) from None
         whole = Spans(schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns)
         name, value = min(whole._asdict().items(), key=lambda item: item[1])

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import simpy
 
 from sim.backend import SimWork
+from testbed.core.interfaces import Execute, Resume
+from testbed.core.plan import BatchPlan, RunSpans, StepResult
+from testbed.core.serve import Loop
 from testbed.errors import ConfigError, LivelockError
-from testbed.interfaces import Execute, Resume
-from testbed.plan import BatchPlan, RunSpans, StepResult
-from testbed.serve import Loop
 
 MAX_NS = 2**62  # of an instant: sums of two still fit into 64 bits
 

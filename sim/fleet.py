@@ -16,12 +16,12 @@ import simpy
 from sim.link import HostLink, Waiting
 from sim.replica import Phases, Replica, ReplicaInbox, SwappingBackend
 from sim.routers import Router
+from testbed.core.interfaces import Arrive, Event, Inbox
+from testbed.core.plan import Finished
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import Loop
 from testbed.errors import ConfigError
-from testbed.interfaces import Arrive, Event, Inbox
-from testbed.plan import Finished
-from testbed.request import Request
-from testbed.scheduler import Scheduler
-from testbed.serve import Loop
 
 
 class Fleet:

@@ -18,12 +18,12 @@ from sim.backend import SimWork
 from sim.driver import MAX_NS, result_of, too_late
 from sim.link import HostLink, SwapsUnderWay, Waiting
 from testbed.blocks.swap_space import RELEASED
-from testbed.interfaces import Arrive, Event, Execute, Resume, WaitUntil
-from testbed.plan import BatchPlan, Finished, StepResult
-from testbed.request import Request
-from testbed.scheduler import Scheduler
-from testbed.sequence import Sequence
-from testbed.serve import Loop
+from testbed.core.interfaces import Arrive, Event, Execute, Resume, WaitUntil
+from testbed.core.plan import BatchPlan, Finished, StepResult
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence
+from testbed.core.serve import Loop
 
 
 class SwappingBackend(Protocol):
@@ -77,7 +77,7 @@ class Phases:
 
 
 class ReplicaInbox:
-    """What the router has sent to one replica and its loop has not seen. Implements testbed.interfaces.Inbox."""
+    """What the router has sent to one replica and its loop has not seen. Implements testbed.core.interfaces.Inbox."""
 
     def __init__(self, tell: Callable[[list[Finished], int], None]) -> None:
         self.is_open = True  # until nothing will ever move

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh64_intdigest
 
+from testbed.core.request import Request
 from testbed.errors import ConfigError
-from testbed.request import Request
 
 
 class ReplicaView(Protocol):

@@ -52,7 +52,7 @@ def imports_of(path: Path) -> Iterator[Import]:
             if node.level:
                 package = name.split("/")[: -node.level]
                 module = ".".join([*package, module]).rstrip(".")
-            for alias in node.names:  # `from testbed import records` imports testbed.records
+            for alias in node.names:  # `from testbed import records` imports testbed.records.schema
                 yield Import(name, node.lineno, f"{module}.{alias.name}", inside)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
@@ -78,7 +78,7 @@ def refused(imports: list[Import], *packages: str) -> list[str]:
 def test_the_core_needs_the_standard_library_and_xxhash() -> None:
     """Traces compute with numpy; Parquet and zstd are opened by the functions that need them, never at the top."""
     lazy = ("pyarrow", "zstandard", "compression")
-    tables = ("testbed/record_tables.py", "testbed/profiles.py")
+    tables = ("testbed/records/tables.py", "testbed/specs/profiles.py")
     bad = []
     for item in imports_in("testbed"):
         is_trace = item.file.startswith("testbed/traces/")
@@ -87,7 +87,7 @@ def test_the_core_needs_the_standard_library_and_xxhash() -> None:
             or item.top in ("testbed", "xxhash")
             or (item.top == "numpy" and is_trace)
             or (item.top in lazy and item.is_inside_function and (is_trace or item.file in tables))
-            or (item.top == "numpy" and item.is_inside_function and item.file == "testbed/record_tables.py")
+            or (item.top == "numpy" and item.is_inside_function and item.file == "testbed/records/tables.py")
         )
         if not is_allowed:
             bad.append(str(item))
@@ -98,8 +98,8 @@ def test_only_what_keeps_traces_records_and_profiles_opens_files() -> None:
     """The state machine has no I/O: neither `open` nor a path, no clock, no thread, no randomness, no environment."""
     forbidden = ("time", "datetime", "random", "secrets", "threading", "multiprocessing", "asyncio", "os", "socket",
                  "subprocess", "logging", "tempfile", "uuid")  # fmt: skip
-    with_files = ("testbed/traces/", "testbed/record", "testbed/tape.py", "testbed/hf_config.py",
-                  "testbed/profiles.py", "testbed/operators.py")  # fmt: skip
+    with_files = ("testbed/traces/", "testbed/records/", "testbed/specs/hf_config.py",
+                  "testbed/specs/profiles.py")  # fmt: skip
     core = [item for item in imports_in("testbed") if not item.file.startswith(with_files)]
     assert len(core) > 50, "nothing was looked at"
     assert not refused(core, *forbidden, "pathlib", "io")
@@ -113,12 +113,19 @@ def test_the_core_knows_no_backend() -> None:
 def test_policies_and_blocks_know_their_place() -> None:
     """Blocks know sequences but no policies; nobody inside knows the loop."""
     blocks = [item for item in imports_in("testbed") if item.file.startswith("testbed/blocks/")]
-    assert not refused(blocks, "testbed.policies", "testbed.scheduler", "testbed.step", "testbed.serve")
+    assert not refused(blocks, "testbed.policies", "testbed.core.scheduler", "testbed.core.step", "testbed.core.serve")
     policies = [item for item in imports_in("testbed") if item.file.startswith("testbed/policies/")]
     assert not refused(
-        policies, "testbed.scheduler", "testbed.serve", "testbed.records", "testbed.recorder", "testbed.tape"
+        policies,
+        "testbed.core.scheduler",
+        "testbed.core.serve",
+        "testbed.records.schema",
+        "testbed.records.recorder",
+        "testbed.records.tape",
     )
-    early = [item for item in imports_in("testbed") if item.file in ("testbed/request.py", "testbed/sequence.py")]
+    early = [
+        item for item in imports_in("testbed") if item.file in ("testbed/core/request.py", "testbed/core/sequence.py")
+    ]
     assert not refused(early, "testbed.blocks", "testbed.policies")
 
 
@@ -138,7 +145,7 @@ def test_no_policy_sees_the_true_length_of_an_output() -> None:
 
 def test_traces_know_no_scheduler() -> None:
     traces = [item for item in imports_in("testbed") if item.file.startswith("testbed/traces/")]
-    assert not refused(traces, "testbed.scheduler", "testbed.serve", "testbed.blocks", "testbed.policies")
+    assert not refused(traces, "testbed.core.scheduler", "testbed.core.serve", "testbed.blocks", "testbed.policies")
 
 
 def test_the_simulator_runs_without_torch_and_without_the_engine() -> None:
@@ -173,7 +180,9 @@ def test_analysis_reads_records_and_knows_nothing_else_of_the_house() -> None:
         for item in imports_in("analysis")
         if item.top in (*ROOMS, "tests", "torch", "simpy", "hydra")
         and item.top != "analysis"
-        and not is_part_of(item, "testbed.records", "testbed.operators", "testbed.errors", "testbed.foreign_text")
+        and not is_part_of(
+            item, "testbed.records.schema", "testbed.records.operators", "testbed.errors", "testbed.foreign_text"
+        )
     ]
     assert not bad
 
@@ -196,7 +205,7 @@ def test_hydra_stays_at_the_edge() -> None:
     ("program", "absent"),
     [
         (
-            "import testbed.scheduler, testbed.serve, testbed.recorder, testbed.tape; "
+            "import testbed.core.scheduler, testbed.core.serve, testbed.records.recorder, testbed.records.tape; "
             "import testbed.policies.compositions.unified",
             ("numpy", "torch", "simpy", "pyarrow", "pandas", "hydra", "scipy", "sim", "real"),
         ),

@@ -13,8 +13,11 @@ from sim.cost.base import CostModel
 from sim.routers import Replicas, Router
 from testbed.blocks.eviction import EvictionPolicy
 from testbed.blocks.manager import Verdict
-from testbed.interfaces import Estimator
-from testbed.plan import BatchShape, BlockedBy, PreemptionMode, Spans
+from testbed.core.interfaces import Estimator
+from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode, Spans
+from testbed.core.request import Request
+from testbed.core.sequence import Sequence
+from testbed.core.step import Step
 from testbed.policies.admission import Admission
 from testbed.policies.compositions import Composition
 from testbed.policies.context import LengthOracle, PolicyContext
@@ -22,9 +25,6 @@ from testbed.policies.orders import KeyedQueue
 from testbed.policies.preemption import PreemptionChoice
 from testbed.policies.queue_order import FCFS, WaitingQueue
 from testbed.policies.victim import VictimChoice
-from testbed.request import Request
-from testbed.sequence import Sequence
-from testbed.step import Step
 
 # --- queue orders ---
 

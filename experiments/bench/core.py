@@ -13,9 +13,9 @@ from tqdm import tqdm
 from experiments import build
 from experiments.collector import fewer_collections
 from experiments.compose import compose_config
-from testbed.plan import Outcome, StepResult
-from testbed.request import Request, SamplingParams
-from testbed.scheduler import Scheduler
+from testbed.core.plan import Outcome, StepResult
+from testbed.core.request import Request, SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.traces.schema import Span
 from testbed.traces.synthesis import content_key, synthesize
 

@@ -21,7 +21,7 @@ from experiments.bench import engine_steps as steps
 from real.config import RealConfig
 from real.replay import HostTimes
 from testbed.errors import ConfigError, TestbedError
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 SMALL = ModelSpec(
     name="20m", hidden_size=512, intermediate_size=1024, num_hidden_layers=5, num_attention_heads=8,
@@ -307,8 +307,8 @@ class Offline:
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         from real.driver import run
-        from testbed.request import Request, SamplingParams
-        from testbed.serve import serve
+        from testbed.core.request import Request, SamplingParams
+        from testbed.core.serve import serve
 
         pools = self._build.Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
         scheduler = self._build.build_scheduler(self._config, pools, record_decisions=False)
@@ -336,7 +336,7 @@ class _AllAtOnce:
         return 0 if self._requests else None
 
     def due(self, now_ns: int) -> list[Any]:
-        from testbed.interfaces import Arrive
+        from testbed.core.interfaces import Arrive
 
         due, self._requests = [Arrive(request) for request in self._requests], []
         return due

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from testbed.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
-from testbed.request import GREEDY
-from testbed.specs import ModelSpec
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
+from testbed.core.request import GREEDY
+from testbed.specs.model import ModelSpec
 
 if TYPE_CHECKING:
     import torch

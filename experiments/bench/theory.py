@@ -30,11 +30,11 @@ from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from sim.driver import run as drive
-from testbed.fast_forward import FAST_FORWARD
-from testbed.interfaces import StepView
-from testbed.plan import Finished
-from testbed.request import Request
-from testbed.serve import serve
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.interfaces import StepView
+from testbed.core.plan import Finished
+from testbed.core.request import Request
+from testbed.core.serve import serve
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import arrivals, stream
 from testbed.traces.inbox import TraceInbox

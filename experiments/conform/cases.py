@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from testbed.core.request import Request, SamplingParams
 from testbed.errors import TraceError
-from testbed.request import Request, SamplingParams
 from testbed.traces.readers.fields import json_object, present, refuse, token_ids
 from testbed.traces.readers.open_text import read_lines
 

@@ -7,7 +7,7 @@ from typing import Any
 from experiments.build import build_scheduler, simulated_pools
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
-from testbed.scheduler import Scheduler
+from testbed.core.scheduler import Scheduler
 
 SCHEDULER_KEYS = {
     "max_num_seqs": "max_num_seqs",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from experiments.conform.cases import Decision
-from testbed.plan import BatchPlan, PreemptionMode
-from testbed.scheduler import Scheduler
+from testbed.core.plan import BatchPlan, PreemptionMode
+from testbed.core.scheduler import Scheduler
 
 Pairs = tuple[tuple[int, int], ...]  # (source, destination) block ids
 

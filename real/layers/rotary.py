@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from real.layers.compiled import compiled_on_cuda
-from testbed.specs import ModelSpec, RopeScaling
+from testbed.specs.model import ModelSpec, RopeScaling
 
 ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn")
 

@@ -18,7 +18,7 @@ from real.layers.linear import MergedColumnParallel, QKVParallel, RowParallel
 from real.layers.norm import RMSNorm
 from real.layers.rotary import RotaryEmbedding, rotate
 from real.models.interface import CausalLM
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 
 class LlamaAttention(nn.Module):

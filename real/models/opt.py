@@ -19,7 +19,7 @@ from real.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel
 from real.layers.norm import LayerNorm
 from real.layers.slots import empty_parameter
 from real.models.interface import CausalLM
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 EPS = 1e-5  # the configs do not say
 OFFSET = 2  # the table begins with two rows that no position uses

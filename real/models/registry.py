@@ -13,8 +13,8 @@ from real.models.interface import CausalLM
 from real.models.llama import LlamaForCausalLM
 from real.models.opt import OPTForCausalLM
 from testbed.errors import ConfigError, ModelError
-from testbed.hf_config import load_hf_config, read_hf_config, slides_everywhere, slides_somewhere
-from testbed.specs import ModelSpec, check_ranks
+from testbed.specs.hf_config import load_hf_config, read_hf_config, slides_everywhere, slides_somewhere
+from testbed.specs.model import ModelSpec, check_ranks
 
 MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {
     "Qwen3ForCausalLM": partial(LlamaForCausalLM, normalizes_heads=True),
@@ -100,7 +100,7 @@ def _check_agrees(spec: ModelSpec, path: str) -> None:
         if getattr(spec, name) != said[name]:
             raise ModelError(
                 f"model {spec.name} has {name} {getattr(spec, name)!r}, and {path} says {said[name]!r}; "
-                "take the spec from there (testbed.hf_config.load_hf_config)"
+                "take the spec from there (testbed.specs.hf_config.load_hf_config)"
             )
 
 

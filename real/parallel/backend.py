@@ -24,9 +24,9 @@ from real.parallel.distributed import DistributedGroup, LostPeerError, host_stor
 from real.parallel.processes import Ranks
 from real.parallel.wire import pack
 from real.parallel.worker import Setup
+from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans
 from testbed.errors import DeviceError
-from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 ABORT_S = 5.0  # that an aborted collective may take to leave the GPU
 
@@ -48,7 +48,7 @@ class RankedWork:
 
 
 class RankedBackend:
-    """A RealBackend for each of `num_ranks` processes, of which this is one. Implements testbed.interfaces.Backend.
+    """A RealBackend for each of `num_ranks` processes, of which this is one. A testbed.core.interfaces.Backend.
 
     options: those of RealBackend; they hold for each rank: KV blocks, swap space and cpu_kv_bytes are of a rank, which
     has a share of each block. Where num_gpu_blocks is measured, the rank with the least room decides. On CPUs the ranks

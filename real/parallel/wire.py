@@ -11,8 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from testbed.plan import BatchPlan, BatchShape, ScheduledSequence
-from testbed.request import SamplingParams
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
+from testbed.core.request import SamplingParams
 
 ROW_NUMBERS = 5
 COMPUTE_ONLY = SamplingParams()

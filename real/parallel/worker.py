@@ -21,7 +21,7 @@ from real.config import RealConfig
 from real.parallel.channel import Channel
 from real.parallel.processes import READY
 from testbed.errors import TestbedError
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

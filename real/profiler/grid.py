@@ -15,7 +15,7 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from testbed.plan import PrefillChunk
+from testbed.core.plan import PrefillChunk
 
 MIN_CONTEXT = 8  # tokens of the shortest sequences that decode
 NUM_ALONE = 3  # measured steps of decodes alone, in an episode that is about them

@@ -23,12 +23,12 @@ from real.config import RealConfig
 from real.driver import RunningBackend, RunningWork
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
-from testbed.interfaces import Abort, Arrive, Event, Recorder, StepView
-from testbed.plan import BatchPlan, BatchShape, Finished, Outcome, PrefillChunk, PromptLogprobs, Spans
-from testbed.request import Request
-from testbed.sampling import SamplingParams
-from testbed.scheduler import Scheduler
-from testbed.serve import serve
+from testbed.core.interfaces import Abort, Arrive, Event, Recorder, StepView
+from testbed.core.plan import BatchPlan, BatchShape, Finished, Outcome, PrefillChunk, PromptLogprobs, Spans
+from testbed.core.request import Request
+from testbed.core.sampling import SamplingParams
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
 
 Measured = tuple[BatchShape, Spans, int]  # of a step, and the ns from its plan to its commit
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from real.beams import BeamInputs, beam_inputs, stop_tokens
 from real.sampling.noise import draw_keys
 from real.sampling.shaping import Edits, Filters, Penalties
+from testbed.core.plan import ScheduledSequence
+from testbed.core.request import SamplingParams
 from testbed.errors import RequestError
-from testbed.plan import ScheduledSequence
-from testbed.request import SamplingParams
 
 T = TypeVar("T")
 FORBIDDEN = float("-inf")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from testbed.plan import ScheduledSequence
+from testbed.core.plan import ScheduledSequence
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # the increments and multipliers of splitmix64 (Steele et al. 2014)

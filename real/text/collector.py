@@ -22,11 +22,11 @@ from real.text.outputs import (
 )
 from real.text.sequence_text import SequenceText
 from real.text.tokenizer import Tokenizer
-from testbed import plan as core
-from testbed.interfaces import Recorder, StepView
-from testbed.plan import BatchPlan, Completion, Finished, FinishReason, Outcome
-from testbed.request import Request, SamplingParams
-from testbed.sequence import Sequence
+from testbed.core import plan as core
+from testbed.core.interfaces import Recorder, StepView
+from testbed.core.plan import BatchPlan, Completion, Finished, FinishReason, Outcome
+from testbed.core.request import Request, SamplingParams
+from testbed.core.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Progress(NamedTuple):
 
 
 class Collector:
-    """Implements testbed.interfaces.Recorder, and real.text.stopping.Watch.
+    """Implements testbed.core.interfaces.Recorder, and real.text.stopping.Watch.
 
     tokenizer: None leaves all texts empty. eos_ids: tokens that end every sequence that does not ignore them.
     streams: whether pieces are made. watchers: see the same events.

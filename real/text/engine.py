@@ -16,11 +16,11 @@ from real.text.outputs import TextRequest
 from real.text.status import CacheHits
 from real.text.stopping import StoppingBackend
 from real.text.tokenizer import Tokenizer
+from testbed.core.interfaces import Recorder
+from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence as CoreSequence
+from testbed.core.serve import serve
 from testbed.errors import RequestError, TestbedError
-from testbed.interfaces import Recorder
-from testbed.scheduler import Scheduler
-from testbed.sequence import Sequence as CoreSequence
-from testbed.serve import serve
 
 
 class OneClock(RealTimeClock):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from testbed.interfaces import Abort, Arrive, Event
-from testbed.plan import Finished
-from testbed.request import Request
+from testbed.core.interfaces import Abort, Arrive, Event
+from testbed.core.plan import Finished
+from testbed.core.request import Request
 
 
 class LiveInbox:
-    """Implements testbed.interfaces.Inbox. Open while a request is unfinished: the loop then pauses after each step."""
+    """A testbed.core.interfaces.Inbox. Open while a request is unfinished: the loop then pauses after each step."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = list(requests)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from testbed.request import Request
+from testbed.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testbed import sampling
+from testbed.core import sampling
 from testbed.errors import ModelError
 from testbed.foreign_text import parsed
 

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from real.text.detokenizer import Detokenizer
 from real.text.stops import StopStrings
-from testbed.request import SamplingParams
+from testbed.core.request import SamplingParams
 
 
 class SequenceText:

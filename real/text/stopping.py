@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from real.driver import RunningBackend, RunningWork
-from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans
 
 
 class Watch(Protocol):
@@ -27,7 +27,7 @@ class Watch(Protocol):
 
 
 class StoppingBackend:
-    """Implements testbed.interfaces.Backend."""
+    """Implements testbed.core.interfaces.Backend."""
 
     def __init__(self, backend: RunningBackend, watch: Watch) -> None:
         self._backend = backend

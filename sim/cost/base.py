@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from testbed.plan import BatchShape, Spans
+from testbed.core.plan import BatchShape, Spans
 
 
 class CostModel(Protocol):

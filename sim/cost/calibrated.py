@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from sim.cost.base import pairs_doubled
 from sim.cost.profiled_range import OUTSIDE, Ranges, RangeWatch
+from testbed.core.plan import BatchShape, Spans
 from testbed.errors import ConfigError
-from testbed.plan import BatchShape, Spans
-from testbed.profiles import ProfileManifest
+from testbed.specs.profiles import ProfileManifest
 
 Curve = tuple[tuple[int, float], ...]  # (tokens, ns): knots, tokens ascending
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from sim.cost.base import attention_pairs_doubled
 from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality
 from sim.cost.profiled_range import REGIONS, profiled_ranges, region_of
+from testbed.core.plan import BatchShape
 from testbed.errors import ProfileError
-from testbed.plan import BatchShape
-from testbed.profiles import MeasuredStep, Profile, ProfileManifest
+from testbed.specs.profiles import MeasuredStep, Profile, ProfileManifest
 
 MIN_SHAPES = 20
 MAX_PIECES = 12  # of a curve

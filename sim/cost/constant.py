@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from testbed.core.plan import BatchShape, Spans
 from testbed.errors import ConfigError
-from testbed.plan import BatchShape, Spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.base import attention_pairs_doubled, pairs_doubled
+from testbed.core.plan import BatchShape, Spans
 from testbed.errors import ConfigError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.plan import BatchShape, Spans
-from testbed.specs import MAX_SIZE
+from testbed.specs.model import MAX_SIZE
 
 MIN_STEPS = 14  # two per coefficient
 FORMAT = "testbed linear cost 2"

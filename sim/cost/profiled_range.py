@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from testbed.core.interfaces import StepView
+from testbed.core.plan import BatchShape, Finished
+from testbed.core.request import Request
 from testbed.errors import ConfigError
-from testbed.interfaces import StepView
-from testbed.plan import BatchShape, Finished
-from testbed.request import Request
 
 OUTSIDE = ("warn", "refuse", "allow")
 REGIONS = ("decode", "prefill", "mixed", "moves")  # decodes only, prefills only, both, only blocks moved

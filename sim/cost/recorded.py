@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sim.backend import SimWork
+from testbed.core.plan import BatchPlan
 from testbed.errors import RunFolderError
-from testbed.plan import BatchPlan
-from testbed.tape import Tape
+from testbed.records.tape import Tape
 
 
 class RecordedBackend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from testbed.blocks.keys import KeySource
 from testbed.blocks.prefix_cache import CacheEntry, LonePrefix
 from testbed.blocks.swap_space import Content
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class Chain:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from testbed.errors import ConfigError
-from testbed.specs import KV_DTYPE_BYTES
+from testbed.specs.model import KV_DTYPE_BYTES
 
 MAX_BLOCK_SIZE = 512
 MAX_SWAP_SPACE_GIB = 1_000_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from testbed.blocks.gpu_blocks import GPUBlocks
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class CopyOnWrite:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from testbed.blocks.config import KVRules
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from testbed.sequence import Sequence
 
 
 class Demand:

@@ -15,7 +15,7 @@ from testbed.blocks.lazy_heap import LazyHeap
 from testbed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from testbed.interfaces import Estimator
+    from testbed.core.interfaces import Estimator
     from testbed.policies.context import PolicyContext
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from testbed.blocks.chains import Chain, Chains
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.prefix_cache import LonePrefix
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class LonePrefixes:

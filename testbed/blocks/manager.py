@@ -20,7 +20,7 @@ from testbed.blocks.sharing import NO_HIT, PrefixHit, PrefixSharing
 from testbed.blocks.swap_space import RELEASED, SwapSpace
 from testbed.blocks.swapping import Swapping
 from testbed.blocks.verdict import Verdict
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 __all__ = ["NO_HIT", "RELEASED", "BlockManager", "PrefixHit", "Verdict"]
 

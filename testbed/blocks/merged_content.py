@@ -12,7 +12,7 @@ from testbed.blocks.chains import Chain, Chains
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.prefix_cache import CacheEntry
 from testbed.blocks.swap_space import Content
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class MergedContent:

@@ -11,7 +11,7 @@ all that it publishes is one `LonePrefix`, and nothing is hashed but that first 
 from __future__ import annotations
 
 from testbed.blocks.eviction import EvictionPolicy
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class CacheEntry:

@@ -16,7 +16,7 @@ from testbed.blocks.keys import TokenKeys
 from testbed.blocks.lone_prefixes import LonePrefixes
 from testbed.blocks.merged_content import MergedContent
 from testbed.blocks.prefix_cache import LonePrefix
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class PrefixHit(NamedTuple):

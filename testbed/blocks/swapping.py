@@ -12,7 +12,7 @@ from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.sharing import PrefixSharing
 from testbed.blocks.swap_space import RELEASED, SwapSpace
 from testbed.blocks.verdict import Verdict
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class Swapping:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.config import Limits
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
-from testbed.sequence import Sequence
 
 
 class Admission(Protocol):

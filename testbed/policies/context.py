@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from testbed.blocks.manager import BlockManager
-from testbed.interfaces import Estimator
+from testbed.core.interfaces import Estimator
+from testbed.core.sequence import Sequence
 from testbed.policies.config import Limits
-from testbed.sequence import Sequence
 
 
 class LengthOracle(Protocol):

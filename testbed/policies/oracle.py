@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from statistics import NormalDist
 
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.context import LengthOracle, PolicyContext
-from testbed.sequence import Sequence
 from testbed.streams import draw
 
 _STANDARD_NORMAL = NormalDist()

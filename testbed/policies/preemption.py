@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from testbed.core.interfaces import Estimator
+from testbed.core.plan import PreemptionMode
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from testbed.interfaces import Estimator
-from testbed.plan import PreemptionMode
 from testbed.policies.context import PolicyContext
-from testbed.sequence import Sequence
 
 
 class PreemptionChoice(Protocol):

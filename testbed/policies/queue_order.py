@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class WaitingQueue(Protocol):

@@ -4,7 +4,7 @@ A choice guarantees progress if one running sequence is always spared until it e
 of blocks the pool is, although others may be preempted many times. Each class says whether it does, for the queue order
 fcfs and victims that go back to the front. A rule that spares nobody (the one admitted first, say) may let two prompts
 that do not fit together take each other's blocks by turns, for ever, where blocks are allocated by chunks; such a run
-ends with an error that names them (`testbed/thrash.py`).
+ends with an error that names them (`testbed/core/thrash.py`).
 
 A group of sequences is one entry, its first member (`together` has them all): it is preempted as a whole.
 """
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.admission import final_num_tokens
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import has_no_opinion
 from testbed.policies.queue_order import WaitingQueue
-from testbed.sequence import Sequence
 
 
 class VictimChoice(Protocol):

@@ -19,11 +19,11 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
+from testbed.core.interfaces import Abort, Arrive, Event
+from testbed.core.lazy_tokens import LazyTokens
+from testbed.core.plan import Finished, FinishReason
+from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.errors import TraceError
-from testbed.interfaces import Abort, Arrive, Event
-from testbed.lazy_tokens import LazyTokens
-from testbed.plan import Finished, FinishReason
-from testbed.request import GREEDY, Request, SamplingParams
 from testbed.traces.schema import Span, TraceRequest, TraceSource
 from testbed.traces.synthesis import heads, materialize
 
@@ -33,7 +33,7 @@ _ARRIVE, _ABORT = 0, 1  # in this order at one instant
 
 
 class TraceInbox:
-    """Implements testbed.interfaces.Inbox for one trace, whole or streamed. `vocab_size` bounds the synthetic tokens.
+    """A testbed.core.interfaces.Inbox for one trace, whole or streamed. `vocab_size` bounds the synthetic tokens.
 
     `next_ns`, `due` and `finished` raise what reading a streamed trace raises, at the row that is bad.
     """

@@ -1,4 +1,4 @@
-"""Run folders for the tests: a small continuous-batching queue that keeps the promises of `testbed.records`."""
+"""Run folders for the tests: a small continuous-batching queue that keeps the promises of `testbed.records.schema`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 
 ARROW = {
     "string": pa.string(),

@@ -20,7 +20,7 @@ from analysis.pooled import pooled_distribution
 from analysis.request_columns import STRINGS, RequestColumns
 from analysis.rows import FileRows, MemoryRows
 from analysis.survival import distribution, km_steps
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import ARROW, simulate, table
 
 SIZES = (1, 7, 1000, None)

@@ -20,10 +20,10 @@ from sim.cost.linear import LinearConfig, LinearCost
 from sim.fleet import Fleet
 from sim.routers import Random, RoundRobin, RouterContext, bind
 from testbed.blocks.config import KVRules
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import LivelockError
-from testbed.fast_forward import FAST_FORWARD
 from testbed.policies.config import Limits
-from testbed.request import GREEDY, SamplingParams
 from testbed.traces.arrange import arrange
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest

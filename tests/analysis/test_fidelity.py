@@ -7,7 +7,7 @@ import pytest
 from analysis import fidelity
 from analysis.load import load_run
 from testbed.errors import RunFolderError
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
 
 S = 10**9

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from analysis.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics, summarise
 from analysis.survival import distribution, km_quantiles
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table
 
 S = 10**9

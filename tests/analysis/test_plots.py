@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from analysis import curves, fidelity, plots, style
 from analysis.load import load_run
 from analysis.statistics import paired_t
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
 
 S = 10**9

@@ -10,7 +10,7 @@ import pytest
 from analysis.metrics import summarise
 from analysis.replicas import split
 from analysis.request_columns import RequestColumns
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table
 
 S = 10**9

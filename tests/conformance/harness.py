@@ -14,14 +14,14 @@ from sim.cost.recorded import RecordedBackend
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
-from testbed.interfaces import Execute, Inbox, Resume, StepView, WaitUntil
-from testbed.plan import BatchPlan, Finished, ScheduledSequence, Spans
-from testbed.records import decision
-from testbed.request import Request
-from testbed.scheduler import Scheduler
-from testbed.serve import Loop, serve
-from testbed.specs import DeviceSpec, ModelSpec
-from testbed.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
+from testbed.core.interfaces import Execute, Inbox, Resume, StepView, WaitUntil
+from testbed.core.plan import BatchPlan, Finished, ScheduledSequence, Spans
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import Loop, serve
+from testbed.records.schema import decision
+from testbed.records.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
+from testbed.specs.model import DeviceSpec, ModelSpec
 from testbed.traces.inbox import TraceInbox, to_request
 from testbed.traces.schema import Trace
 from tests.testbed.core_kit import make_limits, make_scheduler

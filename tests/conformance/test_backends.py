@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.plan import BatchPlan, BatchShape, Preemption, PreemptionMode, Spans
+from testbed.core.plan import BatchPlan, BatchShape, Preemption, PreemptionMode, Spans
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.inbox import to_request
 from testbed.traces.schema import Trace

@@ -4,9 +4,9 @@ import random
 from dataclasses import asdict
 
 from sim.cost.base import CostModel
-from testbed.plan import BatchShape, PrefillChunk, Spans
-from testbed.profiles import MeasuredStep, ProfileManifest, number_repeats
-from testbed.specs import ModelSpec
+from testbed.core.plan import BatchShape, PrefillChunk, Spans
+from testbed.specs.model import ModelSpec
+from testbed.specs.profiles import MeasuredStep, ProfileManifest, number_repeats
 
 MODEL = ModelSpec("small", num_hidden_layers=4)
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from testbed.plan import BatchShape, PrefillChunk
+from testbed.core.plan import BatchShape, PrefillChunk
 
 chunks = st.builds(PrefillChunk, st.integers(0, 30_000), st.integers(1, 8192))
 shapes = st.builds(

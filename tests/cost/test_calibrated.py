@@ -13,11 +13,11 @@ from sim.cost.calibration_file import load_calibration, save_calibration
 from sim.cost.linear import LinearConfig, LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
+from testbed.core.interfaces import StepView
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, Spans, StepResult
 from testbed.errors import ConfigError, ProfileError
-from testbed.interfaces import StepView
-from testbed.plan import BatchPlan, BatchShape, PrefillChunk, Spans, StepResult
-from testbed.profiles import MeasuredStep, Profile
-from testbed.specs import DeviceSpec, ModelSpec
+from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.profiles import MeasuredStep, Profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.cost.shapes import shapes
 

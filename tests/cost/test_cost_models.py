@@ -10,9 +10,9 @@ from sim.cost.base import CostModel, total_ns
 from sim.cost.collectives import Collectives
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from testbed.core.plan import BatchShape, PrefillChunk, Spans
 from testbed.errors import ConfigError
-from testbed.plan import BatchShape, PrefillChunk, Spans
-from testbed.specs import DEVICE_FIELDS, MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec
+from testbed.specs.model import DEVICE_FIELDS, MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec
 from tests.cost.shapes import decode, prefill, shapes
 
 MODEL = ModelSpec("m", num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1000)

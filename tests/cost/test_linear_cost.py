@@ -9,8 +9,8 @@ from hypothesis import given
 
 from sim.cost.base import attention_pairs_doubled, total_ns
 from sim.cost.linear import COEFFICIENTS, FORMAT, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
+from testbed.core.plan import BatchShape, PrefillChunk, Spans
 from testbed.errors import ConfigError
-from testbed.plan import BatchShape, PrefillChunk, Spans
 from tests.cost.shapes import decode, prefill, shapes
 
 NANO = LinearConfig(100e-9, 3e-9, 5e-9, 7e-9, 2e-9, 11e-9, 13e-9)  # whole ns, so sums can be checked by hand

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from sim.cost.roofline import RooflineCost
+from testbed.core.plan import BatchShape, PrefillChunk, Spans
 from testbed.errors import ConfigError, ProfileError
-from testbed.plan import BatchShape, PrefillChunk, Spans
-from testbed.profiles import COLUMNS, METADATA_KEY, MeasuredStep, number_repeats, read_profile, write_profile
-from testbed.specs import DeviceSpec, RopeScaling
+from testbed.specs.model import DeviceSpec, RopeScaling
+from testbed.specs.profiles import COLUMNS, METADATA_KEY, MeasuredStep, number_repeats, read_profile, write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 
 STEPS = measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), repeats=2)

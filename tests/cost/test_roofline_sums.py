@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sim.cost.base import pairs_doubled
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
-from testbed.plan import BatchShape, PrefillChunk
-from testbed.specs import DeviceSpec, ModelSpec
+from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.specs.model import DeviceSpec, ModelSpec
 
 EXACT = {"step_overhead_ns": 0, "compute_efficiency": 1.0, "memory_efficiency": 1.0, "interconnect_latency_ns": 0}
 ARITHMETIC = DeviceSpec("flops", flops_per_s=1e9, memory_bytes_per_s=1e30, **EXACT)  # 1 ns a FLOP, memory is free
@@ -35,7 +35,7 @@ def rows_of(seed: int) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def planned(chunks: list[tuple[int, int]], contexts: list[int], window: int | None) -> BatchShape:
-    """As testbed.planning: contexts and starts are cut to what the window reaches back to."""
+    """As testbed.core.planning: contexts and starts are cut to what the window reaches back to."""
     cut = [min(context, window or context) for context in contexts]
     prefills = tuple(PrefillChunk(min(start, (window or start + 1) - 1), length) for start, length in chunks)
     return BatchShape(len(cut), sum(cut), prefills, len(contexts))

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from experiments import build, run
 from experiments.config import RunConfig
-from testbed.plan import Finished
-from testbed.request import Request
+from testbed.core.plan import Finished
+from testbed.core.request import Request
 from tests.experiments.kit import manifest_of
 
 

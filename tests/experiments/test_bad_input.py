@@ -259,9 +259,9 @@ class FullDisk:
 def test_a_full_disk_is_one_line_and_what_was_written_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    from testbed import record_tables, tape
+    from testbed.records import tables, tape
 
-    owner = tape.TapeWriter if place.startswith("Tape") else record_tables.RowTable
+    owner = tape.TapeWriter if place.startswith("Tape") else tables.RowTable
     if owner is tape.TapeWriter:
         pytest.importorskip("torch")
     name = place.partition(".")[2]
@@ -395,8 +395,8 @@ def test_prices_and_sizes_beyond_all_bounds_are_one_line(
 
 def test_a_cost_model_that_returns_a_negative_span_is_told() -> None:
     from sim.backend import SimBackend
+    from testbed.core.plan import BatchShape, Spans
     from testbed.errors import ConfigError
-    from testbed.plan import BatchShape, Spans
     from tests.testbed.core_kit import make_request, make_scheduler
 
     class Backwards:
@@ -414,7 +414,7 @@ def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
 ) -> None:
     import errno
 
-    from testbed.record_tables import RowTable
+    from testbed.records.tables import RowTable
 
     table = RowTable(tmp_path / "t.parquet", {"a": "int64"}, 1)
     monkeypatch.setattr(table._writer, "write_batch", FullDisk(lambda *_: None, after=0).__get__(None, object))

@@ -9,7 +9,7 @@ import pytest
 from experiments import calibrate
 from experiments.cli import main
 from sim.cost.calibration_file import load_calibration
-from testbed.profiles import read_profile
+from testbed.specs.profiles import read_profile
 from tests.experiments.kit import SHORT, TINY, manifest_of, say
 
 ENGINE = (*TINY, "cache.block_size=16", "cache.num_cpu_blocks=16", "backend.num_threads=1", "backend.device=cpu")

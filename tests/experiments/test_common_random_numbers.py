@@ -14,11 +14,11 @@ import pytest
 from scipy.stats import chi2, pearsonr
 
 from experiments.seeds import SeededInbox, request_seed
-from testbed.interfaces import Arrive
-from testbed.plan import Finished, FinishReason
+from testbed.core.interfaces import Arrive
+from testbed.core.plan import Finished, FinishReason
+from testbed.core.request import Request, SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.policies.orders import random_order
-from testbed.request import Request, SamplingParams
-from testbed.scheduler import Scheduler
 from testbed.streams import draw
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream
 from testbed.traces.inbox import TraceInbox

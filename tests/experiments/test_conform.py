@@ -19,7 +19,7 @@ from experiments.conform import replay
 from experiments.conform.cases import Case, read_cases
 from experiments.conform.overrides import case_config
 from experiments.conform.systems import SYSTEMS, System
-from testbed.scheduler import Scheduler
+from testbed.core.scheduler import Scheduler
 from tests.experiments.kit import Said, say, write_rows
 
 CONFIG: dict[str, Any] = {

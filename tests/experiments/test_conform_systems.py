@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.conform.systems import SYSTEMS, DecisionReader
-from testbed.plan import (
+from testbed.core.plan import (
     Admission,
     BatchPlan,
     BatchShape,
@@ -15,7 +15,7 @@ from testbed.plan import (
     PreemptionMode,
     ScheduledSequence,
 )
-from testbed.request import GREEDY
+from testbed.core.request import GREEDY
 
 
 class Plans:

@@ -14,8 +14,8 @@ from sim.cost.calibration_file import load_calibration
 from sim.cost.linear import LinearConfig, LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
 from testbed.errors import RunFolderError
-from testbed.profiles import write_profile
-from testbed.specs import DeviceSpec
+from testbed.specs.model import DeviceSpec
+from testbed.specs.profiles import write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.experiments.kit import REAL, SHORT, TINY
 
@@ -113,7 +113,7 @@ def test_a_real_run_and_a_users_model_without_a_breakdown_go_by_spans(tmp_path, 
 
 
 OWN = """
-from testbed.plan import Spans
+from testbed.core.plan import Spans
 
 class Plain:
     def price(self, shape):

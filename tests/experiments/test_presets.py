@@ -13,9 +13,9 @@ import experiments.conf
 from experiments.build import Pools, build_scheduler
 from experiments.config import RunConfig
 from testbed.blocks.eviction import LRU, LRUByLastStep
-from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, StepResult
-from testbed.request import Request, SamplingParams
-from testbed.scheduler import Scheduler
+from testbed.core.plan import BatchPlan, Finished, FinishReason, Outcome, StepResult
+from testbed.core.request import Request, SamplingParams
+from testbed.core.scheduler import Scheduler
 from tests.experiments.kit import TINY, config_of
 
 FOLDER = Path(str(experiments.conf.__file__)).parent / "scheduler"

@@ -12,8 +12,8 @@ from experiments.build import build_trace
 from experiments.forcing import FORCED, forcing
 from experiments.parity import check_parity
 from experiments.run import execute
-from testbed.request import Request
-from testbed.sampling import SamplingParams
+from testbed.core.request import Request
+from testbed.core.sampling import SamplingParams
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of

@@ -19,7 +19,7 @@ from analysis.load import load_run
 from experiments.compose import compose_from
 from experiments.config import read_config
 from experiments.run import execute
-from testbed.records import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.kit import (

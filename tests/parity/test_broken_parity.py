@@ -17,10 +17,10 @@ import pytest
 
 from experiments.parity import check_parity
 from experiments.run import execute
+from testbed.core.scheduler import Scheduler
 from testbed.errors import RunFolderError, TestbedError
 from testbed.policies.compositions.unified import Unified
-from testbed.scheduler import Scheduler
-from testbed.tape import read_tape
+from testbed.records.tape import read_tape
 from tests.experiments.kit import config_of, manifest_of, say, trace_of
 from tests.parity.kit import real_config, real_run, replay_config, replayed_run
 

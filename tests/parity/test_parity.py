@@ -10,7 +10,7 @@ import pytest
 
 from experiments.parity import check_parity
 from experiments.run import execute
-from testbed.tape import read_tape
+from testbed.records.tape import read_tape
 from tests.experiments.kit import manifest_of, table_of, trace_of
 from tests.parity.kit import (
     CLOSED,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from testbed.plan import BatchPlan, ScheduledSequence
+from testbed.core.plan import BatchPlan, ScheduledSequence
 
 Prefixes = list[int]  # the name of tokens[: i + 1], for each i
 EMPTY = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from testbed.plan import BatchPlan, PreemptionMode, ScheduledSequence
+from testbed.core.plan import BatchPlan, PreemptionMode, ScheduledSequence
 
 if TYPE_CHECKING:
     from tests.properties.members import Member

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from testbed.blocks.pool import BlockPool
 from testbed.blocks.prefix_cache import PrefixCache
-from testbed.plan import StepResult
-from testbed.request import Request
-from testbed.scheduler import Scheduler
+from testbed.core.plan import StepResult
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
 from tests.properties.setups import NS_PER_S, Setup, random_request, random_setup
 from tests.properties.shadow import Shadow
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from testbed.plan import FinishReason
-from testbed.request import Request
+from testbed.core.plan import FinishReason
+from testbed.core.request import Request
 
 WAITING, RUNNING, SWAPPED, REJECTED, ENDED = "waiting", "running", "swapped", "rejected", "ended"
 

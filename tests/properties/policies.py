@@ -10,6 +10,7 @@ from xxhash import xxh64_intdigest
 
 from testbed.blocks import eviction
 from testbed.blocks.keys import TokenKeys
+from testbed.core.sequence import Sequence
 from testbed.policies import admission, oracle, orders, preemption, victim
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel
@@ -18,7 +19,6 @@ from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.compositions.static import Static
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.queue_order import FCFS
-from testbed.sequence import Sequence
 
 
 class OldestFirst:

@@ -15,10 +15,10 @@ import yaml
 from testbed.blocks.config import KVRules
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.core.request import Request, SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.policies.config import Limits
 from testbed.policies.context import PolicyContext, bind
-from testbed.request import Request, SamplingParams
-from testbed.scheduler import Scheduler
 from tests.properties.policies import (
     ADMISSIONS,
     COMPOSITIONS,

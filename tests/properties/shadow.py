@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 
-from testbed.plan import BatchPlan, Finished, FinishReason, Outcome, PreemptionMode, ScheduledSequence, StepResult
-from testbed.request import Request
-from testbed.scheduler import Scheduler
+from testbed.core.plan import BatchPlan, Finished, FinishReason, Outcome, PreemptionMode, ScheduledSequence, StepResult
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
 from tests.properties.device import Device
 from tests.properties.draws import draw
 from tests.properties.laws import check_admissions, check_budgets, check_shape, check_steps_of_their_own

@@ -10,9 +10,9 @@ import torch
 from real.backend import RealBackend
 from real.checkpoint import make_checkpoint
 from real.config import RealConfig
-from testbed.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
-from testbed.request import GREEDY, SamplingParams
-from testbed.specs import ModelSpec, RopeScaling
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
+from testbed.core.request import GREEDY, SamplingParams
+from testbed.specs.model import ModelSpec, RopeScaling
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from real.backend import RealBackend
-from testbed.plan import BatchPlan
+from testbed.core.plan import BatchPlan
 from tests.real.engine_helpers import plan_of, tiny_backend
 from tests.real.fake_cuda import FakeGPU
 

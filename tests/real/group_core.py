@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from testbed.plan import BatchPlan, Outcome, ScheduledSequence
-from testbed.request import SamplingParams
+from testbed.core.plan import BatchPlan, Outcome, ScheduledSequence
+from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import plan_of
 
 Pairs = list[tuple[int, int]]

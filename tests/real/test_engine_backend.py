@@ -15,10 +15,10 @@ from real.config import RealConfig
 from real.device import Placement
 from real.runner import ModelRunner
 from real.sampling import sampler
+from testbed.core.interfaces import Backend
+from testbed.core.plan import Preemption, PreemptionMode
+from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import ConfigError, DeviceError, RequestError
-from testbed.interfaces import Backend
-from testbed.plan import Preemption, PreemptionMode
-from testbed.request import GREEDY, SamplingParams
 from tests.real.engine_helpers import checkpoint, plan_of, row, tiny_backend, tiny_spec
 
 PROMPTS = [[5, 9, 301, 44, 8, 77, 2], [13, 13, 250], [400 + i for i in range(12)]]

@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 
 from real.backend import RealBackend
 from real.beams import Candidates, advance
-from testbed.request import SamplingParams
+from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import TOLERANCE, checkpoint, plan_of, tiny_backend, tiny_spec
 from tests.real.group_core import Group, HandCore
 

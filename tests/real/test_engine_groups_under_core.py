@@ -12,10 +12,10 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.interfaces import Arrive, Event
-from testbed.plan import Finished
-from testbed.request import Request, SamplingParams
-from testbed.serve import serve
+from testbed.core.interfaces import Arrive, Event
+from testbed.core.plan import Finished
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
 from tests.real.engine_helpers import tiny_backend, tiny_spec
 from tests.real.group_core import HandCore
 from tests.real.test_engine_under_core import TickingClock

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from real.checkpoint import make_checkpoint
 from real.loader import INDEX_FILE, SINGLE_FILE
 from testbed.errors import ConfigError, ModelError
-from testbed.hf_config import load_hf_config
-from testbed.specs import ModelSpec
+from testbed.specs.hf_config import load_hf_config
+from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, checkpoint, row, step_logits, tiny_backend, tiny_spec
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"

@@ -9,7 +9,7 @@ from scipy.stats import chi2_contingency, chisquare, kstest
 from real.sampling.inputs import Source, sample_inputs
 from real.sampling.noise import SEEDED, UNSEEDED, draw_key, draw_keys, log_exponential, mix, signed
 from real.sampling.sampler import choose, draws_of
-from testbed.request import SamplingParams
+from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import row
 
 

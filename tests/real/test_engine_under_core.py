@@ -8,10 +8,10 @@ import pytest
 
 from real.config import RealConfig
 from real.driver import run
-from testbed.interfaces import Arrive, Event
-from testbed.plan import Finished
-from testbed.request import Request, SamplingParams
-from testbed.serve import serve
+from testbed.core.interfaces import Arrive, Event
+from testbed.core.plan import Finished
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
 from tests.real.engine_helpers import tiny_backend
 from tests.testbed.core_kit import make_limits, make_scheduler
 

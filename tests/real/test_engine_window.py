@@ -16,11 +16,11 @@ from real.driver import run
 from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
 from testbed.blocks.swap_space import RELEASED
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
 from testbed.errors import ConfigError, ModelError
-from testbed.hf_config import load_hf_config
 from testbed.policies.preemption import Auto, Recompute, Swap
-from testbed.request import Request, SamplingParams
-from testbed.serve import serve
+from testbed.specs.hf_config import load_hf_config
 from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 from tests.real.test_engine_groups_under_core import Requests as GroupRequests
 from tests.real.test_engine_under_core import Requests, TickingClock

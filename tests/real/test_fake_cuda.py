@@ -19,11 +19,11 @@ from real.parallel.distributed import DistributedGroup
 from real.profiler.grid import Episode, Moves, Room
 from real.profiler.measure import Bench, fill_with_noise, run_episode
 from real.profiling import _run, _synthetic_load
+from testbed.core.plan import PrefillChunk
+from testbed.core.request import GREEDY, SamplingParams
+from testbed.core.serve import serve
 from testbed.errors import DeviceError
-from testbed.plan import PrefillChunk
 from testbed.policies.preemption import Swap
-from testbed.request import GREEDY, SamplingParams
-from testbed.serve import serve
 from tests.real.engine_helpers import OPT, plan_of, row, tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES, FakeGPU, fake_cuda
 from tests.real.fake_engine import Watched, num_replays, on_cpu, on_gpu

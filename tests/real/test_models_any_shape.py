@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from testbed.specs import ModelSpec, RopeScaling
+from testbed.specs.model import ModelSpec, RopeScaling
 from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend
 from tests.real.thread_ranks import on_ranks
 

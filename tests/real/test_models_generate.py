@@ -13,10 +13,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from real.config import RealConfig
 from real.driver import run
-from testbed.hf_config import load_hf_config
-from testbed.request import Request, SamplingParams
-from testbed.serve import serve
-from testbed.specs import ModelSpec
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
+from testbed.specs.hf_config import load_hf_config
+from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 from tests.real.test_engine_under_core import PROMPTS, Requests, TickingClock
 from tests.testbed.core_kit import make_limits, make_scheduler

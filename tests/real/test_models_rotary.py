@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from real.layers.rotary import RotaryEmbedding, rotate
-from testbed.specs import ModelSpec, RopeScaling
+from testbed.specs.model import ModelSpec, RopeScaling
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from transformers import (
 from real.sampling import sampler
 from real.sampling.inputs import Source, sample_inputs, sent
 from real.sampling.sampler import choose, shape
+from testbed.core.plan import ScheduledSequence
+from testbed.core.request import SamplingParams
 from testbed.errors import RequestError
-from testbed.plan import ScheduledSequence
-from testbed.request import SamplingParams
 
 VOCAB_SIZE = 24
 EOS = 3

@@ -25,11 +25,11 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans, TokenLogprobs
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
 from testbed.errors import ConfigError, DeviceError, ModelError
-from testbed.plan import BatchPlan, Outcome, PromptLogprobs, Spans, TokenLogprobs
-from testbed.request import Request, SamplingParams
-from testbed.serve import serve
-from testbed.specs import ModelSpec
+from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, plan_of, row, tiny_backend, tiny_spec
 from tests.real.processes import assert_gone, ranks_of
 from tests.real.test_engine_groups_under_core import Requests

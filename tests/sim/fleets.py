@@ -12,12 +12,12 @@ from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.driver import run
 from sim.fleet import Fleet
 from sim.routers import Replicas, Router, RouterContext, bind
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.interfaces import Inbox
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
 from testbed.errors import LivelockError
-from testbed.fast_forward import FAST_FORWARD
-from testbed.interfaces import Inbox
-from testbed.request import Request
-from testbed.scheduler import Scheduler
-from testbed.serve import serve
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup
 from tests.sim.test_fast_forward import STEP_NS, Log, Sessions, price, world
 

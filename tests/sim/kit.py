@@ -17,13 +17,13 @@ from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.driver import run
 from sim.fleet import Fleet
+from testbed.core.interfaces import StepView
+from testbed.core.plan import Finished
+from testbed.core.request import GREEDY, Request, SamplingParams
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
 from testbed.errors import LivelockError
-from testbed.interfaces import StepView
-from testbed.plan import Finished
-from testbed.recorder import RunRecorder
-from testbed.request import GREEDY, Request, SamplingParams
-from testbed.scheduler import Scheduler
-from testbed.serve import serve
+from testbed.records.recorder import RunRecorder
 from testbed.traces.arrange import arrange
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest

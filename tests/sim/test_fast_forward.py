@@ -21,17 +21,17 @@ from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
 from sim.driver import run
 from testbed.blocks.config import KVRules
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.interfaces import Abort, Arrive, Event, StepView
+from testbed.core.plan import Finished
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
 from testbed.errors import LivelockError
-from testbed.fast_forward import FAST_FORWARD
-from testbed.interfaces import Abort, Arrive, Event, StepView
-from testbed.plan import Finished
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import Limits
-from testbed.recorder import RunRecorder
-from testbed.records import decision
-from testbed.request import Request, SamplingParams
-from testbed.serve import serve
-from testbed.specs import DeviceSpec, ModelSpec
+from testbed.records.recorder import RunRecorder
+from testbed.records.schema import decision
+from testbed.specs.model import DeviceSpec, ModelSpec
 from tests.properties.policies import COMPOSITIONS
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup, presets, random_request, random_setup
 from tests.testbed.core_kit import make_scheduler, step

@@ -18,12 +18,12 @@ from sim.driver import MAX_NS
 from sim.fleet import Fleet
 from sim.link import HostLink
 from sim.routers import RoundRobin
+from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence, Spans
+from testbed.core.request import GREEDY
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import Loop
 from testbed.errors import ConfigError
-from testbed.interfaces import Execute, Resume, WaitUntil
-from testbed.plan import BatchPlan, BatchShape, ScheduledSequence, Spans
-from testbed.request import GREEDY
-from testbed.scheduler import Scheduler
-from testbed.serve import Loop
 
 BLOCK_SIZE, BLOCK_NS, COMPUTE_NS = 4, 100, 1000
 Timing = tuple[int, int, int]  # start, end, time waited on the link

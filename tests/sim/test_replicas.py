@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.interfaces import StepView
+from testbed.core.request import Request
+from testbed.core.thrash import Thrash
 from testbed.errors import ConfigError
-from testbed.fast_forward import FAST_FORWARD
-from testbed.interfaces import StepView
 from testbed.policies.victim import MostBlocks
-from testbed.request import Request
-from testbed.thrash import Thrash
 from tests.properties.setups import Setup, random_setup
 from tests.sim.fleets import Watched, drive, go_fleet, go_plain
 from tests.sim.test_fast_forward import Log, Sessions

@@ -23,8 +23,8 @@ from sim.routers import (
     ShortestQueue,
     bind,
 )
+from testbed.core.request import Request
 from testbed.errors import ConfigError
-from testbed.request import Request
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.fast_forward import FAST_FORWARD
-from testbed.request import GREEDY, SamplingParams
+from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.request import GREEDY, SamplingParams
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, Trace, TraceRequest
 from tests.sim.kit import STEP_NS, Records, recorded

@@ -30,7 +30,7 @@ from analysis.queueing import (
     mean_over_replications,
     pollaczek_khinchine_wait,
 )
-from testbed.fast_forward import FAST_FORWARD
+from testbed.core.fast_forward import FAST_FORWARD
 from testbed.policies.config import Limits
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import LengthConfig, arrivals, lengths, stream

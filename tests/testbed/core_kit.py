@@ -14,7 +14,9 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import KeySource, TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.plan import BatchPlan, Finished, Outcome, StepResult
+from testbed.core.plan import BatchPlan, Finished, Outcome, StepResult
+from testbed.core.request import GREEDY, Request, SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.policies.admission import Admission
 from testbed.policies.compositions import Composition
 from testbed.policies.compositions.decode_first import DecodeFirst
@@ -27,8 +29,6 @@ from testbed.policies.config import Limits
 from testbed.policies.preemption import PreemptionChoice
 from testbed.policies.queue_order import FCFS, WaitingQueue
 from testbed.policies.victim import MostRecentlyAdmitted, VictimChoice
-from testbed.request import GREEDY, Request, SamplingParams
-from testbed.scheduler import Scheduler
 
 COMPOSITIONS: dict[str, Callable[[], Composition]] = {
     "prefill_first": PrefillFirst,

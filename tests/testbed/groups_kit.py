@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from testbed.plan import FinishReason, Outcome
-from testbed.request import SamplingParams
-from testbed.scheduler import Scheduler
+from testbed.core.plan import FinishReason, Outcome
+from testbed.core.request import SamplingParams
+from testbed.core.scheduler import Scheduler
 from tests.testbed.core_kit import (
     add,
     make_request,

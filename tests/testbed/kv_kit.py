@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from testbed.blocks.manager import BlockManager, Verdict
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import (
     make_request,
 )

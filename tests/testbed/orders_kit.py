@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
+from testbed.core.request import Request
+from testbed.core.sequence import Sequence
 from testbed.policies.config import Limits
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import Perfect
-from testbed.request import Request
-from testbed.sequence import Sequence
 
 NS_PER_S = 1_000_000_000
 MAX_MODEL_LEN = 1 << 20

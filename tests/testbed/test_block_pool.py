@@ -6,7 +6,7 @@ import pytest
 
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.pool import BlockPool
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import make_blocks, make_request
 
 

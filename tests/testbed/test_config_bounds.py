@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import MAX_NUM_BLOCKS, CacheConfig, check_pool_sizes
+from testbed.core.request import SamplingParams
 from testbed.errors import ConfigError, RequestError
-from testbed.request import SamplingParams
 
 
 @pytest.mark.parametrize("field", ["num_gpu_blocks", "num_cpu_blocks"])

@@ -6,8 +6,8 @@ import pytest
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.manager import BlockManager
-from testbed.request import SamplingParams
-from testbed.sequence import Sequence
+from testbed.core.request import SamplingParams
+from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import add, make_blocks, make_request, make_scheduler, step
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.manager import BlockManager
-from testbed.plan import BatchPlan, FinishReason, Outcome, StepResult
+from testbed.core.plan import BatchPlan, FinishReason, Outcome, StepResult
+from testbed.core.request import Request, SamplingParams
 from testbed.policies.config import Limits
 from testbed.policies.preemption import Auto, Recompute, Swap
 from testbed.policies.victim import LeastProgress, MostRecentlyAdmitted
-from testbed.request import Request, SamplingParams
 from tests.testbed.core_kit import ALL_COMPOSITIONS, make_scheduler
 
 RULES = {

@@ -15,16 +15,16 @@ import pytest
 from xxhash import xxh64_intdigest
 
 from testbed.blocks.config import KVRules
-from testbed.core import Core
-from testbed.digest import VERSION, plan_events
-from testbed.plan import Admission, FinishReason, Ignored, Outcome, Preemption, PreemptionMode, StepResult
+from testbed.core.digest import VERSION, plan_events
+from testbed.core.plan import Admission, FinishReason, Ignored, Outcome, Preemption, PreemptionMode, StepResult
+from testbed.core.request import Request, SamplingParams
+from testbed.core.running import Core
+from testbed.core.scheduler import Scheduler
+from testbed.core.step import Step
 from testbed.policies.admission import Watermark
 from testbed.policies.preemption import Auto, Swap
 from testbed.policies.queue_order import FCFS
 from testbed.policies.victim import MostRecentlyAdmitted
-from testbed.request import Request, SamplingParams
-from testbed.scheduler import Scheduler
-from testbed.step import Step
 from tests.testbed.core_kit import (
     COMPOSITIONS,
     add,
@@ -268,5 +268,5 @@ def test_it_is_made_as_its_module_says(composition: str) -> None:
 
 
 def test_another_definition_is_another_version() -> None:
-    """Tapes compare digests: whoever changes what this value is must also raise `testbed.digest.VERSION`."""
+    """Tapes compare digests: whoever changes what this value is must also raise `testbed.core.digest.VERSION`."""
     assert (VERSION, final(busy_requests(), num_blocks=14, block_size=2, rules=CHUNK)) == (2, GOLDEN)

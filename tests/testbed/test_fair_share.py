@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
+from testbed.core.sequence import Sequence
 from testbed.policies.queue_order import FCFS
-from testbed.sequence import Sequence
 from tests.testbed.orders_kit import World, bound, drain, emit, make_seq, play, pushed
 
 # --- fair share ---

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 from tests.testbed.orders_kit import NS_PER_S, World, bound, drain, emit, make_seq, play, pushed
 
 # --- multi-level feedback ---

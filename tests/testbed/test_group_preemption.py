@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.plan import BlockedBy, FinishReason, PreemptionMode, StepResult
+from testbed.core.plan import BlockedBy, FinishReason, PreemptionMode, StepResult
+from testbed.core.request import SamplingParams
+from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import SequenceState
 from testbed.policies.preemption import Auto, Recompute, Swap
-from testbed.request import SamplingParams
-from testbed.scheduler import Scheduler
-from testbed.sequence import SequenceState
 from tests.testbed.core_kit import (
     add,
     drain,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from testbed.plan import BlockedBy, FinishReason, Outcome, StepResult
+from testbed.core.plan import BlockedBy, FinishReason, Outcome, StepResult
+from testbed.core.request import SamplingParams
+from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import SequenceState
 from testbed.policies.preemption import Recompute
-from testbed.request import SamplingParams
-from testbed.scheduler import Scheduler
-from testbed.sequence import SequenceState
 from tests.testbed.core_kit import (
     ALL_COMPOSITIONS,
     add,

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.oracle import Noisy, NoOracle
-from testbed.sequence import Sequence
 from tests.testbed.orders_kit import KEYED, NS_PER_S, World, bound, drain, emit, make_seq, play, pushed
 
 

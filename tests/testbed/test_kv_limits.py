@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.plan import BlockedBy, FinishReason, PreemptionMode
+from testbed.core.plan import BlockedBy, FinishReason, PreemptionMode
+from testbed.core.request import SamplingParams
 from testbed.policies.preemption import Recompute
-from testbed.request import SamplingParams
 from tests.testbed.core_kit import (
     add,
     drain,

@@ -6,10 +6,10 @@ import pytest
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.manager import NO_HIT, BlockManager, Verdict
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.preemption import Recompute
-from testbed.sequence import Sequence
 from tests.testbed.core_kit import (
     add,
     cached,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
+from testbed.core.plan import FinishReason, Outcome, StepResult
+from testbed.core.request import SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.errors import RequestError
-from testbed.plan import FinishReason, Outcome, StepResult
-from testbed.request import SamplingParams
-from testbed.scheduler import Scheduler
 from tests.testbed.core_kit import (
     add,
     drain,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.plan import BlockedBy, PreemptionMode
+from testbed.core.plan import BlockedBy, PreemptionMode
+from testbed.core.scheduler import Scheduler
 from testbed.policies import orders
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import Perfect
 from testbed.policies.preemption import Swap
 from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import LowestPriority
-from testbed.scheduler import Scheduler
 from tests.testbed.core_kit import (
     add,
     drain,

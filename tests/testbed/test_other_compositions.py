@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.plan import BlockedBy, FinishReason, PrefillChunk
+from testbed.core.plan import BlockedBy, FinishReason, PrefillChunk
 from tests.testbed.core_kit import (
     add,
     drain,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from testbed.core.plan import PreemptionMode
 from testbed.errors import ConfigError
-from testbed.plan import PreemptionMode
 from testbed.policies.preemption import Auto, Cheaper, Recompute, Swap
 
 RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP

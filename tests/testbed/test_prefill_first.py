@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from testbed.plan import BlockedBy, FinishReason
-from testbed.sequence import Sequence
+from testbed.core.plan import BlockedBy, FinishReason
+from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import (
     add,
     cached,

@@ -14,9 +14,9 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LFU, CostAware
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import NoOracle
-from testbed.sequence import Sequence
 from tests.testbed.core_kit import (
     WeakKeys,
     add,

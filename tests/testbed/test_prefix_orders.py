@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import make_blocks
 from tests.testbed.orders_kit import FakeBlocks, Hit, bound, drain, emit, make_seq, pushed
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.record_tables import ArrowArrays
+from testbed.records.tables import ArrowArrays
 
 INSTANTS = st.lists(st.integers(0, 2**62), max_size=5)
 COLUMNS: dict[Any, Any] = {

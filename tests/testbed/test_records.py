@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from testbed.interfaces import StepView
-from testbed.plan import Spans, StepResult
-from testbed.recorder import RunRecorder
-from testbed.records import REQUEST_COLUMNS, STEP_COLUMNS
-from testbed.request import Request
-from testbed.scheduler import Scheduler
+from testbed.core.interfaces import StepView
+from testbed.core.plan import Spans, StepResult
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.records.recorder import RunRecorder
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
 
 ARROW = {

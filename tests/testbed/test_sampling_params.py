@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from experiments.config import SamplingConfig
+from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import RequestError
-from testbed.request import GREEDY, SamplingParams
 
 BAD = [
     ({"temperature": -0.5}, r"sampling.temperature is -0.5; it must be 0 \(greedy\) or above"),

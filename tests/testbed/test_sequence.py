@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
+from testbed.core.request import SamplingParams
+from testbed.core.sequence import Sequence, SequenceState
 from testbed.errors import IllegalTransitionError, RequestError
-from testbed.request import SamplingParams
-from testbed.sequence import Sequence, SequenceState
 from tests.testbed.core_kit import add, make_limits, make_request, make_scheduler, step
 
 W, R, S, F = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED, SequenceState.FINISHED

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import pytest
 
+from testbed.core.interfaces import Abort, Arrive, Event, Execute, Resume, StepView, WaitUntil
+from testbed.core.plan import Finished, StepResult
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
+from testbed.core.step import Step
 from testbed.errors import LivelockError
-from testbed.interfaces import Abort, Arrive, Event, Execute, Resume, StepView, WaitUntil
-from testbed.plan import Finished, StepResult
-from testbed.request import Request
-from testbed.scheduler import Scheduler
-from testbed.serve import serve
-from testbed.step import Step
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler, scheduled
 
 

@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import chisquare
 
 from sim.backend import SimBackend
-from testbed.plan import BatchPlan, BatchShape, Outcome, ScheduledSequence, Spans
-from testbed.request import SamplingParams
+from testbed.core.plan import BatchPlan, BatchShape, Outcome, ScheduledSequence, Spans
+from testbed.core.request import SamplingParams
 
 VOCAB_SIZE = 50
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from testbed.errors import ConfigError, ModelError
-from testbed.hf_config import load_hf_config
-from testbed.specs import ModelSpec, RopeScaling
+from testbed.specs.hf_config import load_hf_config
+from testbed.specs.model import ModelSpec, RopeScaling
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],

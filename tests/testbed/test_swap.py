@@ -6,10 +6,10 @@ import pytest
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.manager import BlockManager, Verdict
-from testbed.plan import BlockedBy, FinishReason, PreemptionMode, PrefillChunk
+from testbed.core.plan import BlockedBy, FinishReason, PreemptionMode, PrefillChunk
+from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence, SequenceState
 from testbed.policies.preemption import Swap
-from testbed.scheduler import Scheduler
-from testbed.sequence import Sequence, SequenceState
 from tests.testbed.core_kit import (
     ALL_COMPOSITIONS,
     add,

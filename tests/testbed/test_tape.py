@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from testbed.core.interfaces import Abort, Arrive, StepView
+from testbed.core.plan import FinishReason, Outcome, Spans, StepResult
+from testbed.core.request import Request, SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.errors import RunFolderError
-from testbed.interfaces import Abort, Arrive, StepView
-from testbed.plan import FinishReason, Outcome, Spans, StepResult
-from testbed.records import decision
-from testbed.request import Request, SamplingParams
-from testbed.scheduler import Scheduler
-from testbed.tape import Tape, TapeEvent, TapeInbox, TapeWriter, read_tape
+from testbed.records.schema import decision
+from testbed.records.tape import Tape, TapeEvent, TapeInbox, TapeWriter, read_tape
 from tests.testbed.core_kit import add, make_request, make_scheduler
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from testbed.blocks.config import KVRules
+from testbed.core.plan import StepResult
+from testbed.core.scheduler import Scheduler
+from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError
-from testbed.plan import StepResult
 from testbed.policies.victim import MostBlocks, VictimChoice
-from testbed.scheduler import Scheduler
-from testbed.thrash import Thrash
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
 from tests.testbed.test_serve import ListInbox, abort, arrive, drive
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from testbed.blocks.config import KVRules
-from testbed.plan import BlockedBy
+from testbed.core.plan import BlockedBy
 from tests.testbed.core_kit import (
     add,
     cached,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from real.text.detokenizer import ByteDetokenizer
 from real.text.sequence_text import SequenceText
 from real.text.stops import StopStrings
-from testbed.sampling import SamplingParams
+from testbed.core.sampling import SamplingParams
 from tests.text.tokenizers_on_the_spot import byte_fallback
 
 LETTERS = st.text("ab🙂", max_size=30)

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.interfaces import Abort, Arrive, Inbox
-from testbed.plan import Finished, FinishReason
-from testbed.request import SamplingParams
+from testbed.core.interfaces import Abort, Arrive, Inbox
+from testbed.core.plan import Finished, FinishReason
+from testbed.core.request import SamplingParams
 from testbed.traces.arrange import arrange
 from testbed.traces.inbox import TraceInbox, to_request
 from testbed.traces.schema import Span, TraceRequest

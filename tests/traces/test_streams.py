@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from testbed.core.interfaces import Abort
+from testbed.core.plan import Finished, FinishReason
 from testbed.errors import TraceError
-from testbed.interfaces import Abort
-from testbed.plan import Finished, FinishReason
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import AgentConfig, FewShotConfig, RagConfig
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream_generated

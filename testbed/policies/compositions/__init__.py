@@ -1,10 +1,10 @@
-"""Batch compositions: one class each, owning the algorithm of a step. What they call is `testbed.step.Step`."""
+"""Batch compositions: one class each, owning the algorithm of a step. What they call is `testbed.core.step.Step`."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from testbed.step import Step
+from testbed.core.step import Step
 
 
 class Composition(Protocol):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from testbed.blocks.manager import Verdict
-from testbed.plan import BlockedBy
-from testbed.sequence import Sequence
-from testbed.step import Step
+from testbed.core.plan import BlockedBy
+from testbed.core.sequence import Sequence
+from testbed.core.step import Step
 
 
 class PrefillFirst:

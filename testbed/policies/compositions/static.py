@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from testbed.blocks.manager import Verdict
-from testbed.plan import BlockedBy
-from testbed.step import Step
+from testbed.core.plan import BlockedBy
+from testbed.core.step import Step
 
 
 class Static:

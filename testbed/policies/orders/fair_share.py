@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from testbed.core.sequence import Sequence
 from testbed.policies.orders.checks import whole
 from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.policies.orders.meter import PromptMeter
 from testbed.policies.queue_order import FCFS
-from testbed.sequence import Sequence
 
 
 class VirtualTokenCounter:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
+from testbed.core.sequence import Sequence
 from testbed.policies.orders.checks import not_negative, whole
 from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.policies.orders.keyed import NS_PER_S
 from testbed.policies.orders.meter import PromptMeter
-from testbed.sequence import Sequence
 
 
 class MultiLevelFeedbackQueue:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
 from testbed.policies.orders.checks import one_of
 from testbed.policies.orders.heap import Rank
 from testbed.policies.orders.keyed import KeyedQueue
-from testbed.sequence import Sequence
 
 
 class JobSize:

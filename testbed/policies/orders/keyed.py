@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 
+from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import not_negative, whole
 from testbed.policies.orders.heap import LazyHeap, Rank
-from testbed.sequence import Sequence
 from testbed.streams import draw
 
 NS_PER_S = 1_000_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 
 class PromptMeter:

@@ -7,10 +7,10 @@ from bisect import bisect_left
 from xxhash import xxh64_intdigest
 
 from testbed.blocks.manager import BlockManager
+from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import one_of, whole
 from testbed.policies.orders.window import WindowedQueue
-from testbed.sequence import Sequence
 
 TREES = ("waiting", "cached")
 LEAF = -1  # a depth: these sequences end at the node

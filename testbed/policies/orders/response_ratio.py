@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from testbed.core.sequence import Sequence
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders.checks import whole
 from testbed.policies.orders.heap import LazyHeap, Rank
-from testbed.sequence import Sequence
 
 RATIO_BITS = 24  # fractional bits of wait [ns] / service [tokens]
 

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
+from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import whole
 from testbed.policies.queue_order import FCFS
-from testbed.sequence import Sequence
 
 
 class Arrangement(Protocol):

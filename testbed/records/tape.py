@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testbed.digest import VERSION as DIGEST_VERSION
+from testbed.core.digest import VERSION as DIGEST_VERSION
+from testbed.core.interfaces import Abort, Arrive, Event, StepView
+from testbed.core.plan import Finished, FinishReason, Outcome, Spans
+from testbed.core.request import Request
 from testbed.errors import RunFolderError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.interfaces import Abort, Arrive, Event, StepView
-from testbed.plan import Finished, FinishReason, Outcome, Spans
-from testbed.request import Request
 
 VERSION = 1
 MAX_NS = 2**62

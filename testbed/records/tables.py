@@ -8,10 +8,10 @@ from pathlib import Path
 from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from testbed.plan import BlockedBy, RunSpans, Spans
+from testbed.core.plan import BlockedBy, RunSpans, Spans
 
 if TYPE_CHECKING:
-    from testbed.interfaces import StepView
+    from testbed.core.interfaces import StepView
 
 
 _REASONS = (None, *(reason.value for reason in BlockedBy))

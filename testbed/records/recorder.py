@@ -1,4 +1,4 @@
-"""The writer of a run's records: it sees each step and each request, and makes the rows of `testbed/records.py`."""
+"""The writer of a run's records: it sees each step and each request, and makes the rows of `schema.py`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from testbed.interfaces import StepView
-from testbed.plan import Admission, Finished, FinishReason, Preemption, PreemptionMode
-from testbed.record_tables import RowTable, StepTable
-from testbed.records import COMPLETED, REQUEST_COLUMNS, STEP_COLUMNS, decision
-from testbed.request import Request
-from testbed.sequence import Sequence
+from testbed.core.interfaces import StepView
+from testbed.core.plan import Admission, Finished, FinishReason, Preemption, PreemptionMode
+from testbed.core.request import Request
+from testbed.core.sequence import Sequence
+from testbed.records.schema import COMPLETED, REQUEST_COLUMNS, STEP_COLUMNS, decision
+from testbed.records.tables import RowTable, StepTable
 
 
 class RunRecorder:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from testbed.sequence import Sequence
+from testbed.core.sequence import Sequence
 
 if TYPE_CHECKING:
     from testbed.blocks.manager import BlockManager

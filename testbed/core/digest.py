@@ -11,9 +11,9 @@ from struct import Struct, pack
 
 from xxhash import xxh64_intdigest
 
-from testbed.plan import FinishReason, PreemptionMode
-from testbed.sequence import Sequence
-from testbed.step import Step
+from testbed.core.plan import FinishReason, PreemptionMode
+from testbed.core.sequence import Sequence
+from testbed.core.step import Step
 
 VERSION = 2  # of the definition below: another definition is another version, and tapes do not compare across them
 _STEP = Struct("<QQqq")

@@ -8,10 +8,10 @@ to it is done to `seq.together`.
 from __future__ import annotations
 
 from testbed.blocks.manager import PrefixHit, Verdict
-from testbed.core import Core
-from testbed.plan import Admission, BlockedBy, Ignored, Preemption
-from testbed.preempting import give_up, give_up_swapped, preempt
-from testbed.sequence import Sequence, SequenceState
+from testbed.core.plan import Admission, BlockedBy, Ignored, Preemption
+from testbed.core.preempting import give_up, give_up_swapped, preempt
+from testbed.core.running import Core
+from testbed.core.sequence import Sequence, SequenceState
 
 # (seq, start, num_tokens): num_tokens tokens of seq from position start are computed in this step. A plain tuple: there
 # may be one for each running sequence in each step.

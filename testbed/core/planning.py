@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from testbed.core import Core
-from testbed.fast_forward import num_steps_ahead
-from testbed.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
-from testbed.step import Step
+from testbed.core.fast_forward import num_steps_ahead
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
+from testbed.core.running import Core
+from testbed.core.step import Step
 
 
 def make_plan(step: Step, core: Core, *, record_decisions: bool, max_steps: int = 1) -> BatchPlan:

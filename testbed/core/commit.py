@@ -8,11 +8,11 @@ from __future__ import annotations
 from itertools import chain
 from typing import NamedTuple
 
-from testbed.core import Core
-from testbed.digest import fork_event
-from testbed.plan import FinishReason, Outcome, PromptLogprobs, TokenLogprobs
-from testbed.sequence import Sequence, SequenceGroup
-from testbed.step import Step
+from testbed.core.digest import fork_event
+from testbed.core.plan import FinishReason, Outcome, PromptLogprobs, TokenLogprobs
+from testbed.core.running import Core
+from testbed.core.sequence import Sequence, SequenceGroup
+from testbed.core.step import Step
 
 Ending = tuple[Sequence, FinishReason]
 

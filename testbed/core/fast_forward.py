@@ -9,10 +9,10 @@ forwarded only if it declares `is_time_dependent = False`.
 
 from __future__ import annotations
 
-from testbed.core import Core
-from testbed.plan import BlockedBy
+from testbed.core.plan import BlockedBy
+from testbed.core.running import Core
+from testbed.core.step import Step
 from testbed.policies.admission import Watermark
-from testbed.step import Step
 
 FAST_FORWARD = 1 << 20  # steps that a plan may span at most: in effect, as many as are alike
 

@@ -11,9 +11,9 @@ from array import array
 
 import xxhash
 
-from testbed.plan import BatchPlan
-from testbed.scheduler import Scheduler
-from testbed.sequence import SequenceState
+from testbed.core.plan import BatchPlan
+from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import SequenceState
 
 
 class Thrash:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from testbed.core.interfaces import Arrive, Event, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
+from testbed.core.scheduler import Scheduler
+from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError
-from testbed.interfaces import Arrive, Event, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
-from testbed.scheduler import Scheduler
-from testbed.thrash import Thrash
 
 Loop = Generator[WaitUntil | Execute, Resume, None]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from enum import StrEnum
 from typing import NamedTuple, Protocol, overload
 
-from testbed.request import Request, SamplingParams
+from testbed.core.request import Request, SamplingParams
 
 
 class FinishReason(StrEnum):

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from testbed.interfaces import StepView
-from testbed.plan import BatchShape, Finished, Spans
-from testbed.request import Request
+from testbed.core.interfaces import StepView
+from testbed.core.plan import BatchShape, Finished, Spans
+from testbed.core.request import Request
 
 FORMAT = 1
 OPERATORS_FILE = "operators.json"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from testbed.core.sampling import GREEDY as GREEDY
+from testbed.core.sampling import SamplingParams as SamplingParams
 from testbed.errors import RequestError
-from testbed.sampling import GREEDY as GREEDY
-from testbed.sampling import SamplingParams as SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from testbed.blocks.manager import BlockManager
-from testbed.decode_batch import DecodeBatch
+from testbed.core.decode_batch import DecodeBatch
+from testbed.core.sequence import Sequence
 from testbed.policies.admission import Admission
 from testbed.policies.config import Limits
 from testbed.policies.preemption import PreemptionChoice
 from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import VictimChoice
-from testbed.sequence import Sequence
 
 
 class Core:

@@ -7,7 +7,7 @@ A run folder holds:
     steps.parquet      STEP_COLUMNS, one row a step; none with record.steps=false
     summary.json       the headline numbers (analysis.metrics.summarise)
     decisions.jsonl    with record.decisions=true: one line a step
-    operators.json     with record.operators=true: where the time went, by operator (testbed/operators.py)
+    operators.json     with record.operators=true: where the time went, by operator (testbed/records/operators.py)
     tape.jsonl         a real run only
     run.log            the log
     done               written last: the folder is whole
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.interfaces import StepView
-from testbed.plan import BatchPlan, FinishReason, PreemptionMode
+from testbed.core.interfaces import StepView
+from testbed.core.plan import BatchPlan, FinishReason, PreemptionMode
 
 REQUEST_COLUMNS: dict[str, str] = {
     "request_id": "string",

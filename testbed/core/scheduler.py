@@ -10,21 +10,21 @@ One plan is in flight at most. Given the same configuration, calls and outcomes,
 from __future__ import annotations
 
 from testbed.blocks.manager import BlockManager
-from testbed.core import Core
-from testbed.digest import Digest, abort_event, finish_event, plan_events
+from testbed.core.commit import Progress
+from testbed.core.digest import Digest, abort_event, finish_event, plan_events
+from testbed.core.plan import BatchPlan, Finished, FinishReason, StepResult
+from testbed.core.planning import make_plan
+from testbed.core.request import Request
+from testbed.core.running import Core
+from testbed.core.sequence import Sequence, SequenceState
+from testbed.core.step import Step
 from testbed.errors import RequestError
-from testbed.plan import BatchPlan, Finished, FinishReason, StepResult
-from testbed.planning import make_plan
 from testbed.policies.admission import Admission, Watermark
 from testbed.policies.compositions import Composition
 from testbed.policies.config import Limits
 from testbed.policies.preemption import Auto, PreemptionChoice
 from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import VictimChoice
-from testbed.progress import Progress
-from testbed.request import Request
-from testbed.sequence import Sequence, SequenceState
-from testbed.step import Step
 
 
 class Scheduler:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from testbed.blocks.manager import BlockManager, Verdict
-from testbed.core import Core
-from testbed.plan import Preemption, PreemptionMode
-from testbed.sequence import Sequence, SequenceState
+from testbed.core.plan import Preemption, PreemptionMode
+from testbed.core.running import Core
+from testbed.core.sequence import Sequence, SequenceState
 
 if TYPE_CHECKING:
-    from testbed.step import Step
+    from testbed.core.step import Step
 
 
 def preempt(step: Step, core: Core, seq: Sequence) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from testbed.plan import BatchPlan, Finished, StepResult
-from testbed.request import Request
-from testbed.sequence import Sequence
+from testbed.core.plan import BatchPlan, Finished, StepResult
+from testbed.core.request import Request
+from testbed.core.sequence import Sequence
 
 
 class Arrive(NamedTuple):

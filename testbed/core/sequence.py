@@ -11,10 +11,10 @@ from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import Protocol
 
+from testbed.core.lazy_tokens import LazyTokens
+from testbed.core.plan import Completion, Finished, FinishReason, TokenLogprobs
+from testbed.core.request import Request
 from testbed.errors import IllegalTransitionError
-from testbed.lazy_tokens import LazyTokens
-from testbed.plan import Completion, Finished, FinishReason, TokenLogprobs
-from testbed.request import Request
 
 
 class SequenceState(IntEnum):

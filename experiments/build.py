@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from testbed.core.fast_forward import FAST_FORWARD
+
 from experiments.config import RunConfig, read_config
 from experiments.costs import block_bytes, build_cost, sliding_window, unread_settings
 from experiments.estimator import CostEstimator
@@ -26,12 +28,12 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.limits import Limits
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError, TraceError
 from testbed.policies.compositions.unified import Unified
-from testbed.policies.config import Limits, SchedulerConfig
+from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Swap
 from testbed.specs.model import activation_bytes, check_ranks, graph_bytes, num_kv_blocks

@@ -30,7 +30,8 @@ from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
 from sim.cost.linear import fit_linear, save_fit
 from testbed.core.interfaces import Recorder, StepView
-from testbed.core.plan import BatchShape, Finished, Spans
+from testbed.core.outcome import Finished, Spans
+from testbed.core.plan import BatchShape
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve

@@ -17,7 +17,8 @@ from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import COEFFICIENTS as LINEAR_COEFFICIENTS
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
-from testbed.core.plan import BatchShape, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 from testbed.records.operators import Itemise
 from testbed.specs.profiles import read_profile

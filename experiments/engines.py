@@ -19,7 +19,8 @@ from sim.fleet import Fleet
 from sim.routers import RouterContext
 from sim.routers import bind as bind_router
 from testbed.core.interfaces import Inbox
-from testbed.core.plan import BatchShape, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.records.operators import Itemise

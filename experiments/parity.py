@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from testbed.core.fast_forward import FAST_FORWARD
+
 from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
@@ -15,9 +17,9 @@ from experiments.forcing import FORCED, forcing
 from sim.backend import SimWork
 from sim.cost.recorded import RecordedBackend
 from sim.driver import run as drive
-from testbed.core.fast_forward import FAST_FORWARD
 from testbed.core.interfaces import StepView
-from testbed.core.plan import BatchPlan, Finished
+from testbed.core.outcome import Finished
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve

@@ -9,7 +9,7 @@ from typing import Any
 
 from real.text.status import CacheHits, StatusLine
 from testbed.core.interfaces import Recorder, StepView
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 

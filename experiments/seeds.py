@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from testbed.core.interfaces import Arrive, Event, Inbox
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import SamplingParams
 from testbed.streams import draw
 

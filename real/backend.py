@@ -34,7 +34,8 @@ from real.profiling import Limits, capture_decodes, fitting_num_blocks, warm_up
 from real.runner import ModelRunner
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
-from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, ScheduledSequence, Spans
+from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.errors import ConfigError, DeviceError
 from testbed.specs.model import ModelSpec
 

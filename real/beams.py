@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from testbed.core.plan import Outcome, ScheduledSequence, TokenLogprobs
+from testbed.core.outcome import Outcome, TokenLogprobs
+from testbed.core.plan import ScheduledSequence
 from testbed.core.request import SamplingParams
 
 MAX_SCORED_ELEMENTS = 2**22  # rows x vocabulary that are ranked at a time: bounds the memory of their copies

@@ -13,7 +13,8 @@ from typing import Generic, Protocol, TypeVar
 from real.config import RealConfig
 from real.replay import HostTimes
 from testbed.core.interfaces import Execute, Resume, WaitUntil
-from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans, StepResult
+from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
+from testbed.core.plan import BatchPlan
 from testbed.errors import LivelockError
 
 SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from testbed.core.interfaces import StepView
-from testbed.core.plan import Finished, Spans
+from testbed.core.outcome import Finished, Spans
 from testbed.core.request import Request
 
 MAX_LAG_NS = 10_000_000  # a replay keeps pace if 99 % of its arrivals lag by less

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
-from sim.cost.base import CostModel, DecodePricer
-from testbed.core.plan import BatchPlan, BatchShape, Outcome, RunSpans, ScheduledSequence, Spans
+from sim.cost.base import CostModel
+from testbed.core.outcome import Outcome, Spans
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
+from testbed.core.value import Value
 from testbed.errors import ConfigError, RequestError
 from testbed.foreign_text import shown
 from testbed.streams import draw
 
 
-class SimWork(NamedTuple):
-    """What a plan costs, step by step. A step lasts at least 1 ns, also one that only preempts."""
+class SimWork(Value):
+    """What a step costs. It lasts at least 1 ns, also one that only preempts."""
 
-    durations_ns: Sequence[int]
-    spans: Sequence[Spans]
-    outcomes: tuple[Outcome, ...] | None = None
+    FIELDS: ClassVar = ("duration_ns", "spans", "outcomes")
+
+    def __init__(self, duration_ns: int, spans: Spans, outcomes: tuple[Outcome, ...] | None = None) -> None:
+        self.duration_ns = duration_ns
+        self.spans = spans
+        self.outcomes = outcomes
 
 
 class SimBackend:
@@ -47,62 +51,43 @@ class SimBackend:
         schedule_ns_per_seq: int = 0,
     ) -> None:
         self.cost = cost
-        self._decode_pricer = cost if isinstance(cost, DecodePricer) else None
-        self._last_ns = 1 << 30  # of a step of some run: guides how many are priced at once, and nothing else
         self._schedule_ns = schedule_ns
         self._schedule_ns_per_seq = schedule_ns_per_seq
-        self._has_own = bool(schedule_ns or schedule_ns_per_seq)
         self._seed = seed
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
 
-    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork:
-        """limit_ns: of several steps, none is priced that begins so long after the first, or not much later."""
-        shape = plan.shape
-        if plan.num_steps > 1:
-            if self._decode_pricer is None or shape.prefills:
-                return self._one_by_one(plan, limit_ns)
-            return self._decodes(self._decode_pricer, plan, limit_ns)
-        spans = self._price(shape)
-        return SimWork((max(1, sum(spans)),), (spans,), self._outcomes(plan) if plan.has_beams else None)
+    def start(self, plan: BatchPlan) -> SimWork:
+        spans = self._price(plan.shape)
+        return SimWork(max(1, spans.total_ns), spans, self._outcomes(plan) if plan.has_beams else None)
 
     def _price(self, shape: BatchShape) -> Spans:
         """The spans of one step. Raises ConfigError for what a cost model of a user's may not return."""
-        spans = self.cost.price(shape)
-        if type(spans) is not Spans or type(sum(spans)) is not int or min(spans) < 0:
-            spans = self._checked(spans)
-        return self._scheduled(spans, shape) if self._has_own else spans
+        priced: Any = self.cost.price(shape)
+        spans: Spans
+        if isinstance(priced, Spans) and type(priced.total_ns) is int and min(priced.values()) >= 0:
+            spans = priced
+        else:
+            spans = self._checked(priced)
+        own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
+        return spans.replace(schedule_ns=spans.schedule_ns + own_ns) if own_ns else spans
 
-    def _checked(self, spans: Any) -> Spans:
+    def _checked(self, priced: Any) -> Spans:
         """What a model returned, as spans of Python's integers: others (numpy's) are not exact."""
         model = type(self.cost).__name__
         try:
-            schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = map(index, spans)
+            schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = map(index, priced)
         except (TypeError, ValueError):
-            given = tuple(spans) if isinstance(spans, tuple) else spans
+            given = tuple(priced) if isinstance(priced, Spans | tuple) else priced
             raise ConfigError(
-                f"cost: {model} returned {shown(given)} for a step; it must be testbed.core.plan.Spans, five whole "
+                f"cost: {model} returned {shown(given)} for a step; it must be testbed.core.outcome.Spans, five whole "
                 "numbers of ns"
             ) from None
         whole = Spans(schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns)
-        name, value = min(whole._asdict().items(), key=lambda item: item[1])
-        if value < 0:
-            raise ConfigError(f"cost: {model} returned {name}={value}; a span is 0 ns or more")
+        for name in Spans.FIELDS:
+            if getattr(whole, name) < 0:
+                raise ConfigError(f"cost: {model} returned {name}={getattr(whole, name)}; a span is 0 ns or more")
         return whole
-
-    def _price_decodes(self, cost: DecodePricer, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
-        """As `_price`, for the steps of a run of decodes."""
-        priced = cost.price_decodes(shape, num_steps)
-        if not (isinstance(priced, tuple) and len(priced) == 2 and len(priced[1]) == num_steps):
-            raise ConfigError(
-                f"cost: {type(cost).__name__}.price_decodes returned {shown(priced)}; it must be (Spans of the first "
-                f"step, forward_ns of each of the {num_steps} steps)"
-            )
-        first, forward_ns = priced
-        if type(first) is not Spans or type(sum(first) + sum(forward_ns)) is not int or min(*first, *forward_ns) < 0:
-            first = self._checked(first)
-            forward_ns = [self._checked(first._replace(forward_ns=ns)).forward_ns for ns in forward_ns]
-        return first, forward_ns
 
     def of_replica(self, number: int) -> SimBackend:
         """The same prices for another replica, with draws of its own; replica 0 has this one's."""
@@ -116,51 +101,8 @@ class SimBackend:
         """What the link takes to move these blocks: the swap part of the price of a step that does nothing else."""
         return self._price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
 
-    def _decodes(self, cost: DecodePricer, plan: BatchPlan, limit_ns: int | None) -> SimWork:
-        """Prices of a run of decodes, in pieces: how many are wanted is known from what they last."""
-        shape, num_steps = plan.shape, plan.num_steps
-        assert not any(shape[4:]), f"not a run of decodes: {shape}"
-        piece = num_steps if limit_ns is None else min(num_steps, limit_ns // self._last_ns + 2)
-        first, forward_ns = self._price_decodes(cost, shape, piece)
-        first = self._scheduled(first, shape)
-        rest_ns = sum(first) - first.forward_ns  # the same in each step
-        while limit_ns is not None and piece < num_steps:
-            left_ns = limit_ns - piece * rest_ns - sum(forward_ns)
-            if left_ns <= 0:
-                break
-            more = min(num_steps - piece, left_ns // max(1, rest_ns + forward_ns[-1]) + 1)
-            forward_ns = forward_ns + self._price_decodes(cost, plan.shape_of(piece), more)[1]
-            piece += more
-        durations_ns = [rest_ns + ns for ns in forward_ns]
-        if min(durations_ns) < 1:
-            durations_ns = [max(1, ns) for ns in durations_ns]
-        self._last_ns = durations_ns[0]
-        return SimWork(durations_ns, RunSpans(first, forward_ns))
-
-    def _one_by_one(self, plan: BatchPlan, limit_ns: int | None) -> SimWork:
-        """The same of steps of any kind."""
-        durations_ns: list[int] = []
-        spans: list[Spans] = []
-        for number in range(plan.num_steps):
-            shape = plan.shape_of(number) if number else plan.shape
-            spans.append(self._price(shape))
-            durations_ns.append(max(1, sum(spans[-1])))
-            if limit_ns is not None:
-                limit_ns -= durations_ns[-1]
-                if limit_ns <= 0:
-                    break
-        return SimWork(durations_ns, tuple(spans))  # as of one step: a slice of none of them equals ()
-
-    def _scheduled(self, spans: Spans, shape: BatchShape) -> Spans:
-        """The price with the scheduler's own time, which is the same for each step of a plan."""
-        if not self._has_own:
-            return spans
-        own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
-        return spans._replace(schedule_ns=spans.schedule_ns + own_ns)
-
     def _outcomes(self, plan: BatchPlan) -> tuple[Outcome, ...] | None:
         """One for each beam row that samples, in the order of the rows."""
-        assert plan.num_steps == 1, "beams part at each step"
         rows = [row for row in plan.scheduled if row.samples and not row.forced]
         assert all(row.sampling.beam_width for row in rows), "the simulator draws for beams alone"
         outcomes: list[Outcome] = []

@@ -2,8 +2,7 @@
 
 Order at one instant: transfers that end, commits in replica order, the session arrivals that they cause, routing, plans
 in replica order (`sim.replica.Phases`). It is kept by priorities of SimPy's events, never by the order in which
-processes were scheduled, so stepping and fast forward see the same. A plan of several steps is cut at the first
-boundary at or after an event that is routed to its replica; steps that are over when a router asks are committed first.
+processes were scheduled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sim.link import HostLink, Waiting
 from sim.replica import Phases, Replica, ReplicaInbox, SwappingBackend
 from sim.routers import Router
 from testbed.core.interfaces import Arrive, Event, Inbox
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
@@ -124,8 +123,6 @@ class Fleet:
             if home is None:
                 return  # it has ended, or never came
             number = home
-        if self._phases.is_late:
-            self._replicas[number].settle()  # its plan of this instant is made
         self.inboxes[number].put(event, now_ns)
         self._replicas[number].wake()
 

@@ -1,13 +1,7 @@
-"""One replica of a fleet: its loop, the plan in flight, and what a router may see of it. A SimPy process.
-
-A plan of several steps (a run of decodes, the chunks of a prompt) is one event, its end. It may be cut before: at a
-boundary at or after an event that comes to the replica, or where a router looks at it. The loop then goes on at that
-boundary, which may lie in the past; as nothing came between, it decides there what it would have decided then.
-"""
+"""One replica of a fleet: its loop, the step in flight, and what a router may see of it. A SimPy process."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
@@ -17,9 +11,10 @@ import simpy
 from sim.backend import SimWork
 from sim.driver import MAX_NS, result_of, too_late
 from sim.link import HostLink, SwapsUnderWay, Waiting
-from testbed.blocks.swap_space import RELEASED
+from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.interfaces import Arrive, Event, Execute, Resume, WaitUntil
-from testbed.core.plan import BatchPlan, Finished, StepResult
+from testbed.core.outcome import Finished, StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence
@@ -29,7 +24,7 @@ from testbed.core.serve import Loop
 class SwappingBackend(Protocol):
     """A priced backend that also says what a transfer takes."""
 
-    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork: ...
+    def start(self, plan: BatchPlan) -> SimWork: ...
 
     def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int: ...
 
@@ -95,7 +90,7 @@ class ReplicaInbox:
         return [event.request for _, event in self._events if isinstance(event, Arrive)]
 
     def due(self, now_ns: int) -> list[Event]:
-        """What was sent up to `now_ns`: a loop that is settled looks at a boundary in the past."""
+        """What was sent up to `now_ns`."""
         events = []
         while self._events and self._events[0][0] <= now_ns:
             events.append(self._events.popleft()[1])
@@ -140,7 +135,7 @@ class Replica:
         self._swaps = SwapsUnderWay()
         self._command: WaitUntil | Execute | None = None  # None: the loop has ended
         self._is_stuck = False  # whether only an event would end the circles that it goes round in
-        self._flight: StepResult | None = None  # what becomes of the plan in flight, unless it is cut
+        self._flight: StepResult | None = None  # what becomes of the step in flight, unless transfers go beside it
 
     # --- the process ---
 
@@ -157,12 +152,13 @@ class Replica:
                     self._phases.planning()
                     self._resume(Resume(int(env.now)))
                 elif self._flight is not None:
-                    yield self._phases.at_commit(self._flight.end_ns[-1], self.number)
-                    self._land(len(self._flight.end_ns))
+                    result = self._flight
+                    yield self._phases.at_commit(result.end_ns, self.number)
+                    self._resume(Resume(result.end_ns, result))
                 else:
                     result = yield from self._step_beside_transfers(self._command.plan)
-                    yield self._phases.at_commit(result.end_ns[0], self.number)
-                    self._resume(Resume(result.end_ns[0], result))
+                    yield self._phases.at_commit(result.end_ns, self.number)
+                    self._resume(Resume(result.end_ns, result))
             except simpy.Interrupt:  # something has changed: look again
                 continue
 
@@ -186,18 +182,7 @@ class Replica:
         if isinstance(command, WaitUntil):
             self._is_stuck = command.is_stuck
         if isinstance(command, Execute) and not self._meets_transfers(command.plan):
-            wake_ns = command.wake_ns
-            limit_ns = None if wake_ns is None else max(1, wake_ns - now_ns)
-            self._flight = result_of(self._backend.start(command.plan, limit_ns), now_ns, wake_ns)
-
-    def _land(self, num_steps: int) -> None:
-        """Commits the first steps of the plan in flight."""
-        result = self._flight
-        assert result is not None
-        if num_steps < len(result.end_ns):
-            later = result.later_spans[: num_steps - 1]
-            result = result._replace(end_ns=result.end_ns[:num_steps], later_spans=later)
-        self._resume(Resume(result.end_ns[-1], result))
+            self._flight = result_of(self._backend.start(command.plan), now_ns)
 
     # --- what comes from outside ---
 
@@ -209,37 +194,10 @@ class Replica:
         return (is_waiting or self._is_stuck) and self._inbox.next_ns() is None
 
     def wake(self) -> None:
-        """Something came to the inbox now, or it was closed: the loop goes on at its next boundary."""
-        now_ns, result = int(self._env.now), self._flight
+        """Something came to the inbox now, or it was closed: a loop that waits goes on; a step is not cut."""
         self._is_stuck = False
-        if result is not None:
-            num_steps = bisect_left(result.end_ns, now_ns) + 1
-            if num_steps >= len(result.end_ns):
-                return
-            later = result.later_spans[: num_steps - 1]
-            self._flight = result._replace(end_ns=result.end_ns[:num_steps], later_spans=later)
-        elif not (isinstance(self._command, WaitUntil) and self._command.until_ns is None):
-            return  # a step that is not cut, or a boundary, which is now
-        self._look_again()
-
-    def settle(self) -> None:
-        """Commits the steps that are over: the scheduler is then as if it had been stepped."""
-        if self._flight is None:
-            return
-        now_ns = int(self._env.now)
-        num_over = bisect_right(self._flight.end_ns, now_ns)
-        if not num_over:
-            return
-        end_ns = self._flight.end_ns[num_over - 1]
-        self._land(num_over)
-        if end_ns < now_ns or self._phases.is_late:
-            self._resume(Resume(end_ns))
-            assert self._flight is not None
-            assert self._flight.end_ns[0] > now_ns, "decides as it has decided"
-        self._look_again()
-
-    def _look_again(self) -> None:
-        if self.process is not None and self.process is not self._env.active_process:
+        is_waiting = isinstance(self._command, WaitUntil) and self._command.until_ns is None
+        if is_waiting and self.process is not None and self.process is not self._env.active_process:
             self.process.interrupt()
 
     # --- what a router sees ---
@@ -258,22 +216,14 @@ class Replica:
 
     @property
     def num_tokens(self) -> int:
-        """Without settling: in a plan of several steps the same rows emit a token in each."""
         known = sum([len(request.prompt_token_ids) for request in self._inbox.unseen])
-        known += sum([seq.num_tokens for seq in self._scheduler.unfinished()])
-        if self._flight is None or len(self._flight.end_ns) == 1:
-            return known
-        assert isinstance(self._command, Execute)
-        num_over = bisect_right(self._flight.end_ns, int(self._env.now))
-        return known + num_over * self._command.plan.shape.num_samples
+        return known + sum([seq.num_tokens for seq in self._scheduler.unfinished()])
 
     @property
     def num_kv_blocks(self) -> int:
-        self.settle()
         return self._blocks.num_gpu_blocks - self._blocks.num_free_blocks
 
     def num_cached_tokens(self, request: Request) -> int:
-        self.settle()
         probe = Sequence(-1, request, self._scheduler.limits.max_model_len)
         num_tokens = self._blocks.lookup(probe).num_tokens
         self._blocks.forget(probe)
@@ -282,7 +232,7 @@ class Replica:
     # --- swaps on the link ---
 
     def _meets_transfers(self, plan: BatchPlan) -> bool:
-        """Whether the step has to do with the link. Those that do are taken one by one."""
+        """Whether the step has to do with the link."""
         return self._link is not None and bool(plan.swap_out or plan.swap_in or self._swaps)
 
     def _step_beside_transfers(self, plan: BatchPlan) -> Generator[simpy.Event, Any, StepResult]:
@@ -293,10 +243,10 @@ class Replica:
         """
         assert self._link is not None
         env, swaps, start_ns = self._env, self._swaps, int(self._env.now)
-        work = self._backend.start(plan, 1)  # of several steps, one
+        work = self._backend.start(plan)
         num_out, num_in = len(plan.swap_out), len(plan.swap_in)
         moves_ns = self._backend.transfer_ns(num_out, num_in) if num_out or num_in else 0
-        spans = work.spans[0]._replace(swap_ns=max(0, work.spans[0].swap_ns - moves_ns))  # without what the link takes
+        spans = work.spans.replace(swap_ns=max(0, work.spans.swap_ns - moves_ns))  # without what the link takes
         if spans.schedule_ns:
             yield env.timeout(spans.schedule_ns)
         if plan.swap_out:
@@ -310,13 +260,13 @@ class Replica:
             moving_in = [self._link.move_in(self._backend.transfer_ns(0, num_in), saved)]
         if swaps:
             yield env.all_of(swaps.before_writing(written_blocks(plan, self._blocks.block_size)))
-        yield env.timeout(sum(spans) - spans.schedule_ns)
+        yield env.timeout(spans.total_ns - spans.schedule_ns)
         yield env.all_of(moving_in)
         end_ns = max(int(env.now), start_ns + 1)
         if end_ns > MAX_NS:
             raise too_late(end_ns - start_ns)
-        waited_ns = int(env.now) - start_ns - sum(spans)
-        return StepResult((end_ns,), work.outcomes, spans._replace(swap_ns=spans.swap_ns + waited_ns))
+        waited_ns = int(env.now) - start_ns - spans.total_ns
+        return StepResult(end_ns, work.outcomes, spans.replace(swap_ns=spans.swap_ns + waited_ns))
 
 
 def written_blocks(plan: BatchPlan, block_size: int) -> list[int]:

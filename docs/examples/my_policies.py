@@ -12,19 +12,16 @@ from collections.abc import Collection, Iterator, Mapping
 from sim.cost.base import CostModel
 from sim.routers import Replicas, Router
 from testbed.blocks.eviction import EvictionPolicy
-from testbed.blocks.manager import Verdict
-from testbed.core.interfaces import Estimator
-from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode, Spans
+from testbed.blocks.verdict import Verdict
+from testbed.core.interfaces import Estimator, PreemptionChoice, VictimChoice, WaitingQueue
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
-from testbed.core.step import Step
-from testbed.policies.admission import Admission
-from testbed.policies.compositions import Composition
+from testbed.core.step import Composition, Step
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders import KeyedQueue
-from testbed.policies.preemption import PreemptionChoice
-from testbed.policies.queue_order import FCFS, WaitingQueue
-from testbed.policies.victim import VictimChoice
+from testbed.policies.queue_order import FCFS
 
 # --- queue orders ---
 

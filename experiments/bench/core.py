@@ -13,7 +13,7 @@ from tqdm import tqdm
 from experiments import build
 from experiments.collector import fewer_collections
 from experiments.compose import compose_config
-from testbed.core.plan import Outcome, StepResult
+from testbed.core.outcome import Outcome, StepResult
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.traces.schema import Span

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
+from testbed.core.fast_forward import FAST_FORWARD
 from tqdm import tqdm
 
 from analysis.queueing import (
@@ -30,9 +31,8 @@ from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from sim.driver import run as drive
-from testbed.core.fast_forward import FAST_FORWARD
 from testbed.core.interfaces import StepView
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.serve import serve
 from testbed.traces.arrange import arrange

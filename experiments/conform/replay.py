@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from experiments.conform.cases import SECOND_NS, Case, Decision
 from experiments.conform.overrides import case_config, case_scheduler
 from experiments.conform.systems import DecisionReader, System
-from testbed.core.plan import BatchPlan, StepResult
+from testbed.core.outcome import StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
 from testbed.errors import TestbedError
 

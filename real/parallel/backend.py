@@ -24,7 +24,8 @@ from real.parallel.distributed import DistributedGroup, LostPeerError, host_stor
 from real.parallel.processes import Ranks
 from real.parallel.wire import pack
 from real.parallel.worker import Setup
-from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans
+from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
 

@@ -24,7 +24,8 @@ from real.driver import RunningBackend, RunningWork
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
 from testbed.core.interfaces import Abort, Arrive, Event, Recorder, StepView
-from testbed.core.plan import BatchPlan, BatchShape, Finished, Outcome, PrefillChunk, PromptLogprobs, Spans
+from testbed.core.outcome import Finished, Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler

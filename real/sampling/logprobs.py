@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from testbed.core.plan import TokenLogprobs
+from testbed.core.outcome import TokenLogprobs
 
 MAX_SCORED_ELEMENTS = 2**22  # rows x vocabulary at a time: bounds the memory of their copies
 

@@ -21,7 +21,8 @@ from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, is_rando
 from real.sampling.logprobs import Scored, score, to_lists
 from real.sampling.noise import log_exponential
 from real.sampling.shaping import Edits, Filters, Penalties, edit, filter_, penalise
-from testbed.core.plan import Outcome, PromptLogprobs, ScheduledSequence, TokenLogprobs
+from testbed.core.outcome import Outcome, PromptLogprobs, TokenLogprobs
+from testbed.core.plan import ScheduledSequence
 
 MAX_NOISE_ELEMENTS = 2**22  # rows x vocabulary that are drawn at a time: bounds the memory of their 64-bit hashes
 MAX_PROMPT_ELEMENTS = 2**24  # the same of logits of prompts

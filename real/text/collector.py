@@ -24,7 +24,8 @@ from real.text.sequence_text import SequenceText
 from real.text.tokenizer import Tokenizer
 from testbed.core import plan as core
 from testbed.core.interfaces import Recorder, StepView
-from testbed.core.plan import BatchPlan, Completion, Finished, FinishReason, Outcome
+from testbed.core.outcome import Completion, Finished, FinishReason, Outcome
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.core.sequence import Sequence
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from testbed.core.interfaces import StepView
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import Request
 
 BAR_INTERVAL_NS = 200_000_000  # rates of the bar are of about this long

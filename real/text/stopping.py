@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from real.driver import RunningBackend, RunningWork
-from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans
+from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan
 
 
 class Watch(Protocol):

@@ -6,50 +6,27 @@ is rounded to an integer of ns. So a price is the same on every machine, and ste
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from testbed.core.plan import BatchShape, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
 
 
 class CostModel(Protocol):
     """Prices steps. The parts of the answer follow one another: the step lasts their sum, which is at least 1 ns.
 
-    `price` is all that a user's own model needs; ours are also a `DecodePricer` and an `Itemised`.
+    `price` is all that a user's own model needs; ours are `Itemised` too.
     """
 
     def price(self, shape: BatchShape) -> Spans: ...
 
 
-@runtime_checkable
-class DecodePricer(Protocol):
-    """A cost model that prices a run of decode steps at once: only forward_ns differs between them."""
-
-    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
-        """The spans of the first of `num_steps` steps, and the forward_ns of each, the first included.
-
-        shape: of the first step: decodes only, nothing swapped or copied. Step i is `later_decode(shape, i)`, and its
-        price is exactly `price` of that.
-        """
-        ...
-
-
-@runtime_checkable
 class Itemised(Protocol):
     """A cost model that says where the time of a step goes."""
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each operator; their sum is exactly that of the spans of `price(shape)`."""
         ...
-
-
-def later_decode(shape: BatchShape, index: int) -> BatchShape:
-    """The shape `index` steps later in a run of decodes: each row attends to one more position a step."""
-    return shape._replace(decode_context_tokens=shape.decode_context_tokens + index * shape.num_decodes)
-
-
-def total_ns(spans: Spans) -> int:
-    """How long the step lasts, in ns."""
-    return sum(spans)
 
 
 def pairs_doubled(start: int, num_tokens: int, window: int | None = None) -> int:
@@ -66,4 +43,4 @@ def pairs_doubled(start: int, num_tokens: int, window: int | None = None) -> int
 
 def attention_pairs_doubled(shape: BatchShape, window: int | None = None) -> int:
     """Twice the number of (query, key) pairs of all prefill chunks."""
-    return sum(pairs_doubled(start, num_tokens, window) for start, num_tokens in shape.prefills)
+    return sum([pairs_doubled(start, num_tokens, window) for start, num_tokens in shape.prefills])

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from sim.cost.base import pairs_doubled
 from sim.cost.profiled_range import OUTSIDE, Ranges, RangeWatch
-from testbed.core.plan import BatchShape, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 from testbed.specs.profiles import ProfileManifest
 
@@ -105,43 +106,35 @@ class CalibratedCost:
         return RangeWatch(self.calibration.ranges, self._outside)
 
     def price(self, shape: BatchShape) -> Spans:
-        num_decodes, context, prefills, num_samples, num_out, num_in, num_copied = shape
-        c = self._c
+        num_decodes, num_samples, has_prefills, c = shape.num_decodes, shape.num_samples, bool(shape.prefills), self._c
         num_prefill_tokens = prefill_ns = 0
-        if prefills:
+        if has_prefills:
             num_prefill_tokens, prefill_ns = self._prefill_attention(shape)
-        host_ns = self._host_ns(num_decodes + len(prefills), num_prefill_tokens, num_out + num_in + num_copied)
-        swap_ns = self._swap_ns(num_out, num_in) if num_out or num_in else 0
-        if num_copied:
-            swap_ns += round(num_copied * c.copied_block)
+        host_ns = self._host_ns(num_decodes + len(shape.prefills), num_prefill_tokens, shape.num_blocks_moved)
+        swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
+        if shape.num_blocks_copied:
+            swap_ns += round(shape.num_blocks_copied * c.copied_block)
         num_tokens, forward_ns = num_decodes + num_prefill_tokens, 0
         if num_tokens:
-            forward_ns = self._dense_ns(num_tokens, bool(prefills)) + prefill_ns
-            forward_ns += self._decode_ns(num_decodes, context, bool(prefills)) + round(num_samples * c.logits_row)
+            forward_ns = self._dense_ns(num_tokens, has_prefills) + prefill_ns
+            forward_ns += self._decode_ns(num_decodes, shape.decode_context_tokens, has_prefills)
+            forward_ns += round(num_samples * c.logits_row)
         sample_ns = round(c.sampler + num_samples * c.sampled_row) if num_samples else 0
         return Spans(0, host_ns, swap_ns, forward_ns, sample_ns)
 
-    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
-        num_decodes, context = shape.num_decodes, shape.decode_context_tokens
-        fixed_ns = self._dense_ns(num_decodes, False) + round(shape.num_samples * self._c.logits_row)
-        context_ns = self._c.decode_context_token
-        contexts = range(context, context + num_steps * num_decodes, num_decodes)
-        return self.price(shape), [fixed_ns + round(tokens * context_ns) for tokens in contexts]
-
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each part that a fit can tell apart; their sum is that of price(shape)."""
-        num_decodes, context, prefills, num_samples, num_out, num_in, num_copied = shape
+        num_decodes, num_samples, has_prefills = shape.num_decodes, shape.num_samples, bool(shape.prefills)
         num_prefill_tokens, prefill_ns = self._prefill_attention(shape)
-        num_moved, has_prefills = num_out + num_in + num_copied, bool(prefills)
         parts = {
-            "host": self._host_ns(num_decodes + len(prefills), num_prefill_tokens, num_moved),
-            "swap": self._swap_ns(num_out, num_in),
-            "block_copy": round(num_copied * self._c.copied_block),
+            "host": self._host_ns(num_decodes + len(shape.prefills), num_prefill_tokens, shape.num_blocks_moved),
+            "swap": self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in),
+            "block_copy": round(shape.num_blocks_copied * self._c.copied_block),
         }
         num_tokens = num_decodes + num_prefill_tokens
         if num_tokens:
             parts["dense"] = self._dense_ns(num_tokens, has_prefills)
-            parts["attention_decode"] = self._decode_ns(num_decodes, context, has_prefills)
+            parts["attention_decode"] = self._decode_ns(num_decodes, shape.decode_context_tokens, has_prefills)
             parts["attention_prefill"] = prefill_ns
             parts["lm_head"] = round(num_samples * self._c.logits_row)
         if num_samples:
@@ -155,6 +148,8 @@ class CalibratedCost:
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         c = self._c
+        if not num_out and not num_in:
+            return 0
         calls = (num_out > 0) + (num_in > 0)
         return round(calls * c.swap_call + num_out * c.swapped_out_block + num_in * c.swapped_in_block)
 

@@ -138,7 +138,7 @@ def _parts(step: MeasuredStep) -> tuple[int, int, int, int]:
     cover is taken from the host's, which hides behind the device, and then from the device's."""
     schedule, prepare, swap, forward, sample = step.spans
     host = schedule + prepare + step.total_ns - sum(step.spans)
-    if not any(step.shape[4:]):
+    if not step.shape.num_blocks_moved:
         host, swap = host + swap, 0  # asking whether there is anything to move
     if host < 0:
         forward, host = max(0, forward + host), 0
@@ -147,7 +147,7 @@ def _parts(step: MeasuredStep) -> tuple[int, int, int, int]:
 
 def _host(shape: BatchShape) -> tuple[int, ...]:
     num_rows = shape.num_decodes + len(shape.prefills)
-    return 1, num_rows, shape.num_prefill_tokens, sum(shape[4:])
+    return 1, num_rows, shape.num_prefill_tokens, shape.num_blocks_moved
 
 
 def _swap(shape: BatchShape) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from testbed.core.plan import BatchShape, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 
 
@@ -28,9 +29,6 @@ class ConstantCost:
 
     def price(self, shape: BatchShape) -> Spans:
         return self._spans
-
-    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
-        return self._spans, [self._spans.forward_ns] * num_steps
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         return {"step": self._spans.forward_ns}

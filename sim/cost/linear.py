@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.cost.base import attention_pairs_doubled, pairs_doubled
-from testbed.core.plan import BatchShape, Spans
+from sim.cost.base import attention_pairs_doubled
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import MAX_SIZE
@@ -90,19 +91,15 @@ class LinearCost:
         self._copy_ns = config.per_copied_block_s * 1e9
 
     def price(self, shape: BatchShape) -> Spans:
-        num_decodes, context, prefills, _, num_out, num_in, num_copied = shape
-        forward = self._base_ns + num_decodes * self._decode_ns + context * self._context_ns
-        if prefills:
-            num_tokens = doubled_pairs = 0
-            window = self._window
-            for start, length in prefills:
-                num_tokens += length
-                doubled_pairs += pairs_doubled(start, length, window)
-            forward = forward + num_tokens * self._prefill_ns + doubled_pairs * self._half_pair_ns
+        forward = self._base_ns + shape.num_decodes * self._decode_ns + shape.decode_context_tokens * self._context_ns
+        if shape.prefills:
+            doubled_pairs = attention_pairs_doubled(shape, self._window)
+            forward = forward + shape.num_prefill_tokens * self._prefill_ns + doubled_pairs * self._half_pair_ns
         forward_ns = round(forward)
-        swap_ns = round((num_out + num_in) * self._swap_ns) if num_out or num_in else 0
-        if num_copied:
-            swap_ns += round(forward + num_copied * self._copy_ns) - forward_ns
+        num_swapped = shape.num_blocks_swapped_out + shape.num_blocks_swapped_in
+        swap_ns = round(num_swapped * self._swap_ns) if num_swapped else 0
+        if shape.num_blocks_copied:
+            swap_ns += round(forward + shape.num_blocks_copied * self._copy_ns) - forward_ns
         return Spans(0, 0, swap_ns, forward_ns or (0 if swap_ns else 1), 0)
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
@@ -122,13 +119,6 @@ class LinearCost:
         spans = self.price(shape)
         parts["base"] += spans.forward_ns - (rounded - parts["block_copy"])  # a step lasts at least 1 ns
         return parts | {"swap": spans.swap_ns - parts["block_copy"]}
-
-    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
-        num_decodes, context = shape.num_decodes, shape.decode_context_tokens
-        fixed, context_ns = self._base_ns + num_decodes * self._decode_ns, self._context_ns
-        contexts = range(context, context + num_steps * num_decodes, num_decodes)
-        forward_ns = [round(fixed + tokens * context_ns) or 1 for tokens in contexts]
-        return Spans(forward_ns=forward_ns[0]), forward_ns
 
 
 def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5, *, sliding_window: int | None = None) -> LinearFit:

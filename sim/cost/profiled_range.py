@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from testbed.core.interfaces import StepView
-from testbed.core.plan import BatchShape, Finished
+from testbed.core.outcome import Finished
+from testbed.core.plan import BatchShape
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 
@@ -59,8 +60,11 @@ def features_of(shape: BatchShape) -> dict[str, int]:
 
 def moves_of(shape: BatchShape) -> dict[str, int]:
     """The blocks that a shape moves; they have a range over all regions, from 0."""
-    _, _, _, _, num_out, num_in, num_copied = shape
-    return {"num_blocks_swapped_out": num_out, "num_blocks_swapped_in": num_in, "num_blocks_copied": num_copied}
+    return {
+        "num_blocks_swapped_out": shape.num_blocks_swapped_out,
+        "num_blocks_swapped_in": shape.num_blocks_swapped_in,
+        "num_blocks_copied": shape.num_blocks_copied,
+    }
 
 
 def profiled_ranges(shapes: Iterable[BatchShape]) -> Ranges:
@@ -89,7 +93,7 @@ def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
             low, high = bounds[name]
             if not low <= value <= high:
                 found.append(Outside(f"{region} {name}", value, (low, high)))
-    if any(shape[4:]):
+    if shape.num_blocks_moved:
         for name, value in moves_of(shape).items():
             low, high = ranges["moves"][name]
             if value > high:
@@ -111,25 +115,20 @@ class RangeWatch:
         """Raises ConfigError at the first step outside, if the policy is to refuse."""
         if self._policy == "allow":
             return
-        plan, num_steps = step.plan, step.num_steps
-        self.num_steps += num_steps
-        # ranges are intervals, and a run of decodes only grows: if its ends are inside, so is what lies between
-        if num_steps > 1 and not self._out(plan.shape) and not self._out(plan.shape_of(num_steps - 1)):
+        self.num_steps += 1
+        shape = step.plan.shape
+        if shape.is_empty:  # a step that only preempts
             return
-        for index in range(num_steps):
-            found = self._out(plan.shape_of(index))
-            if found and self._policy == "refuse":
-                raise ConfigError(
-                    f"step {plan.step + index} leaves the profiled range: {found[0]}; profile such steps, or accept "
-                    "extrapolated prices with cost.outside=warn"
-                )
-            self.num_outside += bool(found)
-            for item in found:
-                worst, count = self._worst.get(item.feature, (item, 0))
-                self._worst[item.feature] = max(worst, item, key=lambda one: one.excess), count + 1
-
-    def _out(self, shape: BatchShape) -> list[Outside]:
-        return outside(self._ranges, shape) if any(shape) else []  # a plan that only preempts
+        found = outside(self._ranges, shape)
+        if found and self._policy == "refuse":
+            raise ConfigError(
+                f"step {step.plan.step} leaves the profiled range: {found[0]}; profile such steps, or accept "
+                "extrapolated prices with cost.outside=warn"
+            )
+        self.num_outside += bool(found)
+        for item in found:
+            worst, count = self._worst.get(item.feature, (item, 0))
+            self._worst[item.feature] = max(worst, item, key=lambda one: one.excess), count + 1
 
     def notes(self) -> list[str]:
         """One line that says what left the range, by how much, in how many steps; none if nothing did."""

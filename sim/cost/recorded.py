@@ -17,14 +17,8 @@ class RecordedBackend:
     def __init__(self, tape: Tape) -> None:
         self._steps = tape.steps
 
-    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork:
-        """Of several steps, those that followed one another without a pause."""
+    def start(self, plan: BatchPlan) -> SimWork:
         if plan.step >= len(self._steps):
             raise RunFolderError(f"the tape ends after {len(self._steps)} steps, but the replay goes on")
-        steps = [self._steps[plan.step]]
-        for step in self._steps[plan.step + 1 : plan.step + plan.num_steps]:
-            if step.plan_ns != steps[-1].commit_ns:
-                break
-            steps.append(step)
-        durations_ns = tuple(step.commit_ns - step.plan_ns for step in steps)
-        return SimWork(durations_ns, tuple(step.spans for step in steps), steps[0].outcomes)
+        step = self._steps[plan.step]
+        return SimWork(step.commit_ns - step.plan_ns, step.spans, step.outcomes)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from sim.cost.base import pairs_doubled
 from sim.cost.collectives import Collectives
-from testbed.core.plan import BatchShape, PrefillChunk, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
 from testbed.specs.model import MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec, check_ranks
@@ -108,46 +109,25 @@ class RooflineCost:
         self._sampled: dict[int, tuple[int, int]] = {}  # rows that need logits -> (LM head, sampler)
 
     def price(self, shape: BatchShape) -> Spans:
-        num_decodes, context, prefills, num_samples, num_out, num_in, num_copied = shape
+        num_decodes, prefills = shape.num_decodes, shape.prefills
         num_tokens = num_decodes
         attention = 0
         if num_decodes:
-            attention = self._decode_attention_ns(num_decodes, context)
+            attention = self._decode_attention_ns(num_decodes, shape.decode_context_tokens)
         if prefills:
-            for chunk in prefills:
-                num_tokens += chunk[1]
+            num_tokens += shape.num_prefill_tokens
             attention += self._prefill_attention_ns(prefills)
-        swap_ns = self._swap_ns(num_out, num_in) if num_out or num_in else 0
-        if num_copied:
-            swap_ns += round(num_copied * self._copy_ns_per_block)
+        swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
+        if shape.num_blocks_copied:
+            swap_ns += round(shape.num_blocks_copied * self._copy_ns_per_block)
         if num_tokens == 0:
             return Spans(0, self._host_ns, swap_ns, 0, 0)
-        is_graph = not prefills and self._is_graph(num_decodes, prefills)
+        is_graph = self._is_graph(num_decodes, prefills)
         rows = self._padded(num_tokens) if is_graph else num_tokens
-        rest_ns, sampler_ns = self._rest_ns(rows, num_samples)
+        rest_ns, sampler_ns = self._rest_ns(rows, shape.num_samples)
         device_ns = rest_ns + attention
         launch_ns = self.config.graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
         return Spans(0, self._host_ns, swap_ns, device_ns + launch_ns, sampler_ns)
-
-    def price_decodes(self, shape: BatchShape, num_steps: int) -> tuple[Spans, list[int]]:
-        """As price, step by step, in the same order of floats; what does not change is taken out of the loop."""
-        num_decodes, context, _, num_samples, *_ = shape
-        is_graph = self._is_graph(num_decodes, ())
-        rest_ns, sampler_ns = self._rest_ns(self._padded(num_decodes) if is_graph else num_decodes, num_samples)
-        kv_ns, pair_ns, qo_ns = self._kv_ns_per_token, self._attention_ns_per_pair, num_decodes * self._qo_ns_per_token
-        reads = range(context + num_decodes, context + num_decodes + num_steps * num_decodes, num_decodes)
-        if is_graph:
-            rest_ns += self.config.graph_launch_ns
-        if pair_ns <= kv_ns:  # then every decode is bound by memory
-            forward_ns = [rest_ns + round(tokens * kv_ns + qo_ns) for tokens in reads]
-        else:
-            forward_ns = [
-                rest_ns + round(max((tokens - num_decodes) * pair_ns, tokens * kv_ns + qo_ns)) for tokens in reads
-            ]
-        if not is_graph and forward_ns[0] < self._launch_ns:
-            launch_ns = self._launch_ns
-            forward_ns = [max(device_ns, launch_ns) for device_ns in forward_ns]
-        return Spans(0, self._host_ns, 0, forward_ns[0], sampler_ns), forward_ns
 
     def _rest_ns(self, num_tokens: int, num_samples: int) -> tuple[int, int]:
         """What depends on the numbers of tokens and of sampled rows alone: the device's ns, and the sampler's."""
@@ -258,5 +238,7 @@ class RooflineCost:
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         """Both directions one after the other, each with the link's latency once; every rank moves its own share."""
+        if not num_out and not num_in:
+            return 0
         latency_ns = self._swap_latency_ns * ((num_out > 0) + (num_in > 0))
         return round((num_out + num_in) * self._swap_ns_per_block) + latency_ns

@@ -5,29 +5,26 @@ Owns the copies of the step being planned. A device makes them after it has swap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from testbed.blocks.gpu_blocks import GPUBlocks
-from testbed.core.sequence import Sequence
+from testbed.blocks.kv_sequence import KVSequence
+
+Pair = tuple[int, int]  # (source, destination)
 
 
 class CopyOnWrite:
-    """Works on the block tables of the manager. pairs: (source, destination) of each copy, in the order decided."""
+    """pairs: the copies of the step, in the order decided."""
 
-    __slots__ = ("_block_size", "_gpu", "_tables", "pairs")
-
-    def __init__(self, gpu: GPUBlocks, tables: dict[int, list[int]], block_size: int) -> None:
-        self.pairs: list[tuple[int, int]] = []
+    def __init__(self, gpu: GPUBlocks, block_size: int) -> None:
+        self.pairs: list[Pair] = []
         self._gpu = gpu
-        self._tables = tables
         self._block_size = block_size
 
-    def take(self) -> list[tuple[int, int]]:
+    def take(self) -> list[Pair]:
         """The step is decided: its copies are the plan's."""
         pairs, self.pairs = self.pairs, []
         return pairs
 
-    def num_needed(self, seq: Sequence, shared: dict[int, int]) -> int:
+    def num_needed(self, seq: KVSequence, shared: dict[int, int]) -> int:
         """Blocks that the sequence's next write takes for a copy, 0 or 1. shared: blocks that would be copied, with the
         references that remain; it is told what this write leaves."""
         block = self._shared_block(seq)
@@ -37,29 +34,29 @@ class CopyOnWrite:
         shared[block] = left - 1
         return int(left > 1)  # the last of those who share it writes in place
 
-    def write(self, seq: Sequence) -> None:
+    def write(self, seq: KVSequence) -> None:
         """The sequence is about to write: a block that it shares becomes one of its own."""
         block = self._shared_block(seq)
         if block is not None:
             self._gpu.pool.drop(block)
-            (copy,) = self._gpu.take(1)
-            self._tables[seq.seq_id][seq.num_computed_tokens // self._block_size] = copy
+            copy = self._gpu.take()
+            seq.block_table[seq.num_computed_tokens // self._block_size] = copy
             self.pairs.append((block, copy))
 
-    def _shared_block(self, seq: Sequence) -> int | None:
+    def _shared_block(self, seq: KVSequence) -> int | None:
         """The partly filled block that the sequence writes next, if others hold it too. Published blocks are full."""
         index = seq.num_computed_tokens // self._block_size
-        table = self._tables[seq.seq_id]
-        if index >= len(table):
+        if index >= len(seq.block_table):
             return None
-        block = table[index]
-        return block if self._gpu.pool.ref_counts[block] > 1 and self._gpu.cache.entry_of[block] is None else None
+        block = seq.block_table[index]
+        is_shared = self._gpu.pool.ref_counts[block] > 1 and self._gpu.cache.content_of[block] is None
+        return block if is_shared else None
 
-    def take_back(self, tables: Iterable[list[int]]) -> dict[int, int]:
+    def take_back(self, tables: list[list[int]]) -> dict[int, int]:
         """Copies of this step into blocks that are given up now are not made; by such a block, its source."""
         if not self.pairs:
             return {}
-        given_up = dict.fromkeys(block for table in tables for block in table)
+        given_up = {block for table in tables for block in table}
         origins = {copy: source for source, copy in self.pairs if copy in given_up}
         self.pairs = [pair for pair in self.pairs if pair[1] not in origins]
         return origins
@@ -68,4 +65,4 @@ class CopyOnWrite:
         """Free blocks that copies of this step are still to be made from: they may be taken only for what is written
         after them."""
         counts = self._gpu.pool.ref_counts
-        return list(dict.fromkeys(source for source, _ in self.pairs if not counts[source]))
+        return list(dict.fromkeys([source for source, _ in self.pairs if not counts[source]]))

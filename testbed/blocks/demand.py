@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from testbed.blocks.config import KVRules
-from testbed.core.sequence import Sequence
+from testbed.blocks.kv_sequence import KVSequence
 from testbed.errors import ConfigError
 
 
@@ -13,35 +13,33 @@ class Demand:
     Raises ConfigError for options that the rules of a mirrored system do not know.
     """
 
-    __slots__ = ("block_size", "lookahead_slots", "rules", "sliding_window")
-
     def __init__(self, block_size: int, rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
         _check_goes_together(rules, lookahead_slots, sliding_window)
         self.block_size = block_size
-        self.rules = rules
+        self._is_by_chunk = rules.allocate == "chunk"
         self.lookahead_slots = lookahead_slots
         self.sliding_window = sliding_window
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_new_blocks(self, seq: Sequence, num_tokens: int, num_slots: int) -> int:
-        """Blocks that a running sequence which has `num_slots` slots lacks to compute its next `num_tokens` tokens."""
+    def num_new_blocks(self, seq: KVSequence, num_tokens: int, num_held: int) -> int:
+        """Blocks that a running sequence which holds `num_held` lacks to compute its next `num_tokens` tokens."""
         lookahead = 0 if seq.is_prefilling else self.lookahead_slots
-        missing = seq.num_computed_tokens + num_tokens + lookahead - num_slots
+        missing = seq.num_computed_tokens + num_tokens + lookahead - num_held * self.block_size
         return -(-missing // self.block_size) if missing > 0 else 0
 
     def num_held_at_most(self, num_tokens: int) -> int:
         """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""
         num_blocks = self.num_blocks_for(num_tokens + self.lookahead_slots)
-        if self.sliding_window is not None and self.rules.allocate == "chunk":
+        if self.sliding_window is not None and self._is_by_chunk:
             num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
         return num_blocks
 
-    def num_touched(self, seq: Sequence) -> int:
+    def num_touched(self, seq: KVSequence) -> int:
         """Full blocks, and one for the next token: what `swap_test=full_blocks` counts. The blocks of a whole prompt
         count from its admission on, and want no more if they are filled to the last."""
-        is_whole = seq.is_prefilling and self.rules.allocate == "whole"
+        is_whole = seq.is_prefilling and not self._is_by_chunk
         num_tokens = seq.num_tokens if is_whole else seq.num_computed_tokens
         return num_tokens // self.block_size + (not is_whole or num_tokens % self.block_size > 0)
 

@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
 
+from mypy_extensions import mypyc_attr
 from xxhash import xxh64_intdigest
 
 
-class KeySource(Protocol):
-    """Names the content of full blocks."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class KeySource:
+    """Names the content of full blocks of `block_size` tokens.
+
+    are_unique: whether equal keys mean equal contents but for the rarest chance, so that they may be made late.
+    """
+
+    def __init__(self, block_size: int, *, are_unique: bool = True) -> None:
+        self.block_size = block_size
+        self.are_unique = are_unique
 
     def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
         """Appends keys and contents (what a hit is confirmed against) until there are `num_blocks` of each."""
-        ...
-
-    def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
-        """Key and content of full block `index` alone, after a block that has `previous_key`."""
-        ...
+        raise NotImplementedError
 
 
-class TokenKeys:
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TokenKeys(KeySource):
     """key = xxh64 of the token ids, seeded with the key of the block before; the first block's is a hash of the salt.
 
     The salt is part of the first block's content too: equal tokens of two salts stay apart if their keys collide.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-
     def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
+        first, size = len(keys), self.block_size
+        width = size * tokens.itemsize
+        data = tokens[first * size : num_blocks * size].tobytes()  # a copy: a view would forbid the array to grow
         key = keys[-1] if keys else xxh64_intdigest(salt.encode())
-        width = self.block_size * tokens.itemsize
-        first = len(keys)
-        # a copy: a view would forbid the array to grow
-        data = tokens[first * self.block_size : num_blocks * self.block_size].tobytes()
-        added = [data[offset : offset + width] for offset in range(0, (num_blocks - first) * width, width)]
-        for content in added:
-            key = xxh64_intdigest(content, key)
+        for offset in range(0, (num_blocks - first) * width, width):
+            content = data[offset : offset + width]
+            key = self.key_of(content, key)
+            contents.append(content if keys else salt.encode() + content)
             keys.append(key)
-        if salt and added and not first:
-            added[0] = salt.encode() + added[0]
-        contents += added
 
-    def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
-        start = index * self.block_size
-        content = tokens[start : start + self.block_size].tobytes()
-        return xxh64_intdigest(content, previous_key), content
+    def key_of(self, content: bytes, previous_key: int) -> int:
+        return xxh64_intdigest(content, previous_key)

@@ -1,28 +1,21 @@
 """The block manager: block tables of sequences, admission against the watermark, growth, forks, release.
 
-It owns every table and every reference. A sequence is known to it by id, tokens and counts only; sequences that are
-scheduled together (`Sequence.together`) are admitted, grown and moved together. Three parts work on its tables and have
-files of their own: prefix caching (`sharing.py`), copy-on-write, and swapping.
+It owns every table and every reference. Sequences that are scheduled together (`KVSequence.together`) are admitted,
+grown and moved together. Prefix caching, copy-on-write and swapping are parts of it with files of their own.
 """
 
 from __future__ import annotations
 
-from itertools import chain
-
-from testbed.blocks.chains import Chains
 from testbed.blocks.config import KVRules, check_pool_sizes
-from testbed.blocks.copy_on_write import CopyOnWrite
+from testbed.blocks.copy_on_write import CopyOnWrite, Pair
 from testbed.blocks.demand import Demand
-from testbed.blocks.eviction import EvictionPolicy
+from testbed.blocks.eviction import EvictionPolicy, evictor
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.keys import KeySource
-from testbed.blocks.sharing import NO_HIT, PrefixHit, PrefixSharing
-from testbed.blocks.swap_space import RELEASED, SwapSpace
-from testbed.blocks.swapping import Swapping
+from testbed.blocks.kv_sequence import RELEASED, KVSequence
+from testbed.blocks.prefixes import Prefixes, PrefixHit
+from testbed.blocks.swap import Swapping, SwapSpace, num_distinct
 from testbed.blocks.verdict import Verdict
-from testbed.core.sequence import Sequence
-
-__all__ = ["NO_HIT", "RELEASED", "BlockManager", "PrefixHit", "Verdict"]
 
 
 class BlockManager:
@@ -50,7 +43,6 @@ class BlockManager:
         sliding_window: int | None = None,
     ) -> None:
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
-        self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
         self.block_size = block_size
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
@@ -58,29 +50,18 @@ class BlockManager:
         self.rules = rules
         self.lookahead_slots = lookahead_slots
         self.sliding_window = sliding_window
-        self.publishes_at_allocation = rules.hits_visible != "commit"
-        self.caches_prefixes = key_source is not None
-        self._tables: dict[int, list[int]] = {}
-        self._gpu = GPUBlocks(num_gpu_blocks, rules, eviction, gives_back_singly=sliding_window is not None)
-        self._chains = Chains(key_source, block_size=block_size, isolate_tenants=isolate_tenants)
-        self._prefixes = PrefixSharing(self._gpu, self._tables, self._chains, rules=rules)
-        self._merged = self._prefixes.merged
-        self.copies = CopyOnWrite(self._gpu, self._tables, block_size)
-        self._cpu = SwapSpace(num_cpu_blocks, by_content=self._merged is not None)
-        swap = Swapping(
-            self._gpu, self._cpu, self._tables, self._chains, self._prefixes, self.copies, self._demand,
+        self._publishes_early = rules.hits_visible != "commit"
+        self._wants_spare = rules.growth_test == "one_per_sequence"
+        self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
+        self._gpu = GPUBlocks(num_gpu_blocks, rules, evictor(eviction), key_source)
+        self._prefixes = Prefixes(self._gpu, key_source, rules, isolate_tenants=isolate_tenants)
+        self._copies = CopyOnWrite(self._gpu, block_size)
+        self._cpu = SwapSpace(num_cpu_blocks, by_content=self.merges_content)
+        self._swap = Swapping(
+            self._gpu, self._cpu, self._prefixes, self._copies, self._demand,
             watermark_blocks=self.watermark_blocks if rules.watermark_for_swapped_in else 0,
+            counts_all=rules.swap_test == "all_blocks",
         )  # fmt: skip
-        # what its parts do is theirs: these are their methods
-        self.num_blocks_for = self._demand.num_blocks_for
-        self.lookup = self._prefixes.lookup
-        self.publish = self._prefixes.publish
-        self.publish_each = self._prefixes.publish_each
-        self.withdraw = self._prefixes.withdraw
-        self.salt_of = self._chains.salt_of
-        self.num_held_blocks = swap.num_held_blocks
-        self.can_swap_out, self.swap_out = swap.can_swap_out, swap.swap_out
-        self.can_swap_in, self.swap_in = swap.can_swap_in, swap.swap_in
 
     # --- state ---
 
@@ -91,12 +72,7 @@ class BlockManager:
 
     @property
     def num_free_cpu_blocks(self) -> int:
-        return self._cpu.num_free
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a decoding sequence needs nothing but a new block at each border, whoever comes first."""
-        return not (self._merged is not None or self.lookahead_slots or self.sliding_window)
+        return self._cpu.pool.num_free
 
     @property
     def num_queried_tokens(self) -> int:
@@ -108,32 +84,43 @@ class BlockManager:
         return self._prefixes.num_hit_tokens
 
     @property
+    def caches_prefixes(self) -> bool:
+        return self._prefixes.source is not None
+
+    @property
     def merges_content(self) -> bool:
-        return self._merged is not None
+        """Whether blocks of equal prefixes become one."""
+        return self._prefixes.merged is not None
 
-    def table(self, seq_id: int) -> list[int]:
-        """Logical block i of the sequence is physical block `table[i]`."""
-        return self._tables[seq_id]
+    def num_held_blocks(self, seq: KVSequence) -> int:
+        """Distinct GPU blocks of the sequence and those scheduled together with it."""
+        return num_distinct([one.block_table for one in seq.together])
 
-    def cpu_table(self, seq_id: int) -> list[int]:
-        """The same of a swapped-out sequence, in the CPU pool."""
-        return self._cpu.tables[seq_id]
+    # --- prefixes ---
+
+    def lookup(self, seq: KVSequence) -> PrefixHit:
+        """The longest cached prefix of the sequence; of all its tokens but the last."""
+        return self._prefixes.lookup(seq)
+
+    def salt_of(self, seq: KVSequence) -> str:
+        """Sequences share prefixes only with those of the same salt."""
+        return self._prefixes.salt_of(seq)
 
     # --- admission ---
 
-    def never_fits(self, seq: Sequence) -> bool:
+    def never_fits(self, seq: KVSequence) -> bool:
         """Whether the known tokens and the watermark exceed the pool itself."""
         least = self.watermark_blocks if self.rules.watermark_when_idle else 0
         return self.num_gpu_blocks - self._demand.num_held_at_most(seq.num_tokens) < least
 
-    def never_fits_reason(self, seq: Sequence) -> str:
+    def never_fits_reason(self, seq: KVSequence) -> str:
         num_blocks = self._demand.num_held_at_most(seq.num_tokens)
         return (
             f"{seq.num_tokens} tokens need {num_blocks} KV blocks beside a watermark of "
             f"{self.watermark_blocks}, and the pool has {self.num_gpu_blocks}"
         )
 
-    def can_admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:
+    def can_admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:
         """Whether blocks for the sequence's first `num_tokens` tokens leave the watermark free."""
         if self.never_fits(seq):
             return Verdict.NEVER
@@ -141,7 +128,7 @@ class BlockManager:
         watermark = self.watermark_blocks
         if (is_idle and not rules.watermark_when_idle) or (seq.num_preemptions and not rules.watermark_for_resumed):
             watermark = 0
-        needed = self.num_blocks_for(seq.num_tokens if rules.allocate == "whole" else num_tokens)
+        needed = self._demand.num_blocks_for(seq.num_tokens if rules.allocate == "whole" else num_tokens)
         if rules.full_length_must_fit:
             needed = max(needed, self._demand.num_held_at_most(seq.num_tokens))
         available = self.num_free_blocks
@@ -150,131 +137,145 @@ class BlockManager:
             available -= hit.num_unreferenced
         return Verdict.OK if available - needed >= watermark else Verdict.LATER
 
-    def admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit) -> None:
+    def admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit) -> None:
         """Gives the sequence a table: the hit's blocks, and new ones up to its first `num_tokens` tokens."""
-        assert seq.seq_id not in self._tables, f"{seq} has a table already"
+        assert not seq.block_table, "a sequence is admitted that has a table already"
         if self.rules.allocate == "whole":
             num_tokens = seq.num_tokens
-        if self._merged is not None:
-            table = self._tables[seq.seq_id] = []
-            self._merged.fill(seq, table, num_tokens)
+        if self._prefixes.merged is not None and seq.chain is not None:
+            self._prefixes.merged.fill(seq.block_table, seq.chain, num_tokens)
         else:
-            table = self._tables[seq.seq_id] = self._prefixes.adopt(seq, hit)
-            table += self._gpu.take(self.num_blocks_for(num_tokens) - len(table))
-        seq.num_slots = len(table) * self.block_size
-        self._prefixes.count(seq, hit.num_tokens)
+            self._prefixes.adopt(seq, hit)
+            self._take(seq, self._demand.num_blocks_for(num_tokens) - len(seq.block_table))
+        self._prefixes.count_hit(seq, hit.num_tokens)
 
     # --- growth ---
 
-    def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
+    def has_slots(self, seq: KVSequence, num_tokens: int) -> bool:
+        """Whether the next `num_tokens` tokens of a sequence that shares no blocks need none that it has not, so that
+        `can_grow` holds and `grow` does nothing."""
+        missing = seq.num_computed_tokens + num_tokens + self.lookahead_slots - len(seq.block_table) * self.block_size
+        return missing <= 0 and not self._wants_spare and not seq.shares_blocks
+
+    def can_grow(self, seq: KVSequence, num_tokens: int) -> bool:
         """Whether the next `num_tokens` tokens of a running sequence, and of those with it, get blocks now."""
-        if self.rules.growth_test == "one_per_sequence":
-            if seq.is_prefilling and seq.num_slots >= seq.num_tokens:  # its blocks are there: the next one is wanted
+        unit = seq.together
+        if self._wants_spare:
+            num_slots = len(seq.block_table) * self.block_size
+            if seq.is_prefilling and num_slots >= seq.num_tokens:  # its blocks are there: the next one is wanted
                 return self.num_free_blocks >= (seq.num_tokens % self.block_size > 0)
-            if self.num_free_blocks < len(seq.together):
+            if self.num_free_blocks < len(unit):
                 return False
-        needed, num_new_blocks = 0, self._demand.num_new_blocks
+        needed = 0
         shared: dict[int, int] = {}  # shared blocks that would be copied, with the references that remain
-        for one in seq.together:
-            needed += num_new_blocks(one, num_tokens, one.num_slots)
-            if one.group is not None:
-                needed += self.copies.num_needed(one, shared)
+        for one in unit:
+            needed += self._demand.num_new_blocks(one, num_tokens, len(one.block_table))
+            if one.shares_blocks:
+                needed += self._copies.num_needed(one, shared)
         return needed <= self._gpu.num_free
 
-    def grow(self, seq: Sequence, num_tokens: int) -> None:
+    def grow(self, seq: KVSequence, num_tokens: int) -> None:
         """Slots for the next `num_tokens` tokens of one sequence; copies a shared block that it would write into."""
-        if seq.group is not None:
-            self.copies.write(seq)
-        num_blocks = self._demand.num_new_blocks(seq, num_tokens, seq.num_slots)
-        if num_blocks:
-            self._tables[seq.seq_id] += self._gpu.take(num_blocks)
-            seq.num_slots += num_blocks * self.block_size
+        if seq.shares_blocks:
+            self._copies.write(seq)
+        self._take(seq, self._demand.num_new_blocks(seq, num_tokens, len(seq.block_table)))
 
-    def grow_each(self, seqs: list[Sequence]) -> None:
-        """One more block for each of these sequences, in order; there are enough."""
-        tables, block_size = self._tables, self.block_size
-        for seq, block in zip(seqs, self._gpu.take(len(seqs)), strict=True):
-            tables[seq.seq_id].append(block)
-            seq.num_slots += block_size
+    def _take(self, seq: KVSequence, num_blocks: int) -> None:
+        for _ in range(num_blocks):
+            seq.block_table.append(self._gpu.take())
 
-    def grow_ahead(self, batches: list[list[Sequence]], filling: list[Sequence]) -> bool:
-        """What as many decode steps do, if it can be done at once: `grow_each` for one batch after the other, and
-        `publish_each` for each of them, and for those that the step after these fills. There are enough blocks."""
-        seqs = list(chain.from_iterable(batches))
-        if not self._prefixes.are_alone(seqs + filling):
-            return False
-        if seqs:
-            tables, block_size = self._tables, self.block_size
-            for seq, block in zip(seqs, self._gpu.take_each([len(batch) for batch in batches]), strict=True):
-                tables[seq.seq_id].append(block)
-                seq.num_slots += block_size
-        return True
-
-    def release_outside_window(self, seq: Sequence) -> None:
+    def release_outside_window(self, seq: KVSequence) -> None:
         """Gives back the blocks that no later token of the sequence looks at."""
-        assert self.sliding_window is not None
-        table = self._tables[seq.seq_id]
+        if self.sliding_window is None:
+            return
+        table = seq.block_table
         index = max(0, seq.num_computed_tokens + 1 - self.sliding_window) // self.block_size - 1
         while index >= 0 and table[index] != RELEASED:
             self._gpu.release(table[index], index)
             table[index] = RELEASED
             index -= 1
-            self._chains.stop(seq)
+            if seq.chain is not None:
+                seq.chain.is_broken = True  # a hit needs the whole prefix: nothing after the hole is cached
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: KVSequence, child: KVSequence) -> None:
         """The child shares every block of its parent; nothing is allocated."""
-        table = self._tables[parent.seq_id]
-        held = [block for block in table if block != RELEASED]
-        self._gpu.pool.count(held)
-        for block in held:
-            self._gpu.pool.share(block)
-        self._tables[child.seq_id] = table[:]
-        child.num_slots = parent.num_slots
+        for block in parent.block_table:
+            if block != RELEASED:
+                self._gpu.pool.share(block)
+        child.block_table = parent.block_table[:]
         self._prefixes.fork(parent, child)
 
     # --- publication ---
 
-    def scheduled(self, seq: Sequence, num_tokens: int) -> None:
+    def scheduled(self, seq: KVSequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens will be computed when this step ends; some systems let others hit them now."""
-        if self.publishes_at_allocation:
-            self.publish(seq, num_tokens)
+        if self._publishes_early:
+            self._prefixes.publish(seq, num_tokens)
 
-    def planned(self) -> None:
-        """The step is decided: what it allocated for its content counts as computed for the next one."""
-        if self._merged is not None:
-            self._merged.planned()
+    def computed(self, seq: KVSequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens are computed: others may hit them."""
+        self._prefixes.publish(seq, num_tokens)
+
+    def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
+        """Takes `scheduled` back: only the first `num_tokens` tokens are computed."""
+        self._prefixes.withdraw(seq, num_tokens)
+
+    def planned(self) -> list[Pair]:
+        """The step is decided: what it allocated for its content counts as computed for the next one, and what it
+        emptied on the CPU is free. Returns the (source, destination) pairs to copy."""
+        if self._prefixes.merged is not None:
+            self._prefixes.merged.planned()
         self._cpu.planned()
+        return self._copies.take()
+
+    # --- swap ---
+
+    def can_swap_out(self, seq: KVSequence) -> Verdict:
+        """Whether the CPU pool takes the sequence and those with it. NEVER: it is smaller than what they hold."""
+        return self._swap.can_swap_out(seq.together)
+
+    def swap_out(self, seq: KVSequence) -> list[Pair]:
+        """Moves the blocks of the sequence and those with it to the CPU; the (GPU, CPU) pairs to copy."""
+        return self._swap.swap_out(seq.together)
+
+    def can_swap_in(self, seq: KVSequence) -> Verdict:
+        """Whether the blocks of a swapped-out sequence, and one more for each to grow, leave the watermark free."""
+        return self._swap.can_swap_in(seq.together)
+
+    def swap_in(self, seq: KVSequence) -> list[Pair]:
+        """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""
+        return self._swap.swap_in(seq.together)
 
     # --- release ---
 
-    def free(self, seq: Sequence, *, is_planning: bool = False) -> None:
-        """Releases the table of one sequence, wherever it lies; cached blocks stay, evictable. It may come back.
+    def free(self, seq: KVSequence) -> None:
+        """Releases the blocks of one sequence, wherever they lie; cached ones stay, evictable. It may come back.
 
-        is_planning: within a step that is being decided, which `planned` ends.
+        CPU blocks are free once a step is planned; outside of one, `freed` says so.
         """
-        table = self._tables.pop(seq.seq_id, None)
-        if table is None:
-            self._cpu.drop(seq.seq_id)
-            if not is_planning:
-                self._cpu.planned()
-        else:
-            if self._gpu.last_steps is not None and seq.last_step >= 0:
-                for block in table:
-                    self._gpu.last_steps[block] = seq.last_step
-            if self.copies.pairs:
-                self.copies.take_back([table])
-            self._gpu.release_all(table, self._prefixes.settle(seq))
-        seq.num_slots = 0
-        self._chains.freed(seq)
+        if seq.cpu_table:
+            self._cpu.drop(seq)
+        self._gpu.note_last_step(seq)
+        if self._copies.pairs:
+            self._copies.take_back([seq.block_table])
+        self._gpu.release_table(seq.block_table)
+        seq.block_table = []
+        if seq.chain is not None:
+            seq.chain.frozen_hit = None  # its hit is looked up anew
 
-    def forget(self, seq: Sequence) -> None:
+    def freed(self) -> None:
+        """What was freed between two steps is free."""
+        self._cpu.planned()
+
+    def forget(self, seq: KVSequence) -> None:
         """The sequence will not come back."""
-        assert seq.seq_id not in self._tables, f"{seq} still has a table"
-        self._chains.forget(seq)
+        assert not seq.block_table, "a sequence has ended that still has blocks"
+        seq.chain = None
 
     # --- inside ---
 
-    def check_invariants(self) -> None:
-        self._gpu.check_invariants(list(self._tables.values()))
+    def check_invariants(self, seqs: list[KVSequence]) -> None:
+        """seqs: all live ones."""
+        self._gpu.check_invariants([seq.block_table for seq in seqs])
         self._cpu.check_invariants()
-        assert not self._tables.keys() & self._cpu.tables.keys(), "a sequence is on both sides"
+        assert not any(seq.block_table and seq.cpu_table for seq in seqs), "a sequence is on both sides"

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from testbed.blocks.chains import Chain, Chains
+from testbed.blocks.chain import CacheEntry, Chain
 from testbed.blocks.gpu_blocks import GPUBlocks
-from testbed.blocks.prefix_cache import CacheEntry
-from testbed.blocks.swap_space import Content
-from testbed.core.sequence import Sequence
+from testbed.blocks.keys import KeySource
+from testbed.blocks.prefix_cache import Content
 
 
 class MergedContent:
     """Finds and makes the one block of a content. It changes the tables that it is handed, and no others."""
 
-    def __init__(self, gpu: GPUBlocks, chains: Chains) -> None:
+    def __init__(self, gpu: GPUBlocks, source: KeySource) -> None:
         self._gpu = gpu
         self._cache = gpu.cache
-        self._chains = chains
+        self._source = source
         self._fresh: list[CacheEntry] = []  # allocated for their content by the step being planned
 
-    def fill(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
+    def fill(self, table: list[int], chain: Chain, num_tokens: int) -> None:
         """A table whose full blocks are, one after the other, those that hold the content, or new ones for it."""
-        block_size = self._chains.block_size
-        num_full = num_tokens // block_size
-        chain = self._chains.of(seq, num_full)
+        num_full = num_tokens // self._source.block_size
+        chain.make_keys(self._source, num_full)
         chain.start(0, None)
         for index in range(num_full):
             found = self._find(index, chain)
@@ -37,7 +35,7 @@ class MergedContent:
                 self._gpu.reference(block)
                 self._gpu.evictable.hit(block)
             else:
-                (block,) = self._gpu.take(1)
+                block = self._gpu.take()
                 if not chain.is_broken:
                     found = self._publish(block, index, chain)
             table.append(block)
@@ -45,12 +43,12 @@ class MergedContent:
                 chain.is_broken = True
             else:
                 chain.entry, chain.num_published = found, index + 1
-        if num_full * block_size < num_tokens:
-            table += self._gpu.take(1)
+        if num_full * self._source.block_size < num_tokens:
+            table.append(self._gpu.take())
 
-    def block_of(self, seq: Sequence, index: int) -> int | None:
-        """The block that holds the content of the sequence's block `index` on the GPU, now referenced, if any does."""
-        found = self._find(index, self._chains.by_seq[seq.seq_id])
+    def block_of(self, chain: Chain, index: int) -> int | None:
+        """The block that holds the content of the chain's block `index` on the GPU, now referenced, if any does."""
+        found = self._find(index, chain)
         if found is None:
             return None
         self._gpu.reference(found.blocks[0])

@@ -1,13 +1,21 @@
-"""The seams: what the core asks of its neighbours. Protocols only; implementations live with their owners."""
+"""The seams: what the core asks of its neighbours, and what it is told by them. Implementations live with their owners.
+
+A policy of a user's own is a class with the methods of one of these protocols, named by `_target_`; what more each may
+have stands in docs/extending.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterator
+from typing import ClassVar, NamedTuple, Protocol
 
-from testbed.core.plan import BatchPlan, Finished, StepResult
+from testbed.core.outcome import Finished, StepResult
+from testbed.core.plan import BatchPlan, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
+from testbed.core.value import Value
+
+# --- where requests come from ---
 
 
 class Arrive(NamedTuple):
@@ -42,30 +50,40 @@ class Inbox(Protocol):
         ...
 
 
-class WaitUntil(NamedTuple):
+# --- the loop and its driver ---
+
+
+class WaitUntil(Value):
     """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
 
     After each commit the loop of an open inbox waits until that very instant: events of others may come with it.
     is_stuck: it goes round in circles, as far as it can tell; only an event would change that.
     """
 
-    until_ns: int | None
-    is_stuck: bool = False
+    FIELDS: ClassVar = ("until_ns", "is_stuck")
+
+    def __init__(self, until_ns: int | None, is_stuck: bool = False) -> None:
+        self.until_ns = until_ns
+        self.is_stuck = is_stuck
 
 
-class Execute(NamedTuple):
-    """Run the plan. One of several steps ends early, at the first boundary at or after `wake_ns` (the next known event;
-    None: there is none) and at or after any wake that the driver learns of meanwhile."""
+class Execute(Value):
+    """Run the plan."""
 
-    plan: BatchPlan
-    wake_ns: int | None = None
+    FIELDS: ClassVar = ("plan",)
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self.plan = plan
 
 
-class Resume(NamedTuple):
+class Resume(Value):
     """The driver's answer to a command: the time, and the result if it executed a plan."""
 
-    now_ns: int
-    result: StepResult | None = None
+    FIELDS: ClassVar = ("now_ns", "result")
+
+    def __init__(self, now_ns: int, result: StepResult | None = None) -> None:
+        self.now_ns = now_ns
+        self.result = result
 
 
 class Work(Protocol):
@@ -76,6 +94,125 @@ class Backend(Protocol):
     """Executes plans. The simulator prices them, the real engine launches them."""
 
     def start(self, plan: BatchPlan) -> Work: ...
+
+
+# --- who watches ---
+
+
+class StepView(Value):
+    """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
+
+    digest: after the step. emitters: the sequences that emitted, once for each token, in the order scheduled.
+    free_gpu_blocks: after the plan, before its commit; evictable ones count as free.
+    """
+
+    FIELDS: ClassVar = (
+        "plan", "plan_ns", "result", "digest", "emitters", "num_running", "num_waiting", "num_swapped",
+        "free_gpu_blocks", "free_cpu_blocks",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        plan_ns: int,
+        result: StepResult,
+        digest: int,
+        emitters: list[Sequence],
+        num_running: int,
+        num_waiting: int,
+        num_swapped: int,
+        free_gpu_blocks: int,
+        free_cpu_blocks: int,
+    ) -> None:
+        self.plan = plan
+        self.plan_ns = plan_ns
+        self.result = result
+        self.digest = digest
+        self.emitters = emitters
+        self.num_running = num_running
+        self.num_waiting = num_waiting
+        self.num_swapped = num_swapped
+        self.free_gpu_blocks = free_gpu_blocks
+        self.free_cpu_blocks = free_cpu_blocks
+
+    @property
+    def emitted(self) -> list[str]:
+        """Ids of the requests that emitted a token, once for each."""
+        return [seq.request.request_id for seq in self.emitters]
+
+
+class Recorder(Protocol):
+    """Sees everything that happens in the loop, and changes nothing."""
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+
+# --- policies ---
+
+
+class WaitingQueue(Protocol):
+    """The waiting sequences in a policy's order."""
+
+    def push(self, seq: Sequence) -> None:
+        """A new sequence."""
+        ...
+
+    def push_preempted(self, seq: Sequence) -> None:
+        """A sequence that was running."""
+        ...
+
+    def head(self, now_ns: int) -> Sequence | None:
+        """The sequence to admit next; it stays in the queue."""
+        ...
+
+    def remove(self, seq: Sequence) -> None: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    # A class may also have any of these; they are looked for once, when the scheduler is built:
+    #   bind(context: PolicyContext)       gets the block manager to look hits up in, the length oracle, the seed
+    #   rank(seq, now_ns) -> Any           a sort key, also of running sequences: smaller is served first
+    #   served(seq, num_tokens, num_emitted, now_ns)  after each step, for each sequence that was in it
+    #   left(seq, now_ns)                  the sequence finished or was aborted, wherever it was
+    #   yields(running, now_ns) -> Sequence | None    which running sequence should make room for the head now
+
+
+class AdmissionPolicy(Protocol):
+    """Whether a waiting sequence whose blocks are there may start. It may have `bind(context: PolicyContext)`."""
+
+    def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
+        """Whether `seq`, the head of the queue, may join the running sequences (in order of admission) in this step.
+
+        Asked only if the block manager has room for it now. A head that is refused while nothing runs ends as ignored.
+        """
+        ...
+
+
+class PreemptionChoice(Protocol):
+    """How a victim's KV is given up. It may have `bind(context: PolicyContext)`."""
+
+    def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
+        """How to preempt the victim, whose group holds `num_blocks` distinct GPU blocks.
+
+        It is a wish: where the CPU pool has no room, the mechanism recomputes; a group of several beams it cannot.
+        """
+        ...
+
+
+class VictimChoice(Protocol):
+    """Who is preempted when a running sequence cannot grow."""
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        """One of the running sequences, given by id in order of admission; never empty."""
+        ...
+
+    # A class may also have any of these; they are looked for once, when the scheduler is built:
+    #   bind(context: PolicyContext)       gets the block manager, the limits, the length oracle
+    #   bind_queue(queue: WaitingQueue)    gets the queue, to ask for ranks
+    #   now_ns: int                        set to the instant of each step before it is decided
 
 
 class Estimator(Protocol):
@@ -91,69 +228,3 @@ class Estimator(Protocol):
     def swap_ns(self, num_blocks: int) -> int:
         """Time to move this many KV blocks across the link, one way."""
         ...
-
-
-class Recorder(Protocol):
-    """Sees everything that happens in the loop, and changes nothing."""
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
-
-
-class StepView(NamedTuple):
-    """What a recorder is shown of a committed plan: decisions from the plan, state after the plan, result after it.
-
-    A plan may have been several steps: then all of them had the same batch, and what differs is given for each.
-    """
-
-    plan: BatchPlan
-    plan_ns: int
-    result: StepResult  # has the end of each executed step
-    digests: list[int]  # after each step
-    emitters: list[Sequence]  # emitted a token in each step; the same list for as long as they are the same
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    free_blocks: list[int]  # GPU blocks after the plan of each step, before its commit; evictable ones count as free
-    free_cpu_blocks: int
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.result.end_ns)
-
-    @property
-    def commit_ns(self) -> int:
-        return self.result.end_ns[-1]
-
-    @property
-    def digest(self) -> int:
-        return self.digests[-1]
-
-    @property
-    def free_gpu_blocks(self) -> int:
-        return self.free_blocks[-1]
-
-    @property
-    def emitted(self) -> list[str]:
-        """Ids of the requests that emitted a token in the last step."""
-        return [seq.request.request_id for seq in self.emitters]
-
-    def each(self) -> Iterator[StepView]:
-        """The steps one by one, as if they had been planned so."""
-        if self.num_steps == 1:
-            yield self
-            return
-        result, start_ns = self.result, self.plan_ns
-        for index, spans in enumerate((result.spans, *result.later_spans)):
-            end_ns = result.end_ns[index]
-            plan = self.plan._replace(step=self.plan.step + index, num_steps=1, shape=self.plan.shape_of(index))
-            yield self._replace(
-                plan=plan._replace(admitted=()) if index else plan,  # the first step admits
-                plan_ns=start_ns,
-                result=StepResult((end_ns,), result.outcomes, spans),
-                digests=[self.digests[index]],
-                free_blocks=[self.free_blocks[index]],
-            )
-            start_ns = end_ns

@@ -1,27 +1,18 @@
-"""What crosses the seam between core and backend: the plan of a step, and what became of it.
+"""What crosses the seam from the core to a backend: the plan of one step.
 
 A plan says everything that a device needs and nothing else; a backend never reads its own memory of an earlier step.
-Everything here is a NamedTuple or a frozen, slotted dataclass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from enum import StrEnum
-from typing import NamedTuple, Protocol, overload
+from typing import ClassVar, NamedTuple
 
-from testbed.core.request import Request, SamplingParams
+from testbed.core.request import SamplingParams
+from testbed.core.value import Value
 
-
-class FinishReason(StrEnum):
-    """Why a request ended."""
-
-    STOP = "stop"  # EOS, a stop token, or the backend says so (a stop string)
-    LENGTH = "length"  # max_tokens, max_model_len, or the end of a forced output
-    ABORT = "abort"
-    IGNORED = "ignored"  # can never fit
-    DROPPED = "dropped"  # a beam that lost; of a member of a group, never of a request
+Pair = tuple[int, int]  # (source, destination) blocks
 
 
 class BlockedBy(StrEnum):
@@ -40,36 +31,6 @@ class BlockedBy(StrEnum):
 class PreemptionMode(StrEnum):
     RECOMPUTE = "recompute"
     SWAP = "swap"
-
-
-class ScheduledSequence(NamedTuple):
-    """One sequence's share of a step.
-
-    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1. samples: whether one token is drawn from
-    the logits of the last of them. forced: the drawn token is not fed back, the core already knows the next one.
-    block_table: physical GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
-    num_samples: tokens to draw from these logits; more than one where a group's members part (the prompt of parallel
-    samples): the first continues this sequence, the others come back as `Outcome.forks`. group_id: the same for all
-    sequences of a request; the rows of a group's beams stand together, in their order, and are searched together.
-    num_prompt_tokens: how many of the known tokens are the prompt's. history: all known tokens, given only where
-    `sampling.needs_history`. score: summed log-probability of what the sequence emitted, where it came with the tokens;
-    num_finished: members of its group that have ended.
-    """
-
-    seq_id: int
-    start: int
-    num_tokens: int
-    tokens: Seq[int]
-    samples: bool
-    forced: bool
-    block_table: Seq[int]
-    sampling: SamplingParams
-    num_samples: int = 1
-    group_id: int = 0
-    num_prompt_tokens: int = 0
-    history: Seq[int] = ()
-    score: float = 0.0
-    num_finished: int = 0
 
 
 class Preemption(NamedTuple):
@@ -104,202 +65,180 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
-class BatchShape(NamedTuple):
-    """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed."""
+class ScheduledSequence(Value):
+    """One sequence's share of a step.
 
-    num_decodes: int
-    decode_context_tokens: int  # sum over decode rows of the positions attended, the new one included
-    prefills: tuple[PrefillChunk, ...]
-    num_samples: int  # rows that need logits
-    num_blocks_swapped_out: int = 0
-    num_blocks_swapped_in: int = 0
-    num_blocks_copied: int = 0
+    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1. samples: whether one token is drawn from
+    the logits of the last of them. forced: the drawn token is not fed back, the core already knows the next one.
+    block_table: physical GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
+    num_samples: tokens to draw from these logits; more than one where a group's members part (the prompt of parallel
+    samples): the first continues this sequence, the others come back as `Outcome.forks`. group_id: the same for all
+    sequences of a request; the rows of a group's beams stand together, in their order, and are searched together.
+    num_prompt_tokens: how many of the known tokens are the prompt's. history: all known tokens, given only where
+    `sampling.needs_history`. score: summed log-probability of what the sequence emitted, where it came with the tokens;
+    num_finished: members of its group that have ended.
+    """
+
+    FIELDS: ClassVar = (
+        "seq_id", "start", "num_tokens", "tokens", "samples", "forced", "block_table", "sampling", "num_samples",
+        "group_id", "num_prompt_tokens", "history", "score", "num_finished",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        seq_id: int,
+        start: int,
+        num_tokens: int,
+        tokens: Seq[int],
+        samples: bool,
+        forced: bool,
+        block_table: Seq[int],
+        sampling: SamplingParams,
+        num_samples: int = 1,
+        group_id: int = 0,
+        num_prompt_tokens: int = 0,
+        history: Seq[int] = (),
+        score: float = 0.0,
+        num_finished: int = 0,
+    ) -> None:
+        self.seq_id = seq_id
+        self.start = start
+        self.num_tokens = num_tokens
+        self.tokens = tokens
+        self.samples = samples
+        self.forced = forced
+        self.block_table = block_table
+        self.sampling = sampling
+        self.num_samples = num_samples
+        self.group_id = group_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.history = history
+        self.score = score
+        self.num_finished = num_finished
+
+
+class BatchShape(Value):
+    """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
+
+    decode_context_tokens: the sum over decode rows of the positions attended, the new one included. num_samples: rows
+    that need logits.
+    """
+
+    FIELDS: ClassVar = (
+        "num_decodes", "decode_context_tokens", "prefills", "num_samples", "num_blocks_swapped_out",
+        "num_blocks_swapped_in", "num_blocks_copied",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        num_decodes: int,
+        decode_context_tokens: int,
+        prefills: tuple[PrefillChunk, ...],
+        num_samples: int,
+        num_blocks_swapped_out: int = 0,
+        num_blocks_swapped_in: int = 0,
+        num_blocks_copied: int = 0,
+    ) -> None:
+        self.num_decodes = num_decodes
+        self.decode_context_tokens = decode_context_tokens
+        self.prefills = prefills
+        self.num_samples = num_samples
+        self.num_blocks_swapped_out = num_blocks_swapped_out
+        self.num_blocks_swapped_in = num_blocks_swapped_in
+        self.num_blocks_copied = num_blocks_copied
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.prefills)
+        return sum([chunk.num_tokens for chunk in self.prefills])
 
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + self.num_prefill_tokens
 
+    @property
+    def num_blocks_moved(self) -> int:
+        """Swapped or copied."""
+        return self.num_blocks_swapped_out + self.num_blocks_swapped_in + self.num_blocks_copied
 
-class RowSource(Protocol):
-    """Makes the rows of a plan when a device asks for them; a simulator never does."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is computed or moved: the step only preempts, or ends requests as ignored."""
+        return not (self.num_decodes or self.prefills or self.num_blocks_moved)
 
-    def __call__(self) -> tuple[ScheduledSequence, ...]: ...
+
+class Rows:
+    """The rows of a plan, made when a device asks for them; a simulator never does."""
+
+    def make(self) -> tuple[ScheduledSequence, ...]:
+        """Valid until the plan is committed."""
+        raise NotImplementedError
+
+    def num_scheduled(self) -> list[tuple[str, int]]:
+        """(request id, tokens) of each row."""
+        raise NotImplementedError
 
 
-class BatchPlan(NamedTuple):
-    """One step, decided; or `num_steps` of them, each of the same decodes and, if any, one more chunk of a prompt. What
-    else a plan says (admitted, …) is of its first step.
+class MadeRows(Rows):
+    """Rows that are there already."""
+
+    def __init__(self, rows: tuple[ScheduledSequence, ...]) -> None:
+        self._rows = rows
+
+    def make(self) -> tuple[ScheduledSequence, ...]:
+        return self._rows
+
+
+class BatchPlan(Value):
+    """One step, decided. number: how many were committed before it.
 
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
-    contents.
+    contents. swapped_in: ids of the requests behind `swap_in`. has_beams: whether rows of a beam search are among them.
     """
 
-    step: int
-    num_steps: int
-    shape: BatchShape
-    rows: RowSource
-    num_scheduled: tuple[tuple[str, int], ...] | None  # (request_id, tokens), only when decisions are recorded
-    admitted: tuple[Admission, ...] = ()
-    preempted: tuple[Preemption, ...] = ()
-    swap_out: tuple[tuple[int, int], ...] = ()
-    swap_in: tuple[tuple[int, int], ...] = ()
-    swapped_in: tuple[str, ...] = ()  # ids of the requests behind `swap_in`
-    copies: tuple[tuple[int, int], ...] = ()
-    ignored: tuple[Ignored, ...] = ()
-    blocked_by: BlockedBy | None = None
-    has_beams: bool = False  # whether rows of a beam search are among them
+    FIELDS: ClassVar = (
+        "step", "shape", "rows", "admitted", "preempted", "swap_out", "swap_in", "swapped_in", "copies", "ignored",
+        "blocked_by", "has_beams",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        step: int,
+        shape: BatchShape,
+        rows: Rows,
+        admitted: Seq[Admission] = (),
+        preempted: Seq[Preemption] = (),
+        swap_out: Seq[Pair] = (),
+        swap_in: Seq[Pair] = (),
+        swapped_in: Seq[str] = (),
+        copies: Seq[Pair] = (),
+        ignored: Seq[Ignored] = (),
+        blocked_by: BlockedBy | None = None,
+        has_beams: bool = False,
+    ) -> None:
+        self.step = step
+        self.shape = shape
+        self.rows = rows
+        self.admitted = admitted
+        self.preempted = preempted
+        self.swap_out = swap_out
+        self.swap_in = swap_in
+        self.swapped_in = swapped_in
+        self.copies = copies
+        self.ignored = ignored
+        self.blocked_by = blocked_by
+        self.has_beams = has_beams
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
         """The rows, in the order scheduled. Valid until the plan is committed."""
-        return self.rows()
+        return self.rows.make()
 
-    def shape_of(self, index: int) -> BatchShape:
-        """The shape of step `index` of the plan: every decode attends to one more position than in the step before, and
-        a chunk begins where the one before ended."""
-        num_decodes, context, prefills, *rest = self.shape
-        if prefills:
-            prefills = tuple([PrefillChunk(start + index * count, count) for start, count in prefills])
-        return BatchShape(num_decodes, context + index * num_decodes, prefills, *rest)
+    @property
+    def num_scheduled(self) -> list[tuple[str, int]]:
+        """(request id, tokens) of each row, in the order scheduled."""
+        return self.rows.num_scheduled()
 
     @property
     def is_empty(self) -> bool:
-        return not (
-            self.shape.num_decodes
-            or self.shape.prefills
-            or self.preempted
-            or self.ignored
-            or self.swap_out
-            or self.swap_in
-        )
-
-
-class TokenLogprobs(NamedTuple):
-    """How likely the model found a token, before sampling parameters changed anything.
-
-    rank: 1 + the number of tokens that are likelier. top: the likeliest tokens with theirs, likeliest first, as many as
-    were asked for.
-    """
-
-    logprob: float  # natural logarithm
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class PromptLogprobs(NamedTuple):
-    """The tokens of a prompt at positions start, start + 1, …, each as predicted from those before it.
-
-    A prompt comes in as many pieces as it is computed in; its first token is predicted by nothing.
-    """
-
-    seq_id: int
-    start: int
-    tokens: tuple[TokenLogprobs, ...]
-
-
-class Outcome(NamedTuple):
-    """What a backend says of one sequence that was not forced.
-
-    tokens: what it emits. forks: the first token of each new sequence that parts from it here: it shares all that was
-    known before, and differs from this token on. dropped: the sequence ends here and emits nothing (a beam that lost);
-    its forks, if any, live. logprobs: of each of `tokens`, then of each of `forks`, where `sampling.needs_logprobs`.
-    fork_stops: what `stop` is to the sequence, to each of its forks; empty: none stops.
-    """
-
-    seq_id: int
-    tokens: tuple[int, ...]
-    stop: FinishReason | None = None
-    forks: tuple[int, ...] = ()
-    dropped: bool = False
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    fork_stops: tuple[FinishReason | None, ...] = ()
-
-
-class Spans(NamedTuple):
-    """Where the time of a step went, in ns. What the parts do not cover is idle or overlap."""
-
-    schedule_ns: int = 0
-    prepare_ns: int = 0
-    swap_ns: int = 0
-    forward_ns: int = 0
-    sample_ns: int = 0
-
-
-class RunSpans(Seq[Spans]):
-    """The spans of steps that differ in forward_ns alone; each is made when somebody looks at it.
-
-    first: of the first step. forward_ns: of each step, the first included.
-    """
-
-    __slots__ = ("first", "forward_ns")
-
-    def __init__(self, first: Spans, forward_ns: list[int]) -> None:
-        self.first = first
-        self.forward_ns = forward_ns
-
-    def __len__(self) -> int:
-        return len(self.forward_ns)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Seq) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of any list
-
-    @overload
-    def __getitem__(self, index: int) -> Spans: ...
-    @overload
-    def __getitem__(self, index: slice) -> RunSpans: ...
-    def __getitem__(self, index: int | slice) -> Spans | RunSpans:
-        if isinstance(index, slice):
-            return RunSpans(self.first, self.forward_ns[index])
-        return self.first._replace(forward_ns=self.forward_ns[index])
-
-    def __iter__(self) -> Iterator[Spans]:
-        schedule_ns, prepare_ns, swap_ns, _, sample_ns = self.first
-        return iter([Spans(schedule_ns, prepare_ns, swap_ns, ns, sample_ns) for ns in self.forward_ns])
-
-
-class StepResult(NamedTuple):
-    """The end of each executed step (absolute ns; fewer than planned if a wake cut the plan), and what came out.
-
-    outcomes: one for each sampled row that was not forced; None means that every row was. spans: of the first step;
-    later_spans: of those after it. prompt_logprobs: of the rows that computed a part of a prompt whose
-    `sampling.prompt_logprobs` is set, forced or not.
-    """
-
-    end_ns: tuple[int, ...]
-    outcomes: tuple[Outcome, ...] | None = None
-    spans: Spans = Spans()
-    later_spans: Seq[Spans] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
-
-class Completion(NamedTuple):
-    """One sequence of a request that ended.
-
-    cumulative_logprob: the sum over its tokens, and logprobs: of each of them; where `sampling.needs_logprobs`,
-    otherwise 0 and empty. Forced tokens have none.
-    """
-
-    token_ids: Seq[int]
-    reason: FinishReason
-    cumulative_logprob: float = 0.0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-class Finished(NamedTuple):
-    """A request left the scheduler."""
-
-    request: Request
-    reason: FinishReason
-    message: str
-    num_output_tokens: int  # of all its sequences
-    output_token_ids: Seq[int]  # of its only sequence, or of the first that ended
-    outputs: tuple[Seq[int], ...] = ()  # of each sequence of a group, in the order they ended
-    completions: tuple[Completion, ...] = ()  # each sequence, also an only one, in the order they ended
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # one for each of its tokens where asked for; None: unknown
+        return self.shape.is_empty and not (self.preempted or self.ignored)

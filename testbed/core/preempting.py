@@ -1,96 +1,119 @@
-"""Sequences that a step takes out of the running ones, or out of the swapped-out ones, before they are done.
+"""Who leaves a step: victims of preemption, by recompute or by swap, and what can never go on.
 
-That is rare, and the other half of a step's mechanism: what a composition decides with is `Step`. A victim is
-preempted, by recompute or by swap, or ends as ignored because it can never go on. What is done to a sequence is done to
-those with it (`Sequence.together`).
+Owns what a step takes away from sequences; gives their blocks up through the block manager.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from testbed.blocks.manager import BlockManager, Verdict
-from testbed.core.plan import Preemption, PreemptionMode
-from testbed.core.running import Core
+from testbed.blocks.manager import BlockManager
+from testbed.blocks.swap import num_distinct
+from testbed.blocks.verdict import Verdict
+from testbed.core.batch import Batch
+from testbed.core.interfaces import PreemptionChoice
+from testbed.core.plan import Ignored, Pair, Preemption, PreemptionMode
+from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceState
-
-if TYPE_CHECKING:
-    from testbed.core.step import Step
+from testbed.core.waiting import Waiting
 
 
-def preempt(step: Step, core: Core, seq: Sequence) -> None:
-    """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
-    blocks = core.blocks
-    was_scheduled = step.withdraw(seq)
-    core.stop(seq)
-    wish = PreemptionMode(core.preemption.mode(seq, blocks.num_held_blocks(seq)))
-    can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
-    wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
-    # what was merged in this step is computed after the swap out, by others
-    can_swap = not (was_scheduled and blocks.merges_content)
-    if (wants_swap or not can_recompute) and can_swap and blocks.can_swap_out(seq) is Verdict.OK:
-        _swap_out(step, core, seq)
-    elif can_recompute:
-        _recompute(step, core, seq)
-    else:
-        _end(step, blocks, seq, _lost_beams_reason(seq, blocks))
+class Preempting:
+    """Of one step. A sequence stands for its group."""
 
+    def __init__(
+        self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: PreemptionChoice
+    ) -> None:
+        self.preempted: list[Preemption] = []
+        self.swap_out: list[Pair] = []
+        self.held: list[Sequence] = []  # victims that are back in the queue when the step is decided
+        self.ignored: list[Ignored] = []
+        self.ended: list[tuple[Sequence, str]] = []  # ignored sequences, with the reason
+        self._batch = batch
+        self._blocks = blocks
+        self._running = running
+        self._waiting = waiting
+        self._policy = policy
 
-def give_up(step: Step, core: Core, seq: Sequence) -> None:
-    """Ends a running sequence that finds no room although nothing else runs."""
-    blocks = core.blocks
-    reason = (
-        f"{seq.num_tokens} tokens find no room to go on although nothing else runs: {blocks.num_free_blocks} "
-        f"of {blocks.num_gpu_blocks} KV blocks are free (growth_test={blocks.rules.growth_test})"
-    )
-    step.withdraw(seq)
-    core.stop(seq)
-    _end(step, blocks, seq, reason)
-
-
-def give_up_swapped(step: Step, core: Core, seq: Sequence) -> None:
-    """Ends a swapped-out sequence whose blocks never fit again."""
-    blocks = core.blocks
-    num_blocks = len(dict.fromkeys(block for one in seq.together for block in blocks.cpu_table(one.seq_id)))
-    reason = (
-        f"{num_blocks} swapped-out KV blocks, room to grow and a watermark of {blocks.watermark_blocks} "
-        f"exceed the pool of {blocks.num_gpu_blocks}"
-    )
-    del core.swapped[seq.unit_id]
-    _end(step, blocks, seq, reason)
-
-
-def _recompute(step: Step, core: Core, seq: Sequence) -> None:
-    """Several members are recomputed as so many sequences, each from its own first token."""
-    for one in reversed(seq.together):
-        _note(step, one, PreemptionMode.RECOMPUTE)
-        core.blocks.free(one)
-        one.num_computed_tokens = 0
-        one.enter(SequenceState.WAITING)
-        one.siblings, one.unit_id = None, one.seq_id
-        if core.blocks.rules.victims_return == "this_step":
-            core.push_back(one)
+    def preempt(self, seq: Sequence) -> None:
+        """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
+        blocks = self._blocks
+        was_scheduled = self._withdraw(seq)
+        self._running.stop(seq)
+        wish = PreemptionMode(self._policy.mode(seq, blocks.num_held_blocks(seq)))
+        can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
+        wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
+        # what was merged in this step is computed after the swap out, by others
+        can_swap = not (was_scheduled and blocks.merges_content)
+        if (wants_swap or not can_recompute) and can_swap and blocks.can_swap_out(seq) is Verdict.OK:
+            self._swap_out(seq)
+        elif can_recompute:
+            self._recompute(seq)
         else:
-            step.held.append(one)
+            self._free_and_end(seq, _lost_beams_reason(seq, blocks))
 
+    def give_up(self, seq: Sequence) -> None:
+        """Ends a running sequence that finds no room although nothing else runs."""
+        blocks = self._blocks
+        reason = (
+            f"{seq.num_tokens} tokens find no room to go on although nothing else runs: {blocks.num_free_blocks} "
+            f"of {blocks.num_gpu_blocks} KV blocks are free (growth_test={blocks.rules.growth_test})"
+        )
+        self._withdraw(seq)
+        self._running.stop(seq)
+        self._free_and_end(seq, reason)
 
-def _swap_out(step: Step, core: Core, seq: Sequence) -> None:
-    for one in seq.together:
-        _note(step, one, PreemptionMode.SWAP)
-        one.enter(SequenceState.SWAPPED)
-    step.swap_out += core.blocks.swap_out(seq)
-    core.swapped[seq.unit_id] = seq
+    def give_up_swapped(self, seq: Sequence) -> None:
+        """Ends a swapped-out sequence whose blocks never fit again."""
+        blocks = self._blocks
+        reason = (
+            f"{num_distinct([one.cpu_table for one in seq.together])} swapped-out KV blocks, room to grow and a "
+            f"watermark of {blocks.watermark_blocks} exceed the pool of {blocks.num_gpu_blocks}"
+        )
+        del self._running.swapped[seq.unit_id]
+        self._free_and_end(seq, reason)
 
+    def end(self, seq: Sequence, reason: str) -> None:
+        """Reports a sequence, and those with it, as ignored. They hold nothing, and are in no queue."""
+        self.ignored.append(Ignored(seq.seq_id, seq.request.request_id, reason))
+        for one in seq.together:
+            self.ended.append((one, reason))
 
-def _note(step: Step, seq: Sequence, mode: PreemptionMode) -> None:
-    step.preempted.append(Preemption(seq.seq_id, seq.request.request_id, mode, seq.num_computed_tokens))
-    seq.num_preemptions += 1
+    def _withdraw(self, seq: Sequence) -> bool:
+        """A victim that was scheduled already gives its share of the step back; False: it was not."""
+        was_scheduled = False
+        for one in seq.together:
+            if self._batch.remove(one):
+                self._blocks.withdraw(one, one.num_computed_tokens)
+                was_scheduled = True
+        return was_scheduled
 
+    def _recompute(self, seq: Sequence) -> None:
+        """Several members are recomputed as so many sequences, each from its own first token."""
+        for one in reversed(seq.together):
+            self._note(one, PreemptionMode.RECOMPUTE)
+            self._blocks.free(one)
+            one.restart()
+            one.enter(SequenceState.WAITING)
+            one.siblings, one.unit_id = None, one.seq_id
+            if self._blocks.rules.victims_return == "this_step":
+                self._waiting.push_back(one)
+            else:
+                self.held.append(one)
 
-def _end(step: Step, blocks: BlockManager, seq: Sequence, reason: str) -> None:
-    for one in seq.together:
-        blocks.free(one, is_planning=True)
-    step.end(seq, reason)
+    def _swap_out(self, seq: Sequence) -> None:
+        for one in seq.together:
+            self._note(one, PreemptionMode.SWAP)
+            one.enter(SequenceState.SWAPPED)
+        self.swap_out += self._blocks.swap_out(seq)
+        self._running.swapped[seq.unit_id] = seq
+
+    def _note(self, seq: Sequence, mode: PreemptionMode) -> None:
+        self.preempted.append(Preemption(seq.seq_id, seq.request.request_id, mode, seq.num_computed_tokens))
+        seq.num_preemptions += 1
+
+    def _free_and_end(self, seq: Sequence, reason: str) -> None:
+        for one in seq.together:
+            self._blocks.free(one)
+        self.end(seq, reason)
 
 
 def _lost_beams_reason(seq: Sequence, blocks: BlockManager) -> str:

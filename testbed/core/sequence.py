@@ -1,4 +1,4 @@
-"""Sequences: a request's tokens and how far they are computed. Owns the states; knows no blocks and no policies.
+"""Sequences: a request's tokens and how far they are computed. Owns the states and the counts of tokens.
 
 A request is one sequence, or a group of sequences that grow from one prompt (parallel samples, beams). Queues hold one
 entry for a group, its first live member: what happens to that one happens to its `siblings` too.
@@ -9,10 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from enum import IntEnum
-from typing import Protocol
 
-from testbed.core.lazy_tokens import LazyTokens
-from testbed.core.plan import Completion, Finished, FinishReason, TokenLogprobs
+from testbed.blocks.kv_sequence import KVSequence
+from testbed.core.outcome import Completion, Finished, FinishReason, TokenLogprobs
 from testbed.core.request import Request
 from testbed.errors import IllegalTransitionError
 
@@ -32,16 +31,8 @@ TRANSITIONS: dict[SequenceState, tuple[SequenceState, ...]] = {
 }
 
 
-class DecodeClock(Protocol):
-    """Counts decode steps for the sequences that take part in each of them."""
-
-    tick: int
-
-
 class SequenceGroup:
     """All sequences of one request that asks for several. It finishes with its last member."""
-
-    __slots__ = ("finished", "group_id", "has_parted", "members", "request")
 
     def __init__(self, first: Sequence) -> None:
         self.request = first.request
@@ -55,110 +46,65 @@ class SequenceGroup:
         return self.request.sampling.beam_width > 1
 
 
-class Sequence:
+class Sequence(KVSequence):
     """One growing sequence of tokens.
 
     `num_tokens` of `tokens` are known: the prompt and what was emitted; a forced sequence holds its future tokens too.
     `num_computed_tokens` of them have their KV in GPU blocks. A token is emitted whenever the computed tokens reach all
-    known ones. While a sequence takes part in every decode step its counts follow from the clock of those steps, and
-    nothing is written to it.
+    known ones.
     """
-
-    __slots__ = (
-        "_base",
-        "_clock",
-        "_num_computed_tokens",
-        "_num_tokens",
-        "_tokens",
-        "admission",
-        "finish_reason",
-        "group",
-        "is_forced",
-        "is_prefilling",
-        "last_step",
-        "logprobs",
-        "num_cached_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_slots",
-        "prompt_logprobs",
-        "request",
-        "score",
-        "score_before",
-        "seq_id",
-        "siblings",
-        "state",
-        "stop_tokens",
-        "stuck_at",
-        "token_limit",
-        "unit_id",
-    )
 
     def __init__(self, seq_id: int, request: Request, max_model_len: int, stop_token_ids: tuple[int, ...] = ()) -> None:
         sampling, forced = request.sampling, request.forced_output
-        self.seq_id = seq_id  # the order of arrival; ties break by it
-        self.unit_id = seq_id  # the same for sequences that are scheduled together
+        super().__init__(
+            seq_id, len(request.prompt_token_ids), request.cache_salt, request.tenant or "",
+            sampling.prompt_logprobs is not None,
+        )  # fmt: skip
         self.request = request
+        self.unit_id = seq_id  # the same for sequences that are scheduled together
         self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
-        self.siblings: list[Sequence] | None = None  # those scheduled together with it, itself included; None: alone
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_cached_tokens: int | None = None  # prefix tokens found at the first admission
-        self.num_slots = 0  # tokens that its KV blocks have room for; kept by the block manager
-        self.num_preemptions = 0
-        self.admission = 0  # its place in running order: larger comes later; kept by the scheduler
+        self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
+        self.admission = 0  # its place in running order: larger comes later; kept by `Running`
         self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
-        self.is_prefilling = False  # admitted, and nothing emitted since
-        self.last_step = -1  # the step that scheduled it last, where the eviction rule asks for it
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_tokens = stop_token_ids
         wanted = sampling.max_tokens if forced is None else len(forced)
         # the number of tokens at which the sequence ends; one token is always emitted, even at the model's length
         limit = max(max_model_len, self.num_prompt_tokens + 1)
-        self.token_limit = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
-        self.is_forced = (
-            forced is not None and sampling.beam_width <= 1
-        )  # beams are searched: only the length is forced
-        is_lazy = isinstance(request.prompt_token_ids, LazyTokens)
-        self._tokens = None if is_lazy else self._made_tokens()  # None: nobody has read them
+        self.token_limit: int = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
+        # beams are searched: only their length is forced
+        self.is_forced = forced is not None and sampling.beam_width <= 1
+        self._tokens: array[int] | None = None  # None: nobody has read them
         self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of what was emitted
         self.score = self.score_before = 0.0  # their sum, and the one without the newest
         # of the prompt's tokens, as far as they came; one list for all members of a group
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if sampling.prompt_logprobs is not None:
+        if self.computes_whole_prompt:
             self.prompt_logprobs = [None] * self.num_prompt_tokens
-        self._num_tokens = self.num_prompt_tokens
-        self._num_computed_tokens = 0
-        self._clock: DecodeClock | None = None
-        self._base = 0
 
     # --- tokens ---
 
     @property
     def tokens(self) -> array[int]:
-        """The prompt and what was emitted; of a forced sequence also what it will emit."""
+        """The prompt and what was emitted; of a forced sequence also what it will emit. Made when somebody asks."""
         if self._tokens is None:
-            self._tokens = self._made_tokens()
+            self._tokens = array("i", self.request.prompt_token_ids[:])
+            forced = self.request.forced_output
+            if self.is_forced and forced is not None:
+                self._tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
         return self._tokens
-
-    def _made_tokens(self) -> array[int]:
-        tokens = array("i", self.request.prompt_token_ids[:])  # a slice: lazy ones are copied as an array is
-        forced = self.request.forced_output
-        if self.is_forced and forced is not None:
-            tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
-        return tokens
 
     def first_tokens(self, num_tokens: int) -> array[int]:
         """At least so many of `tokens`, of which no more are made than that takes."""
-        prompt = self.request.prompt_token_ids
-        if self._tokens is None and isinstance(prompt, LazyTokens) and num_tokens <= len(prompt):
-            return prompt[:num_tokens]
+        if self._tokens is None and num_tokens <= self.num_prompt_tokens:
+            return array("i", self.request.prompt_token_ids[:num_tokens])
         return self.tokens
 
     @property
     def output_token_ids(self) -> Seq[int]:
-        num_output, forced = self.num_output_tokens, self.request.forced_output
-        if self._tokens is None and forced is not None and len(forced) == num_output:
+        forced = self.request.forced_output
+        if self._tokens is None and forced is not None and len(forced) == self.num_output_tokens:
             return forced
         return self.tokens[self.num_prompt_tokens : self.num_tokens]
 
@@ -166,34 +112,23 @@ class Sequence:
         """The known tokens at positions start … stop - 1, as far as there are any."""
         return self.tokens[start : min(stop, self.num_tokens)]
 
-    # --- counts ---
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens: the prompt and what was emitted."""
-        return self._num_tokens if self._clock is None else self._clock.tick - self._base
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self._num_computed_tokens if self._clock is None else self._clock.tick - self._base - 1
-
-    @num_computed_tokens.setter
-    def num_computed_tokens(self, num_tokens: int) -> None:
-        assert self._clock is None, "a sequence in step with the decodes has all but its newest token computed"
-        self._num_computed_tokens = num_tokens
-
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
-    @property
-    def is_in_step(self) -> bool:
-        """Whether its counts follow from the clock of decode steps."""
-        return self._clock is not None
+    # --- progress ---
+
+    def restart(self, num_cached_tokens: int = 0) -> None:
+        """Its computed tokens are those that were found in the cache."""
+        self.num_computed_tokens = num_cached_tokens
+
+    def advance(self, num_tokens: int) -> None:
+        """So many tokens more are computed."""
+        self.num_computed_tokens += num_tokens
 
     def emit(self, token: int) -> None:
         """One more known token; a forced sequence has it already."""
-        self._num_tokens += 1
+        self.num_tokens += 1
         if not self.is_forced:
             self.tokens.append(token)
 
@@ -203,6 +138,13 @@ class Sequence:
             assert self.logprobs is not None, f"{self} asked for no logprobs"
             self.logprobs.append(one)
             self.score_before, self.score = self.score, self.score + one.logprob
+
+    def enter(self, state: SequenceState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransitionError(f"sequence {self.seq_id}: {self.state.name} does not lead to {state.name}")
+        self.state = state
+
+    # --- the end ---
 
     @property
     def completion(self) -> Completion:
@@ -226,23 +168,6 @@ class Sequence:
         first = outputs[0] if outputs else ()
         return Finished(self.request, reason, message, sum(map(len, outputs)), first, outputs, done, prompt)
 
-    def join(self, clock: DecodeClock) -> None:
-        """All but the newest token is computed: from here on it takes part in each decode step, or says it lags."""
-        assert self._clock is None
-        assert self._num_computed_tokens == self._num_tokens - 1
-        self._clock = clock
-        self._base = clock.tick - self._num_tokens
-
-    def lag(self) -> None:
-        """It took no part in the decode step that the clock has just counted."""
-        self._base += 1
-
-    def leave(self) -> None:
-        """Its counts are its own again."""
-        num_tokens = self.num_tokens
-        self._clock = None
-        self._num_tokens, self._num_computed_tokens = num_tokens, num_tokens - 1
-
     # --- groups ---
 
     @property
@@ -252,12 +177,20 @@ class Sequence:
             return 1
         if not self.group.has_parted or self.group.is_beam:
             return self.request.sampling.num_seqs
-        return len(self.siblings) if self.siblings is not None else 1
+        return 1 if self.siblings is None else len(self.siblings)
 
     @property
-    def together(self) -> list[Sequence]:
+    def together(self) -> tuple[Sequence, ...]:
         """The sequences that are scheduled together with this one, itself included."""
-        return [self] if self.siblings is None else self.siblings
+        return (self,) if self.siblings is None else self.siblings
+
+    @property
+    def num_together(self) -> int:
+        return 1 if self.siblings is None else len(self.siblings)
+
+    @property
+    def shares_blocks(self) -> bool:
+        return self.group is not None
 
     @property
     def num_samples(self) -> int:
@@ -266,30 +199,25 @@ class Sequence:
 
     def fork(self, seq_id: int, token: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Sequence:
         """A new member of the group: all that is computed of this one, and `token` after it, with its logprobs."""
-        assert self.group is not None
-        assert self._clock is None
-        child = Sequence.__new__(Sequence)
-        for name in Sequence.__slots__:
-            setattr(child, name, getattr(self, name))
-        child.seq_id = seq_id
-        child._num_tokens = self._num_computed_tokens + 1
+        child = Sequence(seq_id, self.request, 0, self.stop_tokens)
+        child.token_limit = self.token_limit
+        child.group, child.unit_id, child.siblings = self.group, self.unit_id, self.siblings
+        child.state, child.admission, child.last_step = self.state, self.admission, self.last_step
+        child.stuck_at, child.num_preemptions = self.stuck_at, self.num_preemptions
+        child.num_cached_tokens = self.num_cached_tokens
+        child.num_computed_tokens = self.num_computed_tokens
+        child.num_tokens = self.num_computed_tokens + 1
         child._tokens = self.tokens[:]
         if not self.is_forced:
-            del child._tokens[self._num_computed_tokens :]
+            del child._tokens[self.num_computed_tokens :]
             child._tokens.append(token)
+        child.prompt_logprobs = self.prompt_logprobs
         if self.logprobs is not None:
-            num_before = child._num_tokens - 1 - self.num_prompt_tokens
+            num_before = child.num_tokens - 1 - self.num_prompt_tokens
             child.score = self.score if len(self.logprobs) <= num_before else self.score_before
             child.logprobs = self.logprobs[:num_before]
             child.note_logprobs(logprobs)
         return child
-
-    # --- states ---
-
-    def enter(self, state: SequenceState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise IllegalTransitionError(f"sequence {self.seq_id}: {self.state.name} does not lead to {state.name}")
-        self.state = state
 
     def __repr__(self) -> str:
         return (

@@ -16,38 +16,34 @@ from testbed.errors import LivelockError
 Loop = Generator[WaitUntil | Execute, Resume, None]
 
 
-def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int = 1) -> Loop:
+def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
     """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move, or that goes
-    round in circles.
-
-    max_steps: how many steps a plan may span; more than one is fast forward, which its driver must know.
-    """
+    round in circles."""
     thrash = Thrash()
-    now_ns = (yield WaitUntil(inbox.next_ns())).now_ns if inbox.next_ns() is not None else 0
+    first_ns = inbox.next_ns()
+    now_ns = 0 if first_ns is None else (yield WaitUntil(first_ns)).now_ns
     while True:
         for event in inbox.due(now_ns):
             _take(event, inbox, scheduler, recorder, now_ns)
         if scheduler.has_work:
-            plan = scheduler.plan(now_ns, max_steps)
+            plan = scheduler.plan(now_ns)
             if not plan.is_empty:
-                free_cpu = scheduler.free_cpu_blocks
-                counts = scheduler.counts()
-                resume = yield Execute(plan, inbox.next_ns() if plan.num_steps > 1 else None)
-                assert resume.result is not None, "an executed plan has a result"
-                finished = scheduler.commit(resume.result, resume.now_ns)
+                num_running, num_waiting = scheduler.num_running, scheduler.num_waiting
+                num_swapped = scheduler.num_swapped
+                resume = yield Execute(plan)
+                result, plan_ns, now_ns = resume.result, now_ns, resume.now_ns
+                assert result is not None, "an executed plan has a result"
+                finished = scheduler.commit(result, now_ns)
                 recorder.committed(
                     StepView(
-                        plan, now_ns, resume.result, scheduler.digests, scheduler.emitters,
-                        *counts, scheduler.free_blocks, free_cpu,
+                        plan, plan_ns, result, scheduler.digest, scheduler.emitters, num_running, num_waiting,
+                        num_swapped, scheduler.free_gpu_blocks, scheduler.free_cpu_blocks,
                     )
                 )  # fmt: skip
-                now_ns = resume.now_ns
                 if finished:
                     recorder.ended(finished, now_ns)
                     inbox.finished(finished, now_ns)
-                circle = None
-                if plan.preempted or thrash.is_watching:
-                    circle = thrash.committed(plan, scheduler, has_ended=bool(finished))
+                circle = thrash.committed(plan, scheduler, has_ended=bool(finished))
                 if inbox.is_open:  # what others do at this instant comes before the next plan
                     now_ns = (yield WaitUntil(now_ns, circle is not None)).now_ns
                 if circle is not None and not inbox.is_open and inbox.next_ns() is None:

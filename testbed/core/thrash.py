@@ -8,6 +8,7 @@ emitted and nothing ends, a step that preempts finds the same sequences, as far 
 from __future__ import annotations
 
 from array import array
+from typing import ClassVar
 
 import xxhash
 
@@ -19,21 +20,18 @@ from testbed.core.sequence import SequenceState
 class Thrash:
     """Watches from a step that preempts and emits nothing to the next step that emits, or in which something ends."""
 
-    MAX_RETURNS = 200
+    MAX_RETURNS: ClassVar = 200
 
     def __init__(self) -> None:
         self._returns: dict[int, int] = {}  # of each state in which a step preempted
         self._victims: dict[str, None] = {}
         self._message: str | None = None
 
-    @property
-    def is_watching(self) -> bool:
-        return bool(self._victims)
-
     def committed(self, plan: BatchPlan, scheduler: Scheduler, *, has_ended: bool) -> str | None:
         """What to say once a state has come back too often, until something gets on; None: it has not."""
         if scheduler.emitters or has_ended:
-            self._returns, self._victims, self._message = {}, {}, None
+            if self._victims:
+                self._returns, self._victims, self._message = {}, {}, None
         elif plan.preempted and self._message is None:
             self._preempted(plan, scheduler)
         return self._message

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
+from testbed.core.interfaces import AdmissionPolicy
+from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from testbed.policies.config import Limits
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
-
-
-class Admission(Protocol):
-    """A user's own class with this method plugs in by `_target_`. It may have `bind(context: PolicyContext)`."""
-
-    def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        """Whether `seq`, the head of the queue, may join the running sequences (in order of admission) in this step.
-
-        Asked only if the block manager has room for it now. A head that is refused while nothing runs ends as ignored.
-        """
-        ...
 
 
 class Watermark:
@@ -178,7 +168,7 @@ class MaxRunningRequests:
 class All:
     """Admits what each of several rules admits. Raises ConfigError for an empty list."""
 
-    def __init__(self, of: Seq[Admission]) -> None:
+    def __init__(self, of: Seq[AdmissionPolicy]) -> None:
         if not of:
             raise ConfigError("scheduler.admission.of is empty; list at least one admission rule")
         self._rules = tuple(of)
@@ -245,8 +235,8 @@ def _num_blocks(seq: Sequence, num_slots: Callable[[Sequence], int], block_size:
 def _num_held(seq: Sequence, context: PolicyContext) -> int:
     """Distinct blocks that the running request has."""
     if seq.num_seqs == 1:
-        return seq.num_slots // context.blocks.block_size
-    return len({block for member in seq.together for block in context.blocks.table(member.seq_id)})
+        return len(seq.block_table)
+    return len({block for member in seq.together for block in member.block_table})
 
 
 def _context_tokens(seq: Sequence) -> int:

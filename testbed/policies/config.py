@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from testbed.blocks.config import KVRules
+from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
 
@@ -57,34 +58,18 @@ class SchedulerConfig:
             raise ConfigError(f"scheduler.watermark is {self.watermark}; it must be in [0, 1)")
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The budgets of a scheduler, resolved: nothing is None."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    long_prefill_token_threshold: int
-    max_num_partial_prefills: int
-    max_long_partial_prefills: int = 1
-
-    @classmethod
-    def resolve(cls, config: SchedulerConfig, model_max_len: int) -> Limits:
-        """Fills what is left to the model. Raises ConfigError on what contradicts it or itself."""
-        max_model_len = config.max_model_len or model_max_len
-        if max_model_len > model_max_len:
-            raise ConfigError(
-                f"scheduler.max_model_len is {max_model_len}, but the model has {model_max_len} positions; lower it"
-            )
-        budget = config.max_num_batched_tokens or max(max_model_len, 2048)
-        return cls(
-            config.max_num_seqs,
-            budget,
-            max_model_len,
-            config.long_prefill_token_threshold,
-            config.max_num_partial_prefills,
-            config.max_long_partial_prefills,
+def resolve_limits(config: SchedulerConfig, model_max_len: int) -> Limits:
+    """Fills what is left to the model. Raises ConfigError on what contradicts it or itself."""
+    max_model_len = config.max_model_len or model_max_len
+    if max_model_len > model_max_len:
+        raise ConfigError(
+            f"scheduler.max_model_len is {max_model_len}, but the model has {model_max_len} positions; lower it"
         )
-
-    def too_long_reason(self, num_prompt_tokens: int) -> str:
-        return f"prompt of {num_prompt_tokens} tokens exceeds max_model_len ({self.max_model_len})"
+    return Limits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens or max(max_model_len, 2048),
+        max_model_len,
+        config.long_prefill_token_threshold,
+        config.max_num_partial_prefills,
+        config.max_long_partial_prefills,
+    )

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from testbed.blocks.manager import BlockManager
 from testbed.core.interfaces import Estimator
+from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
-from testbed.policies.config import Limits
 
 
 class LengthOracle(Protocol):

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from testbed.core.interfaces import Estimator
 from testbed.core.plan import PreemptionMode
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.context import PolicyContext
-
-
-class PreemptionChoice(Protocol):
-    """A user's own class with this method plugs in by `_target_`. It may have `bind(context: PolicyContext)`."""
-
-    def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
-        """How to preempt the victim, whose group holds `num_blocks` distinct GPU blocks.
-
-        It is a wish: where the CPU pool has no room, the mechanism recomputes; a group of several beams it cannot.
-        """
-        ...
 
 
 class Recompute:

@@ -11,27 +11,14 @@ A group of sequences is one entry, its first member (`together` has them all): i
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
+from testbed.core.interfaces import WaitingQueue
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.admission import final_num_tokens
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import has_no_opinion
-from testbed.policies.queue_order import WaitingQueue
-
-
-class VictimChoice(Protocol):
-    """A user's own class with this method plugs in by `_target_`. It may have `bind(context: PolicyContext)`."""
-
-    def choose(self, running: dict[int, Sequence]) -> Sequence:
-        """One of the running sequences, given by id in order of admission; never empty."""
-        ...
-
-    # A class may also have any of these; they are looked for once, when the scheduler is built:
-    #   bind(context: PolicyContext)       gets the block manager, the limits, the length oracle
-    #   bind_queue(queue: WaitingQueue)    gets the queue, to ask for ranks
-    #   now_ns: int                        set to the instant of each step before it is decided
 
 
 class MostRecentlyAdmitted:
@@ -86,8 +73,22 @@ class MostBlocks:
     sequence that emits, and what is emitted stays. It spares nobody, so by chunks two prompts may take turns for ever.
     """
 
+    def __init__(self) -> None:
+        self._block_size = 0
+
+    def bind(self, context: PolicyContext) -> None:
+        self._block_size = context.blocks.block_size
+
     def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return max(running.values(), key=lambda seq: (_room(seq), seq.seq_id))
+        assert self._block_size, "bind comes first"
+        return max(running.values(), key=lambda seq: (self._room(seq), seq.seq_id))
+
+    def _room(self, seq: Sequence) -> int:
+        """Tokens that the blocks of the request's sequences have room for; the shared prompt counts once."""
+        size, prompt = self._block_size, seq.num_prompt_tokens
+        if seq.num_seqs == 1:
+            return len(seq.block_table) * size
+        return prompt + sum(max(len(member.block_table) * size - prompt, 0) for member in seq.together)
 
 
 class LongestRemaining:
@@ -133,11 +134,3 @@ def _num_emitted(seq: Sequence) -> int:
     if seq.num_seqs == 1:
         return seq.num_output_tokens
     return sum(member.num_output_tokens for member in seq.together)
-
-
-def _room(seq: Sequence) -> int:
-    """Tokens that the blocks of the request's sequences have room for; the shared prompt counts once."""
-    if seq.num_seqs == 1:
-        return seq.num_slots
-    prompt = seq.num_prompt_tokens
-    return prompt + sum(max(member.num_slots - prompt, 0) for member in seq.together)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from testbed.core.interfaces import StepView
-from testbed.core.plan import BatchShape, Finished, Spans
+from testbed.core.outcome import Finished, Spans
+from testbed.core.plan import BatchShape
 from testbed.core.request import Request
 
 FORMAT = 1

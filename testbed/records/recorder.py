@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from testbed.core.interfaces import StepView
-from testbed.core.plan import Admission, Finished, FinishReason, Preemption, PreemptionMode
+from testbed.core.outcome import Finished, FinishReason
+from testbed.core.plan import Admission, Preemption, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.records.schema import COMPLETED, REQUEST_COLUMNS, STEP_COLUMNS, decision

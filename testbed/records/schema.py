@@ -19,7 +19,8 @@ from __future__ import annotations
 from typing import Any
 
 from testbed.core.interfaces import StepView
-from testbed.core.plan import BatchPlan, FinishReason, PreemptionMode
+from testbed.core.outcome import FinishReason
+from testbed.core.plan import BatchPlan, PreemptionMode
 
 REQUEST_COLUMNS: dict[str, str] = {
     "request_id": "string",

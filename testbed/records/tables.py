@@ -8,7 +8,8 @@ from pathlib import Path
 from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from testbed.core.plan import BlockedBy, RunSpans, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BlockedBy, RunSpans
 
 if TYPE_CHECKING:
     from testbed.core.interfaces import StepView

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from testbed.core.digest import VERSION as DIGEST_VERSION
 from testbed.core.interfaces import Abort, Arrive, Event, StepView
-from testbed.core.plan import Finished, FinishReason, Outcome, Spans
+from testbed.core.outcome import Finished, FinishReason, Outcome, Spans
 from testbed.core.request import Request
 from testbed.errors import RunFolderError
 from testbed.foreign_text import parsed, shown, whole

@@ -20,10 +20,10 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from testbed.core.interfaces import Abort, Arrive, Event
-from testbed.core.lazy_tokens import LazyTokens
-from testbed.core.plan import Finished, FinishReason
+from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.errors import TraceError
+from testbed.traces.lazy_tokens import LazyTokens
 from testbed.traces.schema import Span, TraceRequest, TraceSource
 from testbed.traces.synthesis import heads, materialize
 

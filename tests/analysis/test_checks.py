@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from testbed.core.fast_forward import FAST_FORWARD
 
 from analysis.checks import CHECKS, Check, failures, outline, run_checks
 from sim.backend import SimBackend
@@ -20,10 +21,9 @@ from sim.cost.linear import LinearConfig, LinearCost
 from sim.fleet import Fleet
 from sim.routers import Random, RoundRobin, RouterContext, bind
 from testbed.blocks.config import KVRules
-from testbed.core.fast_forward import FAST_FORWARD
+from testbed.core.limits import Limits
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import LivelockError
-from testbed.policies.config import Limits
 from testbed.traces.arrange import arrange
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest

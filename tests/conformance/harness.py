@@ -15,7 +15,8 @@ from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
 from testbed.core.interfaces import Execute, Inbox, Resume, StepView, WaitUntil
-from testbed.core.plan import BatchPlan, Finished, ScheduledSequence, Spans
+from testbed.core.outcome import Finished, Spans
+from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve

@@ -4,7 +4,8 @@ import random
 from dataclasses import asdict
 
 from sim.cost.base import CostModel
-from testbed.core.plan import BatchShape, PrefillChunk, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.model import ModelSpec
 from testbed.specs.profiles import MeasuredStep, ProfileManifest, number_repeats
 

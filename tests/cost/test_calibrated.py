@@ -14,7 +14,8 @@ from sim.cost.linear import LinearConfig, LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
 from testbed.core.interfaces import StepView
-from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, Spans, StepResult
+from testbed.core.outcome import Spans, StepResult
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
 from testbed.specs.model import DeviceSpec, ModelSpec
 from testbed.specs.profiles import MeasuredStep, Profile

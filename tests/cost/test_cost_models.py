@@ -10,7 +10,8 @@ from sim.cost.base import CostModel, total_ns
 from sim.cost.collectives import Collectives
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
-from testbed.core.plan import BatchShape, PrefillChunk, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
 from testbed.specs.model import DEVICE_FIELDS, MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec
 from tests.cost.shapes import decode, prefill, shapes

@@ -13,7 +13,8 @@ from sim.cost.calibrated import CalibratedCost
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
-from testbed.core.plan import BatchPlan, BatchShape, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchPlan, BatchShape
 from testbed.specs.model import DeviceSpec, ModelSpec
 from tests.cost.test_calibrated import KNOWN
 

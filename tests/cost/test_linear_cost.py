@@ -9,7 +9,8 @@ from hypothesis import given
 
 from sim.cost.base import attention_pairs_doubled, total_ns
 from sim.cost.linear import COEFFICIENTS, FORMAT, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
-from testbed.core.plan import BatchShape, PrefillChunk, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
 from tests.cost.shapes import decode, prefill, shapes
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sim.backend import SimBackend
-from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.errors import ConfigError
 
 DECODES = BatchShape(3, 300, (), 3)
@@ -46,7 +47,7 @@ def start(model: Any, shape: BatchShape, num_steps: int) -> Any:
     [
         (GOOD._replace(forward_ns=1000.0), r"Returns returned \(1, 2, 3, 1000.0, 5\) .* five whole numbers of ns"),
         (Spans(0, 5, 0, np.float64(3), 7), "five whole numbers"),
-        ((1, 2), r"returned \(1, 2\) for a step; it must be testbed.core.plan.Spans"),
+        ((1, 2), r"returned \(1, 2\) for a step; it must be testbed.core.outcome.Spans"),
         (None, "returned None"),
         (7, "returned 7"),
         (GOOD._replace(swap_ns=-1), "returned swap_ns=-1; a span is 0 ns or more"),

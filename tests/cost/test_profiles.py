@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from sim.cost.roofline import RooflineCost
-from testbed.core.plan import BatchShape, PrefillChunk, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
 from testbed.specs.model import DeviceSpec, RopeScaling
 from testbed.specs.profiles import COLUMNS, METADATA_KEY, MeasuredStep, number_repeats, read_profile, write_profile

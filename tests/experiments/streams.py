@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from experiments import build, run
 from experiments.config import RunConfig
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from tests.experiments.kit import manifest_of
 

@@ -395,7 +395,8 @@ def test_prices_and_sizes_beyond_all_bounds_are_one_line(
 
 def test_a_cost_model_that_returns_a_negative_span_is_told() -> None:
     from sim.backend import SimBackend
-    from testbed.core.plan import BatchShape, Spans
+    from testbed.core.outcome import Spans
+    from testbed.core.plan import BatchShape
     from testbed.errors import ConfigError
     from tests.testbed.core_kit import make_request, make_scheduler
 

@@ -15,7 +15,7 @@ from scipy.stats import chi2, pearsonr
 
 from experiments.seeds import SeededInbox, request_seed
 from testbed.core.interfaces import Arrive
-from testbed.core.plan import Finished, FinishReason
+from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.policies.orders import random_order

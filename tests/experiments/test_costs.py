@@ -113,7 +113,7 @@ def test_a_real_run_and_a_users_model_without_a_breakdown_go_by_spans(tmp_path, 
 
 
 OWN = """
-from testbed.core.plan import Spans
+from testbed.core.outcome import Spans
 
 class Plain:
     def price(self, shape):

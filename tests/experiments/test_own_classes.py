@@ -21,7 +21,7 @@ from tests.experiments.kit import SHORT, TINY, config_of, decisions_of, manifest
 MINE = '''
 from collections import OrderedDict
 from testbed.blocks.eviction import LRU
-from testbed.core.plan import Spans
+from testbed.core.outcome import Spans
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.queue_order import FCFS
 from testbed.traces.readers.own_rows import row_from_fields

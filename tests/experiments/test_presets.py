@@ -13,7 +13,8 @@ import experiments.conf
 from experiments.build import Pools, build_scheduler
 from experiments.config import RunConfig
 from testbed.blocks.eviction import LRU, LRUByLastStep
-from testbed.core.plan import BatchPlan, Finished, FinishReason, Outcome, StepResult
+from testbed.core.outcome import Finished, FinishReason, Outcome, StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from tests.experiments.kit import TINY, config_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from testbed.core.plan import FinishReason, Outcome, ScheduledSequence, StepResult
+from testbed.core.outcome import FinishReason, Outcome, StepResult
+from testbed.core.plan import ScheduledSequence
 from tests.properties.members import Member
 from tests.properties.setups import VOCAB_SIZE
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from testbed.blocks.pool import BlockPool
 from testbed.blocks.prefix_cache import PrefixCache
-from testbed.core.plan import StepResult
+from testbed.core.outcome import StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from tests.properties.setups import NS_PER_S, Setup, random_request, random_setup

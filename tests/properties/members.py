@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from testbed.core.plan import FinishReason
+from testbed.core.outcome import FinishReason
 from testbed.core.request import Request
 
 WAITING, RUNNING, SWAPPED, REJECTED, ENDED = "waiting", "running", "swapped", "rejected", "ended"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xxhash import xxh64_intdigest
-
 from testbed.blocks import eviction
+from testbed.blocks.cost_aware import CostAware
 from testbed.blocks.keys import TokenKeys
 from testbed.core.sequence import Sequence
 from testbed.policies import admission, oracle, orders, preemption, victim
@@ -32,19 +30,11 @@ class WeakKeys(TokenKeys):
     """The keys of the product, from a hash of only `num_values` values: collisions everywhere."""
 
     def __init__(self, block_size: int, num_values: int) -> None:
-        super().__init__(block_size)
+        super().__init__(block_size, are_unique=False)
         self._num_values = num_values
 
-    def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
-        while len(keys) < num_blocks:
-            previous = keys[-1] if keys else xxh64_intdigest(salt.encode())
-            key, content = self.next(previous, tokens, len(keys))
-            keys.append(key)
-            contents.append(content if contents else salt.encode() + content)
-
-    def next(self, previous_key: int, tokens: array[int], index: int) -> tuple[int, bytes]:
-        key, content = super().next(previous_key, tokens, index)
-        return key % self._num_values, content
+    def key_of(self, content: bytes, previous_key: int) -> int:
+        return super().key_of(content, previous_key) % self._num_values
 
 
 class Prices:
@@ -131,6 +121,6 @@ EVICTIONS: Mapping[str, Factory] = {
     "lru by last step": eviction.LRUByLastStep,
     "fifo": eviction.FIFO,
     "lfu": eviction.LFU,
-    "cost_aware": eviction.CostAware,
+    "cost_aware": CostAware,
 }
 NEED_AN_ORACLE = ("sjf by output", "srpt", "srpt, preemptive", "no_evict by oracle", "longest_remaining")

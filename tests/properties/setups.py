@@ -15,9 +15,9 @@ import yaml
 from testbed.blocks.config import KVRules
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.core.limits import Limits
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
-from testbed.policies.config import Limits
 from testbed.policies.context import PolicyContext, bind
 from tests.properties.policies import (
     ADMISSIONS,
@@ -95,7 +95,6 @@ class Setup:
             admission=allows,
             preemption=mode,
             eos_token_id=EOS,
-            record_decisions=True,
         )
 
     @property

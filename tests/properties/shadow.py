@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 
-from testbed.core.plan import BatchPlan, Finished, FinishReason, Outcome, PreemptionMode, ScheduledSequence, StepResult
+from testbed.core.outcome import Finished, FinishReason, Outcome, StepResult
+from testbed.core.plan import BatchPlan, PreemptionMode, ScheduledSequence
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from tests.properties.device import Device

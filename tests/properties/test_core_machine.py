@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from testbed.blocks.config import KVRules
+from testbed.core.limits import Limits
 from testbed.core.scheduler import Scheduler
-from testbed.policies.config import Limits
 from tests.properties.life import Life, random_life
 from tests.properties.policies import COMPOSITIONS, PREEMPTIONS, QUEUES, VICTIMS
 from tests.properties.setups import Setup, presets, random_setup

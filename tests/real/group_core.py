@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from testbed.core.plan import BatchPlan, Outcome, ScheduledSequence
+from testbed.core.outcome import Outcome
+from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import plan_of
 

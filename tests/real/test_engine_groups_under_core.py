@@ -13,7 +13,7 @@ from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.interfaces import Arrive, Event
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from tests.real.engine_helpers import tiny_backend, tiny_spec

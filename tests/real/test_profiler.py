@@ -17,7 +17,8 @@ from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
 from sim.cost.calibration import calibrate
 from sim.cost.profiled_range import profiled_ranges, region_of
-from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.core.request import GREEDY
 from testbed.specs.profiles import MeasuredStep, Profile
 from tests.cost.profiling import manifest

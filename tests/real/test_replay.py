@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from real.driver import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
 from real.replay import MAX_LAG_NS, HostTimes, ReplayLag
 from testbed.core.interfaces import StepView
-from testbed.core.plan import BatchPlan, BatchShape, Spans, StepResult
+from testbed.core.outcome import Spans, StepResult
+from testbed.core.plan import BatchPlan, BatchShape
 from testbed.core.request import Request
 
 MS = 1_000_000

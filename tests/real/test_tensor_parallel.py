@@ -25,7 +25,8 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.plan import BatchPlan, Outcome, PromptLogprobs, Spans, TokenLogprobs
+from testbed.core.outcome import Outcome, PromptLogprobs, Spans, TokenLogprobs
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from testbed.errors import ConfigError, DeviceError, ModelError

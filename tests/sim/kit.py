@@ -18,7 +18,7 @@ from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.driver import run
 from sim.fleet import Fleet
 from testbed.core.interfaces import StepView
-from testbed.core.plan import Finished
+from testbed.core.outcome import Finished
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve

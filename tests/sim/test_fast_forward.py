@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from testbed.core.fast_forward import FAST_FORWARD
 
 from experiments.recorders import Recorders
 from sim.backend import SimBackend
@@ -21,14 +22,13 @@ from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
 from sim.driver import run
 from testbed.blocks.config import KVRules
-from testbed.core.fast_forward import FAST_FORWARD
 from testbed.core.interfaces import Abort, Arrive, Event, StepView
-from testbed.core.plan import Finished
+from testbed.core.limits import Limits
+from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from testbed.errors import LivelockError
 from testbed.policies.compositions.unified import Unified
-from testbed.policies.config import Limits
 from testbed.records.recorder import RunRecorder
 from testbed.records.schema import decision
 from testbed.specs.model import DeviceSpec, ModelSpec

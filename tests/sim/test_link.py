@@ -19,7 +19,8 @@ from sim.fleet import Fleet
 from sim.link import HostLink
 from sim.routers import RoundRobin
 from testbed.core.interfaces import Execute, Resume, WaitUntil
-from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence, Spans
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
 from testbed.core.request import GREEDY
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop

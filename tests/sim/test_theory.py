@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from testbed.core.fast_forward import FAST_FORWARD
 
 from analysis.queueing import (
     Interval,
@@ -30,8 +31,7 @@ from analysis.queueing import (
     mean_over_replications,
     pollaczek_khinchine_wait,
 )
-from testbed.core.fast_forward import FAST_FORWARD
-from testbed.policies.config import Limits
+from testbed.core.limits import Limits
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import LengthConfig, arrivals, lengths, stream
 from testbed.traces.schema import Span, Trace, TraceRequest

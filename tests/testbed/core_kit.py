@@ -14,20 +14,20 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import KeySource, TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.plan import BatchPlan, Finished, Outcome, StepResult
+from testbed.core.interfaces import PreemptionChoice, WaitingQueue
+from testbed.core.limits import Limits
+from testbed.core.outcome import Finished, Outcome, StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.core.scheduler import Scheduler
-from testbed.policies.admission import Admission
-from testbed.policies.compositions import Composition
+from testbed.core.step import Composition
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel
 from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
 from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.compositions.static import Static
 from testbed.policies.compositions.unified import Unified
-from testbed.policies.config import Limits
-from testbed.policies.preemption import PreemptionChoice
-from testbed.policies.queue_order import FCFS, WaitingQueue
+from testbed.policies.queue_order import FCFS
 from testbed.policies.victim import MostRecentlyAdmitted, VictimChoice
 
 COMPOSITIONS: dict[str, Callable[[], Composition]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.core.plan import FinishReason, Outcome
+from testbed.core.outcome import FinishReason, Outcome
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from tests.testbed.core_kit import (

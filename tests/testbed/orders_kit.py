@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
+from testbed.core.limits import Limits
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
-from testbed.policies.config import Limits
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import Perfect
 

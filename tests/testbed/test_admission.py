@@ -6,7 +6,8 @@ import pytest
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.manager import NO_HIT, Verdict
-from testbed.core.plan import BlockedBy, FinishReason
+from testbed.core.outcome import FinishReason
+from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import (
     add,

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.manager import BlockManager
-from testbed.core.plan import BatchPlan, FinishReason, Outcome, StepResult
+from testbed.core.limits import Limits
+from testbed.core.outcome import FinishReason, Outcome, StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
-from testbed.policies.config import Limits
 from testbed.policies.preemption import Auto, Recompute, Swap
 from testbed.policies.victim import LeastProgress, MostRecentlyAdmitted
 from tests.testbed.core_kit import ALL_COMPOSITIONS, make_scheduler

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from testbed.blocks.config import KVRules
+from testbed.core.limits import Limits
 from testbed.core.plan import BlockedBy, PrefillChunk
 from testbed.core.sequence import Sequence
-from testbed.policies.config import Limits
 from tests.testbed.core_kit import (
     add,
     make_limits,

@@ -16,7 +16,8 @@ from xxhash import xxh64_intdigest
 
 from testbed.blocks.config import KVRules
 from testbed.core.digest import VERSION, plan_events
-from testbed.core.plan import Admission, FinishReason, Ignored, Outcome, Preemption, PreemptionMode, StepResult
+from testbed.core.outcome import FinishReason, Outcome, StepResult
+from testbed.core.plan import Admission, Ignored, Preemption, PreemptionMode
 from testbed.core.request import Request, SamplingParams
 from testbed.core.running import Core
 from testbed.core.scheduler import Scheduler

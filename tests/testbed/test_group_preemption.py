@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.core.plan import BlockedBy, FinishReason, PreemptionMode, StepResult
+from testbed.core.outcome import FinishReason, StepResult
+from testbed.core.plan import BlockedBy, PreemptionMode
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import SequenceState

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from testbed.core.plan import BlockedBy, FinishReason, Outcome, StepResult
+from testbed.core.outcome import FinishReason, Outcome, StepResult
+from testbed.core.plan import BlockedBy
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import SequenceState

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.core.plan import BlockedBy, FinishReason, PreemptionMode
+from testbed.core.outcome import FinishReason
+from testbed.core.plan import BlockedBy, PreemptionMode
 from testbed.core.request import SamplingParams
 from testbed.policies.preemption import Recompute
 from tests.testbed.core_kit import (

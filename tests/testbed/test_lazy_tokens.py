@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.core.lazy_tokens import LazyTokens
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.traces.arrange import arrange
+from testbed.traces.lazy_tokens import LazyTokens
 from testbed.traces.schema import Part, Span, TraceRequest
 from testbed.traces.synthesis import materialize
 from tests.sim.kit import serve_trace

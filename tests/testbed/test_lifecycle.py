@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.core.plan import FinishReason, Outcome, StepResult
+from testbed.core.outcome import FinishReason, Outcome, StepResult
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import RequestError

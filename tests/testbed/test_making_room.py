@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from testbed.core.interfaces import WaitingQueue
 from testbed.core.plan import BlockedBy, PreemptionMode
 from testbed.core.scheduler import Scheduler
 from testbed.policies import orders
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import Perfect
 from testbed.policies.preemption import Swap
-from testbed.policies.queue_order import WaitingQueue
 from testbed.policies.victim import LowestPriority
 from tests.testbed.core_kit import (
     add,

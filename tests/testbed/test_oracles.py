@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from testbed.core.limits import Limits
 from testbed.core.request import Request, SamplingParams
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from testbed.policies.config import Limits
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import Binned, Noisy, NoOracle, Perfect
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.core.plan import BlockedBy, FinishReason, PrefillChunk
+from testbed.core.outcome import FinishReason
+from testbed.core.plan import BlockedBy, PrefillChunk
 from tests.testbed.core_kit import (
     add,
     drain,

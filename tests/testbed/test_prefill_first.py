@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from testbed.core.plan import BlockedBy, FinishReason
+from testbed.core.outcome import FinishReason
+from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import (
     add,

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from testbed.core.interfaces import StepView
-from testbed.core.plan import Spans, StepResult
+from testbed.core.outcome import Spans, StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.records.recorder import RunRecorder

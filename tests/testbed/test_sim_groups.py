@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import chisquare
 
 from sim.backend import SimBackend
-from testbed.core.plan import BatchPlan, BatchShape, Outcome, ScheduledSequence, Spans
+from testbed.core.outcome import Outcome, Spans
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
 from testbed.core.request import SamplingParams
 
 VOCAB_SIZE = 50

@@ -6,7 +6,8 @@ import pytest
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.manager import BlockManager, Verdict
-from testbed.core.plan import BlockedBy, FinishReason, PreemptionMode, PrefillChunk
+from testbed.core.outcome import FinishReason
+from testbed.core.plan import BlockedBy, PreemptionMode, PrefillChunk
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence, SequenceState
 from testbed.policies.preemption import Swap

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.core.plan import StepResult
+from testbed.core.outcome import StepResult
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.core.interfaces import Abort, Arrive, Inbox
-from testbed.core.plan import Finished, FinishReason
+from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import SamplingParams
 from testbed.traces.arrange import arrange
 from testbed.traces.inbox import TraceInbox, to_request

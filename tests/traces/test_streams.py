@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.core.interfaces import Abort
-from testbed.core.plan import Finished, FinishReason
+from testbed.core.outcome import Finished, FinishReason
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import AgentConfig, FewShotConfig, RagConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.blocks.manager import Verdict
+from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
@@ -20,8 +20,6 @@ class DecodeFirst:
     admits_after_preemption: whether a step that preempted still admits (0.8.5), or leaves the room to those that run.
     in_running_order: a prefill that was begun together with others that have ended goes before them, once (0.8.5).
     """
-
-    is_time_dependent = False
 
     own_rules = ("chunks_fill_blocks",)  # KV rules that no other part reads
 
@@ -43,9 +41,10 @@ class DecodeFirst:
             step.decode(min_budget=least)
             for seq in prefilling:
                 self._go_on(step, seq, share)
-        for seq, start, num_tokens in step.rows:
-            if seq.is_prefilling:
-                (finishing if start + num_tokens == seq.num_tokens else unfinished).append(seq)
+        if prefilling:
+            for seq, start, num_tokens in step.rows:
+                if seq.is_prefilling:
+                    (finishing if start + num_tokens == seq.num_tokens else unfinished).append(seq)
         swapped_in: list[Sequence] = []
         if not step.preempted:
             swapped_in = sorted(self._swap_in(step), key=lambda seq: seq.is_prefilling)
@@ -61,7 +60,7 @@ class DecodeFirst:
             if seq.is_prefilling:
                 if not self._go_on(step, seq, share):
                     return
-            elif step.token_budget < max(least, len(seq.together)):
+            elif step.token_budget < max(least, seq.num_together):
                 return
             elif step.reserve(seq, 1):
                 step.schedule(seq, 1)
@@ -76,11 +75,11 @@ class DecodeFirst:
     def _keep_order(self, step: Step, wanted: list[Sequence]) -> None:
         """Prefills that end in this step come before those that go on: they will be decodes. In running order, what
         found no budget comes before all."""
-        if not step.prefilling and not step.swapped_in and not (self._in_running_order and step.rows):
+        if not step.prefilling and not step.swapped_in and not self._in_running_order:
             return
         running = {seq.unit_id: seq for seq in step.running()}
         if self._in_running_order:
-            scheduled = dict.fromkeys(seq.unit_id for seq in (*step.decoded, *(row[0] for row in step.rows)))
+            scheduled = {seq.unit_id for seq in step.batch.seqs}
             wanted = [*(seq for seq in running.values() if seq.unit_id not in scheduled), *wanted]
         order = [seq for seq in wanted if running.pop(seq.unit_id, None) is not None]
         step.reorder([*order, *running.values()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.blocks.manager import Verdict
+from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
@@ -13,8 +13,6 @@ class IterationLevel:
     Source: Yu et al., Orca, OSDI 2022. Its memory rule, room for the longest possible sequence reserved on admission,
     is the admission policy `no_evict`. A prompt longer than the token budget joins when it would be alone in the batch.
     """
-
-    is_time_dependent = False
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
 
@@ -30,7 +28,7 @@ class IterationLevel:
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
             is_alone = step.token_budget == step.limits.max_num_batched_tokens
-            if num_tokens * len(seq.together) > step.token_budget and not is_alone:
+            if num_tokens * seq.num_together > step.token_budget and not is_alone:
                 return
             if step.take_back(seq, num_tokens) is Verdict.LATER:
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.blocks.manager import Verdict
+from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
@@ -13,8 +13,6 @@ class PrefillDecodeSplit:
     Source: nano-vllm, April 2026. `max_num_seqs` caps each batch, not the running set: running sequences beyond it wait
     for a place in the decode batch.
     """
-
-    is_time_dependent = False
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
     caps_batches_only = True
@@ -30,7 +28,7 @@ class PrefillDecodeSplit:
             self._admit(step)
         elif step.num_waiting:
             step.blocked(BlockedBy.SWAPPED_FIRST)
-        if not step.rows:
+        if not step.batch.seqs:
             self._decode(step)
             if not step.preempted:
                 self._swap_in(step)
@@ -38,7 +36,7 @@ class PrefillDecodeSplit:
                 step.blocked(BlockedBy.PREEMPTION)
 
     def _admit(self, step: Step) -> None:
-        num_seqs = len(step.rows)
+        num_seqs = len(step.batch.seqs)
         while (seq := step.head()) is not None:
             if num_seqs + seq.num_seqs > step.limits.max_num_seqs:
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
@@ -51,7 +49,7 @@ class PrefillDecodeSplit:
             if verdict is Verdict.NEVER:
                 continue
             missing = seq.num_tokens - hit.num_tokens
-            if missing > step.token_budget and step.rows:
+            if missing > step.token_budget and step.batch.seqs:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             step.admit(seq, hit, min(missing, step.token_budget))
             num_seqs += seq.num_seqs
@@ -60,7 +58,7 @@ class PrefillDecodeSplit:
     def _swap_in(self, step: Step) -> None:
         """Swapped-out sequences, which nano-vllm has not, join the decodes that there is a place for."""
         for seq in step.swapped():
-            num_seqs = len(step.decoded) + len(step.rows)
+            num_seqs = len(step.batch.seqs)
             if num_seqs + seq.num_seqs > step.limits.max_num_seqs:
                 return
             num_tokens = step.next_chunk(seq)
@@ -74,9 +72,9 @@ class PrefillDecodeSplit:
             return step.decode()
         num_seqs = 0
         for seq in step.running():
-            if num_seqs + len(seq.together) > step.limits.max_num_seqs:
+            if num_seqs + seq.num_together > step.limits.max_num_seqs:
                 return None
             if step.reserve(seq, 1):
-                num_seqs += len(seq.together)
+                num_seqs += seq.num_together
                 step.schedule(seq, 1)
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.blocks.manager import Verdict
+from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
@@ -19,8 +19,6 @@ class PrefillFirst:
     is admitted alone. ignored_end_the_step: a step that only ends prompts as ignored computes nothing (0.2.7).
     sorts_by_arrival: running and swapped sequences are sorted by arrival before they decode (0.2.7).
     """
-
-    is_time_dependent = False
 
     unused_limits = (
         "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"
@@ -44,7 +42,7 @@ class PrefillFirst:
             self._admit(step)
         elif step.num_waiting:
             step.blocked(BlockedBy.SWAPPED_FIRST)
-        if step.rows or (self._ignored_end_the_step and step.ignored):
+        if step.batch.seqs or (self._ignored_end_the_step and step.ignored):
             return
         if self._sorts_by_arrival:
             step.reorder(sorted(step.running(), key=_arrival))
@@ -79,7 +77,7 @@ class PrefillFirst:
                 if step.make_room():
                     continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
-            if not self._fits(step, num_tokens, longest) and (step.rows or not is_oversize):
+            if not self._fits(step, num_tokens, longest) and (step.batch.seqs or not is_oversize):
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             longest = max(longest, num_tokens)
             step.admit(seq, hit, seq.num_tokens - hit.num_tokens)
@@ -90,7 +88,7 @@ class PrefillFirst:
 
     def _fits(self, step: Step, num_tokens: int, longest: int) -> bool:
         if step.blocks.rules.budget == "padded":  # every prompt of the batch costs as much as its longest
-            padded = (len(step.rows) + 1) * max(longest, num_tokens)
+            padded = (len(step.batch.seqs) + 1) * max(longest, num_tokens)
             return padded <= step.limits.max_num_batched_tokens
         if step.blocks.rules.budget == "sum":
             return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.blocks.manager import Verdict
+from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
@@ -14,8 +14,6 @@ class Static:
     scheduling). Prompts beyond `max_num_batched_tokens` are left for the next batch, and one that exceeds it alone is a
     batch of its own.
     """
-
-    is_time_dependent = False
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
 
@@ -40,7 +38,7 @@ class Static:
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
             num_tokens = seq.num_tokens - hit.num_tokens
-            if num_tokens > step.token_budget and step.rows:
+            if num_tokens > step.token_budget and step.batch.seqs:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             verdict = step.can_admit(seq, seq.num_tokens, hit)
             if verdict is Verdict.LATER:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from testbed.blocks.manager import Verdict
+from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
-from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 
 
@@ -17,8 +16,6 @@ class Unified:
     request is in the system (0.8.5), or not (0.33).
     """
 
-    is_time_dependent = False
-
     unused_limits = ("max_num_partial_prefills", "max_long_partial_prefills")
 
     def __init__(self, *, threshold_when_alone: bool = False) -> None:
@@ -28,27 +25,15 @@ class Unified:
         threshold = step.limits.long_prefill_token_threshold
         if threshold and not self._threshold_when_alone and step.num_running + step.num_waiting <= 1:
             threshold = 0
-        prefilling = list(step.prefilling.values())
-        if not prefilling or self._decodes_come_first(step, prefilling[0]):
-            step.decode()
-            for seq in prefilling:
-                self._catch_up(step, seq, threshold)
-        else:
-            for seq in step.running():
-                self._catch_up(step, seq, threshold)
+        for seq in step.running():
+            if step.token_budget < seq.num_together:
+                continue  # a group is computed as a whole
+            num_tokens = min(_capped(seq.num_tokens - seq.num_computed_tokens, threshold), step.token_budget)
+            if step.reserve(seq, num_tokens):
+                step.schedule(seq, num_tokens)
         if step.num_swapped and not step.preempted:
             self._swap_in(step)
         self._admit(step, threshold)
-
-    def _decodes_come_first(self, step: Step, first: Sequence) -> bool:
-        """Whether every sequence that is still in its prefill was admitted after all that decode. first: of those."""
-        last_decode = step.last_decode()
-        return last_decode is None or last_decode.admission < first.admission
-
-    def _catch_up(self, step: Step, seq: Sequence, threshold: int) -> None:
-        num_tokens = min(_capped(seq.num_tokens - seq.num_computed_tokens, threshold), step.token_budget)
-        if num_tokens >= len(seq.together) and step.reserve(seq, num_tokens):
-            step.schedule(seq, num_tokens)
 
     def _swap_in(self, step: Step) -> None:
         """vLLM V1 swaps nothing; here a group of several sequences is swapped, and whatever `preemption` says."""

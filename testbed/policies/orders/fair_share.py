@@ -27,8 +27,6 @@ class VirtualTokenCounter:
     Iteration is by tenant. Memory: one number for each tenant ever seen.
     """
 
-    is_time_dependent = False
-
     def __init__(self, input_weight: int = 1, output_weight: int = 2) -> None:
         self._input_weight = whole("input_weight", input_weight, 0)
         self._output_weight = whole("output_weight", output_weight, 0)

@@ -30,8 +30,6 @@ class MultiLevelFeedbackQueue:
     the order served, without the promotions that are due.
     """
 
-    is_time_dependent = True
-
     def __init__(
         self,
         num_levels: int = 8,

@@ -24,7 +24,6 @@ class KeyedQueue:
     Costs: push, remove O(log n), head O(1), all amortised; iteration, in the order served, O(n log n).
     """
 
-    is_time_dependent = False
     goes_by_priority = False  # victim=auto then takes the lowest priority
 
     def __init__(

@@ -24,8 +24,6 @@ class HighestResponseRatioNext:
     one. Costs: push, remove O(log n) amortised; head O(classes), at most 4 * log2(largest job); iteration by class.
     """
 
-    is_time_dependent = True
-
     def __init__(self, classes_per_doubling: int = 4) -> None:
         self._power = whole("classes_per_doubling", classes_per_doubling, 1)
         self._oracle: LengthOracle | None = None

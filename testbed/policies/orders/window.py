@@ -31,8 +31,6 @@ class WindowedQueue:
     first come, first served. There is no rank: what is cached of a running sequence says nothing of its place.
     """
 
-    is_time_dependent = True  # what is cached changes, and the order with it
-
     def __init__(self, arrangement: Arrangement, max_waiting: int) -> None:
         self._arrangement = arrangement
         self._max_waiting = whole("max_waiting", max_waiting, 0)

@@ -1,0 +1,96 @@
+"""An eviction policy that weighs what a block costs to compute again."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from testbed.blocks.eviction import Evictor
+from testbed.blocks.lazy_heap import LazyHeap
+from testbed.errors import ConfigError
+
+
+class RecomputePrices(Protocol):
+    """What it asks of an estimator (testbed.core.interfaces.Estimator)."""
+
+    def recompute_ns(self, start: int, num_tokens: int) -> int: ...
+
+
+class CostAware(Evictor):
+    """Gives up the block that costs least to compute again, weighted by its hits and aged (GreedyDual-Size-Frequency).
+
+        priority = inflation + (1 + hits) x cost of the block; the least goes first, and its priority is the inflation
+        from then on: what was dear but is no longer used falls behind (Cherkasova 1998; all blocks are of one size)
+
+    The cost is the estimator's time for the block's tokens behind their context, in ns; without an estimator it is
+    token_cost + context_cost x context for each token, which is how the work of dense layers and of attention grows.
+    By the defaults 8,192 tokens of context double a token's work; in a dense model it is about 6 x the hidden size.
+
+    A block without the blocks before it is lost, so a block is worth at least as much as the deeper neighbour that was
+    released just before it; ties go in order of release, that is deepest first. Raises ConfigError on bad costs.
+    """
+
+    def __init__(self, token_cost: int = 8192, context_cost: int = 1) -> None:
+        for name, value, least in (("token_cost", token_cost, 1), ("context_cost", context_cost, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"cache.eviction.{name} is {value!r}; it must be a whole number, at least {least}")
+        self._token_cost = token_cost
+        self._context_cost = context_cost
+        self._block_size = 0
+        self._estimator: RecomputePrices | None = None
+        self._costs: list[int] = []  # by depth
+        self._heap: LazyHeap[tuple[int, int]] = LazyHeap()  # priority, release
+        self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
+        self._released: dict[int, tuple[int, int, int]] = {}  # block: depth, least worth, release
+        self._inflation = 0
+        self._neighbour = (-1, 0)  # depth and worth of the block released just before
+        self._num_releases = 0
+
+    def bind(self, context: Any) -> None:
+        """context: a testbed.policies.context.PolicyContext."""
+        self._block_size = context.blocks.block_size
+        self._estimator = context.estimator
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        next_depth, next_worth = self._neighbour
+        least_worth = next_worth if next_depth == depth + 1 else 0
+        self._released[block] = (depth, least_worth, self._num_releases)
+        self._num_releases += 1
+        self._neighbour = (depth, self._push(block))
+
+    def hit(self, block: int) -> None:
+        self._hits[block] = self._hits.get(block, 0) + 1
+        self._neighbour = (-1, 0)
+        if block in self._heap:
+            self._push(block)
+
+    def remove(self, block: int) -> None:
+        self._heap.remove(block)
+        self._neighbour = (-1, 0)
+
+    def pop(self) -> int:
+        (self._inflation, _), block = self._heap.pop()
+        self._hits.pop(block, None)
+        self._neighbour = (-1, 0)
+        return block
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def _push(self, block: int) -> int:
+        """Puts the block in by what it is worth now, and returns that."""
+        depth, least_worth, release = self._released[block]
+        worth = max(least_worth, (1 + self._hits.get(block, 0)) * self._cost(depth))
+        self._heap.push(block, (self._inflation + worth, release))
+        return worth
+
+    def _cost(self, depth: int) -> int:
+        """What computing the block at this depth again costs; asked of the estimator once for each depth."""
+        size, costs = self._block_size, self._costs
+        assert size, "bind comes first"
+        while len(costs) <= depth:
+            context = len(costs) * size
+            if self._estimator is None:
+                costs.append(size * (self._token_cost + self._context_cost * context))
+            else:
+                costs.append(self._estimator.recompute_ns(context, size))
+        return costs[depth]

@@ -1,0 +1,52 @@
+"""A sequence as KV memory sees it: tokens, how many of them are computed, and the blocks where their KV lies."""
+
+from __future__ import annotations
+
+from array import array
+
+from testbed.blocks.chain import Chain, TokenSource
+
+RELEASED = -1  # in a block table: the block lay outside the sliding window and was given back
+
+
+class KVSequence(TokenSource):
+    """What a `BlockManager` knows of a sequence. It changes `block_table`, `cpu_table`, `chain` and
+    `num_cached_tokens`; the counts of tokens are changed by whoever computes and emits.
+
+    `num_tokens` tokens are known; `num_computed_tokens` of them have their KV in blocks. Logical block i is physical
+    block `block_table[i]` on the GPU or, while the sequence is swapped out, `cpu_table[i]` on the CPU. salt: sequences
+    share cached prefixes only with those of the same. computes_whole_prompt: it wants no hits.
+    """
+
+    def __init__(
+        self, seq_id: int, num_prompt_tokens: int, salt: str, tenant: str, computes_whole_prompt: bool
+    ) -> None:
+        self.seq_id = seq_id  # the order of arrival; ties break by it
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.is_prefilling = False  # admitted, and nothing emitted since
+        self.last_step = -1  # the step that scheduled it last
+        self.salt = salt
+        self.tenant = tenant
+        self.computes_whole_prompt = computes_whole_prompt
+        self.num_cached_tokens: int | None = None  # prefix tokens found at the first admission
+        self.block_table: list[int] = []
+        self.cpu_table: list[int] = []
+        self.chain: Chain | None = None  # what of it is cached; None: no prefix caching, or nobody has asked
+
+    @property
+    def tokens(self) -> array[int]:
+        """The known tokens, in order; of a forced sequence also those to come."""
+        raise NotImplementedError
+
+    @property
+    def together(self) -> tuple[KVSequence, ...]:
+        """The sequences that are scheduled together with this one, itself included."""
+        return (self,)
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether it may share a partly filled block with others: it is of a group."""
+        return False

@@ -1,0 +1,181 @@
+"""Prefix caching as sequences see it: what of a sequence can be hit, and when what it computes is published."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from testbed.blocks.chain import Chain
+from testbed.blocks.config import KVRules
+from testbed.blocks.gpu_blocks import GPUBlocks
+from testbed.blocks.keys import KeySource
+from testbed.blocks.kv_sequence import KVSequence
+from testbed.blocks.merged_content import MergedContent
+from testbed.blocks.prefix_cache import Content
+
+
+class PrefixHit(NamedTuple):
+    """A cached prefix. num_unreferenced: how many of its blocks count as free until the hit takes them."""
+
+    num_tokens: int
+    blocks: list[int]
+    num_unreferenced: int
+
+
+NO_HIT = PrefixHit(0, [], 0)
+
+
+class Prefixes:
+    """The chains of sequences over one prefix cache. Without a source of keys there is no prefix caching, no sequence
+    has a chain, and nothing is done.
+
+    isolate_tenants: the tenant is part of the keys, beside a request's salt. merged: finds the one block of a content,
+    where the rules say that equal blocks become one.
+    """
+
+    def __init__(self, gpu: GPUBlocks, source: KeySource | None, rules: KVRules, *, isolate_tenants: bool) -> None:
+        self.num_queried_tokens = 0  # of first admissions
+        self.num_hit_tokens = 0
+        self.source = source
+        self.merged: MergedContent | None = None
+        if source is not None and rules.duplicates == "merged":
+            self.merged = MergedContent(gpu, source)
+        self._block_size = 1 if source is None else source.block_size
+        self._gpu = gpu
+        self._isolate_tenants = isolate_tenants
+        self._caps_by_block = rules.hit_cap == "last_block"
+        self._keeps_hits = rules.hits_frozen
+        self._is_newest_found = rules.duplicates == "replaced"
+        # what nobody asks for stays unlisted, where it does not show: all blocks of a content are kept, and keys differ
+        self._lists_late = source is not None and source.are_unique and rules.duplicates == "listed"
+
+    def salt_of(self, seq: KVSequence) -> str:
+        """Sequences share prefixes only with those of the same salt."""
+        return f"{len(seq.salt)}:{seq.salt}{seq.tenant}" if self._isolate_tenants else seq.salt
+
+    def chain_of(self, seq: KVSequence, source: KeySource, num_blocks: int) -> Chain:
+        """The sequence's chain, with at least so many keys."""
+        chain = seq.chain
+        if chain is None:
+            chain = seq.chain = Chain(seq, self.salt_of(seq))
+        chain.make_keys(source, num_blocks)
+        return chain
+
+    # --- hits ---
+
+    def lookup(self, seq: KVSequence) -> PrefixHit:
+        """The longest cached prefix of all known tokens but the last: at least one token is always computed.
+
+        None for a request that wants something of each of its prompt's tokens: it computes them all.
+        """
+        if self.source is None:
+            return NO_HIT
+        num_tokens = seq.num_tokens
+        max_blocks = (num_tokens - 1 if self._caps_by_block else num_tokens) // self._block_size
+        chain = self.chain_of(seq, self.source, min(1, max_blocks))
+        if seq.computes_whole_prompt:
+            return NO_HIT
+        if self.merged is not None and self._keeps_hits:
+            chain.make_keys(self.source, max_blocks)
+            if chain.frozen_hit is None:
+                chain.frozen_hit = self.merged.num_computed_blocks(chain, max_blocks) * self._block_size
+            return PrefixHit(min(chain.frozen_hit, num_tokens - 1), [], 0)
+        if not max_blocks or not self._gpu.cache.is_known(chain.keys[0]):
+            return NO_HIT
+        chain.make_keys(self.source, max_blocks)
+        entries = self._gpu.cache.match(chain.keys, chain.contents, max_blocks)
+        if not entries:
+            return NO_HIT
+        blocks = [entry.blocks[0] for entry in entries]
+        counts = self._gpu.pool.ref_counts
+        num_hit = min(len(blocks) * self._block_size, num_tokens - 1)
+        return PrefixHit(num_hit, blocks, sum([1 for block in blocks if not counts[block]]))
+
+    def count_hit(self, seq: KVSequence, num_hit: int) -> None:
+        """Notes the hit of a sequence's first admission."""
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = num_hit
+            if self.source is not None:
+                self.num_queried_tokens += seq.num_tokens
+                self.num_hit_tokens += num_hit
+
+    def adopt(self, seq: KVSequence, hit: PrefixHit) -> None:
+        """The sequence's table begins with the hit's blocks, referenced."""
+        gpu, chain = self._gpu, seq.chain
+        for block in hit.blocks:
+            gpu.reference(block)
+            gpu.evictable.hit(block)
+        seq.block_table = hit.blocks[:]
+        if chain is not None:
+            chain.start(len(hit.blocks), gpu.cache.entry(hit.blocks[-1]) if hit.blocks else None)
+
+    # --- publication ---
+
+    def publish(self, seq: KVSequence, num_tokens: int) -> None:
+        """The full blocks of the first `num_tokens` tokens may be hit from now on."""
+        chain, source = seq.chain, self.source
+        if chain is None or source is None or chain.is_broken:
+            return
+        num_full = num_tokens // self._block_size
+        if chain.num_published >= num_full:
+            return
+        if chain.num_published == 0 and self._lists_late and chain.unlisted is None:
+            chain.make_keys(source, 1)
+            self._gpu.cache.begin_unlisted(chain)
+        if chain.unlisted is None:
+            chain.make_keys(source, num_full)
+        for index in range(chain.num_published, num_full):
+            if not self._publish_block(seq.block_table, chain, index):
+                chain.is_broken = True
+                return
+            chain.num_published = index + 1
+
+    def _publish_block(self, table: list[int], chain: Chain, index: int) -> bool:
+        """The block may be hit; False: its key stands for another content."""
+        cache, block = self._gpu.cache, table[index]
+        if chain.unlisted is not None:
+            cache.publish_unlisted(block, chain.unlisted)
+            return True
+        entry = cache.entry(block)
+        if entry is None and self.merged is not None:
+            entry = self.merged.merge(table, index, chain)
+        elif entry is None:
+            entry = cache.publish(
+                block, chain.keys[index], chain.contents[index], chain.entry, is_newest_found=self._is_newest_found
+            )
+        if entry is not None:
+            chain.entry = entry
+        return entry is not None
+
+    def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens are computed after all: the rest may not be hit."""
+        chain, table, cache = seq.chain, seq.block_table, self._gpu.cache
+        if chain is None:
+            return
+        self._list(chain)
+        for index in range(chain.num_published - 1, num_tokens // self._block_size - 1, -1):
+            block = table[index]
+            if self.merged is not None and self._gpu.pool.ref_counts[block] > 1:
+                return  # others of this batch compute it too
+            assert self._gpu.pool.ref_counts[block] <= 1, "a victim is withdrawn, but this step relies on its tokens"
+            cache.forget(block)  # it may hold nothing: another block with its content took its place
+            chain.num_published = index
+            chain.entry = cache.entry(table[index - 1]) if index else None
+            chain.is_broken = chain.is_broken or (index > 0 and chain.entry is None)
+
+    def fork(self, parent: KVSequence, child: KVSequence) -> None:
+        """The child's blocks are its parent's."""
+        if parent.chain is not None:
+            self._list(parent.chain)
+            child.chain = parent.chain.copy_of(child)
+
+    def full_contents(self, seq: KVSequence) -> list[Content]:
+        """Keys and contents of the full blocks that hold computed tokens; without caching of no meaning."""
+        num_full = seq.num_computed_tokens // self._block_size
+        if self.source is None:
+            return []
+        chain = self.chain_of(seq, self.source, num_full)
+        return list(zip(chain.keys[:num_full], chain.contents[:num_full], strict=True))
+
+    def _list(self, chain: Chain) -> None:
+        if chain.unlisted is not None:
+            self._gpu.cache.list_prefix(chain.unlisted)

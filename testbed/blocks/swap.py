@@ -1,0 +1,226 @@
+"""Swapping: whole sequences move between the GPU's blocks and the CPU's, and the tests of whether they may.
+
+Sequences that are scheduled together move together; a block that several of them share moves once and stays shared. A
+device swaps out, then swaps in, then copies.
+"""
+
+from __future__ import annotations
+
+from testbed.blocks.chain import CacheEntry
+from testbed.blocks.copy_on_write import CopyOnWrite, Pair
+from testbed.blocks.demand import Demand
+from testbed.blocks.gpu_blocks import GPUBlocks
+from testbed.blocks.kv_sequence import RELEASED, KVSequence
+from testbed.blocks.pool import BlockPool
+from testbed.blocks.prefix_cache import Content, PrefixCache
+from testbed.blocks.prefixes import Prefixes
+from testbed.blocks.verdict import Verdict
+
+Unit = tuple[KVSequence, ...]  # sequences that are scheduled together
+
+
+class SwapSpace:
+    """CPU blocks of swapped-out sequences.
+
+    by_content: full blocks of equal prefixes share a CPU block, also when they came at different times.
+    """
+
+    def __init__(self, num_blocks: int, *, by_content: bool) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._leaving: list[int] = []  # blocks that the step being planned empties: not to be filled by it
+        self._cache = PrefixCache(num_blocks) if by_content else None
+        self._tables: dict[int, list[int]] = {}  # of the sequences that are here, by seq_id: for checks
+
+    def num_held(self, contents: list[Content]) -> int:
+        """How many of these full blocks, the first of a sequence, are here already."""
+        if self._cache is None:
+            return 0
+        return len(self._cache.match([key for key, _ in contents], [value for _, value in contents], len(contents)))
+
+    def put(self, seq: KVSequence, table: list[int], contents: list[Content], moved: dict[int, int]) -> None:
+        """Takes a sequence in. moved: by GPU block, what those that leave with it have taken; grows. There must be
+        room."""
+        parent: CacheEntry | None = None
+        is_broken = False  # a key collision: what follows is not shared
+        seq.cpu_table = []
+        self._tables[seq.seq_id] = seq.cpu_table
+        for index, block in enumerate(table):
+            if block == RELEASED:
+                seq.cpu_table.append(RELEASED)
+                continue
+            cache = self._cache if not is_broken and index < len(contents) else None
+            found = cache.find(*contents[index], parent) if cache is not None else None
+            if block in moved:
+                self.pool.share(moved[block])
+            elif found is not None:
+                moved[block] = found.blocks[0]
+                self.pool.share(moved[block])
+            else:
+                moved[block] = self.pool.allocate()
+                if cache is not None:
+                    found = cache.publish(moved[block], *contents[index], parent)
+            parent = found
+            is_broken = found is None
+            seq.cpu_table.append(moved[block])
+
+    def drop(self, seq: KVSequence) -> list[int]:
+        """The sequence leaves; returns its CPU table, whose blocks are handed out again once the step is planned: a
+        device moves out before it moves in."""
+        table, seq.cpu_table = seq.cpu_table, []
+        del self._tables[seq.seq_id]
+        for block in reversed(table):
+            if block != RELEASED and self.pool.drop(block):
+                if self._cache is not None:
+                    self._cache.forget(block)
+                self._leaving.append(block)
+        return table
+
+    def planned(self) -> None:
+        """The step is decided: what it emptied is free."""
+        for block in self._leaving:
+            self.pool.put_back(block)
+        self._leaving = []
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        references = [0] * self.pool.num_blocks
+        for table in self._tables.values():
+            for block in table:
+                if block != RELEASED:
+                    references[block] += 1
+        assert references == self.pool.ref_counts, "CPU reference counts differ from the tables"
+        num_held = sum([1 for count in references if count])
+        assert self.pool.num_free + len(self._leaving) + num_held == self.pool.num_blocks
+
+
+class Swapping:
+    """Moves sequences, and says whether they may. watermark_blocks: what swapping in leaves free. counts_all: the tests
+    are for all blocks of the sequences, not for the full ones (`swap_test`)."""
+
+    def __init__(
+        self, gpu: GPUBlocks, cpu: SwapSpace, prefixes: Prefixes, copies: CopyOnWrite, demand: Demand, *,
+        watermark_blocks: int, counts_all: bool,
+    ) -> None:  # fmt: skip
+        self._gpu = gpu
+        self._cpu = cpu
+        self._prefixes = prefixes
+        self._copies = copies
+        self._demand = demand
+        self._watermark_blocks = watermark_blocks
+        self._counts_all = counts_all
+
+    # --- out ---
+
+    def can_swap_out(self, unit: Unit) -> Verdict:
+        """Whether the CPU pool takes these sequences. NEVER: it is smaller than what they hold."""
+        num_blocks = num_distinct([one.block_table for one in unit])
+        if not self._counts_all:
+            num_blocks = sum([self._num_counted(one, one.block_table) - self._num_on_cpu(one) for one in unit])
+        if num_blocks > self._cpu.pool.num_blocks:
+            return Verdict.NEVER
+        return Verdict.OK if num_blocks <= self._cpu.pool.num_free else Verdict.LATER
+
+    def swap_out(self, unit: Unit) -> list[Pair]:
+        """Moves the blocks of these sequences to the CPU; the (GPU, CPU) pairs to copy."""
+        by_content = self._prefixes.merged is not None
+        contents = [self._prefixes.full_contents(one) if by_content else [] for one in unit]
+        tables = [one.block_table for one in unit]
+        origins = self._copies.take_back(tables)
+        for one in unit:
+            self._gpu.release_table(one.block_table)
+            one.block_table = []
+        moved: dict[int, int] = {}
+        for one, table, own in zip(unit, tables, contents, strict=True):
+            self._cpu.put(one, table, own, moved)
+        return [(origins.get(gpu, gpu), cpu) for gpu, cpu in moved.items()]
+
+    # --- in ---
+
+    def can_swap_in(self, unit: Unit) -> Verdict:
+        """Whether the blocks of swapped-out sequences, and one more for each to grow, leave the watermark free."""
+        if self._counts_all:
+            num_blocks = num_distinct([one.cpu_table for one in unit]) + max(len(unit), self._num_growing(unit))
+        else:
+            num_blocks = sum([self._num_counted(one, one.cpu_table) - self._num_on_gpu(one) for one in unit])
+        watermark = self._watermark_blocks
+        if num_blocks + watermark > self._gpu.pool.num_blocks:
+            return Verdict.NEVER
+        num_free = self._gpu.num_free - len(self._copies.unread_blocks())
+        return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
+
+    def swap_in(self, unit: Unit) -> list[Pair]:
+        """Moves the blocks of these sequences back to the GPU; the (CPU, GPU) pairs to copy."""
+        moved: dict[int, int] = {}
+        unread = self._copies.unread_blocks()
+        for one in unit:
+            self._bring(one, moved, unread)
+        return list(moved.items())
+
+    def _bring(self, seq: KVSequence, moved: dict[int, int], unread: list[int]) -> None:
+        """One of them. Where equal blocks are one, it takes those that are there, and publishes the others at once."""
+        merged, chain = self._prefixes.merged, seq.chain
+        num_full = 0 if merged is None else len(self._prefixes.full_contents(seq))
+        seq.block_table = []
+        if chain is not None:
+            chain.start(0, None)
+        for index, cpu_block in enumerate(self._cpu.drop(seq)):
+            block = moved.get(cpu_block)
+            if cpu_block == RELEASED:
+                block = RELEASED
+            elif block is not None:
+                self._gpu.pool.share(block)
+            else:
+                if merged is not None and chain is not None and index < num_full:
+                    block = merged.block_of(chain, index)
+                if block is None:
+                    block = self._take_but(unread)
+                moved[cpu_block] = block
+            seq.block_table.append(block)
+            if index < num_full:
+                self._prefixes.publish(seq, (index + 1) * self._demand.block_size)
+        if chain is not None and seq.block_table[:1] == [RELEASED]:
+            chain.is_broken = True  # a hit needs the whole prefix
+
+    def _take_but(self, unread: list[int]) -> int:
+        """A new block that is none of these; there must be one."""
+        block = self._gpu.take()
+        aside = []
+        while block in unread:
+            aside.append(block)
+            block = self._gpu.take()
+        for held in reversed(aside):
+            self._gpu.release(held, 0)
+        return block
+
+    # --- counts ---
+
+    def _num_counted(self, seq: KVSequence, table: list[int]) -> int:
+        """What `swap_test=full_blocks` counts; at least the blocks that move: a chunk that was taken back has left some
+        that it did not fill."""
+        return max(self._demand.num_touched(seq), sum([1 for block in table if block != RELEASED]))
+
+    def _num_growing(self, unit: Unit) -> int:
+        """Blocks that the next token of each takes: new ones, and copies of a block that several would write into."""
+        num_new = 0
+        writers: dict[int, int] = {}
+        for one in unit:
+            num_new += self._demand.num_new_blocks(one, 1, len(one.cpu_table))
+            index = one.num_computed_tokens // self._demand.block_size
+            if index < len(one.cpu_table):
+                writers[one.cpu_table[index]] = writers.get(one.cpu_table[index], 0) + 1
+        return num_new + sum(writers.values()) - len(writers)
+
+    def _num_on_cpu(self, seq: KVSequence) -> int:
+        return self._cpu.num_held(self._prefixes.full_contents(seq))
+
+    def _num_on_gpu(self, seq: KVSequence) -> int:
+        """Full blocks whose content others reference on the GPU: swapping in takes those."""
+        merged = self._prefixes.merged
+        return 0 if merged is None else merged.num_referenced(self._prefixes.full_contents(seq))
+
+
+def num_distinct(tables: list[list[int]]) -> int:
+    """Distinct blocks of some tables."""
+    if len(tables) == 1:
+        return sum([1 for block in tables[0] if block != RELEASED])
+    return len({block for table in tables for block in table if block != RELEASED})

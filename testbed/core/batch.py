@@ -1,0 +1,86 @@
+"""The batch of a step: who computes how many tokens, and what a device and a cost model are told of it."""
+
+from __future__ import annotations
+
+from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
+from testbed.core.sequence import Sequence
+
+# (seq, start, num_tokens): num_tokens tokens of seq from position start are computed
+Row = tuple[Sequence, int, int]
+
+
+class Batch(Rows):
+    """Row i computes the next `counts[i]` tokens of `seqs[i]`, behind its computed ones. Owned by a step.
+
+    token_budget: what is left of it.
+    """
+
+    def __init__(self, token_budget: int) -> None:
+        self.token_budget = token_budget
+        self.seqs: list[Sequence] = []
+        self.counts: list[int] = []
+        self.is_over = False  # committed: the counts of its sequences have gone on
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        self.seqs.append(seq)
+        self.counts.append(num_tokens)
+        self.token_budget -= num_tokens
+
+    def remove(self, seq: Sequence) -> int:
+        """Takes a sequence out; how many tokens it was to compute, 0 if it was not in the batch."""
+        for index, other in enumerate(self.seqs):
+            if other is seq:
+                del self.seqs[index]
+                num_tokens = self.counts.pop(index)
+                self.token_budget += num_tokens
+                return num_tokens
+        return 0
+
+    def rows(self) -> list[Row]:
+        pairs = zip(self.seqs, self.counts, strict=True)
+        return [(seq, seq.num_computed_tokens, num_tokens) for seq, num_tokens in pairs]
+
+    def shape(self, window: int | None, num_out: int, num_in: int, num_copied: int) -> BatchShape:
+        """What is priced. window: as far as attention looks back, in tokens; beside it the blocks that move."""
+        num_decodes = context = num_samples = 0
+        prefills: list[PrefillChunk] = []
+        for index, seq in enumerate(self.seqs):
+            num_tokens, start = self.counts[index], seq.num_computed_tokens
+            end = start + num_tokens
+            if num_tokens == 1 and start >= seq.num_prompt_tokens:
+                num_decodes += 1
+                context += end if window is None else min(end, window)
+            else:
+                prefills.append(PrefillChunk(start if window is None else min(start, window - 1), num_tokens))
+            if end == seq.num_tokens:
+                num_samples += 1
+        chunks = tuple(prefills) if prefills else ()
+        return BatchShape(num_decodes, context, chunks, num_samples, num_out, num_in, num_copied)
+
+    def make(self) -> tuple[ScheduledSequence, ...]:
+        assert not self.is_over, "a plan's rows are valid until it is committed"
+        return tuple([_scheduled(seq, self.counts[index]) for index, seq in enumerate(self.seqs)])
+
+    def num_scheduled(self) -> list[tuple[str, int]]:
+        return [(seq.request.request_id, self.counts[index]) for index, seq in enumerate(self.seqs)]
+
+
+def _scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
+    start = seq.num_computed_tokens
+    sampling, group = seq.request.sampling, seq.group
+    return ScheduledSequence(
+        seq.seq_id,
+        start,
+        num_tokens,
+        seq.tokens[start : start + num_tokens],
+        start + num_tokens == seq.num_tokens,
+        seq.is_forced,
+        seq.block_table,
+        sampling,
+        seq.num_samples,
+        seq.seq_id if group is None else group.group_id,
+        seq.num_prompt_tokens,
+        seq.known_tokens(0, seq.num_tokens) if sampling.needs_history else (),
+        seq.score,
+        0 if group is None else len(group.finished),
+    )

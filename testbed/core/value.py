@@ -1,0 +1,38 @@
+"""Plain values that cross a seam: compared, shown, copied and pickled by their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+
+class Value:
+    """A class of fields that nobody changes once it is made. FIELDS: their names, in the order of its constructor."""
+
+    FIELDS: ClassVar[tuple[str, ...]] = ()
+
+    def values(self) -> tuple[Any, ...]:
+        """The fields, in order."""
+        return tuple([getattr(self, name) for name in self.FIELDS])
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other values of some fields."""
+        fields = dict(zip(self.FIELDS, self.values(), strict=True))
+        fields.update(changes)
+        return type(self)(**fields)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Value) and other.values() == self.values()
+
+    def __hash__(self) -> int:
+        return hash(self.values())
+
+    def __repr__(self) -> str:
+        fields = ", ".join([f"{name}={getattr(self, name)!r}" for name in self.FIELDS])
+        return f"{type(self).__name__}({fields})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.values()

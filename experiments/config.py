@@ -41,8 +41,9 @@ from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed
 from testbed.policies.config import SchedulerConfig
+from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import load_hf_config
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.model import ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig
 

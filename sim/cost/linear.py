@@ -20,7 +20,7 @@ from sim.cost.base import attention_pairs_doubled, pairs_doubled
 from testbed.core.plan import BatchShape, Spans
 from testbed.errors import ConfigError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.specs.model import MAX_SIZE
+from testbed.specs.ranges import MAX_SIZE
 
 MIN_STEPS = 14  # two per coefficient
 FORMAT = "testbed linear cost 2"

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, get_type_hints
 from testbed.core.plan import BatchShape, PrefillChunk, Spans
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, MAX_SIZE, ModelSpec, RopeScaling
+from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
+from testbed.specs.ranges import MAX_SIZE
 
 FORMAT = 1
 METADATA_KEY = "testbed.profile"

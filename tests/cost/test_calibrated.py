@@ -16,7 +16,8 @@ from sim.cost.roofline import RooflineCost
 from testbed.core.interfaces import StepView
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, Spans, StepResult
 from testbed.errors import ConfigError, ProfileError
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from testbed.specs.profiles import MeasuredStep, Profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.cost.shapes import shapes

@@ -14,7 +14,8 @@ from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.cost.linear import LinearConfig, LinearCost
 from sim.cost.roofline import RooflineConfig, RooflineCost
 from testbed.core.plan import BatchPlan, BatchShape, Spans
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from tests.cost.test_calibrated import KNOWN
 
 MODEL = ModelSpec("m", num_hidden_layers=3)

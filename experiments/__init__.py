@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from experiments.api import replay, simulate
+    from experiments.text import LLM
 
-__all__ = ["replay", "simulate"]
+__all__ = ["LLM", "replay", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from experiments import simulate` without loading pandas for every command."""
+    """`from experiments import simulate, LLM` without loading pandas or an engine for every command."""
+    if name == "LLM":
+        from experiments.text import LLM
+
+        return LLM
     if name in __all__:
         from experiments import api
 

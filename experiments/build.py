@@ -36,7 +36,8 @@ from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Swap
-from testbed.specs.model import activation_bytes, check_ranks, graph_bytes, num_kv_blocks
+from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
+from testbed.specs.model import check_ranks
 from testbed.traces.schema import TokenIds, Trace, TraceRequest, TraceSource
 
 

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # a user's own policy lies in a file beside them
     try:
         if name not in COMMANDS:
-            from experiments.settings import unknown
+            from testbed.foreign_text import unknown
 
             raise ConfigError(unknown(f"there is no command {name!r}", name, list(COMMANDS)))
         return COMMANDS[name](rest)

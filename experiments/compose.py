@@ -13,8 +13,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from experiments.config import GROUPS, RunConfig, register
 from experiments.messages import is_hydras, not_a_list, options, too_large, translate, unknown_key, wrong_type
-from experiments.settings import unknown
 from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 
 
 def compose_config(overrides: list[str]) -> RunConfig:

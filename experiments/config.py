@@ -29,7 +29,6 @@ from experiments.settings import (
     SyntheticTraceConfig,
     TensorParallelConfig,
     TraceConfig,
-    unknown,
 )
 from experiments.structured import editable, freeze
 from real.config import RealConfig
@@ -39,10 +38,11 @@ from sim.cost.linear import LinearConfig
 from sim.cost.roofline import RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
-from testbed.foreign_text import parsed
+from testbed.foreign_text import parsed, unknown
 from testbed.policies.config import SchedulerConfig
+from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import load_hf_config
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.model import ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from experiments.config import COST_CONFIGS, RunConfig
 from experiments.policies import instantiate
-from experiments.settings import unknown
 from experiments.structured import freeze
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration
@@ -20,6 +19,7 @@ from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 from testbed.records.operators import Itemise
 from testbed.specs.profiles import read_profile
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import yaml
 
-from experiments.settings import unknown
 from experiments.structured import freeze
 from testbed.errors import DeviceError
-from testbed.foreign_text import parsed, shown
-from testbed.specs.model import DEVICE_FIELDS, DeviceSpec
+from testbed.foreign_text import parsed, shown, unknown
+from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*)(\.\d*)?([eE][+-]?\d+)?")  # YAML 1.1 takes 3.35e12 for text
 

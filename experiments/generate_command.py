@@ -1,33 +1,23 @@
-"""`testbed generate`: text from the command line. Owns its flags, and how outputs are written."""
+"""`testbed generate`: text from the command line. Owns its flags; the work is real/text/generate.py."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 import yaml
 
 from experiments.config import GROUPS
 from experiments.interrupt import terminated_as_interrupted
 from experiments.llm_settings import SETTINGS
-from experiments.printer import Printer
-from experiments.prompts_file import Asked, read_prompts_file
 from experiments.run_folder import is_same_file
-from real.text.interrupt import deferred
+from real.text.generate import generate, sampling_of
+from real.text.prompts_file import Asked, read_prompts_file
 from testbed.core.sampling import SamplingParams
-from testbed.errors import ConfigError, RequestError, RunFolderError
-
-if TYPE_CHECKING:
-    from experiments.llm import LLM
-    from real.text.outputs import Piece, RequestOutput
+from testbed.errors import ConfigError, RunFolderError
 
 FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type of its flag, help
     "max_tokens": (int, "tokens for each output (the model's generation_config.json, else 16)"),
@@ -49,6 +39,7 @@ FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type o
 _LIKE_A_SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=\S*$")
 # --seed is that of the draws
 ENGINE_FLAGS = tuple(name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching"))
+MORE_FLAGS = ("tokenizer", "scheduler", "dtype", "device", "status_s", "enforce_eager", "enable_prefix_caching")
 _FLAG_KEYS = {"scheduler": "scheduler", "enforce_eager": "backend.cuda_graphs", **SETTINGS}  # which each flag sets
 
 
@@ -67,38 +58,25 @@ def main(arguments: list[str]) -> int:
         asked += read_prompts_file(options.prompts_file)
     if not asked:
         raise ConfigError("nothing to generate from; give prompts in quotes, or --prompts-file")
-    if options.output is not None and options.output.exists() and not options.overwrite:
-        raise RunFolderError(f"{options.output} exists; choose another --output or pass --overwrite")
-    if (
-        options.output is not None
-        and options.prompts_file is not None
-        and is_same_file(options.output, options.prompts_file)
-    ):
-        raise RunFolderError(f"{options.output} is the file of prompts; choose another --output")
     if options.output is not None:
-        _check_writable(options.output)
+        _check_output(options.output, options.prompts_file, options.overwrite)
+    sampling = _given(options, *FLAGS, "stop", "ignore_eos")
     for one in asked:
-        _sampling(SamplingParams(), options, one)  # what is out of range is said before a model is loaded
-    from experiments.llm import LLM
+        sampling_of(one, sampling, SamplingParams())  # what is out of range is said before a model is loaded
+    from experiments.text import LLM
 
     if options.model == "tiny":
         print("note: tiny has random weights, made on the spot: its text is noise", file=sys.stderr)
-    names = (
-        "tokenizer",
-        "scheduler",
-        "dtype",
-        "device",
-        "status_s",
-        "enforce_eager",
-        "enable_prefix_caching",
-        *ENGINE_FLAGS,
-    )
-    flags = {name: getattr(options, name) for name in names}
-    settings = {name: value for name, value in flags.items() if value is not None}
+    settings = _given(options, *ENGINE_FLAGS, *MORE_FLAGS)
     _refuse_both(settings, overrides)
     with terminated_as_interrupted(), LLM(options.model, **settings, **overrides) as llm:
-        _generate(llm, asked, options)
+        said = generate(llm, asked, sampling, output=options.output, stream=options.stream, chat=options.chat)
+        print(f"{said}, {llm.config.scheduler.name}, attention {llm.attention}", file=sys.stderr)
     return 0
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _refuse_both(flags: dict[str, Any], overrides: dict[str, Any]) -> None:
@@ -159,118 +137,14 @@ def _override(item: str) -> tuple[str, Any]:
         raise ConfigError(f"{item!r}: the value cannot be read") from None
 
 
-def _sampling(base: SamplingParams, options: argparse.Namespace, asked: Asked) -> SamplingParams:
-    """The model's recommendation, then the flags, then the row's own."""
-    flags = {name: getattr(options, name) for name in (*FLAGS, "stop", "ignore_eos")}
-    chosen = {name: value for name, value in flags.items() if value is not None} | asked.sampling
-    try:
-        return replace(base, **chosen)
-    except RequestError as error:
-        raise RequestError(f"{asked.place}: {error}" if asked.sampling else str(error)) from None
-
-
-# --- generating ---
-
-
-def _generate(llm: LLM, asked: list[Asked], options: argparse.Namespace) -> None:
-    base = llm.get_default_sampling_params()
-    sampling = [_sampling(base, options, one) for one in asked]
-    is_bare = len(asked) == 1 and sampling[0].n == 1
-    printer = Printer(None if is_bare else [_label(one) for one in asked], _write_out)
-    num_done, num_tokens, began = 0, 0, time.monotonic()
-
-    def shown(piece: Piece) -> None:
-        printer.add(piece.index, piece.output_index, piece.text, piece.finished)
-
-    with _written(options.output) as write:
-
-        def done(index: int, output: RequestOutput) -> None:
-            nonlocal num_done, num_tokens
-            if write is not None:
-                with deferred():  # a line is written whole
-                    write(_line(index, asked[index], output))
-                    num_done += 1
-            elif not options.stream:
-                for one in output.outputs:
-                    printer.add(index, one.index, one.text, True)
-            num_done += write is None
-            num_tokens += sum(len(one.token_ids) for one in output.outputs)
-            printer.close(index, len(output.outputs))
-            if output.message:
-                print(f"note: {asked[index].place}: {output.message}", file=sys.stderr)
-
-        call: dict[str, Any] = {
-            "use_tqdm": not options.stream, "on_piece": shown if options.stream else None, "on_output": done
-        }  # fmt: skip
-        try:
-            if options.chat:
-                llm.chat([_messages(one) for one in asked], sampling, **call)
-            else:
-                llm.generate([one.prompt for one in asked], sampling, **call)
-        except KeyboardInterrupt:
-            printer.flush()
-            kept = f"; what is finished is in {options.output}" if num_done and options.output is not None else ""
-            raise KeyboardInterrupt(f"interrupted after {num_done} of {len(asked)} prompts{kept}") from None
-    span_s = time.monotonic() - began
-    print(
-        f"{len(asked)} prompts, {num_tokens:,} tokens generated in {span_s:.2f} s ({num_tokens / span_s:,.1f} tok/s), "
-        f"{llm.config.scheduler.name}, attention {llm.attention}",
-        file=sys.stderr,
-    )
-
-
-def _messages(asked: Asked) -> list[dict[str, str]]:
-    text = asked.prompt.get("prompt") if isinstance(asked.prompt, dict) else asked.prompt
-    if not isinstance(text, str):
-        raise RequestError(f"{asked.place}: --chat needs a text, not token ids")
-    return [{"role": "user", "content": text}]
-
-
-def _check_writable(path: Path) -> None:
-    """Makes its folder. Raises OSError before anything is computed for a file that could not be written."""
+def _check_output(path: Path, prompts: Path | None, overwrite: bool) -> None:
+    """Makes its folder. Raises RunFolderError or OSError before anything is computed for a file that is not written."""
+    if path.exists() and not overwrite:
+        raise RunFolderError(f"{path} exists; choose another --output or pass --overwrite")
+    if prompts is not None and is_same_file(path, prompts):
+        raise RunFolderError(f"{path} is the file of prompts; choose another --output")
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     path.open("a").close()
     if is_new:
         path.unlink()
-
-
-@contextmanager
-def _written(path: Path | None) -> Iterator[Callable[[str], None] | None]:
-    """Writes lines, each at once whole: what is finished is kept whatever comes."""
-    if path is None:
-        yield None
-        return
-    with ExitStack() as stack:
-        opened: list[TextIO] = []  # at the first line: what is refused before leaves an older file as it is
-
-        def write(line: str) -> None:
-            if not opened:
-                opened.append(stack.enter_context(path.open("w", encoding="utf-8")))
-            opened[0].write(line + "\n")
-            opened[0].flush()
-
-        yield write
-
-
-def _line(index: int, asked: Asked, output: RequestOutput) -> str:
-    values = asdict(output)
-    named = {"index": index} | ({} if asked.id is None else {"id": asked.id})
-    return json.dumps(
-        named | {key: value for key, value in values.items() if value not in (None, "")}, ensure_ascii=False
-    )
-
-
-def _label(asked: Asked) -> str:
-    prompt = asked.prompt
-    if isinstance(prompt, dict):
-        prompt = prompt.get("prompt") or prompt.get("prompt_token_ids")
-    text = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} token ids"
-    return text if len(text) <= 72 else f"{text[:69]}..."
-
-
-def _write_out(text: str) -> None:
-    if sys.stdout is None:  # closed by the caller (>&-); what --output names is written all the same
-        return
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -7,8 +7,8 @@ from importlib.resources import files
 from typing import Any
 
 from experiments.run import RunResult
-from experiments.settings import unknown
 from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 from testbed.traces.transforms import TRANSFORMS
 
 DESCRIPTIONS = {

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from experiments.compose import to_overrides
 from experiments.config import GROUPS
 from experiments.messages import options
-from experiments.settings import unknown
-from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap
+from real.text.sampling import end_tokens
+from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_tokenizer
 from testbed.errors import ConfigError, ModelError
+from testbed.foreign_text import unknown
 from testbed.specs.hf_config import load_hf_config
 
 SETTINGS = {  # keyword argument -> key of the configuration
@@ -45,14 +46,15 @@ TINY = "tiny"
 class FoundModel(NamedTuple):
     """Where a model's shape, weights and tokenizer come from.
 
-    folder: of a checkpoint; None where the weights are random. has_own_tokenizer: the tokenizer came with the model.
+    folder: of a checkpoint; None where the weights are random. eos_ids: what its files, and a tokenizer that came with
+    it, say beside the shape's own.
     """
 
     name: str
     overrides: list[str]
     folder: Path | None
     tokenizer: Tokenizer | None
-    has_own_tokenizer: bool = False
+    eos_ids: tuple[int | None, ...] = ()
 
 
 def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundModel:
@@ -64,7 +66,8 @@ def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundMode
         load_hf_config(path)  # first: a tokenizer reads it too, and would be blamed
         own = load_tokenizer(folder) if given is None and has_tokenizer(folder) else None
         overrides = to_overrides({"model": {"path": str(path)}})
-        return FoundModel(path.resolve().name, overrides, folder, given or own, own is not None)
+        eos_ids = (*end_tokens(folder), own.eos_token_id if own else None)
+        return FoundModel(path.resolve().name, overrides, folder, given or own, eos_ids)
     if model == TINY:
         from real.text.tiny_tokenizer import train_tokenizer
 
@@ -77,17 +80,6 @@ def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundMode
         f"no model at {model}: expected a local folder with config.json and safetensors. 'tiny' needs none (random "
         "weights and a tokenizer made on the spot); with load_format=dummy any name of `testbed list model` goes"
     )
-
-
-def read_tokenizer(tokenizer: Any) -> Tokenizer:
-    """A folder's, one of transformers, or one of the tokenizers library. Raises ConfigError, ModelError."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    if isinstance(tokenizer, str | Path):
-        return load_tokenizer(tokenizer)
-    from tokenizers import Tokenizer as Backend
-
-    return wrap(tokenizer) if isinstance(tokenizer, Backend) else Tokenizer(tokenizer)
 
 
 def settings_to_overrides(settings: dict[str, Any]) -> list[str]:

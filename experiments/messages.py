@@ -10,9 +10,8 @@ import yaml
 from hydra.errors import OverrideParseException
 
 from experiments.config import GROUPS
-from experiments.settings import unknown
 from testbed.errors import ConfigError
-from testbed.foreign_text import parsed
+from testbed.foreign_text import parsed, unknown
 
 
 def translate(error: Exception, overrides: list[str]) -> ConfigError:

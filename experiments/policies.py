@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.settings import unknown
 from sim.routers import ROUTERS
 from testbed.blocks import eviction
 from testbed.errors import ConfigError, TestbedError
+from testbed.foreign_text import unknown
 from testbed.policies import admission, oracle, orders, preemption, victim
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel

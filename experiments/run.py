@@ -22,7 +22,6 @@ from experiments.interrupt import interruptible, undisturbed
 from experiments.recorders import ProgressBar, Recorders, status_lines
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
-from experiments.seeds import SeededInbox, needs_seed
 from experiments.settings import TraceConfig
 from real.config import RealConfig
 from sim.cost.base import CostModel
@@ -34,6 +33,7 @@ from testbed.errors import RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
+from testbed.seeds import SeededInbox, needs_seed
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.forcing import FORCED
 from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +191,3 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises ConfigError, with the nearest valid name first, if value is not among the choices."""
     if value not in choices:
         raise ConfigError(unknown(f"{key} is {value!r}", str(value), choices))
-
-
-def unknown(what: str, name: str, choices: tuple[str, ...] | list[str]) -> str:
-    """One line that names the nearest valid choice and lists them all."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{what}; {hint}valid: {', '.join(choices)}"

@@ -11,8 +11,8 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.run_folder import is_same_file
-from experiments.settings import unknown
 from testbed.errors import ConfigError, RunFolderError
+from testbed.foreign_text import unknown
 from testbed.traces.frozen import freeze_trace
 from testbed.traces.readers import READERS, open_trace
 from testbed.traces.readers.open_text import format_suffix

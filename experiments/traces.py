@@ -18,10 +18,10 @@ from experiments.settings import (
     ShareGPTTraceConfig,
     SyntheticTraceConfig,
     TraceConfig,
-    unknown,
 )
 from experiments.structured import freeze
 from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig

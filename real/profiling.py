@@ -14,7 +14,8 @@ from real.graphs import Capture, CudaCapture, DecodeGraphs, Work
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
-from testbed.specs.model import ModelSpec, num_kv_blocks
+from testbed.specs.memory import num_kv_blocks
+from testbed.specs.model import ModelSpec
 
 WARM_UP_CONTEXT = 1024  # worth several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for a prefill of a measured kind; the maximum would take a CPU seconds

@@ -133,7 +133,7 @@ class SimBackend:
         return tuple(tokens)
 
     def _draw(self, row: ScheduledSequence, position: int, index: int) -> int:
-        """64 random bits: by the request's seed (experiments/seeds.py), else by the group's number."""
+        """64 random bits: by the request's seed (testbed/seeds.py), else by the group's number."""
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)

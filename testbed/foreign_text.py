@@ -57,3 +57,12 @@ class _Short(reprlib.Repr):
 
 
 shown = _Short().repr
+
+
+def unknown(what: str, name: str, choices: tuple[str, ...] | list[str]) -> str:
+    """One line that names the nearest valid choice and lists them all."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, choices, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{what}; {hint}valid: {', '.join(choices)}"

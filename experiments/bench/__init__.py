@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from experiments.environment import describe_machine, describe_versions
-from experiments.settings import unknown
 from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 
 BENCHES = ("core", "simulator", "engine")
 

@@ -12,8 +12,8 @@ from experiments.conform.cases import Case, read_cases
 from experiments.conform.replay import LiveRequest, Mismatch, differing_fields, replay_case
 from experiments.conform.systems import SYSTEMS
 from experiments.messages import options
-from experiments.settings import unknown
 from testbed.errors import ConfigError, TraceError
+from testbed.foreign_text import unknown
 
 
 def check_file(file: Path, case_name: str | None = None, preset: str | None = None) -> int:

@@ -127,6 +127,17 @@ class Tokenizer:
         return token.encode()
 
 
+def read_tokenizer(tokenizer: Any) -> Tokenizer:
+    """A folder's, one of transformers, or one of the tokenizers library. Raises ConfigError, ModelError."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(tokenizer)
+    from tokenizers import Tokenizer as Backend
+
+    return wrap(tokenizer) if isinstance(tokenizer, Backend) else Tokenizer(tokenizer)
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a local folder. Raises ConfigError if there is none, ModelError if it is damaged."""
     folder = Path(path)

@@ -11,8 +11,8 @@ from sim.cost.calibrated import COEFFICIENTS, Calibration, Coefficients, Curve, 
 from sim.cost.profiled_range import REGIONS, Ranges
 from testbed.errors import ProfileError
 from testbed.foreign_text import number, parsed, shown, whole
-from testbed.specs.model import MAX_PART_NS
 from testbed.specs.profiles import ProfileManifest
+from testbed.specs.ranges import MAX_PART_NS
 
 FORMAT = "testbed calibrated cost 1"
 MAX_COUNT = 2**40  # of tokens, positions, blocks, steps

@@ -21,7 +21,7 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.specs.model import MAX_SIZE
+from testbed.specs.ranges import MAX_SIZE
 
 MIN_STEPS = 14  # two per coefficient
 FORMAT = "testbed linear cost 2"

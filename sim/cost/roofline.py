@@ -18,7 +18,9 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
-from testbed.specs.model import MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec, check_ranks
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec, check_ranks
+from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 _KERNELS_PER_LAYER = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _LOGIT_BYTES = 4

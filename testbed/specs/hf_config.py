@@ -9,7 +9,8 @@ from typing import Any
 
 from testbed.errors import ModelError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.specs.model import DTYPE_BYTES, FACTOR, MAX_SIZE, RopeScaling
+from testbed.specs.model import DTYPE_BYTES, RopeScaling
+from testbed.specs.ranges import FACTOR, MAX_SIZE
 
 _WHOLE_NUMBERS = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -1,19 +1,18 @@
-"""Models and devices as numbers, and the memory arithmetic that both backends share. Pure data, no framework."""
+"""Models as numbers: shape, widths of their types, counts of parameters and bytes. Pure data, no framework.
+
+Knows no device: what fits into one is memory.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
 
-from testbed.errors import ConfigError, DeviceError
-from testbed.foreign_text import number, shown, whole
+from testbed.errors import ConfigError
+from testbed.foreign_text import shown
+from testbed.specs.ranges import FACTOR, MAX_SIZE
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
-DEVICE_KINDS = ("cuda", "cpu")
-MAX_SIZE = 2**31 - 1  # of a dimension of a model, in elements, layers, tokens: products of a few are finite prices
-MAX_PART_NS = 10**15  # of a time that is given, 11 days: what a step multiplies it by leaves it finite
 _OPT = "OPTForCausalLM"
 
 
@@ -195,115 +194,3 @@ def check_ranks(model: ModelSpec, tensor_parallel_size: int) -> None:
             f"device.tensor_parallel_size is {size}; it must divide the {num_kv_heads} KV heads of model {model.name}, "
             "or be a multiple of them"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSpec:
-    """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units.
-
-    path: a YAML file of your own with these fields; what it leaves out keeps the value of the chosen device.
-    """
-
-    name: str
-    kind: str = "cuda"  # cuda, cpu
-    memory_bytes: int = 80 * 10**9
-    memory_bytes_per_s: float = 3.35e12
-    flops_per_s: float = 989e12  # dense, at 2-byte precision
-    interconnect_bytes_per_s: float = 450e9  # one direction, between devices
-    interconnect_latency_ns: int = 5_000
-    host_link_bytes_per_s: float = 55e9  # PCIe, one direction, as measured rather than nominal
-    host_link_latency_ns: int = 10_000
-    compute_efficiency: float = 0.7  # share of flops_per_s that large matrix products reach
-    memory_efficiency: float = 0.85  # share of memory_bytes_per_s that streaming kernels reach
-    step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
-    source: str = ""
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        for field, expected in DEVICE_FIELDS.items():
-            value = getattr(self, field)
-            if not expected.holds(value):
-                raise ConfigError(f"device.{field} is {shown(value)}; it must be {expected.text}")
-
-
-class Expected(NamedTuple):
-    """What a value of a field must be."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-_NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
-FACTOR = Expected("a number above 0, at most 1e12", lambda value: number(0, 1e12)(value) and value > 0)
-_RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: what is divided by it stays finite
-_SHARE = Expected("a share from 1e-6 to 1", number(1e-6, 1))
-_NS = Expected(f"a whole number of ns, from 0 to {MAX_PART_NS:,}", whole(0, MAX_PART_NS))
-
-DEVICE_FIELDS: dict[str, Expected] = {
-    "name": _NAME,
-    "kind": Expected("one of " + ", ".join(DEVICE_KINDS), lambda value: value in DEVICE_KINDS),
-    "memory_bytes": Expected("a whole number of bytes, from 1 to 1e18", whole(1, 10**18)),
-    "memory_bytes_per_s": _RATE,
-    "flops_per_s": _RATE,
-    "interconnect_bytes_per_s": _RATE,
-    "interconnect_latency_ns": _NS,
-    "host_link_bytes_per_s": _RATE,
-    "host_link_latency_ns": _NS,
-    "compute_efficiency": _SHARE,
-    "memory_efficiency": _SHARE,
-    "step_overhead_ns": _NS,
-    "source": Expected("a text", lambda value: isinstance(value, str)),
-}
-
-
-def num_kv_blocks(
-    *,
-    memory_bytes: int,
-    utilization: float,
-    weight_bytes: int,
-    activation_bytes: int,
-    block_bytes: int,
-    graph_bytes: int = 0,
-) -> int:
-    """How many KV blocks fit: `(memory x utilization - weights - activations - graphs) // block`. Both backends ask
-    here.
-
-    graph_bytes: of captured decodes; 0: none are captured. Raises DeviceError if not even one fits.
-    """
-    usable = int(memory_bytes * utilization) - weight_bytes - activation_bytes - graph_bytes
-    num_blocks = usable // block_bytes
-    if num_blocks < 1:
-        raise DeviceError(
-            f"no room for one KV block of {block_bytes:,} bytes: {memory_bytes:,} bytes x {utilization} utilization - "
-            f"{weight_bytes:,} weights - {activation_bytes:,} activations - {graph_bytes:,} captured graphs = "
-            f"{usable:,}; "
-            "raise cache.gpu_memory_utilization or device.tensor_parallel_size, or choose a smaller model"
-        )
-    return int(num_blocks)
-
-
-def activation_bytes(
-    model: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tensor_parallel_size: int = 1
-) -> int:
-    """The peak of a step's temporaries on one rank at the maximum load, estimated: hidden states, the MLP's inner row,
-    logits.
-
-    Hidden states are whole on every rank, and so are the logits once they are gathered; the inner row is shared out.
-    """
-    per_token = 4 * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
-    return model.activation_dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
-
-
-def graph_bytes(model: ModelSpec, largest: int, tensor_parallel_size: int = 1) -> int:
-    """What captured decodes of up to `largest` rows hold on one rank, estimated: the temporaries of the largest, in
-    which the smaller ones work too, and their result.
-
-    What the driver keeps of each graph, which an engine measures, is left out: no data sheet says it.
-    """
-    per_token = 5 * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
-    return model.activation_dtype_bytes * largest * per_token
-
-
-def _inner_size(model: ModelSpec, tensor_parallel_size: int) -> int:
-    """One rank's part of the MLP's inner row."""
-    return -(-model.intermediate_size // tensor_parallel_size)

@@ -18,7 +18,8 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, MAX_SIZE, ModelSpec, RopeScaling
+from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
+from testbed.specs.ranges import MAX_SIZE
 
 FORMAT = 1
 METADATA_KEY = "testbed.profile"

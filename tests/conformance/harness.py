@@ -22,7 +22,8 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve
 from testbed.records.schema import decision
 from testbed.records.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from testbed.traces.inbox import TraceInbox, to_request
 from testbed.traces.schema import Trace
 from tests.testbed.core_kit import make_limits, make_scheduler

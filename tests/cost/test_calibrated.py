@@ -17,7 +17,8 @@ from testbed.core.interfaces import StepView
 from testbed.core.outcome import Spans, StepResult
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from testbed.specs.profiles import MeasuredStep, Profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.cost.shapes import shapes

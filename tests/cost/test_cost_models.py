@@ -13,7 +13,9 @@ from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
-from testbed.specs.model import DEVICE_FIELDS, MAX_PART_NS, MAX_SIZE, DeviceSpec, ModelSpec
+from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
+from testbed.specs.model import ModelSpec
+from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 from tests.cost.shapes import decode, prefill, shapes
 
 MODEL = ModelSpec("m", num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1000)

@@ -8,7 +8,8 @@ from sim.cost.base import CostModel, Itemised
 from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
-from testbed.specs.model import ModelSpec, num_kv_blocks
+from testbed.specs.memory import num_kv_blocks
+from testbed.specs.model import ModelSpec
 
 LLAMA = ["model=llama3.1_8b", "device=h100"]
 TOKEN = 2 * 32 * 8 * 128 * 2  # K and V, layers, KV heads, head size, bfloat16

@@ -8,7 +8,9 @@ from omegaconf import OmegaConf
 from sim.cost.base import total_ns
 from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
-from testbed.specs.model import DeviceSpec, ModelSpec, num_kv_blocks
+from testbed.specs.device import DeviceSpec
+from testbed.specs.memory import num_kv_blocks
+from testbed.specs.model import ModelSpec
 
 CONF = Path(__file__).parents[2] / "experiments" / "conf"
 MODELS = sorted(path.stem if path.suffix == ".yaml" else path.name for path in (CONF / "model").glob("*.yaml"))

@@ -11,7 +11,8 @@ from sim.cost.roofline import RooflineCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.specs.model import DeviceSpec, RopeScaling
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import RopeScaling
 from testbed.specs.profiles import COLUMNS, METADATA_KEY, MeasuredStep, number_repeats, read_profile, write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 

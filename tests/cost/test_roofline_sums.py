@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sim.cost.base import pairs_doubled
 from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 
 EXACT = {"step_overhead_ns": 0, "compute_efficiency": 1.0, "memory_efficiency": 1.0, "interconnect_latency_ns": 0}
 ARITHMETIC = DeviceSpec("flops", flops_per_s=1e9, memory_bytes_per_s=1e30, **EXACT)  # 1 ns a FLOP, memory is free

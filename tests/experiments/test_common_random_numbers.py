@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from scipy.stats import chi2, pearsonr
 
-from experiments.seeds import SeededInbox, request_seed
 from testbed.core.interfaces import Arrive
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.policies.orders import random_order
+from testbed.seeds import SeededInbox, request_seed
 from testbed.streams import draw
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream
 from testbed.traces.inbox import TraceInbox

@@ -14,7 +14,7 @@ from sim.cost.calibration_file import load_calibration
 from sim.cost.linear import LinearConfig, LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
 from testbed.errors import RunFolderError
-from testbed.specs.model import DeviceSpec
+from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.experiments.kit import REAL, SHORT, TINY

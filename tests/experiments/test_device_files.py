@@ -8,7 +8,7 @@ from experiments.cli import main
 from experiments.compose import compose_config
 from experiments.device_file import read_device_file
 from testbed.errors import ConfigError, DeviceError
-from testbed.specs.model import DEVICE_FIELDS, DeviceSpec
+from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
 
 
 def written(folder: Path, text: str) -> Path:

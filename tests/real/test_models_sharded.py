@@ -9,7 +9,7 @@ import torch
 
 from real.loader import checkpoint_slots
 from testbed.errors import ConfigError
-from testbed.specs.model import activation_bytes, graph_bytes
+from testbed.specs.memory import activation_bytes, graph_bytes
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 from tests.real.thread_ranks import on_ranks
 

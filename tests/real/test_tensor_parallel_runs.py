@@ -80,7 +80,8 @@ def test_no_rank_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_an_llm_on_two_ranks_says_what_it_says_on_one() -> None:
-    from real import LLM, SamplingParams
+    from experiments import LLM
+    from real import SamplingParams
 
     sampling = SamplingParams(max_tokens=8, temperature=0.8, seed=1)
     said = []

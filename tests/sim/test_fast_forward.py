@@ -31,7 +31,8 @@ from testbed.errors import LivelockError
 from testbed.policies.compositions.unified import Unified
 from testbed.records.recorder import RunRecorder
 from testbed.records.schema import decision
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from tests.properties.policies import COMPOSITIONS
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup, presets, random_request, random_setup
 from tests.testbed.core_kit import make_scheduler, step

@@ -10,7 +10,7 @@ else:
 
     import pytest
 
-    from experiments.llm import LLM
+    from experiments.text import LLM
     from tests.text.kit import ROOMY, make_folder, tokenizer_with_chat
 
     @pytest.fixture(scope="session")

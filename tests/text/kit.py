@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.llm import LLM
+from experiments.text import LLM
 from real.checkpoint import make_checkpoint
 from real.text.outputs import Piece, RequestOutput
 from real.text.sampling import SamplingParams

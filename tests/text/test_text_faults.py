@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experiments.cli import main
-from experiments.llm import LLM
+from experiments.text import LLM
 from real.text.outputs import Piece
 from real.text.sampling import SamplingParams
 from testbed.errors import ConfigError, ModelError, RequestError, TestbedError

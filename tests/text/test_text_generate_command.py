@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from experiments import generate_command
 from experiments.interrupt import terminated_as_interrupted
-from experiments.llm import LLM
-from experiments.printer import Printer
+from experiments.text import LLM
+from real.text import generate as text_generate
 from testbed.errors import RequestError
 from tests.experiments.kit import Said, say
 from tests.text.kit import PROMPTS, greedy
@@ -92,7 +89,7 @@ def test_each_prompt_becomes_a_conversation_with_chat(
 def test_ctrl_c_keeps_what_is_finished(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, out = generate_command._line, tmp_path / "out.jsonl"
+    write, out = text_generate._line, tmp_path / "out.jsonl"
 
     def pressed(*arguments: Any) -> str:
         signal.raise_signal(number)
@@ -101,7 +98,7 @@ def test_ctrl_c_keeps_what_is_finished(
     rows = [{"prompt": "a", "max_tokens": 3 + 40 * index} for index in range(3)]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     real_done = iter([write, pressed])
-    monkeypatch.setattr(generate_command, "_line", lambda *arguments: next(real_done)(*arguments))
+    monkeypatch.setattr(text_generate, "_line", lambda *arguments: next(real_done)(*arguments))
     flags = ("--prompts-file", str(tmp_path / "p.jsonl"), "--output", str(out), "--ignore-eos")
     said = generate(capsys, folder, *flags)
     assert said.status == 130
@@ -123,7 +120,7 @@ def test_sigterm_ends_where_ctrl_c_is_ignored() -> None:
 def test_an_output_that_cannot_be_written_is_said_at_once(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("experiments.llm.LLM")  # it is not even looked for
+    monkeypatch.delattr("experiments.text.LLM")  # it is not even looked for
     error = generate(capsys, folder, "a", "--output", str(tmp_path), "--overwrite").error()
     assert error.startswith(f"{tmp_path}: Is a directory")
 
@@ -180,28 +177,6 @@ def test_files_that_are_not_there_or_not_text(capsys: pytest.CaptureFixture[str]
     said = generate(capsys, folder, "--prompts-file", str(tmp_path / "binary.txt"))
     assert "not UTF-8 text (at byte 0)" in said.error()
     assert "no model at" in say(capsys, "generate", "--model", str(missing), "a").error()
-
-
-@given(data=st.data(), nums=st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_whatever_comes_first_is_printed_in_order_and_once(data: st.DataObject, nums: list[int]) -> None:
-    """Any interleaving of pieces; cut off anywhere, nothing of what came is lost."""
-    texts = {(i, j): [f"<{i}.{j}.{k}>" for k in range(3)] for i, num in enumerate(nums) for j in range(num)}
-    left = {at: list(pieces) for at, pieces in texts.items()}
-    out: list[str] = []
-    printer = Printer([f"prompt {i}" for i in range(len(nums))], out.append)
-    came: dict[tuple[int, int], str] = {}
-    for _ in range(data.draw(st.integers(0, 3 * len(texts)))):
-        at = data.draw(st.sampled_from(sorted(left)))
-        piece = left[at].pop(0)
-        came[at] = came.get(at, "") + piece
-        printer.add(*at, piece, not left[at])
-        if not left[at]:
-            del left[at]
-        if not any(other[0] == at[0] for other in left):
-            printer.close(at[0], nums[at[0]])
-    printer.flush()
-    wanted = [f"[{i}{f'.{j}' if j else ''}] prompt {i}\n{came[i, j]}\n" for i, j in sorted(came)]
-    assert "".join(out) == "".join(wanted)
 
 
 def test_an_output_is_not_lost_before_there_is_another(
@@ -261,7 +236,7 @@ def test_the_arguments_of_llm_are_flags(
             seen.update(settings)
             super().__init__(model, **settings)
 
-    monkeypatch.setattr("experiments.llm.LLM", Stopped)
+    monkeypatch.setattr("experiments.text.LLM", Stopped)
     flags = ["--max-model-len", "8", "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "0.5"]
     said = generate(capsys, folder, "a prompt that is too long for eight tokens of context", *flags)
     assert said.status == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.llm import LLM
+from experiments.text import LLM
 from real.text.outputs import CompletionOutput, Piece
 from real.text.sampling import SamplingParams
 from testbed.errors import ConfigError

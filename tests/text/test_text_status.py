@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.llm import LLM
+from experiments.text import LLM
 from real.text.status import StatusLine, ThroughputBar
 from testbed.core.interfaces import StepView
 from tests.experiments.kit import SHORT, TINY, say
@@ -39,7 +39,7 @@ class Seen:
 
 def test_a_line_has_rates_queues_memory_and_hits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("experiments.llm._say", lines.append)
+    monkeypatch.setattr("real.text.llm._say", lines.append)
     llm, seen = LLM(folder, **ROOMY, status_s=1e-9), Seen()  # a line for each step
     inner = llm._engine.serve
     llm._engine.serve = lambda *args, watchers, **more: inner(*args, watchers=[*watchers, seen], **more)

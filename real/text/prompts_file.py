@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from experiments.settings import unknown
 from testbed.core.sampling import SamplingParams
 from testbed.errors import RequestError, TraceError
-from testbed.foreign_text import parsed
+from testbed.foreign_text import parsed, unknown
 from testbed.traces.readers.fields import refuse_half_characters
 
 PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", "cache_salt", "priority")

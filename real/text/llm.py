@@ -1,7 +1,4 @@
-"""`from real import LLM`: a model, the core and its configuration as one object that generates text.
-
-Owns how keyword arguments become a configuration. The parts are in real/text/; the wiring is experiments/build.py.
-"""
+"""A backend, the core and a tokenizer as one object that generates text. Is given its parts: no configuration here."""
 
 from __future__ import annotations
 
@@ -9,73 +6,61 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from os import PathLike, fspath
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
-from experiments.build import Pools, build_real_backend, build_scheduler
-from experiments.compose import compose_config, to_overrides
-from experiments.config import RunConfig
-from experiments.llm_settings import FoundModel, find_model, settings_to_overrides
-from experiments.seeds import needs_seed, request_seed
 from real.text.collector import Progress
 from real.text.engine import TextEngine
 from real.text.outputs import Piece, RequestOutput, TextRequest
 from real.text.prompts import Prompt, check_text, read_prompts
-from real.text.sampling import default_sampling, end_tokens
+from real.text.sampling import default_sampling
 from real.text.status import StatusLine, ThroughputBar
-from real.text.tokenizer import Message
+from real.text.tokenizer import Message, Tokenizer
 from testbed.core.interfaces import Recorder
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams as AnySamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.errors import RequestError
+from testbed.seeds import needs_seed, request_seed
 
 Sampling = AnySamplingParams | Sequence[AnySamplingParams] | None
 Prompts = Any  # a text, token ids, a dict with prompt or prompt_token_ids; or a list of any of them
 
 
 class LLM:
-    """A model that generates.
+    """A model that generates, and stays from call to call: its prefix cache, clock and step counters too.
 
-    model: a local folder in Hugging Face's layout; or a name of `testbed list model` with load_format="dummy" (random
-    weights); or "tiny": random weights and a tokenizer made on the spot, whose text is noise. tokenizer: a folder, or a
-    tokenizer of transformers or tokenizers; None takes the model's. scheduler: a preset, or keys of the group as a dict
-    (`name` is the preset). status_s: a status line on standard error every so many seconds. The other keyword arguments
-    are those of vLLM (llm_settings.SETTINGS has the list), groups of the configuration as dicts
-    (cache={"eviction": "lfu"}), or its dotted keys (**{"backend.num_threads": 1}).
-
-    Model, prefix cache and step counters stay from call to call. Raises TestbedError in one line.
+    scheduler, backend: of one composition; the backend is the LLM's own, which closes it. tokenizer: None leaves texts
+    empty. eos_ids: tokens that end a text. seed: what requests without a seed draw theirs from. folder: of the
+    checkpoint, whose recommended sampling is the default; None: there is none. status_s: a status line on standard
+    error every so many seconds.
     """
 
     def __init__(
         self,
-        model: str | PathLike[str],
+        scheduler: Scheduler,
+        backend: Any,
+        tokenizer: Tokenizer | None,
         *,
-        tokenizer: Any = None,
-        scheduler: str | Mapping[str, Any] = "vllm_v1",
+        vocab_size: int,
+        eos_ids: Sequence[int] = (),
+        seed: int = 0,
+        folder: Path | None = None,
         status_s: float | None = None,
-        **settings: Any,
     ) -> None:
-        found = find_model(fspath(model), tokenizer, settings.get("load_format") or settings.get("backend.load_format"))
-        overrides = ["backend=real", *_preset(scheduler), *found.overrides, *settings_to_overrides(settings)]
-        config = compose_config(overrides)
-        self.config: RunConfig = replace(config, model=replace(config.model, name=found.name))
-        self.tokenizer = found.tokenizer
-        self._folder = found.folder
+        self.tokenizer = tokenizer
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(eos_ids)
+        self._seed = seed
+        self._folder = folder
         self._status_s = status_s
-        self._eos_ids = self._end_tokens(found)
-        self._backend: Any = build_real_backend(self.config)
-        self._engine: TextEngine | None = None
         self._num_requests = 0
-        self._pools = Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
-        try:
-            core = build_scheduler(self.config, self._pools, record_decisions=False)
-        except BaseException:
-            self.close()
-            raise
-        self._engine = TextEngine(core, self._backend, self.tokenizer, eos_ids=frozenset(self._eos_ids))
+        self._pools: tuple[int, int] = (backend.num_gpu_blocks, backend.num_cpu_blocks)
+        self._engine: TextEngine | None = TextEngine(scheduler, backend, tokenizer, eos_ids=frozenset(eos_ids))
 
     # --- generating ---
 
@@ -138,7 +123,7 @@ class LLM:
 
     @property
     def num_gpu_blocks(self) -> int:
-        return self._pools.num_gpu_blocks
+        return self._pools[0]
 
     @property
     def attention(self) -> str:
@@ -153,10 +138,10 @@ class LLM:
     def close(self) -> None:
         """Frees the model, its memory and its processes. The LLM is of no use after it."""
         backend, self._backend, self._engine = self._backend, None, None
-        if hasattr(backend, "close"):
+        if backend is not None:
             backend.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -207,8 +192,7 @@ class LLM:
     ) -> Generator[Progress, None, None]:
         engine = self._running()
         if self._status_s is not None:
-            pools = (self._pools.num_gpu_blocks, self._pools.num_cpu_blocks)
-            watchers = [*watchers, StatusLine(self._status_s, pools, lambda: engine.cache_hits, _say)]
+            watchers = [*watchers, StatusLine(self._status_s, self._pools, lambda: engine.cache_hits, _say)]
         return engine.serve(requests, streams=streams, watchers=watchers)
 
     def _read(self, prompts: Prompts) -> list[Prompt]:
@@ -234,31 +218,18 @@ class LLM:
                 priority=prompt.priority, cache_salt=prompt.cache_salt,
             )  # fmt: skip
             requests.append(TextRequest(request, index, prompt.text))
-            engine.check(requests[-1], self.config.model.vocab_size)
+            engine.check(requests[-1], self._vocab_size)
         self._num_requests += len(requests)
         return requests
 
     def _completed(self, sampling: AnySamplingParams, request_id: str) -> AnySamplingParams:
         """With a seed of its own where it draws, and every token that ends the model's texts."""
         if needs_seed(sampling):
-            sampling = replace(sampling, seed=request_seed(self.config.seed, request_id))
+            sampling = replace(sampling, seed=request_seed(self._seed, request_id))
         if not sampling.ignore_eos and self._eos_ids:
             stops = dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))
             sampling = replace(sampling, stop_token_ids=tuple(stops))
         return sampling
-
-    def _end_tokens(self, found: FoundModel) -> tuple[int, ...]:
-        """EOS by the checkpoint's files, and by the tokenizer that came with it."""
-        of_model, of_tokenizer = self.config.model.eos_token_id, None
-        if found.has_own_tokenizer and found.tokenizer is not None:
-            of_tokenizer = found.tokenizer.eos_token_id
-        ids = [of_model, *end_tokens(found.folder), of_tokenizer]
-        return tuple(dict.fromkeys(token for token in ids if token is not None))
-
-
-def _preset(scheduler: str | Mapping[str, Any]) -> list[str]:
-    """A preset's name, or keys of the group."""
-    return to_overrides({"scheduler": dict(scheduler) if isinstance(scheduler, Mapping) else scheduler})
 
 
 def _say(line: str) -> None:

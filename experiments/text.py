@@ -1,0 +1,57 @@
+"""`from experiments import LLM`: from keyword arguments to a configuration, and from it to the parts of a text engine.
+
+Owns nothing that generates: that is real/text/llm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike, fspath
+from typing import Any
+
+from experiments.build import Pools, build_real_backend, build_scheduler
+from experiments.compose import compose_config, to_overrides
+from experiments.config import RunConfig
+from experiments.llm_settings import find_model, settings_to_overrides
+from real.text import llm
+
+
+class LLM(llm.LLM):
+    """A model that generates, by name.
+
+    model: a local folder in Hugging Face's layout; or a name of `testbed list model` with load_format="dummy" (random
+    weights); or "tiny": random weights and a tokenizer made on the spot, whose text is noise. tokenizer: a folder, or a
+    tokenizer of transformers or tokenizers; None takes the model's. scheduler: a preset, or keys of the group as a dict
+    (`name` is the preset). status_s: a status line on standard error every so many seconds. The other keyword arguments
+    are those of vLLM (llm_settings.SETTINGS has the list), groups of the configuration as dicts
+    (cache={"eviction": "lfu"}), or its dotted keys (**{"backend.num_threads": 1}).
+
+    Raises TestbedError in one line.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        tokenizer: Any = None,
+        scheduler: str | Mapping[str, Any] = "vllm_v1",
+        status_s: float | None = None,
+        **settings: Any,
+    ) -> None:
+        found = find_model(fspath(model), tokenizer, settings.get("load_format") or settings.get("backend.load_format"))
+        preset = to_overrides({"scheduler": dict(scheduler) if isinstance(scheduler, Mapping) else scheduler})
+        config = compose_config(["backend=real", *preset, *found.overrides, *settings_to_overrides(settings)])
+        self.config: RunConfig = replace(config, model=replace(config.model, name=found.name))
+        shape, eos_ids = self.config.model, (config.model.eos_token_id, *found.eos_ids)
+        backend = build_real_backend(self.config)
+        try:
+            pools = Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+            core = build_scheduler(self.config, pools, record_decisions=False)
+        except BaseException:
+            backend.close()
+            raise
+        super().__init__(
+            core, backend, found.tokenizer, vocab_size=shape.vocab_size, seed=self.config.seed, folder=found.folder,
+            eos_ids=[*dict.fromkeys(token for token in eos_ids if token is not None)], status_s=status_s,
+        )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Devices by their data sheets, and what each of their fields may be. Pure data; knows no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from testbed.errors import ConfigError
+from testbed.foreign_text import number, shown, whole
+from testbed.specs.ranges import MAX_PART_NS, Expected
+
+DEVICE_KINDS = ("cuda", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units.
+
+    path: a YAML file of your own with these fields; what it leaves out keeps the value of the chosen device.
+    """
+
+    name: str
+    kind: str = "cuda"  # cuda, cpu
+    memory_bytes: int = 80 * 10**9
+    memory_bytes_per_s: float = 3.35e12
+    flops_per_s: float = 989e12  # dense, at 2-byte precision
+    interconnect_bytes_per_s: float = 450e9  # one direction, between devices
+    interconnect_latency_ns: int = 5_000
+    host_link_bytes_per_s: float = 55e9  # PCIe, one direction, as measured rather than nominal
+    host_link_latency_ns: int = 10_000
+    compute_efficiency: float = 0.7  # share of flops_per_s that large matrix products reach
+    memory_efficiency: float = 0.85  # share of memory_bytes_per_s that streaming kernels reach
+    step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
+    source: str = ""
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, expected in DEVICE_FIELDS.items():
+            value = getattr(self, field)
+            if not expected.holds(value):
+                raise ConfigError(f"device.{field} is {shown(value)}; it must be {expected.text}")
+
+
+_NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
+_RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: what is divided by it stays finite
+_SHARE = Expected("a share from 1e-6 to 1", number(1e-6, 1))
+_NS = Expected(f"a whole number of ns, from 0 to {MAX_PART_NS:,}", whole(0, MAX_PART_NS))
+
+DEVICE_FIELDS: dict[str, Expected] = {
+    "name": _NAME,
+    "kind": Expected("one of " + ", ".join(DEVICE_KINDS), lambda value: value in DEVICE_KINDS),
+    "memory_bytes": Expected("a whole number of bytes, from 1 to 1e18", whole(1, 10**18)),
+    "memory_bytes_per_s": _RATE,
+    "flops_per_s": _RATE,
+    "interconnect_bytes_per_s": _RATE,
+    "interconnect_latency_ns": _NS,
+    "host_link_bytes_per_s": _RATE,
+    "host_link_latency_ns": _NS,
+    "compute_efficiency": _SHARE,
+    "memory_efficiency": _SHARE,
+    "step_overhead_ns": _NS,
+    "source": Expected("a text", lambda value: isinstance(value, str)),
+}

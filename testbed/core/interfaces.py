@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from testbed.core.plan import BatchPlan, Finished, StepResult
+from testbed.core.plan import BatchPlan, Finished, Outcome, Spans, StepResult
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 
@@ -102,58 +102,75 @@ class Recorder(Protocol):
     def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
 
-class StepView(NamedTuple):
-    """What a recorder is shown of a committed plan: decisions from the plan, state after the plan, result after it.
+class StepView:
+    """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it."""
 
-    A plan may have been several steps: then all of them had the same batch, and what differs is given for each.
-    """
+    def __init__(
+        self,
+        plan: BatchPlan,
+        plan_ns: int,
+        end_ns: int,
+        spans: Spans,
+        digest: int,
+        emitters: list[Sequence],
+        num_running: int,
+        num_waiting: int,
+        num_swapped: int,
+        free_gpu_blocks: int,
+        free_cpu_blocks: int,
+        outcomes: tuple[Outcome, ...] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.plan_ns = plan_ns
+        self.end_ns = end_ns
+        self.spans = spans
+        self.digest = digest
+        self.emitters = emitters  # one for each token
+        self.num_running = num_running
+        self.num_waiting = num_waiting
+        self.num_swapped = num_swapped
+        self.free_gpu_blocks = free_gpu_blocks  # after the plan, before its commit; evictable ones count as free
+        self.free_cpu_blocks = free_cpu_blocks
+        self.outcomes = outcomes
 
-    plan: BatchPlan
-    plan_ns: int
-    result: StepResult  # has the end of each executed step
-    digests: list[int]  # after each step
-    emitters: list[Sequence]  # emitted a token in each step; the same list for as long as they are the same
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    free_blocks: list[int]  # GPU blocks after the plan of each step, before its commit; evictable ones count as free
-    free_cpu_blocks: int
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.result.end_ns)
+    # as recorders that are not rewritten yet ask
+    num_steps = 1
 
     @property
     def commit_ns(self) -> int:
-        return self.result.end_ns[-1]
+        return self.end_ns
 
     @property
-    def digest(self) -> int:
-        return self.digests[-1]
-
-    @property
-    def free_gpu_blocks(self) -> int:
-        return self.free_blocks[-1]
+    def result(self) -> StepResult:
+        return StepResult((self.end_ns,), self.outcomes, self.spans)
 
     @property
     def emitted(self) -> list[str]:
-        """Ids of the requests that emitted a token in the last step."""
         return [seq.request.request_id for seq in self.emitters]
 
     def each(self) -> Iterator[StepView]:
-        """The steps one by one, as if they had been planned so."""
-        if self.num_steps == 1:
-            yield self
-            return
-        result, start_ns = self.result, self.plan_ns
-        for index, spans in enumerate((result.spans, *result.later_spans)):
-            end_ns = result.end_ns[index]
-            plan = self.plan._replace(step=self.plan.step + index, num_steps=1, shape=self.plan.shape_of(index))
-            yield self._replace(
-                plan=plan._replace(admitted=()) if index else plan,  # the first step admits
-                plan_ns=start_ns,
-                result=StepResult((end_ns,), result.outcomes, spans),
-                digests=[self.digests[index]],
-                free_blocks=[self.free_blocks[index]],
-            )
-            start_ns = end_ns
+        yield self
+
+
+def steps_of(
+    plan: BatchPlan,
+    plan_ns: int,
+    result: StepResult,
+    digests: list[int],
+    emitters: list[Sequence],
+    counts: tuple[int, int, int],
+    free_blocks: list[int],
+    free_cpu_blocks: int,
+) -> Iterator[StepView]:
+    """The steps of a plan of the old core, one by one, as if they had been planned so."""
+    for index, spans in enumerate((result.spans, *result.later_spans)):
+        one = plan
+        if len(digests) > 1:
+            one = plan._replace(step=plan.step + index, num_steps=1, shape=plan.shape_of(index))
+            one = one._replace(admitted=()) if index else one
+        end_ns = result.end_ns[index]
+        yield StepView(
+            one, plan_ns, end_ns, spans, digests[index], emitters, *counts, free_blocks[index], free_cpu_blocks,
+            result.outcomes,
+        )  # fmt: skip
+        plan_ns = end_ns

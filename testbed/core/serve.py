@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from testbed.core.interfaces import Arrive, Event, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
+from testbed.core.interfaces import Arrive, Event, Execute, Inbox, Recorder, Resume, WaitUntil, steps_of
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError
@@ -35,12 +35,11 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder, max_steps: int
                 resume = yield Execute(plan, inbox.next_ns() if plan.num_steps > 1 else None)
                 assert resume.result is not None, "an executed plan has a result"
                 finished = scheduler.commit(resume.result, resume.now_ns)
-                recorder.committed(
-                    StepView(
-                        plan, now_ns, resume.result, scheduler.digests, scheduler.emitters,
-                        *counts, scheduler.free_blocks, free_cpu,
-                    )
-                )  # fmt: skip
+                for step in steps_of(
+                    plan, now_ns, resume.result, scheduler.digests, scheduler.emitters,
+                    counts, scheduler.free_blocks, free_cpu,
+                ):  # fmt: skip
+                    recorder.committed(step)
                 now_ns = resume.now_ns
                 if finished:
                     recorder.ended(finished, now_ns)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.checks import failures
-from analysis.load import Run, load_run
+from analysis.load import Run
 from experiments.compose import compose_config, to_overrides
 from experiments.run import execute
 from testbed.errors import TestbedError, TraceError
@@ -52,7 +52,7 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         raise TestbedError(result.message)
     for sentence in failures(result.summary["checks"]):
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
-    return load_run(result.folder)
+    return Run(result.folder, result.config, result.manifest)
 
 
 def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:

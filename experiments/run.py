@@ -53,6 +53,8 @@ class RunResult:
     exit_status: int
     message: str
     summary: dict[str, Any]
+    config: dict[str, Any]  # as config.yaml has it
+    manifest: dict[str, Any]
     notes: tuple[str, ...] = ()  # checks that failed, what was done to the trace, settings without effect, turns unsent
 
 
@@ -94,7 +96,7 @@ def _reading(config: RunConfig, file: Path) -> RunConfig:
     """The configuration that says of a trace handed over in Python where the run folder keeps it: `from=` finds it."""
     kept = config.trace
     settings = TraceConfig(name="jsonl", path=str(file), vocab_size=kept.vocab_size, forced=kept.forced)
-    return replace(config, trace=settings, raw={**config.raw, "trace": asdict(settings)})
+    return replace(config, trace=settings, raw={**config.raw, "trace": {**asdict(settings), "transforms": []}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +291,8 @@ def _close(
     for sentence in warnings_of(manifest):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
-    return RunResult(folder, status, exit_status, message, summary, (*failed, *_notes(config, manifest)))
+    notes = (*failed, *_notes(config, manifest))
+    return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
 
 
 def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:

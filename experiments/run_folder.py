@@ -18,6 +18,8 @@ from experiments.config import RunConfig
 from testbed.errors import RunFolderError
 from testbed.records.operators import OPERATORS_FILE
 
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where it was built with libyaml
+
 TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
 
 
@@ -41,7 +43,7 @@ def claim(folder: Path, config: RunConfig) -> None:
              "tape.jsonl", OPERATORS_FILE, TRACE_FILE, "run.log", "config.yaml")  # fmt: skip
     for name in names:
         (folder / name).unlink(missing_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.raw, sort_keys=False))
+    (folder / "config.yaml").write_text(yaml.dump(config.raw, Dumper=_Dumper, sort_keys=False))
 
 
 def set_aside(folder: Path) -> Path:

@@ -39,16 +39,15 @@ class OperatorLedger:
         self._phases: dict[str, dict[str, Any]] = {}
 
     def committed(self, step: StepView) -> None:
-        for one in step.each():
-            shape, spans = one.plan.shape, one.result.spans
-            phase = self._phases.setdefault(_phase(shape), {"num_steps": 0, "duration_ns": 0, "ns": {}})
-            phase["num_steps"] += 1
-            phase["duration_ns"] += one.commit_ns - one.plan_ns
-            parts = self._itemise(shape, spans) if self._itemise is not None else _by_span(spans)
-            assert sum(parts.values()) == sum(spans), f"{parts} must add up to {spans}"
-            sums = phase["ns"]
-            for name, ns in parts.items():
-                sums[name] = sums.get(name, 0) + ns
+        shape, spans = step.plan.shape, step.spans
+        phase = self._phases.setdefault(_phase(shape), {"num_steps": 0, "duration_ns": 0, "ns": {}})
+        phase["num_steps"] += 1
+        phase["duration_ns"] += step.end_ns - step.plan_ns
+        parts = self._itemise(shape, spans) if self._itemise is not None else _by_span(spans)
+        assert sum(parts.values()) == sum(spans), f"{parts} must add up to {spans}"
+        sums = phase["ns"]
+        for name, ns in parts.items():
+            sums[name] = sums.get(name, 0) + ns
 
     def close(self) -> None:
         """Writes the file, also of a run that ended early."""

@@ -1,241 +1,132 @@
-"""Parquet files that grow by groups of rows: memory does not grow with a run. Knows columns, and steps of plans."""
+"""Rows of a run's records until they are written, in groups: memory does not grow with a run.
+
+Knows what numbers a step has. The columns of a group are made in the thread that writes it (`parquet.py`): what is
+handed over belongs to that.
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from struct import Struct, pack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from testbed.core.outcome import Spans
-from testbed.core.plan import BlockedBy, RunSpans
+from librt.strings import BytesWriter, write_i64_le
+
+from testbed.core.plan import BlockedBy
+from testbed.records.schema import STEP_COLUMNS
 
 if TYPE_CHECKING:
     from testbed.core.interfaces import StepView
 
-
-_REASONS = (None, *(reason.value for reason in BlockedBy))
-_PLAN_COLUMNS = 24
-_PLAN = Struct(f"{_PLAN_COLUMNS}q")
-_REASON_CODES = {None: 0} | {reason: code for code, reason in enumerate(BlockedBy, 1)}
-
-
-class CodedTexts(NamedTuple):
-    """A column of few different texts. codes: [num_rows], indices into `texts`, which may hold None."""
-
-    codes: Any
-    texts: tuple[str | None, ...]
+_REASONS: Final[tuple[str | None, ...]] = (None, *[reason.value for reason in BlockedBy])
+_REASON_CODES: Final = {reason: code for code, reason in enumerate(BlockedBy, 1)}
+_ROW_BYTES: Final = 8 * len(STEP_COLUMNS)
 
 
 class RowTable:
-    """Rows that become a Parquet file, group by group. The file exists, complete, once closed.
+    """Rows of Python's values for a Parquet file. Raises OSError as that does."""
 
-    What could not be written raises OSError with the file's name, again when it is closed.
-    """
+    def __init__(self, path: Path, columns: dict[str, str], worker: ThreadPoolExecutor, flush_rows: int) -> None:
+        from testbed.records.parquet import ParquetFile  # not at the top: the core runs without Arrow
 
-    def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
-        import pyarrow as pa  # not at the top: the core runs without it
-        import pyarrow.parquet as pq
-
-        types = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
-        self._schema = pa.schema([(name, types.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
-        self._make = pa.record_batch
-        self._arrays = ArrowArrays()
-        texts = [name for name, kind in columns.items() if kind == "string"]  # instants rarely come twice
-        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
+        self._file = ParquetFile(path, columns, worker)
         self._rows: list[tuple[Any, ...]] = []
         self._flush_rows = flush_rows
-        self._path = path
-        self._failure: OSError | None = None
 
     def append(self, row: tuple[Any, ...]) -> None:
         self._rows.append(row)
         if len(self._rows) >= self._flush_rows:
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
-        if self._rows:
-            self.write(list(zip(*self._rows, strict=True)))
-            self._rows = []
-
-    def write(self, columns: list[Any]) -> None:
-        """One group of rows, by column."""
-        if self._failure is not None:
-            raise self._failure
-        arrays = [self._arrays.of(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
-        try:
-            self._writer.write_batch(self._make(arrays, schema=self._schema))
-        except OSError as error:
-            raise self._failed(error) from None
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        self._file.write(partial(_by_column, rows))
 
     def close(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self.flush()
-        try:
-            self._writer.close()
-        except OSError as error:
-            raise self._failed(error) from None
-
-    def _failed(self, error: OSError) -> OSError:
-        """The file is given up: pyarrow, asked to close it again, would say something else."""
-        self._writer.is_open = False
-        self._failure = OSError(error.errno, error.strerror or str(error), str(self._path))
-        return self._failure
+        if self._rows:
+            self._flush()
+        self._file.close()
 
 
-class ArrowArrays:
-    """Arrow arrays from columns of Python's values or numpy arrays; None is null.
-
-    By way of buffers: pyarrow's own conversion imports pandas where there is one, which takes longer than a short run,
-    and goes through lists of instants one by one.
-    """
-
-    def __init__(self) -> None:
-        import numpy as np
-        import pyarrow as pa
-
-        self._np, self._pa = np, pa
-
-    def of(self, column: Any, kind: Any) -> Any:
-        """kind: the Arrow type. OverflowError if a number does not fit."""
-        if kind == self._pa.string():
-            return self._coded(column) if isinstance(column, CodedTexts) else self._strings(column)
-        if kind == self._pa.list_(self._pa.int64()):
-            return self._lists(column, kind)
-        dtype = kind.to_pandas_dtype()
-        if not isinstance(column, self._np.ndarray):
-            known = self._known(column)
-            values = column if known is None else [0 if value is None else value for value in column]
-            return self._array(kind, len(column), known, self._np.array(values, dtype=dtype))
-        numbers = self._np.ascontiguousarray(column, dtype=dtype)
-        if numbers.dtype != column.dtype and (numbers != column).any():
-            raise OverflowError(f"a number does not fit into {kind}")
-        return self._array(kind, len(column), None, numbers)
-
-    def _coded(self, column: CodedTexts) -> Any:
-        np, codes = self._np, column.codes
-        texts = [b"" if text is None else text.encode() for text in column.texts]
-        offsets = np.append(0, np.cumsum(np.array([len(text) for text in texts])[codes])).astype(np.int32)
-        is_known = np.array([text is not None for text in column.texts])[codes]
-        known = None if is_known.all() else np.packbits(is_known, bitorder="little")
-        data = b"".join([texts[code] for code in codes[is_known].tolist()])
-        return self._array(self._pa.string(), len(codes), known, offsets, data)
-
-    def _strings(self, column: Any) -> Any:
-        texts = [b"" if text is None else text.encode() for text in column]
-        offsets = self._offsets(texts)
-        return self._array(self._pa.string(), len(texts), self._known(column), offsets, b"".join(texts))
-
-    def _lists(self, column: Any, kind: Any) -> Any:
-        lists = [array("q", () if one is None else one) for one in column]
-        child = self._array(kind.value_type, sum(map(len, lists)), None, b"".join(lists))
-        return self._array(kind, len(lists), self._known(column), self._offsets(lists), children=[child])
-
-    def _offsets(self, items: Any) -> Any:
-        lengths = self._np.fromiter(map(len, items), self._np.int64, len(items))
-        return self._np.append(0, self._np.cumsum(lengths)).astype(self._np.int32)
-
-    def _known(self, column: Any) -> Any:
-        """Which are not None, as bits; None: all."""
-        if None not in column:
-            return None
-        return self._np.packbits([value is not None for value in column], bitorder="little")
-
-    def _array(self, kind: Any, num_rows: int, *buffers: Any, children: Any = None) -> Any:
-        made = [None if buffer is None else self._pa.py_buffer(buffer) for buffer in buffers]
-        return self._pa.Array.from_buffers(kind, num_rows, made, children=children)
+def _by_column(rows: list[tuple[Any, ...]]) -> list[Any]:
+    return list(zip(*rows, strict=True))
 
 
 class StepTable:
-    """Steps, one row each, taken plan by plan: what a plan's steps have in common is kept once until it is written."""
+    """steps.parquet: of each step a row of int64, in the order of the schema, until they are written."""
 
-    def __init__(self, path: Path, columns: dict[str, str], flush_rows: int) -> None:
-        self._table = RowTable(path, columns, flush_rows)
-        self._flush_rows = flush_rows
-        self._begin()
+    def __init__(self, path: Path, worker: ThreadPoolExecutor, flush_rows: int) -> None:
+        from testbed.records.parquet import ParquetFile  # not at the top, as above
 
-    def _begin(self) -> None:
-        """Nothing is kept."""
-        self._plans = bytearray()  # int64 [num_plans, num_columns]
-        # of each step
-        self._end_ns: list[int] = []
-        self._free: list[int] = []
-        self._forward_ns: list[int] = []
-        self._digests: list[int] = []
-        self._others: list[tuple[int, Spans]] = []  # steps whose spans differ in more than that from their plan's first
+        self._file = ParquetFile(path, STEP_COLUMNS, worker)
+        self._flush_bytes = flush_rows * _ROW_BYTES
+        self._rows = BytesWriter()
 
     def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
-        """Takes the numbers of a plan: its view, which holds much more, is not kept. Those of its steps come first: a
-        plan that Ctrl-C cuts in two is not there."""
-        plan, plan_ns, result, digests, emitters, num_running, num_waiting, num_swapped, free, free_cpu = step
-        number, _, shape, _, _, admitted, _, _, _, swapped_in, _, ignored, blocked_by, _ = plan
-        num_decodes, context, prefills, _, _, _, _ = shape
-        end_ns, _, spans, later, _ = result
-        schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = spans
-        self._end_ns.extend(end_ns)
-        self._free.extend(free)
-        self._digests.extend(digests)
-        self._forward_ns.append(forward_ns)
-        if type(later) is RunSpans:  # isinstance of a class of collections.abc asks Python
-            self._forward_ns.extend(later.forward_ns)
-        elif later:
-            self._append_later(spans, later)
-        self._plans += _PLAN.pack(
-            len(digests), number, num_decodes, context, plan_ns, len(emitters), num_running, num_waiting, num_swapped,
-            free_cpu, num_recomputed, num_swapped_out, replica, schedule_ns, prepare_ns, swap_ns, sample_ns,
-            len(prefills), sum([num_tokens for _, num_tokens in prefills]) if prefills else 0,
-            len(admitted), sum([one.num_cached_tokens for one in admitted]) if admitted else 0, len(swapped_in),
-            len(ignored), _REASON_CODES[blocked_by],
-        )  # fmt: skip
-        if len(self._end_ns) >= self._flush_rows:
+        """Takes the step's numbers: its view, which holds much more, is not kept."""
+        plan, shape, spans, rows = step.plan, step.plan.shape, step.spans, self._rows
+        digest = step.digest
+        if digest >= 1 << 63:
+            digest -= 1 << 64  # the same bits
+        num_prefill_tokens = num_cached_tokens = 0
+        for chunk in shape.prefills:
+            num_prefill_tokens += chunk.num_tokens
+        for admission in plan.admitted:
+            num_cached_tokens += admission.num_cached_tokens
+        write_i64_le(rows, replica)
+        write_i64_le(rows, plan.step)
+        write_i64_le(rows, step.plan_ns)
+        write_i64_le(rows, step.end_ns)
+        write_i64_le(rows, shape.num_decodes)
+        write_i64_le(rows, len(shape.prefills))
+        write_i64_le(rows, shape.num_decodes)  # a token each
+        write_i64_le(rows, num_prefill_tokens)
+        write_i64_le(rows, shape.decode_context_tokens)
+        write_i64_le(rows, len(step.emitters))
+        write_i64_le(rows, step.num_running)
+        write_i64_le(rows, step.num_waiting)
+        write_i64_le(rows, step.num_swapped)
+        write_i64_le(rows, step.free_gpu_blocks)
+        write_i64_le(rows, step.free_cpu_blocks)
+        write_i64_le(rows, len(plan.admitted))
+        write_i64_le(rows, num_cached_tokens)
+        write_i64_le(rows, num_recomputed)
+        write_i64_le(rows, num_swapped_out)
+        write_i64_le(rows, len(plan.swapped_in))
+        write_i64_le(rows, len(plan.ignored))
+        write_i64_le(rows, 0 if plan.blocked_by is None else _REASON_CODES[plan.blocked_by])
+        write_i64_le(rows, spans.schedule_ns)
+        write_i64_le(rows, spans.prepare_ns)
+        write_i64_le(rows, spans.swap_ns)
+        write_i64_le(rows, spans.forward_ns)
+        write_i64_le(rows, spans.sample_ns)
+        write_i64_le(rows, digest)
+        if len(rows) >= self._flush_bytes:
             self._flush()
 
-    def _append_later(self, first: Spans, later: Sequence[Spans]) -> None:
-        """The spans of a plan's steps after its first, whose spans are `first`."""
-        for spans in later:
-            if spans[:3] != first[:3] or spans[4] != first[4]:
-                self._others.append((len(self._forward_ns), spans))
-            self._forward_ns.append(spans[3])
-
     def _flush(self) -> None:
-        if not self._plans:
-            return
-        import numpy as np
-
-        of_plans = np.frombuffer(self._plans, np.int64).reshape(-1, _PLAN_COLUMNS).T
-        num_steps = of_plans[0]
-        num = int(num_steps.sum())
-        ends, free, forward = [_array(kept[:num]) for kept in (self._end_ns, self._free, self._forward_ns)]
-        (
-            _, step, num_decodes, context, plan_ns, num_emitted, running, waiting, swapped, free_cpu,
-            recomputed, swapped_out, replica, schedule_ns, prepare_ns, swap_ns, sample_ns, num_prefills, prefill_tokens,
-            admitted, cached, swapped_in, ignored, blocked_by,
-        ) = np.repeat(of_plans, num_steps, axis=1)  # fmt: skip
-        for index, other in [item for item in self._others if item[0] < num]:
-            schedule_ns[index], prepare_ns[index], swap_ns[index], _, sample_ns[index] = other
-        before = np.concatenate(([0], ends[:-1]))
-        nth = np.arange(len(ends)) - np.repeat(np.cumsum(num_steps) - num_steps, num_steps)  # of its plan
-        is_first = nth == 0
-        self._table.write(
-            [
-                replica, step + nth, np.where(is_first, plan_ns, before), ends, num_decodes, num_prefills, num_decodes,
-                prefill_tokens, context + nth * num_decodes, num_emitted, running, waiting, swapped, free, free_cpu,
-                is_first * admitted, is_first * cached, recomputed, swapped_out, swapped_in, ignored,
-                CodedTexts(blocked_by, _REASONS), schedule_ns, prepare_ns, swap_ns, forward, sample_ns,
-                _array(self._digests[:num], "Q"),
-            ]
-        )  # fmt: skip
-        self._begin()
+        data, self._rows = self._rows.getvalue(), BytesWriter()
+        self._file.write(partial(_step_columns, data))
 
     def close(self) -> None:
-        self._flush()
-        self._table.close()
+        if len(self._rows):
+            self._flush()
+        self._file.close()
 
 
-def _array(numbers: list[int], kind: str = "q") -> Any:
-    """kind: q, int64, or Q, uint64. By struct, which is faster than numpy's own conversion. Read-only."""
+def _step_columns(data: bytes) -> list[Any]:
+    """A row that Ctrl-C cut short is left out."""
     import numpy as np
 
-    return np.frombuffer(pack(f"{len(numbers)}{kind}", *numbers), dtype=kind)
+    from testbed.records.parquet import CodedTexts
+
+    num_rows = len(data) // _ROW_BYTES
+    rows = np.frombuffer(data, np.int64, num_rows * len(STEP_COLUMNS)).reshape(num_rows, -1)
+    columns: list[Any] = []
+    for (name, kind), column in zip(STEP_COLUMNS.items(), rows.T, strict=True):
+        if name == "blocked_by":
+            columns.append(CodedTexts(column, _REASONS))
+        else:
+            columns.append(column.astype(np.uint64) if kind == "uint64" else column)
+    return columns

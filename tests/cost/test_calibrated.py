@@ -1,6 +1,7 @@
 """The calibrated model: found again from its own prices, near the roofline's, honest about what it has not seen."""
 
 import json
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,11 @@ from sim.cost.calibration_file import load_calibration, save_calibration
 from sim.cost.linear import LinearConfig, LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
-from testbed.core.interfaces import StepView
+from testbed.core.interfaces import steps_of
 from testbed.core.outcome import Spans, StepResult
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.specs.device import DeviceSpec
-from testbed.specs.model import ModelSpec
+from testbed.specs.model import DeviceSpec, ModelSpec
 from testbed.specs.profiles import MeasuredStep, Profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.cost.shapes import shapes
@@ -151,14 +151,15 @@ def test_a_fast_forwarded_plan_may_leave_the_range_on_its_way(num_steps, num_out
     """Two decodes whose contexts grow from 40 by 2 a step; the profile reaches to 48, their fifth step."""
     watch = RangeWatch(profiled_ranges([BatchShape(2, 30, (), 2), BatchShape(2, 48, (), 2)]), policy)
     plan = BatchPlan(7, num_steps, BatchShape(2, 40, (), 2), tuple, None)
-    step = StepView(plan, 0, StepResult(tuple(10 * (i + 1) for i in range(num_steps))), [], [], 2, 0, 0, [], 0)
+    result = StepResult(tuple(10 * (i + 1) for i in range(num_steps)), None, Spans(), (Spans(),) * (num_steps - 1))
+    steps = list(steps_of(plan, 0, result, [0] * num_steps, [], (2, 0, 0), [0] * num_steps, 0))
     if num_outside and policy == "refuse":
         with pytest.raises(
             ConfigError, match="step 12 leaves the profiled range: decode decode_context_tokens up to 50"
         ):
-            watch.committed(step)
+            deque(map(watch.committed, steps))
         return
-    watch.committed(step)
+    deque(map(watch.committed, steps))
     assert (watch.num_steps, watch.num_outside) == (num_steps, num_outside)
     assert bool(watch.notes()) == bool(num_outside)
 

@@ -255,13 +255,13 @@ class FullDisk:
         return call
 
 
-@pytest.mark.parametrize("place", ["RowTable.write", "RowTable.close", "TapeWriter.committed"])
+@pytest.mark.parametrize("place", ["ParquetFile.write", "ParquetFile.close", "TapeWriter.committed"])
 def test_a_full_disk_is_one_line_and_what_was_written_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    from testbed.records import tables, tape
+    from testbed.records import parquet, tape
 
-    owner = tape.TapeWriter if place.startswith("Tape") else tables.RowTable
+    owner = tape.TapeWriter if place.startswith("Tape") else parquet.ParquetFile
     if owner is tape.TapeWriter:
         pytest.importorskip("torch")
     name = place.partition(".")[2]
@@ -414,12 +414,17 @@ def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
+    from concurrent.futures import ThreadPoolExecutor
 
     from testbed.records.tables import RowTable
 
-    table = RowTable(tmp_path / "t.parquet", {"a": "int64"}, 1)
-    monkeypatch.setattr(table._writer, "write_batch", FullDisk(lambda *_: None, after=0).__get__(None, object))
-    for attempt in (lambda: table.append((1,)), table.close):
-        with pytest.raises(OSError, match=r"t\.parquet") as caught:
-            attempt()
-        assert caught.value.errno == errno.ENOSPC
+    with ThreadPoolExecutor(1) as worker:
+        table = RowTable(tmp_path / "t.parquet", {"a": "int64"}, worker, 1)
+        full = FullDisk(lambda *_: None, after=0).__get__(None, object)
+        monkeypatch.setattr(table._file._writer, "write_batch", full)
+        table.append((1,))
+        worker.submit(int).result()  # it has tried
+        for attempt in (lambda: table.append((1,)), table.close):
+            with pytest.raises(OSError, match=r"t\.parquet") as caught:
+                attempt()
+            assert caught.value.errno == errno.ENOSPC

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
+from analysis.load import load_run
 from experiments import replay, simulate
+from experiments.compose import _hydras, compose_raw
 from testbed.errors import TestbedError
 from testbed.traces.generators import SyntheticConfig, generate
 from tests.experiments.kit import TINY, manifest_of, say, trace_of, write_rows
@@ -56,6 +60,30 @@ def test_settings_choose_options_and_keys(tmp_path: Path) -> None:
     assert run.manifest["scheduler"] == "decode_first"
     assert (run.steps["end_ns"] - run.steps["start_ns"] == 5 * 10**8).all()
     assert run.summary["num_requests"] == 5
+
+
+def test_the_run_that_is_returned_is_the_one_in_its_folder(tmp_path: Path) -> None:
+    for name, settings in (("rows", {}), ("transformed", {"sampling": {"max_tokens": None}, "seed": 7})):
+        run = simulate(ROWS, folder=tmp_path / name, **SMALL, **settings)
+        loaded = load_run(tmp_path / name)
+        assert (run.config, run.manifest) == (loaded.config, loaded.manifest)
+
+
+def test_points_of_a_sweep_are_composed_as_hydra_composes_each() -> None:
+    store = ConfigStore.instance()
+    for overrides in (
+        ["scheduler=orca", "cache.block_size=8", "seed=3", "overwrite=true"],
+        ["scheduler=orca", "cache={block_size: 32}", "cache.watermark=0.5", "++cache.eviction=fifo"],
+        ["scheduler=orca", "trace.transforms=[{name: thin, fraction: 0.5}]"],
+        ["experiment=demo", "scheduler=vllm_v0", "scheduler.max_num_seqs=7"],
+        ["scheduler=orca"],
+    ):
+        whole = OmegaConf.to_container(_hydras(overrides), resolve=True)
+        assert compose_raw(overrides) == compose_raw(overrides) == whole
+    for size in (5, 6):  # an option of the user's, stored again in between
+        store.store(group="record", name="mine", node={"token_times": size == 5})
+        assert compose_raw(["record=mine"])["record"] == {"token_times": size == 5}
+    del store.repo["record"]["mine.yaml"]
 
 
 def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:

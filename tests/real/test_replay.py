@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from real.driver import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
 from real.replay import MAX_LAG_NS, HostTimes, ReplayLag
 from testbed.core.interfaces import StepView
-from testbed.core.outcome import Spans, StepResult
+from testbed.core.outcome import Spans
 from testbed.core.plan import BatchPlan, BatchShape
 from testbed.core.request import Request
 
@@ -65,7 +65,7 @@ def arrive(lag: ReplayLag, due_ns: int, seen_ns: int) -> None:
 
 def step_until(lag: ReplayLag, plan_ns: int, commit_ns: int) -> None:
     plan = BatchPlan(0, 1, BatchShape(1, 1, (), 1), tuple, None)
-    lag.committed(StepView(plan, plan_ns, StepResult((commit_ns,)), [0], [], 0, 0, 0, [0], 0))
+    lag.committed(StepView(plan, plan_ns, commit_ns, Spans(), 0, [], 0, 0, 0, 0, 0))
 
 
 def test_waiting_for_a_step_s_end_is_no_lag():

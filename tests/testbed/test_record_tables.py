@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.records.tables import ArrowArrays
+from testbed.records.parquet import MAX_WAITING, CodedTexts, ParquetFile, as_arrow
 
 INSTANTS = st.lists(st.integers(0, 2**62), max_size=5)
 COLUMNS: dict[Any, Any] = {
@@ -29,7 +32,7 @@ COLUMNS: dict[Any, Any] = {
 def test_arrays_are_those_of_pyarrow(kind: Any, data: st.DataObject) -> None:
     values = COLUMNS[kind]
     column = data.draw(st.lists(values, min_size=1) | st.lists(st.none() | values, min_size=1))
-    made = ArrowArrays().of(tuple(column), kind)
+    made = as_arrow(tuple(column), kind)
     made.validate(full=True)
     assert made.type == kind
     assert made.equals(pa.array(column, kind))
@@ -37,8 +40,35 @@ def test_arrays_are_those_of_pyarrow(kind: Any, data: st.DataObject) -> None:
 
 
 def test_numpy_columns_are_narrowed_and_none_is_cut() -> None:
-    arrays = ArrowArrays()
-    assert arrays.of(np.arange(5), pa.int32()).equals(pa.array(range(5), pa.int32()))
+    assert as_arrow(np.arange(5), pa.int32()).equals(pa.array(range(5), pa.int32()))
     for column in (np.array([1, 2**40]), (1, 2**40), (None, 2**40)):
         with pytest.raises(OverflowError):
-            arrays.of(column, pa.int32())
+            as_arrow(column, pa.int32())
+
+
+def test_few_texts_are_those_of_their_codes() -> None:
+    codes = np.array([2, 0, 1, 1, 0])
+    made = as_arrow(CodedTexts(codes, (None, "", "é")), pa.string())
+    made.validate(full=True)
+    assert made.to_pylist() == ["é", None, "", "", None]
+
+
+def test_groups_are_written_in_order_whatever_waits(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as worker:
+        file = ParquetFile(tmp_path / "t.parquet", {"a": "int64"}, worker)
+        for number in range(50):
+            file.write(lambda number=number: [(number,)])  # type: ignore[misc]
+            assert len(file._waiting) <= MAX_WAITING
+        file.close()
+    assert pq.read_table(tmp_path / "t.parquet").column("a").to_pylist() == list(range(50))
+
+
+def test_what_the_thread_could_not_make_is_raised_by_a_later_group_and_when_closed(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as worker:
+        file = ParquetFile(tmp_path / "t.parquet", {"a": "int32"}, worker)
+        file.write(lambda: [(2**40,)])
+        worker.submit(int).result()  # it has tried
+        with pytest.raises(OverflowError):
+            file.write(lambda: [(1,)])
+        with pytest.raises(OverflowError):
+            file.close()

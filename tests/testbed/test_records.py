@@ -18,6 +18,7 @@ from testbed.records.recorder import RunRecorder
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
 
+ROW_BYTES = 8 * len(STEP_COLUMNS)
 ARROW = {
     "string": pa.string(),
     "int32": pa.int32(),
@@ -42,8 +43,11 @@ def run_steps(
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
         result = StepResult((now_ns + step_ns,), None, Spans(1, 2, 3, 4, 5))
         finished = scheduler.commit(result, now_ns + step_ns)
+        (free,) = scheduler.free_blocks
         recorder.committed(
-            StepView(plan, now_ns, result, scheduler.digests, scheduler.emitters, *counts, scheduler.free_blocks, 0)
+            StepView(
+                plan, now_ns, now_ns + step_ns, result.spans, scheduler.digest, scheduler.emitters, *counts, free, 0
+            )
         )
         now_ns += step_ns
         recorder.ended(finished, now_ns)
@@ -175,7 +179,7 @@ def test_rows_are_flushed_in_groups_so_that_memory_does_not_grow(
     for number in range(10):
         run_steps(recorder, scheduler, [make_request(f"r{number}", 4, 1)])
         assert len(recorder._requests._rows) < 4
-        assert len(recorder._steps._digests) < 4
+        assert len(recorder._steps._rows) < 4 * ROW_BYTES
         assert not recorder._open
     recorder.close()
     file = pq.ParquetFile(tmp_path / "requests.parquet")
@@ -275,31 +279,46 @@ def test_without_steps_only_their_rows_are_missing(tmp_path: Path) -> None:
     assert tables["with"] == tables["without"]
 
 
-class _CutShort(list[int]):
-    """What the second Ctrl-C may do to a recorder that is taking a plan's numbers."""
+class _Broken:
+    """What the second Ctrl-C may do to a recorder that is taking a step's numbers."""
 
-    def __iter__(self) -> Any:
+    @property
+    def sample_ns(self) -> int:
         raise KeyboardInterrupt
 
+    schedule_ns = prepare_ns = swap_ns = forward_ns = 1
 
-def test_steps_of_a_plan_have_spans_of_their_own_and_a_plan_cut_short_is_not_there(tmp_path: Path) -> None:
+
+def test_a_step_cut_short_is_not_there(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path)
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 4, 8))
-    recorder.arrived(make_request("a", 4, 8), 0, 0)
-    spans = [Spans(1, 2, 0, 4, 5), Spans(1, 2, 0, 6, 5), Spans(9, 8, 7, 6, 5)]
-    now_ns, view = 0, None
-    for ends, mine in (((10,), spans[:1]), ((20, 30, 40), spans)):
-        plan = scheduler.plan(now_ns, 3)
-        result = StepResult(ends, None, mine[0], tuple(mine[1:]))
-        scheduler.commit(result, ends[-1])
-        view = StepView(plan, now_ns, result, scheduler.digests, [], 1, 0, 0, scheduler.free_blocks, 0)
-        recorder.committed(view)
-        now_ns = ends[-1]
-    assert view is not None
+    plan = scheduler.plan(0)
+    spans: Any
+    for end_ns, spans in ((10, Spans(1, 2, 0, 4, 5)), (20, Spans(1, 2, 0, 6, 5))):
+        recorder.arrived(make_request("a", 4, 8), 0, 0)
+        recorder.committed(StepView(plan, 0, end_ns, spans, 2**64 - end_ns, [], 1, 0, 0, 7, 0))
     with pytest.raises(KeyboardInterrupt):
-        recorder.committed(view._replace(digests=_CutShort(view.digests)))
+        recorder.committed(StepView(plan, 0, 30, _Broken(), 0, [], 1, 0, 0, 7, 0))  # type: ignore[arg-type]
     recorder.close()
     found = rows(tmp_path / "steps.parquet")
-    assert [row["end_ns"] for row in found] == [10, 20, 30, 40]
-    assert [tuple(row[name] for name in Spans._fields) for row in found] == [spans[0], *spans]
+    assert [(row["end_ns"], row["forward_ns"], row["digest"]) for row in found] == [
+        (10, 4, 2**64 - 10), (20, 6, 2**64 - 20),
+    ]  # fmt: skip
+
+
+def test_tokens_of_one_step_have_one_instant(tmp_path: Path) -> None:
+    for keeps in (True, False):
+        recorder = RunRecorder(tmp_path, token_times=keeps)
+        scheduler = make_scheduler()
+        scheduler.add(make_request("a", 4, 8))
+        plan = scheduler.plan(0)
+        recorder.arrived(make_request("a", 4, 8), 0, 0)
+        seq = scheduler.unfinished()[0]
+        for end_ns, num in ((10, 1), (20, 3), (30, 2), (40, 0), (50, 1)):
+            recorder.committed(StepView(plan, 0, end_ns, Spans(), 0, [seq] * num, 1, 0, 0, 7, 0))
+        recorder.close()
+        (row,) = rows(tmp_path / "requests.parquet")
+        assert (row["num_output_tokens"], row["num_token_steps"]) == (7, 4)
+        assert (row["first_token_ns"], row["tpot_s"]) == (10, 40 / 3 / 1e9)
+        assert row["token_ns"] == ([10, 20, 30, 50] if keeps else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.core.interfaces import Abort, Arrive, StepView
+from testbed.core.interfaces import Abort, Arrive, StepView, steps_of
 from testbed.core.outcome import FinishReason, Outcome, Spans, StepResult
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
@@ -21,7 +21,7 @@ def view(scheduler: Scheduler, plan_ns: int, end_ns: int, outcomes: tuple[Outcom
     plan = scheduler.plan(plan_ns)
     result = StepResult((end_ns,), outcomes, Spans(1, 2, 3, 4, 5))
     scheduler.commit(result, end_ns)
-    return StepView(plan, plan_ns, result, scheduler.digests, scheduler.emitters, 1, 0, 0, [60], 0)
+    return next(steps_of(plan, plan_ns, result, scheduler.digests, scheduler.emitters, (1, 0, 0), [60], 0))
 
 
 def write_tape(path: Path) -> list[StepView]:

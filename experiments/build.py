@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from testbed.core.fast_forward import FAST_FORWARD
-
 from experiments.config import RunConfig, read_config
 from experiments.costs import block_bytes, build_cost, sliding_window, unread_settings
 from experiments.estimator import CostEstimator
@@ -33,7 +31,7 @@ from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError, TraceError
 from testbed.policies.compositions.unified import Unified
-from testbed.policies.config import SchedulerConfig
+from testbed.policies.config import SchedulerConfig, resolve_limits
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Swap
 from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
@@ -58,7 +56,7 @@ class Pools:
 
 
 def limits(config: RunConfig) -> Limits:
-    return Limits.resolve(config.scheduler, config.model.max_length)
+    return resolve_limits(config.scheduler, config.model.max_length)
 
 
 def num_cpu_blocks(config: RunConfig) -> int:
@@ -97,7 +95,7 @@ def _largest_captured(config: RunConfig) -> int:
     return min(largest, bounds.max_num_seqs, bounds.max_num_batched_tokens)
 
 
-def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) -> Scheduler:
+def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
     """The core, the same for both backends."""
     cache, scheduler = config.cache, config.scheduler
     check_policies(config, pools)
@@ -140,7 +138,6 @@ def build_scheduler(config: RunConfig, pools: Pools, *, record_decisions: bool) 
         admission=admission,
         preemption=preemption,
         eos_token_id=config.model.eos_token_id,
-        record_decisions=record_decisions,
     )
 
 
@@ -246,11 +243,6 @@ def unused_settings(config: RunConfig) -> list[str]:
 
 
 # --- backends ---
-
-
-def max_steps(config: RunConfig) -> int:
-    """How many steps a plan may span: one, unless a simulation is fast forwarded."""
-    return FAST_FORWARD if isinstance(config.backend, SimConfig) and config.backend.fast_forward else 1
 
 
 def recorded_run(config: RunConfig) -> str | None:

@@ -231,7 +231,7 @@ def _grid(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> lis
         cache = replace(config.cache, watermark=None, eviction="lru")
         if caching is not None:
             cache = replace(cache, prefix_caching=caching)
-        return build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools, record_decisions=True)
+        return build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
 
     sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
     bench = Bench(backend, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)
@@ -283,7 +283,7 @@ def _load_steps(
     from real.driver import run as drive
 
     changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget)
-    scheduler = build.build_scheduler(replace(config, scheduler=changed), pools, record_decisions=True)
+    scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
     collector = _Collector()
     options = replace(config.backend, pace="as_fast_as_possible")
     with _recorded(scratch, collector) as recorder:
@@ -298,8 +298,8 @@ class _Collector:
         self.steps: list[tuple[BatchShape, Spans, int]] = []
 
     def committed(self, step: StepView) -> None:
-        if any(step.plan.shape):
-            self.steps.append((step.plan.shape, step.result.spans, step.commit_ns - step.plan_ns))
+        if not step.plan.shape.is_empty:
+            self.steps.append((step.plan.shape, step.result.spans, step.end_ns - step.plan_ns))
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...

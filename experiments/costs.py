@@ -68,9 +68,9 @@ def itemise(cost: CostModel | None) -> Itemise | None:
     `scheduler` is what the simulated scheduler's own time adds (`backend.schedule_ns`). A swap that went over the link
     beside the computation took longer than its price, or hid behind the device: the difference is `link`.
     """
-    if cost is None or not isinstance(cost, Itemised):
+    if cost is None or not hasattr(cost, "breakdown"):
         return None
-    price, breakdown = cost.price, cost.breakdown
+    price, breakdown = cost.price, cast(Itemised, cost).breakdown
 
     def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
         priced, parts = price(shape), breakdown(shape)

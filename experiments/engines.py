@@ -72,7 +72,7 @@ def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:
 
     def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
         own_ns = ns + (shape.num_decodes + len(shape.prefills)) * ns_per_seq
-        parts = of_cost(shape, spans._replace(schedule_ns=spans.schedule_ns - own_ns))
+        parts = of_cost(shape, spans.replace(schedule_ns=spans.schedule_ns - own_ns))
         return parts | {"scheduler": parts.get("scheduler", 0) + own_ns}
 
     return of_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.cost.base import CostModel, total_ns
+from sim.cost.base import CostModel
 from testbed.core.plan import BatchShape, PrefillChunk
 
 
@@ -16,7 +16,7 @@ class CostEstimator:
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         if num_tokens <= 0:
             return 0
-        return total_ns(self._cost.price(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)))
+        return self._cost.price(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)).total_ns
 
     def swap_ns(self, num_blocks: int) -> int:
         """One way, out of the GPU: the part of the price that the link takes."""

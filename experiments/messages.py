@@ -164,6 +164,8 @@ def too_large(overrides: list[str]) -> ConfigError:
 def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     from difflib import get_close_matches
 
+    if key in _GONE:
+        return ConfigError(f"{key} {_GONE[key]}; leave it out")
     if owners := _owners(key):
         group = key.partition(".")[0]
         of = f"{key} is a key of {group}={' or '.join(owners)}"
@@ -183,6 +185,9 @@ def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     return ConfigError(f"unknown key {key!r}; {hint}{where}")
 
 
+_GONE = {  # keys that there were, and why they are not needed any more
+    "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
+}
 _GIVEN_WHOLE = ("trace.turn_prompt",)  # groups that may be absent
 _OF_FLEETS = ("backend.num_replicas", "backend.router", "backend.replicas_per_link")
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testbed.core.fast_forward import FAST_FORWARD
-
 from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
@@ -111,26 +109,24 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)
 
 
-def check_parity(
-    folder: Path, wrap_scheduler: Callable[[Scheduler], Scheduler] | None = None, *, fast_forward: bool = False
-) -> ParityReport:
+def check_parity(folder: Path, wrap_scheduler: Callable[[Scheduler], Scheduler] | None = None) -> ParityReport:
     """Replays the tape of a real run's folder and compares every step.
 
-    fast_forward: equal steps are one plan. wrap_scheduler: for tests that break parity on purpose. Raises
+    wrap_scheduler: for tests that break parity on purpose. Raises
     RunFolderError for a folder that is no real run.
     """
     config = RunConfig.from_container(read_config(folder))
     if not config.is_real:
         raise RunFolderError(f"{folder} is a simulated run; parity replays the tape of a run with backend=real")
     inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"))
-    scheduler = build.build_scheduler(config, inputs.pools, record_decisions=True)
+    scheduler = build.build_scheduler(config, inputs.pools)
     if wrap_scheduler is not None:
         scheduler = wrap_scheduler(scheduler)
     checker = inputs.checker
     divergence: Divergence | None = None
     is_cut = False
     try:
-        inputs.drive(serve(inputs.inbox, scheduler, checker, FAST_FORWARD if fast_forward else 1))
+        inputs.drive(serve(inputs.inbox, scheduler, checker))
     except _DivergedError as diverged:
         divergence = diverged.divergence
     except _TapeEndedError:
@@ -150,7 +146,7 @@ class _Checker:
         self._backend = backend
         self._is_whole = is_whole
 
-    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> SimWork:
+    def start(self, plan: BatchPlan) -> SimWork:
         if plan.step >= len(self._tape.steps):
             if not self._is_whole:
                 raise self._tape_ended()
@@ -161,17 +157,13 @@ class _Checker:
         replayed = _plan_part(plan)
         if any(recorded[key] != value for key, value in replayed.items()):
             raise _DivergedError(Divergence(plan.step, recorded, replayed, "another batch was decided"))
-        return self._backend.start(plan, limit_ns)
+        return self._backend.start(plan)
 
     def committed(self, step: StepView) -> None:
-        for one in step.each():
-            self._compare(one)
-
-    def _compare(self, step: StepView) -> None:
         recorded, decided = self._tape.steps[step.plan.step], decision(step)
         for reason, ours, theirs in (
             ("planned at another instant", step.plan_ns, recorded.plan_ns),
-            ("committed at another instant", step.commit_ns, recorded.commit_ns),
+            ("committed at another instant", step.end_ns, recorded.commit_ns),
             ("another batch was decided", decided, recorded.decision),
             ("the decision digests differ", step.digest, recorded.digest),
         ):

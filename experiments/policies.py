@@ -10,6 +10,7 @@ from typing import Any
 
 from sim.routers import ROUTERS
 from testbed.blocks import eviction
+from testbed.blocks.cost_aware import CostAware
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import unknown
 from testbed.policies import admission, oracle, orders, preemption, victim
@@ -71,7 +72,7 @@ EVICTIONS: Named = {
     "lru": eviction.LRU,
     "fifo": eviction.FIFO,
     "lfu": eviction.LFU,
-    "cost_aware": eviction.CostAware,
+    "cost_aware": CostAware,
 }
 GROUPS: Mapping[str, Named] = {
     "scheduler.composition": COMPOSITIONS,

@@ -72,12 +72,8 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
     else:
         given = _own_trace(config)
     prepared = _prepare_real(config, whole(given)) if config.is_real else _prepare_sim(config, given)
-    is_compared = config.is_real or prepared.checker is not None
     with closing(prepared):
-        schedulers = [
-            build.build_scheduler(config, prepared.pools, record_decisions=config.record.decisions or is_compared)
-            for _ in prepared.inboxes
-        ]
+        schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
         claim(folder, config)
         manifest = _manifest(config, given, prepared, command)
         with log_to(folder / "run.log"):
@@ -108,7 +104,6 @@ class _Prepared:
     inboxes: Sequence[Inbox]  # one for each engine
     description: dict[str, Any]  # of the manifest
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
-    max_steps: int = 1  # of a plan
     cost: CostModel | None = None  # what prices the steps
     replay: ReplayLog | None = None  # of a real run
     close: Callable[[], None] = lambda: None  # ends what the engines have started
@@ -126,7 +121,6 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
         description = {"cost": "recorded", "attention": None, "weights": None, "device": config.device.name}
         return _Prepared(
             inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
-            build.max_steps(config),
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
@@ -143,7 +137,6 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
         (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
         [inbox] if fleet is None else fleet.inboxes,
         description,
-        max_steps=build.max_steps(config),
         cost=priced.cost,
     )
 
@@ -203,7 +196,7 @@ def _run(
     more = [extra for extra in (tape, prepared.checker, watch, ledger, lag) if extra is not None]
     status = status_lines(config.record.status_s, schedulers)
     loops = [
-        serve(inbox, scheduler, Recorders(recorder, *more, *lines, bar), prepared.max_steps)
+        serve(inbox, scheduler, Recorders(recorder, *more, *lines, bar))
         for inbox, scheduler, recorder, lines in zip(
             prepared.inboxes, schedulers, records.recorders, status, strict=True
         )

@@ -140,7 +140,6 @@ class SimConfig:
     """The `backend=sim` group. The simulator's prices are the `cost` group's."""
 
     name: str = "sim"
-    fast_forward: bool = True  # take equal steps as one plan, where the policies allow it; the results are the same
     num_replicas: int = 1  # engines, each with a scheduler and blocks of its own
     router: Any = "round_robin"  # which replica serves a request: a name, or {_target_: a class of yours}
     swap_overlap: bool = False  # swaps run on the PCIe link beside the computation; else they are a part of the step

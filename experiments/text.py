@@ -47,7 +47,7 @@ class LLM(llm.LLM):
         backend = build_real_backend(self.config)
         try:
             pools = Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-            core = build_scheduler(self.config, pools, record_decisions=False)
+            core = build_scheduler(self.config, pools)
         except BaseException:
             backend.close()
             raise

@@ -155,7 +155,7 @@ def _execute(
     launched_ns = clock.now_ns()
     outcomes, spans = work.wait()
     now_ns = max(clock.now_ns(), last_ns + 1)
-    spans = spans._replace(schedule_ns=schedule_ns)
+    spans = spans.replace(schedule_ns=schedule_ns)
     if log is not None:
         log.stepped(max(0, launched_ns - began_ns - spans.prepare_ns), now_ns - last_ns, spans)
-    return Resume(now_ns, StepResult((now_ns,), outcomes, spans, prompt_logprobs=work.prompt_logprobs))
+    return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=work.prompt_logprobs))

@@ -33,7 +33,7 @@ class ReplayLag:
         self._lag_ns.append(now_ns - free_ns)
 
     def committed(self, step: StepView) -> None:
-        self._last_commit_ns = step.commit_ns
+        self._last_commit_ns = step.end_ns
 
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
     def ended(self, finished: list[Finished], now_ns: int) -> None: ...

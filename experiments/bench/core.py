@@ -83,7 +83,7 @@ def _drive(scheduler: Scheduler, *, with_rows: bool) -> float:
     while scheduler.has_work:
         outcomes = tuple(Outcome(seq_id, ((now_ns * 7919 + seq_id * 31) % VOCAB,)) for seq_id in range(NUM_SEQS))
         now_ns += 1
-        result = StepResult((now_ns,), outcomes)
+        result = StepResult(now_ns, outcomes)
         began_ns = clock()
         plan = scheduler.plan(now_ns)
         if with_rows:
@@ -141,15 +141,15 @@ def _pool_us(num_blocks: int, caching: bool, num_steps: int = 400) -> float:
 
 
 def _scheduler(options: list[str], num_blocks: int) -> Scheduler:
-    return build.build_scheduler(compose_config(options), build.Pools(num_blocks, 0), record_decisions=False)
+    return build.build_scheduler(compose_config(options), build.Pools(num_blocks, 0))
 
 
 def _us_per_step(scheduler: Scheduler, num_steps: int) -> float:
     """plan + commit of forced outputs, after the first step."""
     scheduler.plan(0)
-    scheduler.commit(StepResult((1,)), 1)
+    scheduler.commit(StepResult(1), 1)
     began_ns = time.perf_counter_ns()
     for now_ns in range(1, num_steps + 1):
         scheduler.plan(now_ns)
-        scheduler.commit(StepResult((now_ns + 1,)), now_ns + 1)
+        scheduler.commit(StepResult(now_ns + 1), now_ns + 1)
     return (time.perf_counter_ns() - began_ns) / num_steps / 1e3

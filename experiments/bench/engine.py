@@ -311,7 +311,7 @@ class Offline:
         from testbed.core.serve import serve
 
         pools = self._build.Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
-        scheduler = self._build.build_scheduler(self._config, pools, record_decisions=False)
+        scheduler = self._build.build_scheduler(self._config, pools)
         inbox = _AllAtOnce(
             [
                 Request(str(i), prompt, sampling=SamplingParams(max_tokens=length, ignore_eos=True))

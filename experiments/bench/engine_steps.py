@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY
 from testbed.specs.model import ModelSpec
 
@@ -138,7 +138,7 @@ def _tables(backend: RealBackend, num_rows: int, context: int) -> list[list[int]
 def _time(backend: RealBackend, rows: tuple[ScheduledSequence, ...], shape: BatchShape, num_steps: int) -> StepTime:
     totals, device = [], []
     for step in range(WARM_UP_STEPS + num_steps):
-        plan = BatchPlan(step=step, num_steps=1, shape=shape, rows=lambda: rows, num_scheduled=None)
+        plan = BatchPlan(step, shape, MadeRows(rows))
         began = time.perf_counter()
         _, spans = backend.start(plan).wait()
         totals.append(time.perf_counter() - began)

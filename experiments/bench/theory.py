@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
-from testbed.core.fast_forward import FAST_FORWARD
 from tqdm import tqdm
 
 from analysis.queueing import (
@@ -189,10 +188,10 @@ def _config(queue_order: str) -> RunConfig:
 def simulated_waits(trace: Trace, queue_order: str = "fcfs") -> list[int]:
     """ns from arrival to the start of service, in order of arrival."""
     config = _config(queue_order)
-    core = build.build_scheduler(config, build.simulated_pools(config), record_decisions=False)
+    core = build.build_scheduler(config, build.simulated_pools(config))
     waits = _Waits()
     drive(
-        serve(TraceInbox(trace, build.vocab_size(config)), core, waits, FAST_FORWARD),
+        serve(TraceInbox(trace, build.vocab_size(config)), core, waits),
         build.build_sim_backend(config, trace),
     )
     return [waits.start_ns[row.request_id] - row.arrival_ns for row in trace]

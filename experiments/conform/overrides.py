@@ -22,7 +22,7 @@ CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching"
 
 
 def case_scheduler(config: RunConfig) -> Scheduler:
-    return build_scheduler(config, simulated_pools(config), record_decisions=True)
+    return build_scheduler(config, simulated_pools(config))
 
 
 def case_config(preset: str, config: dict[str, Any]) -> RunConfig:

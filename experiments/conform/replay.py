@@ -71,7 +71,7 @@ class Feed:
     def commit(self) -> None:
         """Every output is forced, so there is nothing to say but when the step ended."""
         end_ns = (self.second + 1) * SECOND_NS
-        self.scheduler.commit(StepResult((end_ns,)), end_ns)
+        self.scheduler.commit(StepResult(end_ns), end_ns)
 
     def _arrive(self) -> None:
         for request in self._requests[self._num_arrived :]:

@@ -25,7 +25,7 @@ from real.parallel.processes import Ranks
 from real.parallel.wire import pack
 from real.parallel.worker import Setup
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans
-from testbed.core.plan import BatchPlan
+from testbed.core.plan import BatchPlan, MadeRows
 from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
 
@@ -45,7 +45,7 @@ class RankedWork:
     def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
         """As RealWork: times are those of this rank; preparing includes sending. Raises what ended another rank."""
         outcomes, spans = self._backend.finish(self._work)
-        return outcomes, spans._replace(prepare_ns=spans.prepare_ns + self._send_ns)
+        return outcomes, spans.replace(prepare_ns=spans.prepare_ns + self._send_ns)
 
 
 class RankedBackend:
@@ -104,7 +104,7 @@ class RankedBackend:
         with self._explained():
             self._ranks.send(pack(plan, rows))
             send_ns = time.perf_counter_ns() - began_ns
-            return RankedWork(self, self._local.start(plan._replace(rows=lambda: rows)), send_ns)
+            return RankedWork(self, self._local.start(plan.replace(rows=MadeRows(rows))), send_ns)
 
     def finish(self, work: RealWork) -> tuple[tuple[Outcome, ...] | None, Spans]:
         """Waits for a step that was started; for RankedWork."""

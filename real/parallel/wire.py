@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows, ScheduledSequence
 from testbed.core.request import SamplingParams
 
 ROW_NUMBERS = 5
@@ -63,5 +63,4 @@ def unpack(message: bytes) -> BatchPlan:
         moves.append(tuple(zip(ends[::2], ends[1::2], strict=True)))
         place += 2 * num
     assert place == len(numbers), "a message is as long as it says"
-    made = tuple(rows)
-    return BatchPlan(0, 1, NO_SHAPE, lambda: made, None, swap_out=moves[0], swap_in=moves[1], copies=moves[2])
+    return BatchPlan(0, NO_SHAPE, MadeRows(tuple(rows)), swap_out=moves[0], swap_in=moves[1], copies=moves[2])

@@ -230,8 +230,8 @@ class _Stage:
         gpu = self._draw.sample(range(room.num_gpu_blocks), num_out + num_in + 2 * num_copied)
         cpu = self._draw.sample(range(room.num_cpu_blocks), num_out + num_in)
         inward, sources = gpu[num_out : num_out + num_in], gpu[num_out + num_in :]
-        return plan._replace(
-            shape=plan.shape._replace(
+        return plan.replace(
+            shape=plan.shape.replace(
                 num_blocks_swapped_out=num_out, num_blocks_swapped_in=num_in, num_blocks_copied=num_copied
             ),
             swap_out=tuple(zip(gpu[:num_out], cpu[:num_out], strict=True)),
@@ -243,7 +243,7 @@ class _Stage:
 
     def committed(self, step: StepView) -> None:
         if self._is_kept:
-            self.measured.append((self._shape, step.result.spans, step.commit_ns - step.plan_ns))
+            self.measured.append((self._shape, step.result.spans, step.end_ns - step.plan_ns))
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...

@@ -22,7 +22,7 @@ from real.text.outputs import (
 )
 from real.text.sequence_text import SequenceText
 from real.text.tokenizer import Tokenizer
-from testbed.core import plan as core
+from testbed.core import outcome as core
 from testbed.core.interfaces import Recorder, StepView
 from testbed.core.outcome import Completion, Finished, FinishReason, Outcome
 from testbed.core.plan import BatchPlan
@@ -120,10 +120,10 @@ class Collector:
         for token in outcome.tokens:
             text.push(token)
         if text.stop is not None:
-            outcome = outcome._replace(stop=FinishReason.STOP)
+            outcome = outcome.replace(stop=FinishReason.STOP)
         if outcome.forks:
             stops = tuple(self._stop_of(live, token) for token in outcome.forks)
-            outcome = outcome._replace(fork_stops=stops if any(stops) else ())
+            outcome = outcome.replace(fork_stops=stops if any(stops) else ())
         return outcome
 
     def _stop_of(self, live: _Live, token: int) -> FinishReason | None:
@@ -162,7 +162,7 @@ class Collector:
         for seq in step.emitters:
             live = self._live[seq.request.request_id]
             if live.first_token_ns is None:
-                live.first_token_ns = step.commit_ns
+                live.first_token_ns = step.end_ns
             member = self._member(live, seq.seq_id)
             member.seq = seq
             if member.text is not None:

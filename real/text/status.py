@@ -51,9 +51,9 @@ class StatusLine:
             self._since_ns = step.plan_ns
         self._num_prompt += _num_prompt_tokens(step)
         self._num_generated += _num_generated_tokens(step)
-        if step.commit_ns - self._since_ns >= self._interval_ns:
-            self._say(self._line(step, (step.commit_ns - self._since_ns) / 1e9))
-            self._since_ns = step.commit_ns
+        if step.end_ns - self._since_ns >= self._interval_ns:
+            self._say(self._line(step, (step.end_ns - self._since_ns) / 1e9))
+            self._since_ns = step.end_ns
             self._num_prompt = self._num_generated = 0
 
     def _line(self, step: StepView, span_s: float) -> str:
@@ -88,12 +88,12 @@ class ThroughputBar:
             self._since_ns = step.plan_ns
         self._num_prompt += _num_prompt_tokens(step)
         self._num_generated += _num_generated_tokens(step)
-        span_ns = step.commit_ns - self._since_ns
+        span_ns = step.end_ns - self._since_ns
         if span_ns >= BAR_INTERVAL_NS:
             prefill, decode = (1e9 * num / span_ns for num in (self._num_prompt, self._num_generated))
             self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False)
             self._bar.update(0)
-            self._since_ns = step.commit_ns
+            self._since_ns = step.end_ns
             self._num_prompt = self._num_generated = 0
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
@@ -105,11 +105,11 @@ class ThroughputBar:
 
 def _num_prompt_tokens(step: StepView) -> int:
     """Prompt tokens computed, those computed again after a preemption included."""
-    return step.plan.shape.num_prefill_tokens * step.num_steps
+    return step.plan.shape.num_prefill_tokens
 
 
 def _num_generated_tokens(step: StepView) -> int:
-    return len(step.emitters) * step.num_steps
+    return len(step.emitters)
 
 
 def _usage(num_free: int, num_blocks: int) -> str:

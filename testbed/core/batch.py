@@ -62,7 +62,7 @@ class Batch(Rows):
         return tuple([_scheduled(seq, self.counts[index]) for index, seq in enumerate(self.seqs)])
 
     def num_scheduled(self) -> list[tuple[str, int]]:
-        return [(seq.request.request_id, self.counts[index]) for index, seq in enumerate(self.seqs)]
+        return [(seq.request_id, self.counts[index]) for index, seq in enumerate(self.seqs)]
 
 
 def _scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import ClassVar, NamedTuple, Protocol
 
-from testbed.core.outcome import Finished, StepResult
+from testbed.core.outcome import Finished, Spans, StepResult
 from testbed.core.plan import BatchPlan, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
@@ -136,9 +136,18 @@ class StepView(Value):
         self.free_cpu_blocks = free_cpu_blocks
 
     @property
+    def end_ns(self) -> int:
+        """When it was committed."""
+        return self.result.end_ns
+
+    @property
+    def spans(self) -> Spans:
+        return self.result.spans
+
+    @property
     def emitted(self) -> list[str]:
         """Ids of the requests that emitted a token, once for each."""
-        return [seq.request.request_id for seq in self.emitters]
+        return [seq.request_id for seq in self.emitters]
 
 
 class Recorder(Protocol):

@@ -73,7 +73,7 @@ class Preempting:
 
     def end(self, seq: Sequence, reason: str) -> None:
         """Reports a sequence, and those with it, as ignored. They hold nothing, and are in no queue."""
-        self.ignored.append(Ignored(seq.seq_id, seq.request.request_id, reason))
+        self.ignored.append(Ignored(seq.seq_id, seq.request_id, reason))
         for one in seq.together:
             self.ended.append((one, reason))
 
@@ -107,7 +107,7 @@ class Preempting:
         self._running.swapped[seq.unit_id] = seq
 
     def _note(self, seq: Sequence, mode: PreemptionMode) -> None:
-        self.preempted.append(Preemption(seq.seq_id, seq.request.request_id, mode, seq.num_computed_tokens))
+        self.preempted.append(Preemption(seq.seq_id, seq.request_id, mode, seq.num_computed_tokens))
         seq.num_preemptions += 1
 
     def _free_and_end(self, seq: Sequence, reason: str) -> None:

@@ -217,12 +217,12 @@ class Scheduler:
         self.blocks.forget(seq)
         if self._waiting.left is not None:
             self._waiting.left(seq, now_ns)
-        members = self._live[seq.request.request_id]
+        members = self._live[seq.request_id]
         members.remove(seq)
         if seq.group is not None and reason is not FinishReason.DROPPED:
             seq.group.finished.append(seq)
         if not members:
-            del self._live[seq.request.request_id]
+            del self._live[seq.request_id]
             finished.append(seq.finished(message))
 
     def _unblock(self, step: Step) -> None:

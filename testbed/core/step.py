@@ -220,7 +220,7 @@ class Step:
         """Swaps a sequence in: it runs again from where it was."""
         del self._running.swapped[seq.unit_id]
         self.swap_in += self.blocks.swap_in(seq)
-        self.swapped_in.append(seq.request.request_id)
+        self.swapped_in.append(seq.request_id)
         self._running.start(seq)
 
     def take_back(self, seq: Sequence, num_tokens: int) -> Verdict:
@@ -282,7 +282,7 @@ class Step:
         seq.is_prefilling = True
         self._running.start(seq)
         seq.restart(hit.num_tokens)
-        self.admitted.append(Admission(seq.seq_id, seq.request.request_id, hit.num_tokens, seq.num_preemptions > 0))
+        self.admitted.append(Admission(seq.seq_id, seq.request_id, hit.num_tokens, seq.num_preemptions > 0))
         self.schedule(seq, num_tokens)
 
     def make_room(self) -> bool:

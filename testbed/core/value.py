@@ -15,11 +15,12 @@ class Value:
         """The fields, in order."""
         return tuple([getattr(self, name) for name in self.FIELDS])
 
+    def as_dict(self) -> dict[str, Any]:
+        return dict(zip(self.FIELDS, self.values(), strict=True))
+
     def replace(self, **changes: Any) -> Self:
         """The same with other values of some fields."""
-        fields = dict(zip(self.FIELDS, self.values(), strict=True))
-        fields.update(changes)
-        return type(self)(**fields)
+        return type(self)(**(self.as_dict() | changes))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values())

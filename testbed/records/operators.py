@@ -44,7 +44,7 @@ class OperatorLedger:
         phase["num_steps"] += 1
         phase["duration_ns"] += step.end_ns - step.plan_ns
         parts = self._itemise(shape, spans) if self._itemise is not None else _by_span(spans)
-        assert sum(parts.values()) == sum(spans), f"{parts} must add up to {spans}"
+        assert sum(parts.values()) == spans.total_ns, f"{parts} must add up to {spans}"
         sums = phase["ns"]
         for name, ns in parts.items():
             sums[name] = sums.get(name, 0) + ns
@@ -68,4 +68,4 @@ def _phase(shape: BatchShape) -> str:
 
 
 def _by_span(spans: Spans) -> dict[str, int]:
-    return {name.removesuffix("_ns"): ns for name, ns in spans._asdict().items()}
+    return {name.removesuffix("_ns"): ns for name, ns in spans.as_dict().items()}

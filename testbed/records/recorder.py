@@ -81,7 +81,7 @@ class RunRecorder:
     def _emitted(self, emitters: list[Sequence], end_ns: int) -> None:
         boxed: object = end_ns  # compiled code makes a Python int of it once, not for each token
         for seq in emitters:
-            self._open[seq.request.request_id].emitted(end_ns, boxed)
+            self._open[seq.request_id].emitted(end_ns, boxed)
 
     def _preempted(self, preempted: tuple[Preemption, ...]) -> tuple[int, int]:
         """How many requests are to be recomputed, and how many were preempted; the members of a group go together."""

@@ -120,7 +120,7 @@ MANIFEST_KEYS = (
 def num_scheduled(plan: BatchPlan) -> dict[str, int]:
     """Tokens computed by each request, in the order scheduled; those of a request's sequences are summed."""
     tokens: dict[str, int] = {}
-    for request_id, count in plan.num_scheduled or ():
+    for request_id, count in plan.num_scheduled:
         tokens[request_id] = tokens.get(request_id, 0) + count
     return tokens
 

@@ -71,13 +71,12 @@ class TapeWriter:
         self._write({"kind": "abort", "id": request_id, "step": step, "ns": now_ns})
 
     def committed(self, step: StepView) -> None:
-        assert step.num_steps == 1, "a real engine runs one step at a time"
         outcomes = step.result.outcomes
         self._write(
             {
                 "kind": "step",
                 "plan_ns": step.plan_ns,
-                "commit_ns": step.commit_ns,
+                "commit_ns": step.end_ns,
                 "outcomes": None if outcomes is None else [_fields(outcome) for outcome in outcomes],
                 "spans": list(step.result.spans),
                 "digest": f"{step.digest:016x}",
@@ -140,8 +139,8 @@ def read_tape(path: Path) -> Tape:
 def _step(item: dict[str, Any]) -> TapeStep:
     outcomes, numbers = item["outcomes"], (item["plan_ns"], item["commit_ns"], *item["spans"])
     _check_numbers("plan_ns, commit_ns, spans", numbers)
-    if item["commit_ns"] < item["plan_ns"] or len(item["spans"]) != len(Spans._fields):
-        raise ValueError(f"a step ends after its plan, and has {len(Spans._fields)} spans; it has {shown(numbers)}")
+    if item["commit_ns"] < item["plan_ns"] or len(item["spans"]) != len(Spans.FIELDS):
+        raise ValueError(f"a step ends after its plan, and has {len(Spans.FIELDS)} spans; it has {shown(numbers)}")
     return TapeStep(
         item["plan_ns"],
         item["commit_ns"],
@@ -159,7 +158,7 @@ def _check_numbers(names: str, numbers: Iterable[Any]) -> None:
 
 
 def _fields(outcome: Outcome) -> list[Any]:
-    return [*outcome[:NUM_FIELDS], *([outcome.fork_stops] if outcome.fork_stops else [])]
+    return [*outcome.values()[:NUM_FIELDS], *([outcome.fork_stops] if outcome.fork_stops else [])]
 
 
 def _outcome(

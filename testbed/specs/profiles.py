@@ -222,8 +222,8 @@ def write_profile(path: str | Path, manifest: ProfileManifest, steps: Iterable[M
 
 
 def _as_row(step: MeasuredStep) -> dict[str, Any]:
-    shape = step.shape._asdict() | {"prefills": [chunk._asdict() for chunk in step.shape.prefills]}
-    return {**shape, **step.spans._asdict(), "total_ns": step.total_ns, "repeat": step.repeat}
+    shape = step.shape.as_dict() | {"prefills": [chunk._asdict() for chunk in step.shape.prefills]}
+    return {**shape, **step.spans.as_dict(), "total_ns": step.total_ns, "repeat": step.repeat}
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -264,7 +264,7 @@ def _step(row: dict[str, Any], place: str, max_length: int) -> MeasuredStep:
         _expect(place, name, row[name], least=1 if name == "total_ns" else 0)
         if name.endswith("_ns") and row[name] > MAX_STEP_NS:
             raise ProfileError(f"{place}: {name} is {row[name]}; expected at most {MAX_STEP_NS:,}, an hour")
-    for name in Spans._fields:
+    for name in Spans.FIELDS:
         if row[name] > row["total_ns"] + CLOCKS_NS:
             raise ProfileError(
                 f"{place}: {name} is {row[name]}, and total_ns {row['total_ns']}; expected no part longer than its step"
@@ -298,10 +298,10 @@ def _step(row: dict[str, Any], place: str, max_length: int) -> MeasuredStep:
         raise ProfileError(
             f"{place}: num_samples is {row['num_samples']}; expected at most a row each, {num_decodes + len(chunks)}"
         )
-    shape = BatchShape(**{**{name: row[name] for name in BatchShape._fields}, "prefills": tuple(chunks)})
-    if not any(shape):
+    shape = BatchShape(**{**{name: row[name] for name in BatchShape.FIELDS}, "prefills": tuple(chunks)})
+    if shape.is_empty:
         raise ProfileError(f"{place}: the step computed and moved nothing; expected decodes, prefills or blocks")
-    return MeasuredStep(shape, Spans(*(row[name] for name in Spans._fields)), row["total_ns"], row["repeat"])
+    return MeasuredStep(shape, Spans(*(row[name] for name in Spans.FIELDS)), row["total_ns"], row["repeat"])
 
 
 def _expect(place: str, name: str, value: Any, least: int) -> None:

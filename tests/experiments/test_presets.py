@@ -31,7 +31,7 @@ def preset(name: str, **dotted: object) -> RunConfig:
 
 
 def scheduler_of(config: RunConfig, num_blocks: int = 40) -> Scheduler:
-    return build_scheduler(config, Pools(num_blocks, 40), record_decisions=True)
+    return build_scheduler(config, Pools(num_blocks, 40))
 
 
 def random_request(rng: random.Random, number: int, *, has_groups: bool) -> Request:
@@ -137,5 +137,5 @@ def test_a_preset_decides_the_same_twice(name: str) -> None:
 
 @pytest.mark.parametrize(("preset", "expected"), [("vllm_v0", LRUByLastStep), ("vllm_v1", LRU)])
 def test_lru_is_that_of_the_system(preset: str, expected: type) -> None:
-    scheduler = build_scheduler(config_of((*TINY, f"scheduler={preset}")), Pools(50, 0), record_decisions=False)
+    scheduler = build_scheduler(config_of((*TINY, f"scheduler={preset}")), Pools(50, 0))
     assert type(scheduler.blocks._gpu.evictable) is expected

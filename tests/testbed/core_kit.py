@@ -117,7 +117,6 @@ def make_scheduler(
         admission=admission,
         preemption=preemption,
         eos_token_id=eos_token_id,
-        record_decisions=True,
     )
 
 

@@ -59,7 +59,10 @@ class LazyHeap(Generic[Name, Item]):
 
     def _settle(self) -> None:
         heap, entries = self._heap, self._entries
-        while heap and entries.get(heap[0][2]) is not heap[0]:
+        while heap:
+            known = entries.get(heap[0][2])
+            if known is not None and known[1] == heap[0][1]:  # the put that made it is the last of its name
+                return
             heappop(heap)
 
     def _compact(self) -> None:

@@ -65,7 +65,7 @@ class SimBackend:
         """The spans of one step. Raises ConfigError for what a cost model of a user's may not return."""
         priced: Any = self.cost.price(shape)
         spans: Spans
-        if isinstance(priced, Spans) and type(priced.total_ns) is int and min(priced.values()) >= 0:
+        if isinstance(priced, Spans) and _is_whole(priced):
             spans = priced
         else:
             spans = self._checked(priced)
@@ -137,6 +137,12 @@ class SimBackend:
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
+
+
+def _is_whole(spans: Spans) -> bool:
+    """Whether these are Python's integers, and none is negative."""
+    is_positive = spans.schedule_ns >= 0 and spans.prepare_ns >= 0 and spans.swap_ns >= 0
+    return is_positive and spans.forward_ns >= 0 and spans.sample_ns >= 0 and isinstance(spans.total_ns, int)
 
 
 def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:

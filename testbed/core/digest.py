@@ -6,8 +6,8 @@ stay out: two runs that decide alike have equal digests whatever the free list's
 
 from __future__ import annotations
 
-from struct import Struct, pack
 
+from librt.strings import BytesWriter, write_i64_le
 from xxhash import xxh64_intdigest
 
 from testbed.core.batch import Batch
@@ -17,7 +17,6 @@ from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 
 VERSION = 2  # of the definition below: another definition is another version, and tapes do not compare across them
-_STEP = Struct("<QQqq")
 _REASONS = tuple(FinishReason)
 _MODES = tuple(PreemptionMode)
 
@@ -35,15 +34,30 @@ class Digest:
         """Hash of who computes how many tokens, in order; recomputed only when that changes."""
         if batch.seqs != self._seqs or batch.counts != self._counts:
             self._seqs, self._counts = batch.seqs, batch.counts
-            ids = [seq.seq_id for seq in batch.seqs]
-            self._composition = xxh64_intdigest(_packed(ids) + _packed(batch.counts))
+            numbers = BytesWriter()
+            for seq in batch.seqs:
+                write_i64_le(numbers, seq.seq_id)
+            for num_tokens in batch.counts:
+                write_i64_le(numbers, num_tokens)
+            self._composition = xxh64_intdigest(numbers.getvalue())
         return self._composition
 
     def add(self, composition: int, free_gpu: int, free_cpu: int, events: list[int]) -> int:
         """Adds one step; the value after it."""
-        head = _STEP.pack(self.value, composition, free_gpu, free_cpu)
-        self.value = xxh64_intdigest(head + _packed(events) if events else head)
+        numbers = BytesWriter()
+        write_i64_le(numbers, _signed(self.value))
+        write_i64_le(numbers, _signed(composition))
+        write_i64_le(numbers, free_gpu)
+        write_i64_le(numbers, free_cpu)
+        for number in events:
+            write_i64_le(numbers, number)
+        self.value = xxh64_intdigest(numbers.getvalue())
         return self.value
+
+
+def _signed(number: int) -> int:
+    """The signed number of the same 64 bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def plan_events(step: Step) -> list[int]:
@@ -70,7 +84,3 @@ def abort_event(seq_id: int) -> tuple[int, int]:
 
 def fork_event(parent_id: int, seq_id: int) -> tuple[int, int, int]:
     return (7, parent_id, seq_id)
-
-
-def _packed(numbers: list[int]) -> bytes:
-    return pack(f"<{len(numbers)}q", *numbers)

@@ -171,7 +171,7 @@ class Step:
 
         False: the sequence itself was preempted, now or as an earlier victim of this step.
         """
-        if not self.is_running(seq):
+        if (self.preempted or self.ended) and not self.is_running(seq):
             return False
         blocks = self.blocks
         if blocks.sliding_window is not None:

@@ -6,15 +6,27 @@ BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
-.PHONY: demo test setup lint types check bench flash clean
+# What runs a second time, with the compiled core.
+COMPILED_SUITES := tests/conformance tests/properties tests/parity tests/golden tests/test_compiled.py \
+  tests/experiments/test_own_classes.py
+
+.PHONY: demo test setup compile lint types check bench flash clean
 
 demo: setup
 	$(BIN)/testbed demo
 
 test: setup lint types check
 
-# Set up once; again when pyproject.toml or the constraints change.
-setup: $(VENV)/.installed
+# Set up once; again when pyproject.toml or the constraints change. The core is compiled again when a source is newer.
+setup: $(VENV)/.compiled
+
+$(VENV)/.compiled: $(VENV)/.installed setup.py $(shell find testbed sim -name '*.py')
+	@$(BIN)/python setup.py -q compile --inplace
+	@touch $@
+
+compile: $(VENV)/.installed
+	@$(BIN)/python setup.py -q compile --inplace
+	@touch $(VENV)/.compiled
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Python %d.%d found; 3.11 to 3.13 is needed: make PYTHON=python3.12 ..." % v)'
@@ -31,13 +43,17 @@ types:
 	$(BIN)/mypy
 
 check:
-	$(BIN)/pytest -n 2
+	TESTBED_COMPILED=0 $(BIN)/pytest -n 2
+	@if why=$$(TESTBED_COMPILED=1 $(BIN)/python -c 'import testbed' 2>&1); then \
+	  echo 'TESTBED_COMPILED=1 pytest $(wildcard $(COMPILED_SUITES))'; \
+	  TESTBED_COMPILED=1 $(BIN)/pytest -n 2 $(wildcard $(COMPILED_SUITES)); \
+	else echo "the compiled core's suites were left out: $$why"; fi
 
 bench: setup
 	$(BIN)/testbed bench
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build testbed/_compiled *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # FlashAttention 2 is source only: it needs CUDA_HOME, and its build takes a while.
 flash: setup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     if not own:
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(ROOT / room) for room in ROOMS)]
+    theirs = [frame for frame in frames if not _is_ours(frame.filename)]
     theirs = [
         frame for frame in theirs if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
     ]
@@ -49,6 +48,5 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     )
 
 
-def _is_foreign(file: Path) -> bool:
-    is_ours = any(file.is_relative_to(ROOT / room) for room in ROOMS)
-    return not is_ours and not file.is_relative_to(sys.prefix) and not file.is_relative_to(sys.base_prefix)
+def _is_ours(file: Path | str) -> bool:
+    return any((ROOT / file).is_relative_to(ROOT / room) for room in ROOMS)  # compiled code's paths begin with the room

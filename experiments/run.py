@@ -26,6 +26,7 @@ from experiments.settings import TraceConfig
 from real.config import RealConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
+from testbed import compiled
 from testbed.core.interfaces import Inbox, Recorder
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve
@@ -326,6 +327,8 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         "backend": "real" if config.is_real else "sim",
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": describe_versions(),
+        "core": compiled.current().mode,
+        "compiler": compiled.current().why if compiled.current().mode == "compiled" else None,
         "code_version": describe_versions()["llm-serving-testbed"],
         "machine": describe_machine(),
         "command": command or " ".join(sys.argv),

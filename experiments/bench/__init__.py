@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from experiments.environment import describe_machine, describe_versions
+from testbed import compiled
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
     if not {"-h", "--help"} & set(arguments):
         machine, versions = describe_machine(), describe_versions()
         where = f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}"
-        print(f"{where}, {time.strftime('%Y-%m-%d')}\n", flush=True)
+        print(f"{where}, {time.strftime('%Y-%m-%d')}; {compiled.describe()}\n", flush=True)
     if name is not None:
         return mains[name](arguments[1:])
     for run in mains.values():

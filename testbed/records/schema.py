@@ -88,6 +88,8 @@ MANIFEST_KEYS = (
     "wall_s",  # wall clock of the run
     "code_version",
     "versions",  # {package: version}
+    "core",  # compiled, interpreted
+    "compiler",  # of a compiled core: mypyc 2.4.1, gcc 12.2.0
     "machine",  # {platform, cpu, num_cores, gpu}
     "command",  # the command line that made it
     "seed",

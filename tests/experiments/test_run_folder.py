@@ -19,6 +19,7 @@ from analysis.load import load_run
 from experiments.compose import compose_from
 from experiments.config import read_config
 from experiments.run import execute
+from testbed import compiled
 from testbed.records.schema import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
@@ -163,6 +164,8 @@ def test_the_manifest_has_every_key_and_says_what_is_true(made: Path) -> None:
     assert {"platform", "cpu", "num_cores", "gpu"} <= set(manifest["machine"])
     assert (manifest["cost"] is None) is is_real(made)
     assert manifest["attention"] == ("torch" if is_real(made) else None)
+    assert manifest["core"] == compiled.current().mode
+    assert (manifest["compiler"] is None) is (manifest["core"] == "interpreted")
 
 
 def test_the_configuration_is_resolved_and_whole(made: Path) -> None:

@@ -1,0 +1,279 @@
+"""The compiled core is used where it is fresh, never where its source is newer, and each run says which one it had.
+
+Most of it is shown on a core of one small file, built in a folder of its own; skipped where nothing can be built.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from testbed import compiled
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = """
+[project]
+name = "small"
+version = "1"
+[tool.setuptools]
+py-modules = []
+[tool.testbed]
+compile = ["testbed/*.py", "!testbed/compiled.py", "!testbed/limits.py"]
+"""
+COUNTER = '''"""Compiled."""
+from mypy_extensions import mypyc_attr
+
+from testbed.limits import LIMIT
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Counter:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def step(self) -> int:
+        return 1
+
+    def run(self) -> int:
+        while self.total < LIMIT:
+            self.total += self.step()
+        return self.total
+'''
+LIMITS = '"""Not compiled."""\nfrom typing import Final\n\nLIMIT: Final = 10\n'
+SHOW = "from testbed import compiled; print(compiled.describe())"
+USE = "from testbed import counter; print(counter.Counter().run(), counter.__file__)"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A checkout with one file to compile."""
+
+    root: Path
+
+    def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(compiled.VARIABLE)}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.root,
+            env=kept | {"PYTHONPATH": str(self.root)} | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    def build(self, **environment: str) -> str:
+        done = self.python("setup.py", "-q", "compile", "--inplace", **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def mode(self, **environment: str) -> str:
+        done = self.python("-c", SHOW, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    @property
+    def library(self) -> Path:
+        folder = compiled.folder_in(str(self.root))
+        return Path(compiled.file_of(folder, compiled.read_manifest(folder)["library"]))
+
+
+def plant(root: Path) -> Tree:
+    pytest.importorskip("setuptools")
+    (root / "testbed").mkdir(parents=True)
+    shutil.copy2(ROOT / "setup.py", root)
+    for name in ("__init__.py", "compiled.py"):
+        shutil.copy2(ROOT / "testbed" / name, root / "testbed")
+    (root / "pyproject.toml").write_text(PYPROJECT)
+    (root / "testbed" / "counter.py").write_text(COUNTER)
+    (root / "testbed" / "limits.py").write_text(LIMITS)
+    return Tree(root)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    tree = plant(tmp_path_factory.mktemp("built") / "tree")
+    said = tree.build()
+    if "not built" in said:
+        assert "refused" not in said, said
+        pytest.skip(said)
+    assert said.startswith("compiled core: built, 1 modules (mypyc "), said
+    return tree
+
+
+@pytest.fixture
+def tree(built: Tree, tmp_path: Path) -> Tree:
+    shutil.copytree(built.root, tmp_path / "tree", ignore=shutil.ignore_patterns("build", "__pycache__"))
+    return Tree(tmp_path / "tree")
+
+
+# --- which one runs ---
+
+
+def test_what_is_fresh_is_used(tree: Tree) -> None:
+    done = tree.python("-c", f"{SHOW}; {USE}")
+    assert done.stderr == ""
+    mode, used = done.stdout.splitlines()
+    assert mode.startswith("core: compiled (mypyc ")
+    assert used.startswith("10 ")
+    assert used.endswith(compiled.SUFFIX)
+    assert tree.build().startswith("compiled core: fresh")
+
+
+def test_a_source_with_another_time_and_the_same_text_is_fresh(tree: Tree) -> None:
+    os.utime(tree.root / "testbed" / "counter.py", (1, 1))
+    assert tree.mode().startswith("core: compiled")
+
+
+@pytest.mark.parametrize("file", ["testbed/counter.py", "testbed/limits.py"])
+def test_what_is_older_than_its_source_is_not_used_and_says_so_once(tree: Tree, file: str) -> None:
+    """Also where what changed is not compiled: mypyc has copied the constant."""
+    path = tree.root / file
+    path.write_text(path.read_text().replace("total = 0", "total = 5").replace("10", "12"))
+    child = f"import subprocess, sys; {USE}; subprocess.run([sys.executable, '-c', {USE!r}])"
+    done = tree.python("-c", child)
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        f"the compiled core is older than its source ({file}): running interpreted; "
+        "`make compile` or `pip install` builds it anew"
+    )
+    assert [used.endswith("counter.py") for used in done.stdout.splitlines()] == [True, True]
+    assert f"core: interpreted (older than its source ({file}))" in tree.mode()
+
+
+def test_a_rebuild_brings_it_back(tree: Tree) -> None:
+    path = tree.root / "testbed" / "limits.py"
+    path.write_text(LIMITS.replace("10", "13"))
+    assert tree.build().startswith("compiled core: built")
+    assert tree.python("-c", USE).stdout.startswith("13 ")
+    assert tree.mode().startswith("core: compiled")
+
+
+def test_a_source_that_is_gone_counts_as_changed(tree: Tree) -> None:
+    (tree.root / "testbed" / "limits.py").unlink()
+    assert tree.mode().startswith("core: interpreted (older than its source")
+
+
+def test_a_library_that_does_not_load_is_not_used(tree: Tree) -> None:
+    tree.library.write_bytes(b"")
+    done = tree.python("-c", f"{SHOW}; {USE}")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("the compiled core is not loadable (")
+    assert "counter.py" in done.stdout
+
+
+def test_the_variable_forces_either(tree: Tree) -> None:
+    assert tree.mode(TESTBED_COMPILED="0") == "core: interpreted (TESTBED_COMPILED=0)"
+    assert tree.mode(TESTBED_COMPILED="1").startswith("core: compiled")
+    (tree.root / "testbed" / "limits.py").write_text("")
+    done = tree.python("-c", SHOW, TESTBED_COMPILED="1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: TESTBED_COMPILED=1, but the core is older than its source (testbed/limits.py); "
+        "`make compile` or `pip install` builds it anew\n"
+    )
+
+
+def test_where_nothing_is_built_only_a_demand_says_so(tmp_path: Path) -> None:
+    tree = plant(tmp_path / "tree")
+    done = tree.python("-c", f"{SHOW}; {USE}")
+    assert done.stderr == ""
+    assert done.stdout.startswith("core: interpreted (not compiled: nothing was built for this Python)\n10 ")
+    done = tree.python("-c", SHOW, TESTBED_COMPILED="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: TESTBED_COMPILED=1, but the core is not compiled: nothing was built")
+    done = tree.python("-c", SHOW, TESTBED_COMPILED="yes")
+    assert done.stderr.startswith("error: TESTBED_COMPILED=yes: it is 0 (interpreted), 1 (")
+
+
+# --- what cannot be built stops nothing ---
+
+
+def test_without_a_compiler_one_line_tells(tmp_path: Path) -> None:
+    tree = plant(tmp_path / "tree")
+    said = tree.build(CC="/nowhere/cc")
+    if "Python.h" in said:
+        pytest.skip(said)
+    assert said == "compiled core: not built: no C compiler (/nowhere/cc); everything works, interpreted, slower"
+    assert tree.mode() == "core: interpreted (not compiled: no C compiler (/nowhere/cc))"
+
+
+def test_a_source_that_mypyc_refuses_is_named(tree: Tree) -> None:
+    path = tree.root / "testbed" / "counter.py"
+    path.write_text(path.read_text().replace("return 1", "return 'one'"))
+    said = tree.build().splitlines()[-1]
+    assert said.startswith("compiled core: not built: mypyc refused the source (testbed/counter.py:13: error: ")
+    done = tree.python("-c", SHOW)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("core: interpreted (not compiled: mypyc refused the source (testbed/counter.py:13")
+
+
+def test_the_build_can_be_left_out(tmp_path: Path) -> None:
+    tree = plant(tmp_path / "tree")
+    assert tree.build(TESTBED_COMPILED="0") == "compiled core: not built: TESTBED_COMPILED=0"
+    assert not (tree.root / "testbed" / "_compiled").exists()
+
+
+# --- a user's own class on top of a compiled one ---
+
+
+def test_a_users_subclass_is_called_and_its_error_has_file_and_line(tree: Tree) -> None:
+    (tree.root / "mine.py").write_text(
+        "from testbed.counter import Counter\n\n\n"
+        "class Mine(Counter):\n"
+        "    def step(self):\n"
+        "        if self.total > 7:\n"
+        "            raise ValueError('my own')\n"
+        "        return 3\n\n\n"
+        "def go():\n"
+        "    return Mine().run()\n"
+    )
+    done = tree.python("-c", "import mine; mine.go()", TESTBED_COMPILED="1")
+    assert done.returncode == 1
+    assert 'mine.py", line 7, in step' in done.stderr
+    assert 'File "testbed/counter.py", line 17, in run' in done.stderr
+    assert done.stderr.endswith("ValueError: my own\n")
+
+
+def test_a_wrong_type_is_one_line(tree: Tree) -> None:
+    (tree.root / "mine.py").write_text(
+        "from testbed.counter import Counter\n\n\nclass Mine(Counter):\n    def step(self):\n        return 'three'\n"
+    )
+    done = tree.python("-c", "import mine; mine.Mine().run()", TESTBED_COMPILED="1")
+    assert done.stderr.endswith("TypeError: int object expected; got str\n")
+
+
+# --- this checkout ---
+
+
+def test_what_is_listed_lies_where_the_choice_is_made_first() -> None:
+    """`import sim.x` and `import testbed.x` begin with `testbed/__init__.py`; nothing else does."""
+    import tomllib
+
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["testbed"]["compile"]
+    assert patterns
+    assert all(pattern.removeprefix("!").startswith(("testbed/", "sim/")) for pattern in patterns)
+    taken = [pattern for pattern in patterns if not pattern.startswith("!") and fnmatch("testbed/compiled.py", pattern)]
+    assert not taken or "!testbed/compiled.py" in patterns
+
+
+def test_mypyc_takes_what_is_listed() -> None:
+    """Where it was built at all: no compiler is no failure, a source that cannot be compiled is one."""
+    failed = compiled.read_manifest(compiled.folder_in(str(ROOT))).get("failed", "")
+    assert "refused" not in failed, failed
+    assert "C compiler failed" not in failed, failed
+
+
+def test_the_modules_are_what_the_choice_says() -> None:
+    from testbed.blocks import pool
+
+    is_compiled = "testbed.blocks.pool" in compiled.current().modules
+    assert str(pool.__file__).endswith(compiled.SUFFIX if is_compiled else "pool.py")
+    assert (compiled.current().mode == "compiled") == bool(compiled.current().modules)

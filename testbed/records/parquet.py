@@ -76,6 +76,18 @@ class CodedTexts:
         self.codes, self.texts = codes, texts
 
 
+def columns_of(data: bytes, columns: dict[str, str], texts: tuple[str | None, ...]) -> list[Any]:
+    """The columns, as numpy arrays, of rows of int64; a string is its code in `texts`. A last row that was cut
+    short is left out."""
+    num_rows = len(data) // (8 * len(columns))
+    rows = np.frombuffer(data, np.int64, num_rows * len(columns)).reshape(num_rows, len(columns))
+    kinds = zip(columns.values(), rows.T, strict=True)
+    return [
+        CodedTexts(column, texts) if kind == "string" else column.view(np.uint64) if kind == "uint64" else column
+        for kind, column in kinds
+    ]
+
+
 def as_arrow(column: Any, kind: Any) -> Any:
     """A column of Python's values, None for null, or a numpy array, as an Arrow array of type `kind`. OverflowError if
     a number does not fit."""

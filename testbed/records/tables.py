@@ -106,27 +106,12 @@ class StepTable:
             self._flush()
 
     def _flush(self) -> None:
+        from testbed.records.parquet import columns_of
+
         data, self._rows = self._rows.getvalue(), BytesWriter()
-        self._file.write(partial(_step_columns, data))
+        self._file.write(partial(columns_of, data, STEP_COLUMNS, _REASONS))
 
     def close(self) -> None:
         if len(self._rows):
             self._flush()
         self._file.close()
-
-
-def _step_columns(data: bytes) -> list[Any]:
-    """A row that Ctrl-C cut short is left out."""
-    import numpy as np
-
-    from testbed.records.parquet import CodedTexts
-
-    num_rows = len(data) // _ROW_BYTES
-    rows = np.frombuffer(data, np.int64, num_rows * len(STEP_COLUMNS)).reshape(num_rows, -1)
-    columns: list[Any] = []
-    for (name, kind), column in zip(STEP_COLUMNS.items(), rows.T, strict=True):
-        if name == "blocked_by":
-            columns.append(CodedTexts(column, _REASONS))
-        else:
-            columns.append(column.astype(np.uint64) if kind == "uint64" else column)
-    return columns

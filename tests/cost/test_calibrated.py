@@ -1,24 +1,23 @@
 """The calibrated model: found again from its own prices, near the roofline's, honest about what it has not seen."""
 
 import json
-from collections import deque
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
-from sim.cost.base import total_ns
 from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration, Coefficients, Quality, curve_at
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration, save_calibration
 from sim.cost.linear import LinearConfig, LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
-from testbed.core.interfaces import steps_of
+from testbed.core.interfaces import StepView
 from testbed.core.outcome import Spans, StepResult
-from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.specs.model import DeviceSpec, ModelSpec
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from testbed.specs.profiles import MeasuredStep, Profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.cost.shapes import shapes
@@ -42,7 +41,7 @@ def test_prices_are_positive_integers_and_the_breakdown_adds_up(shape):
     cost = CalibratedCost(KNOWN)
     spans = cost.price(shape)
     assert all(type(part) is int and part >= 0 for part in spans)
-    assert total_ns(spans) == sum(cost.breakdown(shape).values()) >= 1
+    assert spans.total_ns == sum(cost.breakdown(shape).values()) >= 1
     assert cost.price(shape) == spans
 
 
@@ -71,8 +70,8 @@ def test_a_fit_finds_known_prices_again():
     fit = calibrate(Profile(manifest(), measured(CalibratedCost(KNOWN), grid())))
     assert fit.quality["all"].p90 < 0.02
     for shape in grid(seed=11):
-        assert total_ns(CalibratedCost(fit).price(shape)) == pytest.approx(
-            total_ns(CalibratedCost(KNOWN).price(shape)), rel=0.05
+        assert CalibratedCost(fit).price(shape).total_ns == pytest.approx(
+            CalibratedCost(KNOWN).price(shape).total_ns, rel=0.05
         )
 
 
@@ -94,7 +93,7 @@ def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen():
     assert fit.quality["all"].p90 < 0.02 < 0.1 < linear.p90_relative_error
     assert set(fit.quality) == {"all", "decode", "prefill", "mixed"}
     errors = sorted(
-        abs(total_ns(CalibratedCost(fit).price(shape)) / total_ns(truth.price(shape)) - 1) for shape in grid(seed=8)
+        abs(CalibratedCost(fit).price(shape).total_ns / truth.price(shape).total_ns - 1) for shape in grid(seed=8)
     )
     assert errors[len(errors) // 2] < 0.01
     assert errors[int(0.9 * len(errors))] < 0.03
@@ -125,7 +124,7 @@ def test_what_no_span_covers_is_the_hosts_and_overlap_is_taken_from_it():
         for n in range(1, 11) for each in (100, 200, 300) for total in (20_000,)
     ]  # fmt: skip
     spans = CalibratedCost(calibrate(Profile(manifest(), steps))).price(BatchShape(5, 1000, (), 5))
-    assert spans == pytest.approx((0, 9_500, 0, 10_000, 500), abs=2)
+    assert spans.values() == pytest.approx((0, 9_500, 0, 10_000, 500), abs=2)
     hidden = [step._replace(total_ns=9_000) for step in steps]
     spans = CalibratedCost(calibrate(Profile(manifest(), hidden))).price(BatchShape(5, 1000, (), 5))
     assert sum(spans) == pytest.approx(9_000, abs=3)
@@ -147,19 +146,25 @@ def test_a_region_that_was_never_profiled_is_priced_by_the_other_curve_and_is_ou
 
 @pytest.mark.parametrize(("num_steps", "num_outside"), [(1, 0), (5, 0), (6, 1), (9, 4)])
 @pytest.mark.parametrize("policy", ["warn", "refuse"])
-def test_a_fast_forwarded_plan_may_leave_the_range_on_its_way(num_steps, num_outside, policy):
+def test_a_run_of_decodes_may_leave_the_range_on_its_way(num_steps, num_outside, policy):
     """Two decodes whose contexts grow from 40 by 2 a step; the profile reaches to 48, their fifth step."""
     watch = RangeWatch(profiled_ranges([BatchShape(2, 30, (), 2), BatchShape(2, 48, (), 2)]), policy)
-    plan = BatchPlan(7, num_steps, BatchShape(2, 40, (), 2), tuple, None)
-    result = StepResult(tuple(10 * (i + 1) for i in range(num_steps)), None, Spans(), (Spans(),) * (num_steps - 1))
-    steps = list(steps_of(plan, 0, result, [0] * num_steps, [], (2, 0, 0), [0] * num_steps, 0))
+    steps = [
+        StepView(
+            BatchPlan(7 + i, BatchShape(2, 40 + 2 * i, (), 2), MadeRows(())), 10 * i, StepResult(10 * (i + 1)),
+            0, [], 2, 0, 0, 0, 0,
+        )
+        for i in range(num_steps)
+    ]  # fmt: skip
     if num_outside and policy == "refuse":
         with pytest.raises(
             ConfigError, match="step 12 leaves the profiled range: decode decode_context_tokens up to 50"
         ):
-            deque(map(watch.committed, steps))
+            for step in steps:
+                watch.committed(step)
         return
-    deque(map(watch.committed, steps))
+    for step in steps:
+        watch.committed(step)
     assert (watch.num_steps, watch.num_outside) == (num_steps, num_outside)
     assert bool(watch.notes()) == bool(num_outside)
 

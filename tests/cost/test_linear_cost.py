@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from sim.cost.base import attention_pairs_doubled, total_ns
+from sim.cost.base import attention_pairs_doubled
 from sim.cost.linear import COEFFICIENTS, FORMAT, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -30,7 +30,7 @@ def test_linear_prices_are_positive_integers(shape):
     for config in (NANO, LinearConfig(), LinearConfig(0, 0, 0, 0, 0, 0, 0)):
         spans = LinearCost(config).price(shape)
         assert all(type(part) is int and part >= 0 for part in spans)
-        assert total_ns(spans) >= 1
+        assert spans.total_ns >= 1
 
 
 @given(shapes)
@@ -39,7 +39,7 @@ def test_the_terms_of_a_linear_price_add_up_to_it(shape):
         cost = LinearCost(config)
         parts = cost.breakdown(shape)
         assert all(type(part) is int and part >= 0 for part in parts.values())
-        assert sum(parts.values()) == total_ns(cost.price(shape))
+        assert sum(parts.values()) == cost.price(shape).total_ns
 
 
 def test_splitting_a_prompt_into_chunks_keeps_its_pairs():
@@ -59,7 +59,7 @@ def test_a_linear_prompt_has_the_pairs_that_its_window_leaves(window):
 def test_a_linear_fit_counts_the_pairs_that_a_window_leaves():
     shapes = [prefill(16 * n) for n in range(1, 60)]
     cost = LinearCost(LinearConfig(1e-3, 1e-6, 0, 0, 1e-7, 0, 0), 64)
-    steps = [(shape, total_ns(cost.price(shape))) for shape in shapes]
+    steps = [(shape, cost.price(shape).total_ns) for shape in shapes]
     fit = fit_linear(steps, sliding_window=64)
     assert fit.config.per_prefill_attention_pair_s == pytest.approx(1e-7, rel=1e-3)
     assert fit.p90_relative_error < 1e-5 < fit_linear(steps).p90_relative_error
@@ -74,7 +74,7 @@ def measured(config: LinearConfig, noise: float = 0.0, num: int = 120) -> list[t
         prefills = () if i % 3 == 1 else (PrefillChunk(int(rng.integers(0, 2000)), int(rng.integers(1, 1000))),)
         context = num_decodes * int(rng.integers(1, 3000))
         shape = BatchShape(num_decodes, context, prefills, num_decodes, *(int(n) for n in rng.integers(0, 20, 3)))
-        steps.append((shape, round(total_ns(cost.price(shape)) * (1 + noise * float(rng.standard_normal())))))
+        steps.append((shape, round(cost.price(shape).total_ns * (1 + noise * float(rng.standard_normal())))))
     return steps
 
 

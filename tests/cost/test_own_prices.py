@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.backend import SimBackend
+from sim.backend import SimBackend, SimWork
+from testbed.compiled import current
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk
 from testbed.errors import ConfigError
 
 DECODES = BatchShape(3, 300, (), 3)
@@ -27,62 +28,57 @@ class Returns:
         return self._price
 
 
-class ReturnsRuns(Returns):
-    def __init__(self, priced: Any) -> None:
-        super().__init__(GOOD)
-        self._priced = priced
+class ReturnsSpans:
+    """Makes spans of these numbers."""
 
-    def price_decodes(self, shape: BatchShape, num_steps: int) -> Any:
-        return self._priced
+    def __init__(self, *numbers: Any) -> None:
+        self._numbers = numbers
+
+    def price(self, shape: BatchShape) -> Spans:
+        return Spans(*self._numbers)
 
 
-def start(model: Any, shape: BatchShape, num_steps: int) -> Any:
-    return SimBackend(model).start(BatchPlan(0, num_steps, shape, tuple, None))
+def start(model: Any, shape: BatchShape) -> SimWork:
+    return SimBackend(model).start(BatchPlan(0, shape, MadeRows(())))
 
 
 @pytest.mark.parametrize("shape", [DECODES, CHUNK])
-@pytest.mark.parametrize("num_steps", [1, 4])
 @pytest.mark.parametrize(
     ("price", "message"),
     [
-        (GOOD._replace(forward_ns=1000.0), r"Returns returned \(1, 2, 3, 1000.0, 5\) .* five whole numbers of ns"),
-        (Spans(0, 5, 0, np.float64(3), 7), "five whole numbers"),
+        ((1, 2, 3, 1000.0, 5), r"Returns returned \(1, 2, 3, 1000.0, 5\) .* five whole numbers of ns"),
+        ((0, 5, 0, np.float64(3), 7), "five whole numbers"),
         ((1, 2), r"returned \(1, 2\) for a step; it must be testbed.core.outcome.Spans"),
         (None, "returned None"),
         (7, "returned 7"),
-        (GOOD._replace(swap_ns=-1), "returned swap_ns=-1; a span is 0 ns or more"),
+        (GOOD.replace(swap_ns=-1), "returned swap_ns=-1; a span is 0 ns or more"),
     ],
 )
-def test_other_prices_are_refused(shape: BatchShape, num_steps: int, price: Any, message: str) -> None:
+def test_other_prices_are_refused(shape: BatchShape, price: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(Returns(price), shape, num_steps)
+        start(Returns(price), shape)
 
 
-@pytest.mark.parametrize("price", [GOOD, tuple(GOOD), Spans(*map(np.int64, GOOD)), list(GOOD)])
-@pytest.mark.parametrize(("shape", "num_steps"), [(DECODES, 1), (DECODES, 3), (CHUNK, 3)])
-def test_whole_numbers_of_any_kind_become_exact_ones(price: Any, shape: BatchShape, num_steps: int) -> None:
-    work = start(Returns(price), shape, num_steps)
-    assert list(work.durations_ns) == [15] * num_steps
-    assert all(type(ns) is int for ns in work.durations_ns)
-    assert all(type(one) is Spans and all(type(ns) is int for ns in one) for one in work.spans)
+@pytest.mark.parametrize("numbers", [(1, 2, 3, 1000.0, 5), (0, 5, 0, np.float64(3), 7), (1, 2.5, 3, 4, 5)])
+def test_spans_of_other_numbers_are_refused(numbers: tuple[Any, ...]) -> None:
+    """By the class itself where it is compiled."""
+    with pytest.raises((ConfigError, TypeError), match="five whole numbers of ns|int object expected; got"):
+        start(ReturnsSpans(*numbers), DECODES)
 
 
-@pytest.mark.parametrize(
-    ("priced", "message"),
-    [
-        ([GOOD, GOOD], r"ReturnsRuns.price_decodes returned \[.*it must be \(Spans of the first step, .* 2 steps\)"),
-        ((GOOD, [4]), "forward_ns of each of the 2 steps"),
-        ((GOOD, [4, 4.5]), "five whole numbers"),
-        ((GOOD, [4, -5]), "forward_ns=-5"),
-        ((GOOD._replace(sample_ns=-1), [4, 4]), "sample_ns=-1"),
-    ],
-)
-def test_runs_of_decodes_likewise(priced: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        start(ReturnsRuns(priced), DECODES, 2)
+@pytest.mark.parametrize("price", [GOOD, tuple(GOOD), tuple(map(np.int64, GOOD)), list(GOOD)])
+@pytest.mark.parametrize("shape", [DECODES, CHUNK])
+def test_whole_numbers_of_any_kind_become_exact_ones(price: Any, shape: BatchShape) -> None:
+    expect_exact(start(Returns(price), shape))
 
 
-def test_numpy_s_whole_numbers_in_a_run() -> None:
-    work = start(ReturnsRuns((GOOD, np.array([4, 6]))), DECODES, 2)
-    assert list(work.durations_ns) == [15, 17]
-    assert all(type(ns) is int for ns in work.durations_ns)
+@pytest.mark.skipif(current().mode == "compiled", reason="compiled spans take Python's integers alone, and say so")
+def test_numpy_s_whole_numbers_in_spans_become_exact_ones() -> None:
+    expect_exact(start(ReturnsSpans(*map(np.int64, GOOD)), DECODES))
+
+
+def expect_exact(work: SimWork) -> None:
+    assert work.duration_ns == 15
+    assert type(work.duration_ns) is int
+    assert type(work.spans) is Spans
+    assert all(type(ns) is int for ns in work.spans)

@@ -134,7 +134,7 @@ def test_what_is_no_profile_is_refused(tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
-    step = MeasuredStep(BatchShape("x", 0, (PrefillChunk(0, 1),), 0), Spans(), 1)  # type: ignore[arg-type]
+    step = MeasuredStep(BatchShape(0, 0, (PrefillChunk(0, 1),), 0), Spans(), "x")  # type: ignore[arg-type]
     with pytest.raises(Exception, match="x"):
         write_profile(tmp_path / "p.parquet", manifest(), [step])
     assert not list(tmp_path.iterdir())

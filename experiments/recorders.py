@@ -37,6 +37,11 @@ class Recorders:
             recorder.ended(finished, now_ns)
 
 
+def together(recorders: Sequence[Recorder]) -> Recorder:
+    """All of them as one."""
+    return recorders[0] if len(recorders) == 1 else Recorders(*recorders)
+
+
 class ProgressBar:
     """Finished requests, with rate and ETA; silent when standard error is no terminal. A `Recorder`."""
 
@@ -46,6 +51,10 @@ class ProgressBar:
             from tqdm import tqdm  # not at the top: nobody may look
 
             self._bar = tqdm(total=total, desc=label, unit="req", leave=False, delay=0.5)
+
+    @property
+    def is_shown(self) -> bool:
+        return self._bar is not None
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...

@@ -19,7 +19,7 @@ from experiments.environment import describe_machine, describe_versions
 from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.interrupt import interruptible, undisturbed
-from experiments.recorders import ProgressBar, Recorders, status_lines
+from experiments.recorders import ProgressBar, status_lines, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
 from experiments.settings import TraceConfig
@@ -195,9 +195,10 @@ def _run(
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
     lag = None if prepared.replay is None else prepared.replay.lag
     more = [extra for extra in (tape, prepared.checker, watch, ledger, lag) if extra is not None]
+    more += [bar] if bar.is_shown else []
     status = status_lines(config.record.status_s, schedulers)
     loops = [
-        serve(inbox, scheduler, Recorders(recorder, *more, *lines, bar))
+        serve(inbox, scheduler, together([recorder, *more, *lines]))
         for inbox, scheduler, recorder, lines in zip(
             prepared.inboxes, schedulers, records.recorders, status, strict=True
         )

@@ -64,11 +64,7 @@ class SimBackend:
     def _price(self, shape: BatchShape) -> Spans:
         """The spans of one step. Raises ConfigError for what a cost model of a user's may not return."""
         priced: Any = self.cost.price(shape)
-        spans: Spans
-        if isinstance(priced, Spans) and _is_whole(priced):
-            spans = priced
-        else:
-            spans = self._checked(priced)
+        spans = priced if isinstance(priced, Spans) and _is_whole(priced) else self._checked(priced)
         own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
         return spans.replace(schedule_ns=spans.schedule_ns + own_ns) if own_ns else spans
 

@@ -32,25 +32,23 @@ def run(loop: Loop, backend: PricedBackend) -> int:
 
 
 def _engine(env: Any, loop: Loop, backend: PricedBackend) -> Generator[Any, Any, None]:
-    """One engine as a SimPy process: each command of the loop becomes a timeout."""
+    """One engine as a SimPy process. It is alone: its steps follow one another, and only its waits are events."""
     now_ns = int(env.now)
     try:
         command: WaitUntil | Execute = next(loop)
         while True:
-            result: StepResult | None = None
-            until_ns = now_ns
             if isinstance(command, Execute):
                 result = result_of(backend.start(command.plan), now_ns)
-                until_ns = result.end_ns
-            elif command.until_ns is not None:
-                until_ns = max(now_ns, command.until_ns)
-            else:
+                now_ns = result.end_ns
+                command = loop.send(Resume(now_ns, result))
+                continue
+            if command.until_ns is None:
                 raise LivelockError("the loop waits to be woken, and nobody is there to do it")
-            yield env.timeout(until_ns - now_ns)
-            now_ns = until_ns
-            command = loop.send(Resume(now_ns, result))
+            now_ns = max(now_ns, command.until_ns)
+            yield env.timeout(now_ns - int(env.now))
+            command = loop.send(Resume(now_ns))
     except StopIteration:
-        return
+        yield env.timeout(now_ns - int(env.now))
     finally:
         loop.close()
 

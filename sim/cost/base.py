@@ -29,6 +29,11 @@ class Itemised(Protocol):
         ...
 
 
+def to_ns(time: float) -> int:
+    """The nearest integer of a time that is not negative; halves go up."""
+    return int(time + 0.5)
+
+
 def pairs_doubled(start: int, num_tokens: int, window: int | None = None) -> int:
     """Twice the number of (query, key) pairs of a prefill chunk, exact: the sum of min(start + i + 1, window) over its
     tokens i. Without a window that is num_tokens * (start + (num_tokens + 1) / 2).

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from sim.cost.base import pairs_doubled
+from sim.cost.base import pairs_doubled, to_ns
 from sim.cost.profiled_range import OUTSIDE, Ranges, RangeWatch
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
@@ -113,13 +113,13 @@ class CalibratedCost:
         host_ns = self._host_ns(num_decodes + len(shape.prefills), num_prefill_tokens, shape.num_blocks_moved)
         swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
         if shape.num_blocks_copied:
-            swap_ns += round(shape.num_blocks_copied * c.copied_block)
+            swap_ns += to_ns(shape.num_blocks_copied * c.copied_block)
         num_tokens, forward_ns = num_decodes + num_prefill_tokens, 0
         if num_tokens:
             forward_ns = self._dense_ns(num_tokens, has_prefills) + prefill_ns
             forward_ns += self._decode_ns(num_decodes, shape.decode_context_tokens, has_prefills)
-            forward_ns += round(num_samples * c.logits_row)
-        sample_ns = round(c.sampler + num_samples * c.sampled_row) if num_samples else 0
+            forward_ns += to_ns(num_samples * c.logits_row)
+        sample_ns = to_ns(c.sampler + num_samples * c.sampled_row) if num_samples else 0
         return Spans(0, host_ns, swap_ns, forward_ns, sample_ns)
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
@@ -129,33 +129,33 @@ class CalibratedCost:
         parts = {
             "host": self._host_ns(num_decodes + len(shape.prefills), num_prefill_tokens, shape.num_blocks_moved),
             "swap": self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in),
-            "block_copy": round(shape.num_blocks_copied * self._c.copied_block),
+            "block_copy": to_ns(shape.num_blocks_copied * self._c.copied_block),
         }
         num_tokens = num_decodes + num_prefill_tokens
         if num_tokens:
             parts["dense"] = self._dense_ns(num_tokens, has_prefills)
             parts["attention_decode"] = self._decode_ns(num_decodes, shape.decode_context_tokens, has_prefills)
             parts["attention_prefill"] = prefill_ns
-            parts["lm_head"] = round(num_samples * self._c.logits_row)
+            parts["lm_head"] = to_ns(num_samples * self._c.logits_row)
         if num_samples:
-            parts["sampler"] = round(self._c.sampler + num_samples * self._c.sampled_row)
+            parts["sampler"] = to_ns(self._c.sampler + num_samples * self._c.sampled_row)
         return parts
 
     def _host_ns(self, num_rows: int, num_prefill_tokens: int, num_moved: int) -> int:
         c = self._c
         host = c.host + num_rows * c.host_row + num_prefill_tokens * c.host_prefill_token
-        return max(1, round(host + num_moved * c.host_moved_block))
+        return max(1, to_ns(host + num_moved * c.host_moved_block))
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         c = self._c
         if not num_out and not num_in:
             return 0
         calls = (num_out > 0) + (num_in > 0)
-        return round(calls * c.swap_call + num_out * c.swapped_out_block + num_in * c.swapped_in_block)
+        return to_ns(calls * c.swap_call + num_out * c.swapped_out_block + num_in * c.swapped_in_block)
 
     def _decode_ns(self, num_decodes: int, context: int, has_prefills: bool) -> int:
         context_ns = context * self._c.decode_context_token
-        return round(context_ns + num_decodes * self._c.mixed_decode) if has_prefills else round(context_ns)
+        return to_ns(context_ns + num_decodes * self._c.mixed_decode) if has_prefills else to_ns(context_ns)
 
     def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
         """Tokens of all chunks, and the ns of their attention."""
@@ -165,7 +165,7 @@ class CalibratedCost:
             reads += start + length
             pairs += pairs_doubled(start, length, self._window)
         c = self._c
-        return num_tokens, round(
+        return num_tokens, to_ns(
             len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs * (c.prefill_pair / 2)
         )
 
@@ -173,7 +173,7 @@ class CalibratedCost:
         found = self._dense.get((num_tokens, has_prefills))
         if found is None:
             curve = self.calibration.prefill_curve if has_prefills else self.calibration.decode_curve
-            found = self._dense[num_tokens, has_prefills] = round(curve_at(curve, num_tokens))
+            found = self._dense[num_tokens, has_prefills] = to_ns(curve_at(curve, num_tokens))
         return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.cost.base import attention_pairs_doubled
+from sim.cost.base import attention_pairs_doubled, to_ns
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
@@ -95,11 +95,11 @@ class LinearCost:
         if shape.prefills:
             doubled_pairs = attention_pairs_doubled(shape, self._window)
             forward = forward + shape.num_prefill_tokens * self._prefill_ns + doubled_pairs * self._half_pair_ns
-        forward_ns = round(forward)
+        forward_ns = to_ns(forward)
         num_swapped = shape.num_blocks_swapped_out + shape.num_blocks_swapped_in
-        swap_ns = round(num_swapped * self._swap_ns) if num_swapped else 0
+        swap_ns = to_ns(num_swapped * self._swap_ns) if num_swapped else 0
         if shape.num_blocks_copied:
-            swap_ns += round(forward + shape.num_blocks_copied * self._copy_ns) - forward_ns
+            swap_ns += to_ns(forward + shape.num_blocks_copied * self._copy_ns) - forward_ns
         return Spans(0, 0, swap_ns, forward_ns or (0 if swap_ns else 1), 0)
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
@@ -115,7 +115,7 @@ class LinearCost:
         parts, running, rounded = {}, 0.0, 0
         for name, term in terms.items():
             running = running + term
-            parts[name], rounded = round(running) - rounded, round(running)
+            parts[name], rounded = to_ns(running) - rounded, to_ns(running)
         spans = self.price(shape)
         parts["base"] += spans.forward_ns - (rounded - parts["block_copy"])  # a step lasts at least 1 ns
         return parts | {"swap": spans.swap_ns - parts["block_copy"]}

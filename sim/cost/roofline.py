@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.cost.base import pairs_doubled
+from sim.cost.base import pairs_doubled, to_ns
 from sim.cost.collectives import Collectives
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -121,7 +121,7 @@ class RooflineCost:
             attention += self._prefill_attention_ns(prefills)
         swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
         if shape.num_blocks_copied:
-            swap_ns += round(shape.num_blocks_copied * self._copy_ns_per_block)
+            swap_ns += to_ns(shape.num_blocks_copied * self._copy_ns_per_block)
         if num_tokens == 0:
             return Spans(0, self._host_ns, swap_ns, 0, 0)
         is_graph = self._is_graph(num_decodes, prefills)
@@ -153,7 +153,7 @@ class RooflineCost:
             "host": self._host_ns,
             "swap": self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in),
         }
-        parts["block_copy"] = round(shape.num_blocks_copied * self._copy_ns_per_block)
+        parts["block_copy"] = to_ns(shape.num_blocks_copied * self._copy_ns_per_block)
         if shape.num_tokens == 0:
             return parts
         is_graph = self._is_graph(num_decodes, prefills)
@@ -185,7 +185,7 @@ class RooflineCost:
         """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""
         flops = 2 * num_rows * num_in * num_out
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
-        return round(times * max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte))
+        return to_ns(times * max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte))
 
     def _dense_parts(self, num_tokens: int) -> dict[str, int]:
         """The operators that depend on the number of tokens only."""
@@ -196,13 +196,13 @@ class RooflineCost:
         elementwise = 8 * hidden + 2 * qkv + (num_up + 1) * inner  # two norms with residual, rotary, activation
         reduced = self._collectives.all_reduce_ns(act_bytes * hidden)
         return {
-            "embedding": round(2 * act_bytes * hidden * self._ns_per_byte),
+            "embedding": to_ns(2 * act_bytes * hidden * self._ns_per_byte),
             "qkv": self._matmul_ns(layers, num_tokens, hidden, qkv, width),
             "o": self._matmul_ns(layers, num_tokens, self._q_size, hidden, width),
             "gate_up": self._matmul_ns(layers, num_tokens, hidden, num_up * inner, width),
             "down": self._matmul_ns(layers, num_tokens, inner, hidden, width),
-            "elementwise": round(layers * elementwise * act_bytes * self._ns_per_byte),
-            "all_reduce": round((2 * layers + 1) * reduced),  # after o, after the MLP, after the embedding
+            "elementwise": to_ns(layers * elementwise * act_bytes * self._ns_per_byte),
+            "all_reduce": to_ns((2 * layers + 1) * reduced),  # after o, after the MLP, after the embedding
         }
 
     def _sample_parts(self, num_samples: int) -> dict[str, int]:
@@ -218,7 +218,7 @@ class RooflineCost:
             sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
         else:
             gathered = links.all_gather_ns(logit_bytes)
-        return {"lm_head": head, "gather": round(gathered), "sampler": round(sampler)}
+        return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler)}
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
         """One kernel over all rows: it takes the longer of their arithmetic and of their traffic, each summed exactly.
@@ -227,7 +227,7 @@ class RooflineCost:
         """
         flops_ns = context * self._attention_ns_per_pair
         bytes_ns = (context + num_decodes) * self._kv_ns_per_token + num_decodes * self._qo_ns_per_token
-        return round(max(flops_ns, bytes_ns))
+        return to_ns(max(flops_ns, bytes_ns))
 
     def _prefill_attention_ns(self, prefills: tuple[PrefillChunk, ...]) -> int:
         """Each chunk by its own exact pairs and context. K and V are read once, written once for new tokens."""
@@ -235,7 +235,7 @@ class RooflineCost:
         for start, length in prefills:
             flops_ns = pairs_doubled(start, length, window) * self._attention_ns_per_pair / 2
             bytes_ns = (start + 2 * length) * self._kv_ns_per_token + length * self._qo_ns_per_token
-            total += round(max(flops_ns, bytes_ns))
+            total += to_ns(max(flops_ns, bytes_ns))
         return total
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
@@ -243,4 +243,4 @@ class RooflineCost:
         if not num_out and not num_in:
             return 0
         latency_ns = self._swap_latency_ns * ((num_out > 0) + (num_in > 0))
-        return round((num_out + num_in) * self._swap_ns_per_block) + latency_ns
+        return to_ns((num_out + num_in) * self._swap_ns_per_block) + latency_ns

@@ -6,7 +6,6 @@ stay out: two runs that decide alike have equal digests whatever the free list's
 
 from __future__ import annotations
 
-
 from librt.strings import BytesWriter, write_i64_le
 from xxhash import xxh64_intdigest
 
@@ -63,6 +62,8 @@ def _signed(number: int) -> int:
 def plan_events(step: Step) -> list[int]:
     """The events of a plan as integers: admissions with their hits, preemptions, requests ended as ignored."""
     events: list[int] = []
+    if not (step.admitted or step.preempted or step.ignored or step.swap_out or step.swap_in):
+        return events  # most steps
     for admission in step.admitted:
         events += (1, admission.seq_id, admission.num_cached_tokens, int(admission.is_resumed))
     for preemption in step.preempted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from testbed.core.plan import BatchPlan, Pair
@@ -28,7 +29,7 @@ def make_plan(step: Step) -> BatchPlan:
     )
 
 
-def _frozen(items: list[T]) -> tuple[T, ...]:
+def _frozen(items: Seq[T]) -> tuple[T, ...]:
     return tuple(items) if items else ()
 
 

@@ -7,6 +7,7 @@ what is done to it is done to `seq.together`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from testbed.blocks.manager import BlockManager
@@ -60,7 +61,7 @@ class Step:
         self._running = running
         self._waiting = waiting
         self._policies = policies
-        self._leaving = Preempting(self.batch, blocks, running, waiting, policies.preemption)
+        self._leaving: Preempting | None = None  # made when somebody leaves, which few steps see
         self._deferred: list[Sequence] = []  # passed over, and then back in the queue too
 
     # --- what there is ---
@@ -80,21 +81,27 @@ class Step:
         self.batch.token_budget = num_tokens
 
     @property
-    def preempted(self) -> list[Preemption]:
-        return self._leaving.preempted
+    def preempted(self) -> Seq[Preemption]:
+        return () if self._leaving is None else self._leaving.preempted
 
     @property
-    def swap_out(self) -> list[Pair]:
-        return self._leaving.swap_out
+    def swap_out(self) -> Seq[Pair]:
+        return () if self._leaving is None else self._leaving.swap_out
 
     @property
-    def ignored(self) -> list[Ignored]:
-        return self._leaving.ignored
+    def ignored(self) -> Seq[Ignored]:
+        return () if self._leaving is None else self._leaving.ignored
 
     @property
-    def ended(self) -> list[tuple[Sequence, str]]:
+    def ended(self) -> Seq[tuple[Sequence, str]]:
         """Ignored sequences, with the reason."""
-        return self._leaving.ended
+        return () if self._leaving is None else self._leaving.ended
+
+    def leaving(self) -> Preempting:
+        """Where what leaves this step is noted."""
+        if self._leaving is None:
+            self._leaving = Preempting(self.batch, self.blocks, self._running, self._waiting, self._policies.preemption)
+        return self._leaving
 
     @property
     def num_running(self) -> int:
@@ -171,7 +178,7 @@ class Step:
 
         False: the sequence itself was preempted, now or as an earlier victim of this step.
         """
-        if (self.preempted or self.ended) and not self.is_running(seq):
+        if self._leaving is not None and not self.is_running(seq):
             return False
         blocks = self.blocks
         if blocks.sliding_window is not None:
@@ -185,7 +192,7 @@ class Step:
             if is_alone:
                 progress = seq.num_tokens, seq.num_computed_tokens
                 if progress <= seq.stuck_at:
-                    self._leaving.give_up(seq)
+                    self.leaving().give_up(seq)
                     return False
                 seq.stuck_at = progress
             self.preempt(victim)
@@ -207,13 +214,13 @@ class Step:
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
-        self._leaving.preempt(seq)
+        self.leaving().preempt(seq)
 
     def can_swap_in(self, seq: Sequence) -> Verdict:
         """Whether a swapped-out sequence gets its blocks back. NEVER ends it as ignored, at once."""
         verdict = self.blocks.can_swap_in(seq)
         if verdict is Verdict.NEVER:
-            self._leaving.give_up_swapped(seq)
+            self.leaving().give_up_swapped(seq)
         return verdict
 
     def bring_in(self, seq: Sequence) -> None:
@@ -314,11 +321,11 @@ class Step:
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""
         self._waiting.remove(seq)
-        self._leaving.end(seq, reason)
+        self.leaving().end(seq, reason)
 
     def end(self, seq: Sequence, reason: str) -> None:
         """Reports a sequence that is in no queue as ignored."""
-        self._leaving.end(seq, reason)
+        self.leaving().end(seq, reason)
 
     def blocked(self, reason: BlockedBy) -> None:
         """Records what keeps the head of the queue out of this step."""
@@ -328,5 +335,6 @@ class Step:
         """The step is decided: held sequences are in the queue again."""
         for seq in reversed(self._deferred):
             self._waiting.push_back(seq)
-        for seq in self._leaving.held:
-            self._waiting.push_back(seq)
+        if self._leaving is not None:
+            for seq in self._leaving.held:
+                self._waiting.push_back(seq)

@@ -1,6 +1,7 @@
 """The calibrated model: found again from its own prices, near the roofline's, honest about what it has not seen."""
 
 import json
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_price_is_the_sum_of_its_parts():
         0,
         round(3e5 + 4 * 4e3 + 17 * 120 + 6 * 700),
         round(2 * 2e4 + 1 * 4e4 + 2 * 3e4) + 3 * 1500,
-        round(dense) + 30 * 50 + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5),
+        round(dense) + 30 * 50 + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5 + 0.1),  # a half goes up
         round(9e4 + 4 * 800),
     )
 
@@ -160,8 +161,7 @@ def test_a_run_of_decodes_may_leave_the_range_on_its_way(num_steps, num_outside,
         with pytest.raises(
             ConfigError, match="step 12 leaves the profiled range: decode decode_context_tokens up to 50"
         ):
-            for step in steps:
-                watch.committed(step)
+            deque(map(watch.committed, steps))
         return
     for step in steps:
         watch.committed(step)

@@ -62,7 +62,7 @@ def test_other_prices_are_refused(shape: BatchShape, price: Any, message: str) -
 @pytest.mark.parametrize("numbers", [(1, 2, 3, 1000.0, 5), (0, 5, 0, np.float64(3), 7), (1, 2.5, 3, 4, 5)])
 def test_spans_of_other_numbers_are_refused(numbers: tuple[Any, ...]) -> None:
     """By the class itself where it is compiled."""
-    with pytest.raises((ConfigError, TypeError), match="five whole numbers of ns|int object expected; got"):
+    with pytest.raises((ConfigError, TypeError), match=r"five whole numbers of ns|int object expected; got"):
         start(ReturnsSpans(*numbers), DECODES)
 
 

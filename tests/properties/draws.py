@@ -27,7 +27,7 @@ def draw(rows: Sequence[ScheduledSequence], members: Mapping[int, Member], rng: 
     for beams in searched.values():
         for outcome in _search(beams, members, rng):
             outcomes[outcome.seq_id] = outcome
-    return StepResult((1,), tuple(outcomes[row.seq_id] for row in drawn) or None)
+    return StepResult(1, tuple(outcomes[row.seq_id] for row in drawn) or None)
 
 
 def _search(rows: list[ScheduledSequence], members: Mapping[int, Member], rng: random.Random) -> list[Outcome]:

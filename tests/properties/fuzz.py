@@ -26,7 +26,7 @@ ROWS = (
     "blocks swapped out", "blocks swapped in", "swap ins", "forks", "drops", "copies on write", "beams given up",
     "hit tokens", "evictions", "aborts of waiting", "aborts of running", "aborts of swapped", "ended by stop",
     "ended by length", "ended by abort", "ended by ignored", "victims admitted again in the step",
-    "runs that do not end by themselves", "digests repeated",
+    "runs that do not end by themselves", "digests repeated", "digests repeated with all prefixes listed",
 )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def check_shape(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
     assert shape.num_blocks_swapped_in == len(plan.swap_in)
     assert shape.num_blocks_copied == len(plan.copies)
     names = [shadow.members[row.seq_id].job.request.request_id for row in rows]
-    assert plan.num_scheduled == tuple((name, row.num_tokens) for name, row in zip(names, rows, strict=True))
+    assert plan.num_scheduled == [(name, row.num_tokens) for name, row in zip(names, rows, strict=True)]
     if plan.admitted and shadow.setup.composition in ("prefill_first", "prefill_decode_split"):
         assert all(shadow.members[row.seq_id].is_prefilling for row in rows), "prompts and decodes in one batch"
     _check_beams(shadow, plan, rows)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TypeVar
 
-from testbed.blocks.pool import BlockPool
-from testbed.blocks.prefix_cache import PrefixCache
+from testbed.blocks.manager import BlockManager
 from testbed.core.outcome import StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
@@ -15,7 +13,6 @@ from tests.properties.setups import NS_PER_S, Setup, random_request, random_setu
 from tests.properties.shadow import Shadow
 
 Call = tuple[str, Request | str | StepResult, int]
-Part = TypeVar("Part")
 MAX_PATIENCE = 400  # steps in which everything must end, where it is promised to no one
 
 
@@ -104,32 +101,31 @@ class Life:
         self.step()  # idle: everything is free
 
     def check_repeats(self, seed: int) -> None:
-        """The same calls give the same digests on another scheduler, whatever its physical block ids."""
+        """The same calls give the same digests on another scheduler, whatever its physical block ids, and whether or
+        not it puts off what nobody has asked for."""
+        if self.setup.caching and self.setup.num_hashes is None:
+            found = repeat(self.setup.scheduler(lists_late=False), self.calls)
+            assert found == self.digests, "prefixes that are not listed show"
+            self.counts["digests repeated with all prefixes listed"] += len(found)
         if self.setup.ids_decide:
             return
         scheduler = self.setup.scheduler()
-        for pool in parts(scheduler.blocks, BlockPool):
-            random.Random(seed).shuffle(pool._free)
+        shuffle_blocks(scheduler.blocks, seed)
         assert repeat(scheduler, self.calls) == self.digests, "other block ids, other decisions"
         self.counts["digests repeated"] += len(self.digests)
 
     def _num_cached_blocks(self) -> int:
-        return parts(self.scheduler.blocks, PrefixCache)[0].num_cached_blocks
+        return self.scheduler.blocks._gpu.cache.num_cached_blocks
 
     def _check(self) -> None:
         self.scheduler.check_invariants()
         self.counts["operations"] += 1
 
 
-def parts(whole: object, kind: type[Part], depth: int = 3) -> list[Part]:
-    """The objects of one kind that an object is made of, wherever it keeps them."""
-    if isinstance(whole, kind):
-        return [whole]
-    if depth == 0 or not type(whole).__module__.startswith("testbed"):
-        return []
-    names = [*getattr(whole, "__dict__", ()), *getattr(type(whole), "__slots__", ())]
-    found = [part for name in names for part in parts(getattr(whole, name, None), kind, depth - 1)]
-    return list({id(part): part for part in found}.values())
+def shuffle_blocks(blocks: BlockManager, seed: int) -> None:
+    """Free blocks are handed out in another order."""
+    for pool in (blocks._gpu.pool, blocks._cpu.pool):
+        random.Random(seed).shuffle(pool._free)
 
 
 def repeat(scheduler: Scheduler, calls: list[Call]) -> list[int]:

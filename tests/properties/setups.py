@@ -62,10 +62,12 @@ class Setup:
     oracle: str = "none"
     eviction: str = "lru"
 
-    def scheduler(self) -> Scheduler:
-        """As experiments/build.py wires it."""
+    def scheduler(self, *, lists_late: bool = True) -> Scheduler:
+        """As experiments/build.py wires it. lists_late: what nobody asks for may stay without keys and entries."""
         evicts = EVICTIONS[self.eviction]()
-        keys = TokenKeys(self.block_size) if self.num_hashes is None else WeakKeys(self.block_size, self.num_hashes)
+        keys = TokenKeys(self.block_size, are_unique=lists_late)
+        if self.num_hashes is not None:
+            keys = WeakKeys(self.block_size, self.num_hashes)
         blocks = BlockManager(
             block_size=self.block_size,
             num_gpu_blocks=self.num_blocks,

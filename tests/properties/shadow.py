@@ -13,6 +13,7 @@ from testbed.core.outcome import Finished, FinishReason, Outcome, StepResult
 from testbed.core.plan import BatchPlan, PreemptionMode, ScheduledSequence
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence
 from tests.properties.device import Device
 from tests.properties.draws import draw
 from tests.properties.laws import check_admissions, check_budgets, check_shape, check_steps_of_their_own
@@ -121,7 +122,7 @@ class Shadow:
             if not member.job.members:
                 done.append(member.job)
         self._doomed = []
-        assert Counter(self.scheduler.emitted) == Counter(emitted), "not what was emitted"
+        assert Counter(seq.request_id for seq in self.scheduler.emitters) == Counter(emitted), "not what was emitted"
         assert [item.request.request_id for item in finished] == [job.request.request_id for job in done]
         for job, item in zip(done, finished, strict=True):
             self._check_finished(job, item)
@@ -206,19 +207,13 @@ class Shadow:
                 if one.place == SWAPPED or PreemptionMode.SWAP in preempted.get(one.seq_id, ())
             }
             if len(units) > 1:
-                units = {key: unit for key, unit in units.items() if self._is_on_gpu(unit[0])}
+                on_gpu = {seq.seq_id for seq in self.scheduler.unfinished() if seq.block_table}
+                units = {key: unit for key, unit in units.items() if unit[0].seq_id in on_gpu}
             assert units, f"{name} was swapped in, and nothing of it was swapped out"
             for unit in units.values():
                 for one in unit:
                     brought[one.seq_id] = max(1, times - len(units) + 1)
         return brought
-
-    def _is_on_gpu(self, member: Member) -> bool:
-        try:
-            self.scheduler.blocks.table(member.seq_id)
-        except KeyError:
-            return False
-        return True
 
     # --- rows ---
 
@@ -258,8 +253,9 @@ class Shadow:
         if self._trusts_hits or self.setup.composition not in ("unified", "decode_first", "prefill_decode_split"):
             return
         size, copied = self.setup.block_size, {target for _, target in plan.copies}
+        seqs = self._sequences()
         for member in self.members.values():
-            table = self.scheduler.blocks.table(member.seq_id)[:] if member.place == RUNNING else []
+            table = seqs[member.seq_id].block_table[:]
             for index, (before, now) in enumerate(zip(member.table, table, strict=False)):
                 if before != now and now not in copied:
                     member.merged.update(range(index * size, (index + 1) * size))
@@ -270,8 +266,12 @@ class Shadow:
 
     # --- conservation ---
 
+    def _sequences(self) -> dict[int, Sequence]:
+        """What the scheduler has, by id: read for block tables and counts only."""
+        return {seq.seq_id: seq for seq in self.scheduler.unfinished()}
+
     def check_conservation(self) -> None:
-        """Counts of sequences, blocks of both pools, and the content of every block that is held."""
+        """Counts of sequences and of their tokens, and the blocks of both pools: each held, cached or free."""
         blocks, setup = self.scheduler.blocks, self.setup
         places = Counter(member.place for member in self.members.values())
         swapped = {member.unit[0].seq_id for member in self.members.values() if member.place == SWAPPED}
@@ -279,29 +279,29 @@ class Shadow:
         assert self.scheduler.num_waiting <= places[WAITING], "those refused at `add` wait for the next plan to end"
         assert self.scheduler.num_swapped == len(swapped)
         assert self.scheduler.has_work == bool(self.jobs)
+        seqs = self._sequences()
+        assert set(seqs) == set(self.members), "a sequence is lost, or lives on"
         on_gpu: set[int] = set()
         on_cpu: set[int] = set()
         for member in self.members.values():
-            if member.place == RUNNING:
-                table, held = blocks.table(member.seq_id), on_gpu
-            elif member.place == SWAPPED:
-                table, held = blocks.cpu_table(member.seq_id), on_cpu
-            else:
-                continue
-            in_use = [block for block in table if block >= 0]
-            assert len(set(in_use)) == len(in_use), "a table names a block twice"
-            held.update(in_use)
+            seq = seqs[member.seq_id]
+            assert (seq.num_tokens, seq.num_computed_tokens) == (len(member.tokens), member.num_computed), seq
+            for place, table, held in ((RUNNING, seq.block_table, on_gpu), (SWAPPED, seq.cpu_table, on_cpu)):
+                assert member.place == place or not table, f"{member.seq_id} is {member.place}, and has blocks"
+                in_use = [block for block in table if block >= 0]
+                assert len(set(in_use)) == len(in_use), "a table names a block twice"
+                held.update(in_use)
         assert blocks.num_free_blocks == setup.num_blocks - len(on_gpu), "GPU blocks are lost, or free and held"
         assert blocks.num_free_cpu_blocks == setup.num_cpu_blocks - len(on_cpu), "CPU blocks are lost, or free and held"
 
     def check_contents(self) -> None:
         """Every computed token of every running and swapped-out sequence is where its table says."""
-        blocks = self.scheduler.blocks
+        seqs = self._sequences()
         for member in self.members.values():
             if member.place not in (RUNNING, SWAPPED):
                 continue
-            on_gpu = member.place == RUNNING
-            table = blocks.table(member.seq_id) if on_gpu else blocks.cpu_table(member.seq_id)
+            seq, on_gpu = seqs[member.seq_id], member.place == RUNNING
+            table = seq.block_table if on_gpu else seq.cpu_table
             self.device.holds(
                 table, member.prefixes, member.num_computed, first=self._first_read(member.num_computed),
                 skip=self._untrusted(member), on_gpu=on_gpu,

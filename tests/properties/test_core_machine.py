@@ -166,7 +166,7 @@ def test_all_that_can_happen_happened():
     kinds = (
         "preemptions by swap", "preemptions by recompute", "swap ins", "copies on write", "forks", "drops",
         "aborts of waiting", "aborts of running", "ended by ignored", "ended by stop", "ended by length", "hit tokens",
-        "evictions", "digests repeated", "beams given up",
+        "evictions", "digests repeated", "digests repeated with all prefixes listed", "beams given up",
     )  # fmt: skip
     assert not [kind for kind in kinds if not counts[kind]], counts
 

@@ -6,29 +6,28 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
-
-from xxhash import xxh64_intdigest
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import KeySource, TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.interfaces import PreemptionChoice, WaitingQueue
+from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.limits import Limits
 from testbed.core.outcome import Finished, Outcome, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.step import Composition
+from testbed.policies.admission import Watermark
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel
 from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
 from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.compositions.static import Static
 from testbed.policies.compositions.unified import Unified
+from testbed.policies.preemption import Auto
 from testbed.policies.queue_order import FCFS
-from testbed.policies.victim import MostRecentlyAdmitted, VictimChoice
+from testbed.policies.victim import MostRecentlyAdmitted
 
 COMPOSITIONS: dict[str, Callable[[], Composition]] = {
     "prefill_first": PrefillFirst,
@@ -46,15 +45,11 @@ class WeakKeys(TokenKeys):
     """The keys of the product, with a hash that has only `num_values` values: collisions everywhere."""
 
     def __init__(self, block_size: int, num_values: int) -> None:
-        super().__init__(block_size)
+        super().__init__(block_size, are_unique=False)
         self._num_values = num_values
 
-    def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
-        def weak(data: bytes, seed: int = 0) -> int:
-            return xxh64_intdigest(data, seed) % self._num_values
-
-        with patch("testbed.blocks.keys.xxh64_intdigest", weak):
-            super().extend(keys, contents, tokens, num_blocks, salt)
+    def key_of(self, content: bytes, previous_key: int) -> int:
+        return super().key_of(content, previous_key) % self._num_values
 
 
 def make_blocks(
@@ -103,7 +98,7 @@ def make_scheduler(
     eos_token_id: int | None = None,
     victims: VictimChoice | None = None,
     queue: WaitingQueue | None = None,
-    admission: Admission | None = None,
+    admission: AdmissionPolicy | None = None,
     preemption: PreemptionChoice | None = None,
     **block_options: Any,
 ) -> Scheduler:
@@ -114,8 +109,8 @@ def make_scheduler(
         composition=ALL_COMPOSITIONS[composition]() if isinstance(composition, str) else composition,
         queue=FCFS() if queue is None else queue,  # an empty one is false
         victims=victims or MostRecentlyAdmitted(),
-        admission=admission,
-        preemption=preemption,
+        admission=admission or Watermark(),
+        preemption=preemption or Auto(),
         eos_token_id=eos_token_id,
     )
 
@@ -156,14 +151,12 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
 
 def scheduled(plan: BatchPlan) -> dict[str, int]:
     """Tokens by request id, in the order scheduled."""
-    assert plan.num_scheduled is not None
     return dict(plan.num_scheduled)
 
 
 def rows(plan: BatchPlan) -> list[tuple[str, int]]:
     """(request id, tokens) of each row, in the order scheduled: a group's sequences have a row each."""
-    assert plan.num_scheduled is not None
-    return list(plan.num_scheduled)
+    return plan.num_scheduled
 
 
 def preempted(plan: BatchPlan) -> list[str]:
@@ -183,7 +176,7 @@ def commit(scheduler: Scheduler, tokens: dict[int, int] | None = None) -> list[F
     """Commits the plan in flight; `tokens` are those sampled, by seq_id, for rows that are not forced."""
     outcomes = None if tokens is None else tuple(Outcome(seq_id, (token,)) for seq_id, token in tokens.items())
     scheduler.check_invariants()
-    finished = scheduler.commit(StepResult((1,), outcomes), 1)
+    finished = scheduler.commit(StepResult(1, outcomes), 1)
     scheduler.check_invariants()
     return finished
 
@@ -192,7 +185,7 @@ def step_with(scheduler: Scheduler, *outcomes: Outcome) -> tuple[BatchPlan, list
     """A step of which these outcomes come, one for each row that is not forced, in the order scheduled."""
     plan = scheduler.plan(0)
     scheduler.check_invariants()
-    finished = scheduler.commit(StepResult((1,), outcomes), 1)
+    finished = scheduler.commit(StepResult(1, outcomes), 1)
     scheduler.check_invariants()
     return plan, finished
 

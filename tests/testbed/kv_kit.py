@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from testbed.blocks.manager import BlockManager, Verdict
+from testbed.blocks.manager import BlockManager
+from testbed.blocks.verdict import Verdict
 from testbed.core.sequence import Sequence
-from tests.testbed.core_kit import (
-    make_request,
-)
+from tests.testbed.core_kit import make_request
 
 OK, LATER, NEVER = Verdict.OK, Verdict.LATER, Verdict.NEVER
 
@@ -23,9 +22,8 @@ def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
     blocks.scheduled(seq, seq.num_tokens)
     blocks.planned()
     seq.num_computed_tokens = seq.num_tokens
-    blocks.publish(seq, seq.num_tokens)
-    blocks.check_invariants()
-    return list(blocks.table(seq.seq_id))
+    blocks.computed(seq, seq.num_tokens)
+    return list(seq.block_table)
 
 
 def num_hit(blocks: BlockManager, tokens: Seq[int]) -> int:

@@ -10,26 +10,32 @@ from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import make_blocks, make_request
 
 
+def allocate(pool: BlockPool, num_blocks: int) -> list[int]:
+    return [pool.allocate() for _ in range(num_blocks)]
+
+
 def test_lowest_ids_come_first_and_returned_ones_are_used_again() -> None:
     pool = BlockPool(4)
-    assert pool.allocate(3) == [0, 1, 2]
+    assert allocate(pool, 3) == [0, 1, 2]
     assert pool.drop(1)
-    pool.put_back([1])
-    assert pool.allocate(2) == [1, 3]
+    pool.put_back(1)
+    assert allocate(pool, 2) == [1, 3]
     assert pool.num_free == 0
 
 
-def test_over_allocation_raises_and_takes_nothing() -> None:
-    pool = BlockPool(2)
-    with pytest.raises(AssertionError, match="3 blocks wanted, 2 free"):
-        pool.allocate(3)
-    assert pool.num_free == 2
-    assert pool.ref_counts == [0, 0]
+@pytest.mark.parametrize("num_blocks", [0, 2])
+def test_over_allocation_raises_and_takes_nothing(num_blocks: int) -> None:
+    pool = BlockPool(num_blocks)
+    allocate(pool, num_blocks)
+    with pytest.raises(AssertionError, match="no block is free"):
+        pool.allocate()
+    assert pool.num_free == 0
+    assert pool.ref_counts == [1] * num_blocks
 
 
 def test_double_free_raises() -> None:
     pool = BlockPool(2)
-    (block,) = pool.allocate(1)
+    block = pool.allocate()
     assert pool.drop(block)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.drop(block)
@@ -37,82 +43,46 @@ def test_double_free_raises() -> None:
 
 def test_use_after_free_raises() -> None:
     pool = BlockPool(2)
-    (block,) = pool.allocate(1)
+    block = pool.allocate()
     pool.drop(block)
-    with pytest.raises(AssertionError, match="not referenced"):
+    with pytest.raises(AssertionError, match="nobody references"):
         pool.share(block)
 
 
 def test_a_referenced_block_can_neither_be_returned_nor_revived() -> None:
     pool = BlockPool(1)
-    (block,) = pool.allocate(1)
-    with pytest.raises(AssertionError, match="still referenced"):
-        pool.put_back([block])
-    with pytest.raises(AssertionError, match="referenced already"):
+    block = pool.allocate()
+    with pytest.raises(AssertionError, match="a referenced block is put back"):
+        pool.put_back(block)
+    with pytest.raises(AssertionError, match="revived that is referenced"):
         pool.revive(block)
 
 
 def test_a_shared_block_is_free_with_its_last_reference() -> None:
     pool = BlockPool(1)
-    (block,) = pool.allocate(1)
+    block = pool.allocate()
     pool.share(block)
     assert not pool.drop(block)
     assert pool.drop(block)
 
 
-def test_a_lent_block_has_no_references_to_share_or_to_drop() -> None:
+def test_a_block_that_somebody_kept_is_referenced_again_and_is_not_free_meanwhile() -> None:
     pool = BlockPool(2)
-    (block,) = pool.lend(1)
-    with pytest.raises(AssertionError, match="not referenced"):
-        pool.share(block)
-    with pytest.raises(AssertionError, match="freed twice"):
-        pool.drop(block)
-
-
-def test_a_table_gives_back_what_nobody_else_references() -> None:
-    pool = BlockPool(4)
-    table = pool.lend(4)
-    assert pool.give_back(table[:], is_lent=True) == table
-    pool.count(table[:2])
-    pool.count(table[:2])  # they are counted already
-    pool.share(0)
-    assert pool.give_back(table, is_lent=True) == [1, 2, 3]
-    assert pool.ref_counts == [1, 0, 0, 0]
-    with pytest.raises(AssertionError, match="freed twice"):
-        pool.give_back([0, 1], is_lent=False)
-    assert pool.num_counted == 1
+    block = pool.allocate()
+    assert pool.drop(block)
+    assert (pool.num_free, pool.allocate()) == (1, 1), "kept: nobody else gets it"
+    pool.revive(block)
+    assert pool.ref_counts == [1, 1]
+    assert pool.drop(block)
+    pool.put_back(block)
+    assert pool.free_blocks() == (0,)
 
 
 def test_a_block_that_is_free_twice_is_found() -> None:
     pool = BlockPool(2)
-    pool.put_back([0])
+    pool.put_back(0)
     with pytest.raises(AssertionError, match="free twice"):
         pool.check_invariants()
-
-
-def test_nothing_can_be_allocated_from_an_empty_pool() -> None:
-    pool = BlockPool(0)
-    assert pool.allocate(0) == []
-    with pytest.raises(AssertionError):
-        pool.allocate(1)
-
-
-@pytest.mark.parametrize("num_blocks", [10, 1_000_000])
-def test_allocation_touches_only_the_blocks_it_takes(num_blocks: int) -> None:
-    """O(1) a block: the free list loses its tail, whatever its length."""
-    pool = BlockPool(num_blocks)
-    free = pool._free
-    touched = []
-
-    class Watched(list):  # type: ignore[type-arg]
-        def __getitem__(self, key: object) -> object:
-            taken = super().__getitem__(key)  # type: ignore[index]
-            touched.append(len(taken) if isinstance(taken, list) else 1)
-            return taken
-
-    pool._free = Watched(free)
-    assert pool.allocate(3) == [0, 1, 2]
-    assert touched == [3]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 512])
@@ -120,12 +90,11 @@ def test_position_p_is_slot_p_mod_b_of_block_p_div_b(block_size: int) -> None:
     blocks = make_blocks(num_blocks=1200 // block_size + 1, block_size=block_size)
     seq = Sequence(0, make_request("a", 1100), 4096)
     blocks.admit(seq, 1100, blocks.lookup(seq))
-    table = blocks.table(0)
+    table = seq.block_table
     slots = [table[p // block_size] * block_size + p % block_size for p in range(1100)]
     assert len(table) == -(-1100 // block_size)
     assert len(set(slots)) == 1100
     assert all(0 <= slot < blocks.num_gpu_blocks * block_size for slot in slots)
-    assert seq.num_slots == len(table) * block_size
 
 
 def test_a_table_grows_when_its_last_block_is_full_and_not_before() -> None:
@@ -136,8 +105,8 @@ def test_a_table_grows_when_its_last_block_is_full_and_not_before() -> None:
         seq.num_computed_tokens = num_computed
         assert blocks.can_grow(seq, 1)
         blocks.grow(seq, 1)
-        assert (blocks.table(0), seq.num_slots) == (table, 4 * len(table))
-    blocks.check_invariants()
+        assert seq.block_table == table
+    blocks.check_invariants([seq])
 
 
 def test_growth_without_room_changes_nothing() -> None:
@@ -146,10 +115,9 @@ def test_growth_without_room_changes_nothing() -> None:
     blocks.admit(seq, 4, blocks.lookup(seq))
     assert blocks.can_grow(seq, 8)  # 1 more wanted, 1 free
     assert not blocks.can_grow(seq, 9)  # 2 more
-    assert blocks.table(0) == [0]
+    assert seq.block_table == [0]
     assert blocks.num_free_blocks == 1
-    assert seq.num_slots == 4
-    blocks.check_invariants()
+    blocks.check_invariants([seq])
 
 
 def test_a_table_is_given_and_released_once() -> None:
@@ -158,40 +126,59 @@ def test_a_table_is_given_and_released_once() -> None:
     blocks.admit(seq, 4, blocks.lookup(seq))
     with pytest.raises(AssertionError, match="has a table already"):
         blocks.admit(seq, 4, blocks.lookup(seq))
-    with pytest.raises(AssertionError, match="still has a table"):
+    with pytest.raises(AssertionError, match="still has blocks"):
         blocks.forget(seq)
     blocks.free(seq)
-    with pytest.raises(KeyError):
-        blocks.free(seq)
+    assert (seq.block_table, blocks.num_free_blocks) == ([], blocks.num_gpu_blocks)
+    blocks.free(seq)  # it holds nothing
+    assert blocks.num_free_blocks == blocks.num_gpu_blocks
+    blocks.check_invariants([seq])
 
 
-def test_invariants_find_a_block_in_two_places() -> None:
-    def admitted(tokens: int = 8) -> tuple[BlockManager, Sequence]:
-        blocks = make_blocks(num_blocks=6)
-        seq = Sequence(0, make_request("a", tokens), 4096)
-        blocks.admit(seq, tokens, blocks.lookup(seq))
-        blocks.publish(seq, tokens)
-        seq.num_computed_tokens = tokens
-        blocks.check_invariants()
-        return blocks, seq
+def admitted(num_tokens: int = 8) -> tuple[BlockManager, Sequence]:
+    blocks = make_blocks(num_blocks=6)
+    seq = Sequence(0, make_request("a", num_tokens), 4096)
+    blocks.admit(seq, num_tokens, blocks.lookup(seq))
+    seq.num_computed_tokens = num_tokens
+    blocks.computed(seq, num_tokens)
+    blocks.check_invariants([seq])
+    return blocks, seq
 
-    blocks, _ = admitted()
-    blocks._tables[1] = blocks.table(0)[:]  # lent to two
-    with pytest.raises(AssertionError, match="differ from the tables"):
-        blocks.check_invariants()
+
+def test_invariants_find_a_block_that_two_have_and_one_reference_counts() -> None:
     blocks, seq = admitted()
-    other = Sequence(1, seq.request, 4096)
-    assert blocks.lookup(other).num_tokens == 4  # now others may find them
-    blocks._gpu.pool.ref_counts[0] = 0
-    blocks._gpu.pool.num_counted -= 1
-    with pytest.raises(AssertionError, match="is not counted"):
-        blocks.check_invariants()
-    blocks, seq = admitted(7)
-    table = blocks.table(0)[:]
+    thief = Sequence(1, seq.request, 4096)
+    thief.block_table = seq.block_table[:]
+    with pytest.raises(AssertionError, match="differ from the tables"):
+        blocks.check_invariants([seq, thief])
+
+
+def test_invariants_find_a_block_that_nobody_has() -> None:
+    blocks, seq = admitted()
+    seq.block_table.pop()
+    with pytest.raises(AssertionError, match="differ from the tables"):
+        blocks.check_invariants([seq])
+
+
+@pytest.mark.parametrize(("num_tokens", "index"), [(8, 0), (7, 1)])  # evictable; free
+def test_invariants_find_a_table_with_a_block_that_was_given_up(num_tokens: int, index: int) -> None:
+    blocks, seq = admitted(num_tokens)
+    block = seq.block_table[index]
     blocks.free(seq)
-    blocks.check_invariants()
-    blocks._tables[1] = table[:1]  # evictable, and in a table
-    blocks._gpu.pool._free.remove(table[1])  # so that the numbers agree
-    blocks._gpu.num_free -= 1
-    with pytest.raises(AssertionError, match="free or evictable"):
-        blocks.check_invariants()
+    blocks.check_invariants([seq])
+    seq.block_table = [block]
+    with pytest.raises(AssertionError, match="differ from the tables"):
+        blocks.check_invariants([seq])
+
+
+def test_invariants_find_a_sequence_on_both_sides() -> None:
+    blocks = make_blocks(num_blocks=6, num_cpu_blocks=4)
+    seq = Sequence(0, make_request("a", 4), 4096)
+    blocks.admit(seq, 4, blocks.lookup(seq))
+    blocks.swap_out(seq)
+    twin = Sequence(1, seq.request, 4096)
+    blocks.admit(twin, 4, blocks.lookup(twin))
+    blocks.check_invariants([seq, twin])
+    twin.cpu_table = seq.cpu_table
+    with pytest.raises(AssertionError, match="on both sides"):
+        blocks.check_invariants([seq, twin])

@@ -135,7 +135,7 @@ def test_the_reason_of_an_end_counts() -> None:
         scheduler = make_scheduler()
         add(scheduler, make_request("a", 4, None))
         scheduler.plan(0)
-        scheduler.commit(StepResult((1,), (Outcome(0, (1,), stop),)), 1)
+        scheduler.commit(StepResult(1, (Outcome(0, (1,), stop),)), 1)
         values.append(scheduler.digest)
     assert values[0] != values[1]
 
@@ -160,7 +160,7 @@ def test_time_does_not_count() -> None:
         add(scheduler, make_request("a", 4, 3))
         for number in range(3):
             scheduler.plan(number * scale)
-            scheduler.commit(StepResult(((number + 1) * scale,)), (number + 1) * scale)
+            scheduler.commit(StepResult((number + 1) * scale), (number + 1) * scale)
         values.append(scheduler.digest)
     assert values[0] == values[1]
 
@@ -182,7 +182,7 @@ def test_looking_at_the_rows_changes_nothing() -> None:
     for value in expected:
         plan = looked.plan(0)
         assert len(plan.scheduled) == len(plan.num_scheduled or ())
-        looked.commit(StepResult((1,)), 1)
+        looked.commit(StepResult(1), 1)
         assert looked.digest == value
 
 
@@ -254,7 +254,7 @@ def test_it_is_made_as_its_module_says(composition: str) -> None:
         ends = {row.seq_id: row for row in rows}
         live = {seq.seq_id: seq for seq in scheduler.unfinished()}
         limits = {seq_id: (seq.num_tokens, seq.token_limit) for seq_id, seq in live.items()}
-        scheduler.commit(StepResult((1,)), 1)
+        scheduler.commit(StepResult(1), 1)
         for seq in scheduler.unfinished():
             if seq.seq_id not in before:  # a member that has just parted
                 events += (7, known[seq.request.request_id], seq.seq_id)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.blocks.eviction import FIFO, LFU, LRU, CostAware, EvictionPolicy, LRUByLastStep
+from testbed.blocks.cost_aware import CostAware
+from testbed.blocks.eviction import FIFO, LFU, LRU, EvictionPolicy, LRUByLastStep
 from testbed.errors import ConfigError
 
 BLOCK_SIZE = 16

@@ -73,7 +73,7 @@ def test_a_swapped_group_shares_again_what_it_shared() -> None:
         step(scheduler)
         group = [seq for seq in scheduler.unfinished() if seq.request.request_id == "g"]
         if len(group) == 2 and group[0].state is SequenceState.RUNNING:
-            first, second = (scheduler.blocks.table(seq.seq_id) for seq in group)
+            first, second = (seq.block_table for seq in group)
             seen.append([one == other for one, other in zip(first, second, strict=True)])
     # before: the last block is shared until it is written to; after it: a third block each
     assert seen == [[True, True], [True, False], [True, False], [True, False, False]]
@@ -115,7 +115,7 @@ def test_drawn_samples_that_were_dissolved_keep_what_they_drew() -> None:
             for row in drawn
         ]
 
-        finished += scheduler.commit(StepResult((1,), tuple(outcomes)), 1)
+        finished += scheduler.commit(StepResult(1, tuple(outcomes)), 1)
         scheduler.check_invariants()
     done = next(item for item in finished if item.request.request_id == "g")
     assert sorted(map(list, done.outputs)) == [[106, 107, 108, 109, 110], [206, 207, 208, 209, 210]]
@@ -138,7 +138,7 @@ def run_beams(scheduler: Scheduler) -> list[tuple[str, FinishReason, str]]:
         outcomes = tuple(out(row.seq_id, 1, forks=(2,) * (row.num_samples - 1)) for row in drawn)
 
         scheduler.check_invariants()
-        finished += scheduler.commit(StepResult((1,), outcomes), 1)
+        finished += scheduler.commit(StepResult(1, outcomes), 1)
         scheduler.check_invariants()
     return [(item.request.request_id, item.reason, item.message) for item in finished]
 

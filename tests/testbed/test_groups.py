@@ -35,7 +35,8 @@ def test_a_forced_output_is_emitted_by_every_member(composition: str) -> None:
     seen = []
     while scheduler.has_work:
         plan, finished = step(scheduler)
-        seen.append((rows(plan), plan.shape.num_samples, scheduler.emitted, scheduler.num_running))
+        emitted = [seq.request_id for seq in scheduler.emitters]
+        seen.append((rows(plan), plan.shape.num_samples, emitted, scheduler.num_running))
     three = [("a", 1)] * 3
     assert seen == [
         ([("a", 5)], 1, ["a"] * 3, 3),  # one row, of which three sequences part
@@ -55,7 +56,7 @@ def test_members_part_with_the_first_tokens_that_were_drawn(composition: str) ->
     plan = scheduler.plan(0)
     (row,) = plan.scheduled
     assert (row.num_samples, row.group_id, row.samples, row.forced) == (3, 0, True, False)
-    assert scheduler.commit(StepResult((1,), (out(0, 7, forks=(8, 9)),)), 1) == []
+    assert scheduler.commit(StepResult(1, (out(0, 7, forks=(8, 9)),)), 1) == []
     assert members(scheduler) == {0: [7], 1: [8], 2: [9]}
     plan = scheduler.plan(0)
     assert [(row.seq_id, row.group_id, row.num_samples, list(row.tokens)) for row in plan.scheduled] == [
@@ -63,7 +64,7 @@ def test_members_part_with_the_first_tokens_that_were_drawn(composition: str) ->
         (1, 0, 1, [8]),
         (2, 0, 1, [9]),
     ]
-    (done,) = scheduler.commit(StepResult((1,), (out(0, 1), out(1, 2), out(2, 3))), 1)
+    (done,) = scheduler.commit(StepResult(1, (out(0, 1), out(1, 2), out(2, 3))), 1)
     assert [list(output) for output in done.outputs] == [[7, 1], [8, 2], [9, 3]]
     assert_nothing_held(scheduler)
 

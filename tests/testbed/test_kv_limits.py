@@ -113,12 +113,12 @@ def test_a_decode_reserves_slots_ahead_and_a_prefill_does_not() -> None:
     blocks = make_blocks(num_blocks=8, block_size=4, lookahead_slots=3)
     seq = sequence(0, 4)
     compute(blocks, seq)
-    assert len(blocks.table(0)) == 1, "a prompt takes what it needs"
+    assert len(seq.block_table) == 1, "a prompt takes what it needs"
     sizes = []
     for num_computed in range(4, 10):
         seq.num_computed_tokens = num_computed
         blocks.grow(seq, 1)
-        sizes.append(len(blocks.table(0)))
+        sizes.append(len(seq.block_table))
     # 4 + 1 + 3 = 8 slots, then 9, ..., 13
     assert sizes == [2, 3, 3, 3, 3, 4]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.manager import NO_HIT, BlockManager, Verdict
+from testbed.blocks.manager import BlockManager
+from testbed.blocks.prefixes import NO_HIT
+from testbed.blocks.verdict import Verdict
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.compositions.decode_first import DecodeFirst
@@ -131,8 +133,8 @@ def side_by_side(duplicates: str) -> tuple[BlockManager, Sequence, Sequence]:
         blocks.grow(seq, 1)
         seq.num_computed_tokens = 4
     for seq in seqs:
-        blocks.publish(seq, 4)
-    blocks.check_invariants()
+        blocks.computed(seq, 4)
+    blocks.check_invariants([*seqs])
     return blocks, *seqs
 
 
@@ -148,14 +150,13 @@ def test_blocks_of_equal_content(
     duplicates: str, tables: tuple[list[int], list[int]], found: int, found_after: int
 ) -> None:
     blocks, first, second = side_by_side(duplicates)
-    assert (list(blocks.table(0)), list(blocks.table(1))) == tables
+    assert (first.block_table, second.block_table) == tables
     assert blocks.lookup(sequence(9, (1, 2, 3, 4, 5))).blocks == [found]
     blocks.free(first)
     taker = sequence(2, 12)  # every block but the second's
     blocks.admit(taker, 12, blocks.lookup(taker))
     assert blocks.lookup(sequence(8, (1, 2, 3, 4, 5))).blocks == [found_after]
-    blocks.check_invariants()
-    assert second.num_slots == 4
+    blocks.check_invariants([second, taker])
 
 
 # --- free list ---

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LFU, CostAware
+from testbed.blocks.cost_aware import CostAware
+from testbed.blocks.eviction import LFU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.sequence import Sequence
@@ -39,9 +40,8 @@ def sequence(seq_id: int, tokens: int | Seq[int], salt: str = "") -> Sequence:
 def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
     """Admits a sequence and publishes all it knows; returns its table."""
     blocks.admit(seq, seq.num_tokens, blocks.lookup(seq))
-    blocks.publish(seq, seq.num_tokens)
-    blocks.check_invariants()
-    return list(blocks.table(seq.seq_id))
+    blocks.computed(seq, seq.num_tokens)
+    return seq.block_table[:]
 
 
 def num_hit(blocks: BlockManager, tokens: Seq[int], salt: str = "") -> int:
@@ -280,12 +280,12 @@ def test_children_survive_their_parent_and_are_hit_when_it_is_published_again() 
     compute(blocks, filler)  # takes the free block and evicts token 1
     assert num_hit(blocks, (1, 2, 3, 4)) == 0, "no hit without the parent"
     blocks.free(filler)
-    blocks.check_invariants()
+    blocks.check_invariants([])
     again = sequence(2, (1,))
     compute(blocks, again)  # evicts 50, the shallowest of those released last
     assert num_hit(blocks, (1, 2, 3, 4)) == 3
     assert num_hit(blocks, (2, 3, 4)) == 0
-    blocks.check_invariants()
+    blocks.check_invariants([again])
 
 
 def test_entries_go_with_their_last_descendant() -> None:
@@ -295,8 +295,9 @@ def test_entries_go_with_their_last_descendant() -> None:
     blocks.free(seq)
     filler = sequence(1, (50, 51, 52))
     compute(blocks, filler)
+    blocks.check_invariants([filler])  # no entry stands for nothing
+    assert num_hit(blocks, (50, 51, 52, 1)) == 3
     assert len(blocks._gpu.cache.entries) == 3
-    blocks.check_invariants()
 
 
 def test_two_sequences_that_compute_one_content_side_by_side_both_keep_it_findable() -> None:
@@ -305,15 +306,15 @@ def test_two_sequences_that_compute_one_content_side_by_side_both_keep_it_findab
     for seq in (first, second):  # both admitted before either is published
         blocks.admit(seq, 4, blocks.lookup(seq))
     for seq in (first, second):
-        blocks.publish(seq, 4)
-    assert blocks.table(0) != blocks.table(1)
-    blocks.check_invariants()
+        blocks.computed(seq, 4)
+    assert first.block_table != second.block_table
+    blocks.check_invariants([first, second])
     blocks.free(first)
     assert num_hit(blocks, range(5)) == 4
     fillers = sequence(2, range(100, 128))
     compute(blocks, fillers)  # 7 blocks: every one but the second's
     assert num_hit(blocks, range(5)) == 4
-    blocks.check_invariants()
+    blocks.check_invariants([second, fillers])
 
 
 def test_sharing_costs_no_blocks_and_ends_with_the_last_user() -> None:

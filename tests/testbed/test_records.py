@@ -41,7 +41,7 @@ def run_steps(
         max_steps -= 1
         plan = scheduler.plan(now_ns)
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
-        result = StepResult((now_ns + step_ns,), None, Spans(1, 2, 3, 4, 5))
+        result = StepResult(now_ns + step_ns, None, Spans(1, 2, 3, 4, 5))
         finished = scheduler.commit(result, now_ns + step_ns)
         (free,) = scheduler.free_blocks
         recorder.committed(

@@ -59,7 +59,7 @@ class Log:
         self.seen.append(("aborted", request_id, now_ns, step))
 
     def committed(self, step: StepView) -> None:
-        self.seen.append(("committed", step.plan.step, step.commit_ns))
+        self.seen.append(("committed", step.plan.step, step.end_ns))
         self.steps.append(step)
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
@@ -84,7 +84,7 @@ def drive(inbox: ListInbox, scheduler: Scheduler, step_ns: int = 10) -> tuple[Lo
             if isinstance(command, Execute):
                 commands.append(("execute", now_ns))
                 now_ns += step_ns
-                command = loop.send(Resume(now_ns, StepResult((now_ns,))))
+                command = loop.send(Resume(now_ns, StepResult(now_ns)))
             else:
                 assert isinstance(command, WaitUntil)
                 commands.append(("wait", command.until_ns))
@@ -108,7 +108,7 @@ def test_an_idle_loop_waits_for_the_next_arrival_and_for_nothing_while_busy() ->
         ("wait", 100), ("execute", 100), ("execute", 110),
     ]  # fmt: skip
     assert [scheduled(view.plan) for view in log.steps[:3]] == [{"a": 4}, {"a": 1, "b": 4}, {"b": 1}]
-    assert [(view.plan_ns, view.commit_ns) for view in log.steps[:2]] == [(5, 15), (15, 25)]
+    assert [(view.plan_ns, view.end_ns) for view in log.steps[:2]] == [(5, 15), (15, 25)]
 
 
 def test_a_request_is_seen_at_the_boundary_at_or_after_its_arrival() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.manager import BlockManager, Verdict
+from testbed.blocks.manager import BlockManager
+from testbed.blocks.verdict import Verdict
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PreemptionMode, PrefillChunk
 from testbed.core.scheduler import Scheduler
@@ -43,18 +44,19 @@ def holding(blocks: BlockManager, seq_id: int, num_tokens: int) -> Sequence:
 def test_blocks_move_out_and_in_as_pairs() -> None:
     blocks = make_blocks(num_blocks=6, num_cpu_blocks=4, block_size=4, caching=False)
     other, seq = holding(blocks, 0, 4), holding(blocks, 1, 10)
-    assert blocks.table(1) == [1, 2, 3]
+    assert seq.block_table == [1, 2, 3]
     assert blocks.swap_out(seq) == [(1, 0), (2, 1), (3, 2)]
-    blocks.check_invariants()
-    assert (blocks.cpu_table(1), blocks.num_free_blocks, blocks.num_free_cpu_blocks) == ([0, 1, 2], 5, 1)
-    assert (seq.num_slots, seq.num_computed_tokens) == (0, 10)
+    blocks.check_invariants([other, seq])
+    assert (seq.cpu_table, blocks.num_free_blocks, blocks.num_free_cpu_blocks) == ([0, 1, 2], 5, 1)
+    assert (seq.block_table, seq.num_computed_tokens) == ([], 10)
     third = holding(blocks, 2, 4)  # takes a block that was the sequence's
     pairs = blocks.swap_in(seq)
-    blocks.check_invariants()
+    blocks.check_invariants([other, seq, third])
     assert [source for source, _ in pairs] == [0, 1, 2]
-    assert [target for _, target in pairs] == blocks.table(1)
-    assert not set(blocks.table(1)) & {*blocks.table(0), *blocks.table(2)}
-    assert (blocks.num_free_blocks, seq.num_slots) == (1, 12)
+    assert [target for _, target in pairs] == seq.block_table
+    assert not set(seq.block_table) & {*other.block_table, *third.block_table}
+    assert (blocks.num_free_blocks, seq.cpu_table) == (1, [])
+    assert blocks.num_free_cpu_blocks == 1, "what the step empties is not filled by it"
     for one in (other, seq, third):
         blocks.free(one)
     blocks.planned()
@@ -66,8 +68,9 @@ def test_a_swapped_sequence_that_is_freed_gives_its_cpu_blocks_back() -> None:
     seq = holding(blocks, 0, 10)
     blocks.swap_out(seq)
     blocks.free(seq)
-    blocks.planned()
-    blocks.check_invariants()
+    assert blocks.num_free_cpu_blocks == 1, "a device may still read them"
+    blocks.freed()
+    blocks.check_invariants([])
     assert blocks.num_free_cpu_blocks == 4
 
 
@@ -218,11 +221,11 @@ def test_what_was_swapped_out_may_be_hit_while_its_blocks_are_not_taken() -> Non
     seq = Sequence(0, make_request("a", range(8)), 4096)
     blocks.admit(seq, 8, blocks.lookup(seq))
     seq.num_computed_tokens = 8
-    blocks.publish(seq, 8)
+    blocks.computed(seq, 8)
     blocks.swap_out(seq)
     again = Sequence(1, make_request("b", range(9)), 4096)
     assert blocks.lookup(again).num_tokens == 8
-    blocks.check_invariants()
+    blocks.check_invariants([seq])
 
 
 def test_a_prefill_that_was_swapped_out_goes_on() -> None:

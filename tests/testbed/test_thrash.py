@@ -51,7 +51,7 @@ def test_the_count_starts_again_with_every_token_and_every_end(gets_on: str) -> 
     preempting = None
     while preempting is None:
         plan = scheduler.plan(0)
-        scheduler.commit(StepResult((0,)), 0)
+        scheduler.commit(StepResult(0), 0)
         preempting = plan if plan.preempted else None
     assert not scheduler.emitters
     thrash = Thrash()

@@ -6,6 +6,8 @@ from itertools import groupby
 from operator import index
 from typing import Any, ClassVar
 
+from mypy_extensions import mypyc_attr
+
 from sim.cost.base import CostModel
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
@@ -15,6 +17,7 @@ from testbed.foreign_text import shown
 from testbed.streams import draw
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class SimWork(Value):
     """What a step costs. It lasts at least 1 ns, also one that only preempts."""
 
@@ -63,7 +66,8 @@ class SimBackend:
 
     def _price(self, shape: BatchShape) -> Spans:
         """The spans of one step. Raises ConfigError for what a cost model of a user's may not return."""
-        priced: Any = self.cost.price(shape)
+        cost: Any = self.cost  # a user's model may answer anything
+        priced = cost.price(shape)
         spans = priced if isinstance(priced, Spans) and _is_whole(priced) else self._checked(priced)
         own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
         return spans.replace(schedule_ns=spans.schedule_ns + own_ns) if own_ns else spans

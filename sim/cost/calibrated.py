@@ -12,6 +12,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from sim.cost.base import pairs_doubled, to_ns
 from sim.cost.profiled_range import OUTSIDE, Ranges, RangeWatch
 from testbed.core.outcome import Spans
@@ -22,6 +24,7 @@ from testbed.specs.profiles import ProfileManifest
 Curve = tuple[tuple[int, float], ...]  # (tokens, ns): knots, tokens ascending
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class CalibratedConfig:
     """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote."""
@@ -40,6 +43,7 @@ class CalibratedConfig:
             raise ConfigError(f"cost.outside is {self.outside!r}; choose one of {', '.join(OUTSIDE)}")
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """What each unit costs, in ns."""
@@ -77,6 +81,7 @@ class Quality(NamedTuple):
     noise: float | None
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """A fit. decode_curve, prefill_curve: ns over tokens of the step. quality: by region, and of `all`."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class ConstantConfig:
     """Every step takes as long."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from sim.cost.base import attention_pairs_doubled, to_ns
@@ -29,6 +30,7 @@ NUM_REWEIGHTINGS = 5  # the weights have settled by then
 MeasuredStep = tuple[BatchShape, int]  # the shape of a step, and how long it took in ns
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
     """Coefficients in seconds. The defaults are of the size of an 8B model in bfloat16 on one H100.
@@ -55,6 +57,7 @@ class LinearConfig:
 COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != "path")
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class LinearFit:
     """Fitted coefficients, and the relative error |predicted - measured| / measured on steps that a fold left out.

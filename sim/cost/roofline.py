@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mypy_extensions import mypyc_attr
+
 from sim.cost.base import pairs_doubled, to_ns
 from sim.cost.collectives import Collectives
 from testbed.core.outcome import Spans
@@ -28,6 +30,7 @@ _TOKEN_BYTES = 8
 LOGITS = ("all_gather", "gather")
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class RooflineConfig:
     """What is neither the model's nor the device's.
@@ -54,6 +57,7 @@ class RooflineConfig:
             raise ConfigError(f"cost.logits is {self.logits!r}; choose one of {', '.join(LOGITS)}")
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What the cache decides: tokens of a block, the type of K and V (None: the model's), the window (None: all)."""

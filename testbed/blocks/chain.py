@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from array import array
 
+from mypy_extensions import mypyc_attr
+
 from testbed.blocks.keys import KeySource
 
 
@@ -18,6 +20,7 @@ class TokenSource:
         raise NotImplementedError
 
 
+@mypyc_attr(acyclic=True)
 class CacheEntry:
     """One cached prefix. Lives while a block holds it or a longer prefix hangs on it."""
 

@@ -7,7 +7,7 @@ stay out: two runs that decide alike have equal digests whatever the free list's
 from __future__ import annotations
 
 from librt.strings import BytesWriter, write_i64_le
-from xxhash import xxh64_intdigest
+from xxhash import xxh64_digest
 
 from testbed.core.batch import Batch
 from testbed.core.outcome import FinishReason
@@ -21,15 +21,15 @@ _MODES = tuple(PreemptionMode)
 
 
 class Digest:
-    """Running digest of a scheduler's decisions. `value` is the digest after the last step."""
+    """Running digest of a scheduler's decisions. `value`: after the last step, 8 bytes, the lowest first."""
 
     def __init__(self) -> None:
-        self.value = 0
+        self.value = bytes(8)
         self._seqs: list[Sequence] = []
         self._counts: list[int] = []
-        self._composition = xxh64_intdigest(b"")  # of these
+        self._composition = _hash(BytesWriter())  # of these
 
-    def composition(self, batch: Batch) -> int:
+    def composition(self, batch: Batch) -> bytes:
         """Hash of who computes how many tokens, in order; recomputed only when that changes."""
         if batch.seqs != self._seqs or batch.counts != self._counts:
             self._seqs, self._counts = batch.seqs, batch.counts
@@ -38,25 +38,23 @@ class Digest:
                 write_i64_le(numbers, seq.seq_id)
             for num_tokens in batch.counts:
                 write_i64_le(numbers, num_tokens)
-            self._composition = xxh64_intdigest(numbers.getvalue())
+            self._composition = _hash(numbers)
         return self._composition
 
-    def add(self, composition: int, free_gpu: int, free_cpu: int, events: list[int]) -> int:
-        """Adds one step; the value after it."""
+    def add(self, composition: bytes, free_gpu: int, free_cpu: int, events: list[int]) -> None:
+        """Adds one step."""
         numbers = BytesWriter()
-        write_i64_le(numbers, _signed(self.value))
-        write_i64_le(numbers, _signed(composition))
+        numbers.write(self.value)
+        numbers.write(composition)
         write_i64_le(numbers, free_gpu)
         write_i64_le(numbers, free_cpu)
         for number in events:
             write_i64_le(numbers, number)
-        self.value = xxh64_intdigest(numbers.getvalue())
-        return self.value
+        self.value = _hash(numbers)
 
 
-def _signed(number: int) -> int:
-    """The signed number of the same 64 bits."""
-    return number - (1 << 64) if number >= 1 << 63 else number
+def _hash(numbers: BytesWriter) -> bytes:
+    return xxh64_digest(numbers.getvalue())[::-1]
 
 
 def plan_events(step: Step) -> list[int]:

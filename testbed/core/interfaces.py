@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import ClassVar, NamedTuple, Protocol
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.outcome import Finished, Spans, StepResult
 from testbed.core.plan import BatchPlan, PreemptionMode
 from testbed.core.request import Request
@@ -53,6 +55,7 @@ class Inbox(Protocol):
 # --- the loop and its driver ---
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class WaitUntil(Value):
     """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
 
@@ -67,6 +70,7 @@ class WaitUntil(Value):
         self.is_stuck = is_stuck
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Execute(Value):
     """Run the plan."""
 
@@ -76,6 +80,7 @@ class Execute(Value):
         self.plan = plan
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Resume(Value):
     """The driver's answer to a command: the time, and the result if it executed a plan."""
 
@@ -99,15 +104,16 @@ class Backend(Protocol):
 # --- who watches ---
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class StepView(Value):
     """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
 
-    digest: after the step. emitters: the sequences that emitted, once for each token, in the order scheduled.
-    free_gpu_blocks: after the plan, before its commit; evictable ones count as free.
+    digest_bytes: after the step, the lowest byte first. emitters: the sequences that emitted, once for each token, in
+    the order scheduled. free_gpu_blocks: after the plan, before its commit; evictable ones count as free.
     """
 
     FIELDS: ClassVar = (
-        "plan", "plan_ns", "result", "digest", "emitters", "num_running", "num_waiting", "num_swapped",
+        "plan", "plan_ns", "result", "digest_bytes", "emitters", "num_running", "num_waiting", "num_swapped",
         "free_gpu_blocks", "free_cpu_blocks",
     )  # fmt: skip
 
@@ -116,7 +122,7 @@ class StepView(Value):
         plan: BatchPlan,
         plan_ns: int,
         result: StepResult,
-        digest: int,
+        digest_bytes: bytes,
         emitters: list[Sequence],
         num_running: int,
         num_waiting: int,
@@ -127,7 +133,7 @@ class StepView(Value):
         self.plan = plan
         self.plan_ns = plan_ns
         self.result = result
-        self.digest = digest
+        self.digest_bytes = digest_bytes
         self.emitters = emitters
         self.num_running = num_running
         self.num_waiting = num_waiting
@@ -143,6 +149,11 @@ class StepView(Value):
     @property
     def spans(self) -> Spans:
         return self.result.spans
+
+    @property
+    def digest(self) -> int:
+        """The decision digest after the step."""
+        return int.from_bytes(self.digest_bytes, "little")
 
     @property
     def emitted(self) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence as Seq
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.request import SamplingParams
 from testbed.core.value import Value
 
@@ -65,6 +67,7 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
+@mypyc_attr(acyclic=True)
 class ScheduledSequence(Value):
     """One sequence's share of a step.
 
@@ -117,6 +120,7 @@ class ScheduledSequence(Value):
         self.num_finished = num_finished
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class BatchShape(Value):
     """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
 
@@ -166,6 +170,7 @@ class BatchShape(Value):
         return not (self.num_decodes or self.prefills or self.num_blocks_moved)
 
 
+@mypyc_attr(acyclic=True)
 class Rows:
     """The rows of a plan, made when a device asks for them; a simulator never does."""
 
@@ -178,6 +183,7 @@ class Rows:
         raise NotImplementedError
 
 
+@mypyc_attr(acyclic=True)
 class MadeRows(Rows):
     """Rows that are there already."""
 
@@ -188,6 +194,7 @@ class MadeRows(Rows):
         return self._rows
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class BatchPlan(Value):
     """One step, decided. number: how many were committed before it.
 

@@ -67,6 +67,11 @@ class Scheduler:
     @property
     def digest(self) -> int:
         """The decision digest after the last committed step."""
+        return int.from_bytes(self._digest.value, "little")
+
+    @property
+    def digest_bytes(self) -> bytes:
+        """The same, the lowest byte first."""
         return self._digest.value
 
     @property
@@ -180,7 +185,9 @@ class Scheduler:
         step = self._step
         assert step is not None, "nothing is in flight"
         self._step = None
-        events, self._pending_events = self._pending_events + plan_events(step), []
+        events = plan_events(step)
+        if self._pending_events:
+            events, self._pending_events = self._pending_events + events, []
         composition = self._digest.composition(step.batch)
         finished: list[Finished] = []
         for seq, message in step.ended:

@@ -36,7 +36,7 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
                 finished = scheduler.commit(result, now_ns)
                 recorder.committed(
                     StepView(
-                        plan, plan_ns, result, scheduler.digest, scheduler.emitters, num_running, num_waiting,
+                        plan, plan_ns, result, scheduler.digest_bytes, scheduler.emitters, num_running, num_waiting,
                         num_swapped, scheduler.free_gpu_blocks, scheduler.free_cpu_blocks,
                     )
                 )  # fmt: skip

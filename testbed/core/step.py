@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
@@ -35,6 +37,7 @@ class Composition(Protocol):
         ...
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Step:
     """A step being decided at `now_ns`; number: how many were committed before it."""
 

@@ -66,9 +66,6 @@ class StepTable:
     def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
         """Takes the step's numbers: its view, which holds much more, is not kept."""
         plan, shape, spans, rows = step.plan, step.plan.shape, step.spans, self._rows
-        digest = step.digest
-        if digest >= 1 << 63:
-            digest -= 1 << 64  # the same bits
         num_prefill_tokens = num_cached_tokens = 0
         for chunk in shape.prefills:
             num_prefill_tokens += chunk.num_tokens
@@ -101,7 +98,7 @@ class StepTable:
         write_i64_le(rows, spans.swap_ns)
         write_i64_le(rows, spans.forward_ns)
         write_i64_le(rows, spans.sample_ns)
-        write_i64_le(rows, digest)
+        rows.write(step.digest_bytes)
         if len(rows) >= self._flush_bytes:
             self._flush()
 

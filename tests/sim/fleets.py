@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, replace
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
-from sim.driver import run
 from sim.fleet import Fleet
 from sim.routers import Replicas, Router, RouterContext, bind
-from testbed.core.fast_forward import FAST_FORWARD
 from testbed.core.interfaces import Inbox
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.errors import LivelockError
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup
-from tests.sim.test_fast_forward import STEP_NS, Log, Sessions, price, world
+from tests.sim.worlds import STEP_NS, Log, Sessions, price, world
+from tests.sim.worlds import drive as drive_one
 
 
 @dataclass
@@ -46,19 +45,15 @@ def drive(
     schedulers: Sequence[Scheduler],
     costs: Sequence[CostModel],
     *,
-    fast: bool = True,
+    logs: Sequence[Log] | None = None,
     replicas_per_link: int | None = None,
     seed: int = 0,
 ) -> list[Log]:
     """Runs a fleet to its end; a log for each replica. A livelock is the last event of the first one's."""
     backends = [SimBackend(cost, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS) for cost in costs]
     fleet = Fleet(inbox, router, backends, replicas_per_link=replicas_per_link)
-    logs = [Log() for _ in schedulers]
-    max_steps = FAST_FORWARD if fast else 1
-    loops = [
-        serve(box, scheduler, log, max_steps)
-        for box, scheduler, log in zip(fleet.inboxes, schedulers, logs, strict=True)
-    ]
+    logs = [Log() for _ in schedulers] if logs is None else list(logs)
+    loops = [serve(box, scheduler, log) for box, scheduler, log in zip(fleet.inboxes, schedulers, logs, strict=True)]
     try:
         fleet.run(loops, schedulers)
     except LivelockError as error:
@@ -83,23 +78,22 @@ def _on_boundaries(
     )
 
 
+def world_of(seed: int) -> tuple[list[Request], list[tuple[int, str]], dict[str, Request]]:
+    """The random world of `seed`; in half of them, events fall on boundaries of steps."""
+    return _on_boundaries(*world(seed)) if random.Random(seed).random() < 0.5 else world(seed)
+
+
 def inputs(seed: int) -> tuple[Sessions, CostModel]:
-    """The random world of `seed` and its prices; in half of them, events fall on boundaries of steps."""
-    if random.Random(seed).random() < 0.5:
-        return Sessions(*_on_boundaries(*world(seed))), ConstantCost(ConstantConfig(STEP_NS / 1e9))
-    return Sessions(*world(seed)), price(random.Random(seed))
+    """That world and its prices."""
+    is_even = random.Random(seed).random() < 0.5
+    cost = ConstantCost(ConstantConfig(STEP_NS / 1e9)) if is_even else price(random.Random(seed))
+    return Sessions(*world_of(seed)), cost
 
 
-def go_plain(setup: Setup, seed: int, max_steps: int) -> Log:
+def go_plain(setup: Setup, seed: int) -> Log:
     """The same on the driver of one engine."""
     inbox, cost = inputs(seed)
-    scheduler, log = setup.scheduler(), Log()
-    backend = SimBackend(cost, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
-    try:
-        run(serve(inbox, scheduler, log, max_steps), backend)
-    except LivelockError as error:
-        log.events.append((str(error),))
-    return log
+    return drive_one(setup.scheduler(), inbox, cost, seed)
 
 
 def go_fleet(
@@ -108,7 +102,6 @@ def go_fleet(
     router: Router,
     num_replicas: int,
     *,
-    fast: bool,
     replicas_per_link: int | None = None,
 ) -> list[Log]:
     """`inputs` on replicas of `setup`."""
@@ -116,6 +109,6 @@ def go_fleet(
     schedulers = [setup.scheduler() for _ in range(num_replicas)]
     inbox, cost = inputs(seed)
     return drive(
-        inbox, router, schedulers, [cost] * num_replicas, fast=fast,
+        inbox, router, schedulers, [cost] * num_replicas,
         replicas_per_link=replicas_per_link, seed=seed,
     )  # fmt: skip

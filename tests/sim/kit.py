@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from analysis.frames import as_frame
+from experiments.recorders import Recorders
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
@@ -76,10 +77,10 @@ class Instants:
         return max(self.end.values()) - min(self.arrival.values())
 
 
-def serve_trace(scheduler: Scheduler, trace: Trace, cost: CostModel | None = None, *, max_steps: int = 1) -> Instants:
-    """Simulates a trace to its end. max_steps: that a plan may span."""
+def serve_trace(scheduler: Scheduler, trace: Trace, cost: CostModel | None = None) -> Instants:
+    """Simulates a trace to its end."""
     instants = Instants()
-    run(serve(TraceInbox(trace, VOCAB_SIZE), scheduler, instants, max_steps), SimBackend(cost or constant()))
+    run(serve(TraceInbox(trace, VOCAB_SIZE), scheduler, instants), SimBackend(cost or constant()))
     return instants
 
 
@@ -87,15 +88,17 @@ class StopRun(Exception):  # noqa: N818  (it stops a run, and is no error)
     """The run was cut short, as by Ctrl-C."""
 
 
-class CutRecorder(RunRecorder):
-    """Ends the run after so many plans: not every policy promises that everything ends."""
+class Cut:
+    """Ends the run after so many steps, as a recorder: not every policy promises that everything ends."""
 
-    def __init__(self, folder: Path, num_plans: int) -> None:
-        super().__init__(folder)
-        self._num_left = num_plans
+    def __init__(self, num_steps: int) -> None:
+        self._num_left = num_steps
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
     def committed(self, step: StepView) -> None:
-        super().committed(step)
         self._num_left -= 1
         if self._num_left == 0:
             raise StopRun
@@ -114,20 +117,19 @@ def recorded(
     cost: CostModel | None = None,
     *,
     sampling: SamplingParams = GREEDY,
-    max_steps: int = 1,
-    num_plans: int = 2000,
+    num_steps: int = 2000,
     stops_on: tuple[type[Exception], ...] = (),
 ) -> Records:
     """Simulates a trace and reads the records back as a run folder would hold them.
 
-    max_steps: that a plan may span. num_plans: after which the run is cut. stops_on: errors of a policy that end the
-    run where it is, as a partial one.
+    num_steps: after which the run is cut. stops_on: errors of a policy that end the run where it is, as a partial one.
     """
     is_cut = False
     with tempfile.TemporaryDirectory() as folder:
-        recorder = CutRecorder(Path(folder), num_plans)
+        recorder = RunRecorder(Path(folder))
         try:
-            loop = serve(TraceInbox(trace, VOCAB_SIZE, sampling), scheduler, recorder, max_steps)
+            inbox = TraceInbox(trace, VOCAB_SIZE, sampling)
+            loop = serve(inbox, scheduler, Recorders(recorder, Cut(num_steps)))
             run(loop, SimBackend(cost or constant()))
         except (StopRun, *stops_on):
             is_cut = True
@@ -141,14 +143,14 @@ def _read(folder: Path, is_cut: bool) -> Records:
     return Records(requests, steps, is_cut)
 
 
-def fleet_recorded(fleet: Fleet, schedulers: list[Scheduler], max_steps: int) -> Records:
+def fleet_recorded(fleet: Fleet, schedulers: list[Scheduler]) -> Records:
     """Runs a fleet; its records as a run folder holds them."""
     with tempfile.TemporaryDirectory() as folder:
         recorders: list[RunRecorder] = []
         for replica in range(len(schedulers)):
             recorders.append(RunRecorder(Path(folder), replica=replica, beside=recorders[0] if recorders else None))
         loops = [
-            serve(inbox, scheduler, recorder, max_steps)
+            serve(inbox, scheduler, recorder)
             for inbox, scheduler, recorder in zip(fleet.inboxes, schedulers, recorders, strict=True)
         ]
         with suppress(LivelockError):

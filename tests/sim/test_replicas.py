@@ -1,8 +1,9 @@
-"""Replicas behind a router: the same stepped and fast forwarded; one is the plain driver; order at an instant."""
+"""Replicas behind a router: events at their instants, one replica is the plain driver, order at an instant."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,16 +13,17 @@ from hypothesis import strategies as st
 from sim.cost.base import CostModel
 from sim.cost.constant import ConstantConfig, ConstantCost
 from sim.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
-from testbed.core.fast_forward import FAST_FORWARD
+from testbed.blocks.config import KVRules
 from testbed.core.interfaces import StepView
+from testbed.core.limits import Limits
 from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import ConfigError
-from testbed.policies.victim import MostBlocks
 from tests.properties.setups import Setup, random_setup
-from tests.sim.fleets import Watched, drive, go_fleet, go_plain
-from tests.sim.test_fast_forward import Log, Sessions
-from tests.testbed.test_thrash import scheduler_of
+from tests.sim.fleets import Watched, drive, go_fleet, go_plain, world_of
+from tests.sim.worlds import Log, Sessions, expect_instants
+from tests.testbed.core_kit import make_scheduler
 
 ANY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 STEP_NS = 10
@@ -46,8 +48,8 @@ class To:
         return self._numbers[request.request_id]
 
 
-def fleet_of(inbox: Sessions, router: Router, num: int, *, fast: bool, setup: Setup = ROOMY) -> list[Log]:
-    return drive(inbox, router, [setup.scheduler() for _ in range(num)], [step_of()] * num, fast=fast)
+def fleet_of(inbox: Sessions, router: Router, num: int, logs: Sequence[Log] | None = None) -> list[Log]:
+    return drive(inbox, router, [ROOMY.scheduler() for _ in range(num)], [step_of()] * num, logs=logs)
 
 
 def assert_same(setup: Setup, ours: list[Log], theirs: list[Log], case: object) -> None:
@@ -56,51 +58,53 @@ def assert_same(setup: Setup, ours: list[Log], theirs: list[Log], case: object) 
         assert one.steps == other.steps, (setup, case, number)
 
 
-# --- fast forward ---
+# --- random worlds ---
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 @ANY
 @given(seed=st.integers(0, 2**32), num=st.integers(1, 4), per_link=st.sampled_from((None, 1, 2)))
-def test_fast_forward_equals_stepping_whatever_the_router(name: str, seed: int, num: int, per_link: int | None) -> None:
+def test_replicas_see_what_they_are_sent_where_a_step_ends(
+    name: str, seed: int, num: int, per_link: int | None
+) -> None:
     setup = random_setup(random.Random(seed))
-    stepped, forwarded = (
-        go_fleet(setup, seed, ROUTERS[name](), num, fast=fast, replicas_per_link=per_link) for fast in (False, True)
-    )
-    assert_same(setup, forwarded, stepped, (name, seed, num, per_link))
-    arrived = [event[1] for log in forwarded for event in log.events if event[0] == "arrived"]
+    logs = go_fleet(setup, seed, ROUTERS[name](), num, replicas_per_link=per_link)
+    arrivals, aborts, turns = world_of(seed)
+    for log in logs:
+        expect_instants(log, arrivals, aborts)
+    arrived = [event[1] for log in logs for event in log.events if event[0] == "arrived"]
     assert len(arrived) == len(set(arrived)), "a request is served by one replica"
+    assert (
+        {one.request_id for one in arrivals} <= set(arrived) <= {one.request_id for one in [*arrivals, *turns.values()]}
+    )
+    again = go_fleet(setup, seed, ROUTERS[name](), num, replicas_per_link=per_link)
+    assert_same(setup, again, logs, (name, seed, num, per_link))
 
 
 @ANY
 @given(seed=st.integers(0, 2**32), num=st.integers(2, 4), name=st.sampled_from(tuple(ROUTERS)))
-def test_a_router_is_shown_the_same_and_what_it_asks_changes_nothing(seed: int, num: int, name: str) -> None:
+def test_what_a_router_asks_changes_nothing(seed: int, num: int, name: str) -> None:
     setup = random_setup(random.Random(seed))
-    runs, shown = [], []
-    for fast in (False, True):
-        router = ROUTERS[name]()
-        bind(router, RouterContext(seed, num))
-        watched = Watched(router)
-        runs.append(go_fleet(setup, seed, watched, num, fast=fast))
-        shown.append(watched.seen)
-    assert shown[0] == shown[1], (setup, name, seed, num)
-    assert_same(setup, runs[1], runs[0], (name, seed, num))
-    assert_same(setup, runs[1], go_fleet(setup, seed, ROUTERS[name](), num, fast=True), (name, seed, num))
+    router = ROUTERS[name]()
+    bind(router, RouterContext(seed, num))
+    watched = Watched(router)
+    assert_same(
+        setup, go_fleet(setup, seed, watched, num), go_fleet(setup, seed, ROUTERS[name](), num), (name, seed, num)
+    )
+    assert watched.seen
 
 
-@pytest.mark.parametrize("max_steps", [1, FAST_FORWARD])
 @ANY
 @given(seed=st.integers(0, 2**32))
-def test_one_replica_is_the_plain_driver(max_steps: int, seed: int) -> None:
+def test_one_replica_is_the_plain_driver(seed: int) -> None:
     setup = random_setup(random.Random(seed))
-    plain = go_plain(setup, seed, max_steps)
-    assert_same(setup, go_fleet(setup, seed, RoundRobin(), 1, fast=max_steps > 1), [plain], seed)
+    assert_same(setup, go_fleet(setup, seed, RoundRobin(), 1), [go_plain(setup, seed)], seed)
 
 
-def test_a_run_of_decodes_is_one_plan_on_each_replica() -> None:
-    inbox = Sessions([request("a", 0, 30), request("b", 0, 30)], [], {})
-    logs = fleet_of(inbox, RoundRobin(), 2, fast=True)
-    assert [(log.num_plans, len(log.steps)) for log in logs] == [(2, 30), (2, 30)]
+def test_replicas_step_each_for_itself() -> None:
+    logs = fleet_of(Sessions([request("a", 0, 30), request("b", 0, 30)], [], {}), RoundRobin(), 2)
+    for log in logs:
+        assert [step.plan_ns for step in log.views] == [i * STEP_NS for i in range(30)]
 
 
 # --- events at their instants ---
@@ -117,14 +121,12 @@ class Journal(Log):
         self._journal.append((now_ns, "plan with", request.request_id, self._number))
 
     def committed(self, step: StepView) -> None:
-        self._journal.append((step.commit_ns, "commit", self._number))
+        self._journal.append((step.end_ns, "commit", self._number))
 
 
-def test_the_order_at_one_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_at_one_instant() -> None:
     """Commits in replica order, session arrivals, routing, plans in replica order."""
     journal: list[tuple[object, ...]] = []
-    numbers = iter(range(3))
-    monkeypatch.setattr("tests.sim.fleets.Log", lambda: Journal(journal, next(numbers)))
 
     class Notes(To):
         def route(self, request: Request, replicas: Replicas) -> int:
@@ -134,7 +136,7 @@ def test_the_order_at_one_instant(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = [request("c", 0, 1), request("a", 0, 1), request("d", STEP_NS, 1)]
     turns = {"a": request("a+", 0, 1)}  # at once
     router = Notes(c=2, a=0, d=1, **{"a+": 1})
-    fleet_of(Sessions(opened, [], turns), router, 3, fast=True)
+    fleet_of(Sessions(opened, [], turns), router, 3, [Journal(journal, number) for number in range(3)])
     assert journal == [
         (0, "route", "c", [0, 0, 0]), (0, "route", "a", [0, 0, 1]),
         (0, "plan with", "a", 0), (0, "plan with", "c", 2),
@@ -145,32 +147,29 @@ def test_the_order_at_one_instant(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_an_arrival_is_seen_at_the_first_boundary_of_its_own_replica_alone(fast: bool) -> None:
+def test_an_arrival_is_seen_at_the_first_boundary_of_its_own_replica_alone() -> None:
     inbox = Sessions([request("a", 0, 9), request("b", 0, 9), request("late", 25, 1)], [], {})
-    first, second = fleet_of(inbox, To(a=0, b=1, late=1), 2, fast=fast)
+    first, second = fleet_of(inbox, To(a=0, b=1, late=1), 2)
     assert ("arrived", "late", 30, 3) in second.events
-    assert first.num_plans == (2 if fast else 9)
+    assert len(first.steps) == 9
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_an_abort_follows_its_request(fast: bool) -> None:
+def test_an_abort_follows_its_request() -> None:
     arrivals = [request("a", 0, 9), request("b", 0, 9)]
     inbox = Sessions(arrivals, [(35, "b"), (50, "never came")], {})
-    first, second = fleet_of(inbox, RoundRobin(), 2, fast=fast)
+    first, second = fleet_of(inbox, RoundRobin(), 2)
     assert ("aborted", "b", 40, 4) in second.events
     assert len(first.steps) == 9
     assert len(second.steps) == 4
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_steps_that_are_over_count_when_a_router_looks(fast: bool) -> None:
+def test_steps_that_are_over_count_when_a_router_looks() -> None:
     """A prompt of 2: after 3 steps 4 tokens are computed and 5 known. At 30 the third is over, and the next not yet
     planned: one block of 4 is held, and full, so it is cached. At 35 the fourth step has its second block."""
     same = replace(request("same", 30, 1), prompt_token_ids=[2, 3, 0, 0, 9])
     inbox = Sessions([request("a", 0, 9), same, request("other", 35, 1, num_prompt=5), request("c", 40, 1)], [], {})
     watched = Watched(To(a=0, same=1, other=1, c=1))
-    fleet_of(inbox, watched, 2, fast=fast)
+    fleet_of(inbox, watched, 2)
     at_0, at_30, at_35, at_40 = (views for _, _, views in watched.seen)
     assert at_0 == [(0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)]
     assert at_30[0] == (1, 0, 1, 5, 1, 4)
@@ -180,8 +179,7 @@ def test_steps_that_are_over_count_when_a_router_looks(fast: bool) -> None:
     assert at_40[1][:4] == (1, 1, 0, 5), "seen at 40, when its step is over"
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_what_came_with_the_look_is_not_seen_before_it(fast: bool) -> None:
+def test_what_came_with_the_look_is_not_seen_before_it() -> None:
     """At 35, `b` goes to replica 0, `x` there is aborted, and then a router looks: at 30, neither was known."""
     inbox = Sessions(
         [request("a", 0, 9), request("x", 0, 9), request("b", 35, 1), request("c", 35, 1)],
@@ -189,7 +187,7 @@ def test_what_came_with_the_look_is_not_seen_before_it(fast: bool) -> None:
         {"x": request("x+", 0, 1)},
     )
     watched = Watched(To(a=0, x=0, b=0, c=1, **{"x+": 1}))
-    first, second = fleet_of(inbox, watched, 2, fast=fast)
+    first, second = fleet_of(inbox, watched, 2)
     assert [event for event in first.events if event[0] in ("arrived", "aborted")] == [
         ("arrived", "a", 0, 0), ("arrived", "x", 0, 0), ("arrived", "b", 40, 4), ("aborted", "x", 40, 4),
     ]  # fmt: skip
@@ -197,21 +195,19 @@ def test_what_came_with_the_look_is_not_seen_before_it(fast: bool) -> None:
     assert [views[0][:4] for _, _, views in watched.seen[2:4]] == [(2, 0, 2, 10), (3, 1, 2, 12)]
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_plan_that_an_arrival_cut_at_this_instant_is_over_for_the_next_look(fast: bool) -> None:
-    """At 30, `b` cuts the plan of `a` there, and then `c` has its replica looked at."""
+def test_a_step_that_ends_at_this_instant_is_over_for_the_next_look() -> None:
+    """At 30 a step of `a` ends and `b` comes, and then `c` has its replica looked at."""
     inbox = Sessions([request("a", 0, 9), request("b", 30, 1), request("c", 30, 1)], [], {})
     watched = Watched(To(a=0, b=0, c=1))
-    first, _ = fleet_of(inbox, watched, 2, fast=fast)
+    first, _ = fleet_of(inbox, watched, 2)
     assert watched.seen[2][2][0] == (2, 1, 1, 7, 1, 0)
     assert ("arrived", "b", 30, 3) in first.events
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_what_an_abort_brings_is_routed_after_the_plans_of_its_instant(fast: bool) -> None:
+def test_what_an_abort_brings_is_routed_after_the_plans_of_its_instant() -> None:
     """At 40 replica 1 sees that `x` is aborted; `x+` follows at once, when replica 0 has planned."""
     inbox = Sessions([request("a", 0, 9), request("x", 0, 9)], [(35, "x")], {"x": request("x+", 0, 1)})
-    first, second = fleet_of(inbox, To(a=0, x=1, **{"x+": 0}), 2, fast=fast)
+    first, second = fleet_of(inbox, To(a=0, x=1, **{"x+": 0}), 2)
     assert ("aborted", "x", 40, 4) in second.events
     assert ("arrived", "x+", 50, 5) in first.events
 
@@ -219,44 +215,46 @@ def test_what_an_abort_brings_is_routed_after_the_plans_of_its_instant(fast: boo
 # --- ends and errors ---
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_replica_that_nobody_needs_is_idle(fast: bool) -> None:
-    logs = fleet_of(Sessions([request("a", 5, 3)], [], {}), To(a=1), 3, fast=fast)
+def test_a_replica_that_nobody_needs_is_idle() -> None:
+    logs = fleet_of(Sessions([request("a", 5, 3)], [], {}), To(a=1), 3)
     assert [len(log.steps) for log in logs] == [0, 3, 0]
     assert not logs[0].events
-    assert fleet_of(Sessions([], [], {}), RoundRobin(), 2, fast=fast)[0].events == []
+    assert fleet_of(Sessions([], [], {}), RoundRobin(), 2)[0].events == []
 
 
 class Refuses:
     """Schedules nothing."""
 
-    is_time_dependent = False
-
     def compose(self, step: object) -> None: ...
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_work_that_nothing_will_move_is_a_livelock_when_the_others_are_done(fast: bool) -> None:
-    schedulers = [ROOMY.scheduler(), ROOMY.scheduler()]
-    schedulers[1]._composition = Refuses()  # type: ignore[assignment]
+def test_work_that_nothing_will_move_is_a_livelock_when_the_others_are_done() -> None:
+    schedulers = [ROOMY.scheduler(), make_scheduler(Refuses())]
     inbox = Sessions([request("a", 5, 3), request("b", 6, 3)], [], {})
-    logs = drive(inbox, To(a=0, b=1), schedulers, [step_of()] * 2, fast=fast)
+    logs = drive(inbox, To(a=0, b=1), schedulers, [step_of()] * 2)
     assert len(logs[0].steps) == 3
     assert logs[0].events[-1] == (
         "nothing can be scheduled and nothing will arrive, but 1 requests wait: b; check the policy",
     )
 
 
-@pytest.mark.parametrize("fast", [False, True])
+def thrashing() -> Scheduler:
+    """Two prompts of 36 tokens fit in one by one, not together, and are computed in chunks of 4 tokens, a block."""
+    return Setup(
+        limits=Limits(8, 64, 512, 4, 1), num_blocks=11, num_cpu_blocks=0, caching=False, victim="most_blocks",
+        rules=KVRules(allocate="chunk"),
+    ).scheduler()  # fmt: skip
+
+
 @pytest.mark.parametrize("rescued", [(), ("a",), ("a", "c")])
-def test_circles_of_replicas_are_told_once_nothing_is_to_come(fast: bool, rescued: tuple[str, ...]) -> None:
+def test_circles_of_replicas_are_told_once_nothing_is_to_come(rescued: tuple[str, ...]) -> None:
     """Two prompts that take each other's blocks on replicas 0 and 1, which never look at the same instant; 2 is done.
     An abort that comes later than the circles are seen to be such frees a replica."""
-    schedulers = [scheduler_of(MostBlocks), scheduler_of(MostBlocks), ROOMY.scheduler()]
+    schedulers = [thrashing(), thrashing(), ROOMY.scheduler()]
     arrivals = [request(name, 0, 2, num_prompt=36) for name in "abcd"] + [request("e", 0, 2)]
     late_ns = 20 * Thrash.MAX_RETURNS * STEP_NS
     inbox = Sessions(arrivals, [(late_ns, name) for name in rescued], {})
-    logs = drive(inbox, To(a=0, b=0, c=1, d=1, e=2), schedulers, [step_of(), step_of(7), step_of()], fast=fast)
+    logs = drive(inbox, To(a=0, b=0, c=1, d=1, e=2), schedulers, [step_of(), step_of(7), step_of()])
     ended = [event[0] for log in logs for event in log.events if event[0] != "arrived"]
     stuck = [name for name in ended if "get nowhere" in name]
     if rescued == ("a", "c"):
@@ -275,7 +273,7 @@ def test_a_router_that_names_no_replica_is_told_so(answer: object) -> None:
             return answer  # type: ignore[return-value]
 
     with pytest.raises(ConfigError, match=r"router Wrong sent request 'a' to .*; route\(\) must return the"):
-        fleet_of(Sessions([request("a", 0, 1)], [], {}), Wrong(), 2, fast=True)
+        fleet_of(Sessions([request("a", 0, 1)], [], {}), Wrong(), 2)
 
 
 def test_what_a_loop_raises_ends_the_run_as_it_is() -> None:
@@ -288,7 +286,7 @@ def test_what_a_loop_raises_ends_the_run_as_it_is() -> None:
             raise Special(1, 2)
 
     with pytest.raises(Special, match="1 2"):
-        fleet_of(Sessions([request("a", 0, 1)], [], {}), Fails(), 2, fast=True)
+        fleet_of(Sessions([request("a", 0, 1)], [], {}), Fails(), 2)
 
 
 def test_replicas_may_have_different_prices() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from testbed.core.fast_forward import FAST_FORWARD
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, Trace, TraceRequest
@@ -25,22 +22,20 @@ def trace() -> Trace:
     return arrange("shared", rows)
 
 
-def simulated(sampling: SamplingParams, max_steps: int) -> Records:
+def simulated(sampling: SamplingParams) -> Records:
     scheduler = make_scheduler("unified", num_blocks=40, caching=True, limits=make_limits(budget=32, model_len=256))
-    return recorded(scheduler, trace(), sampling=sampling, max_steps=max_steps)
+    return recorded(scheduler, trace(), sampling=sampling)
 
 
-@pytest.mark.parametrize("max_steps", [1, FAST_FORWARD])
-def test_what_is_drawn_decides_nothing(max_steps):
-    plain, drawn = simulated(GREEDY, max_steps), simulated(DRAWN, max_steps)
+def test_what_is_drawn_decides_nothing():
+    plain, drawn = simulated(GREEDY), simulated(DRAWN)
     assert drawn.steps.equals(plain.steps)
     assert drawn.requests.equals(plain.requests)
     assert plain.requests.num_cached_tokens.max() == 24
     assert plain.requests.num_preemptions.sum() > 0
 
 
-@pytest.mark.parametrize("max_steps", [1, FAST_FORWARD])
-def test_prompts_that_are_scored_are_computed_whole_here_too(max_steps):
-    scored = simulated(SamplingParams(prompt_logprobs=2), max_steps)
+def test_prompts_that_are_scored_are_computed_whole_here_too():
+    scored = simulated(SamplingParams(prompt_logprobs=2))
     assert scored.requests.num_cached_tokens.max() == 0
-    assert scored.steps.digest.iloc[-1] == simulated(SamplingParams(prompt_logprobs=0), 1).steps.digest.iloc[-1]
+    assert scored.steps.digest.iloc[-1] == simulated(SamplingParams(prompt_logprobs=0)).steps.digest.iloc[-1]

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from testbed.core.fast_forward import FAST_FORWARD
 
 from analysis.queueing import (
     Interval,
@@ -43,7 +42,6 @@ REPLICATIONS = range(8)
 NUM_REQUESTS, NUM_CUT = 1700, 200
 # prefill_decode_split is left out: its max_num_seqs caps batches, and it prefills the next before the first is done
 ONE_BY_ONE = ("unified", "decode_first", "prefill_first", "iteration_level", "static")
-WAYS = pytest.mark.parametrize("max_steps", [1, FAST_FORWARD], ids=["stepped", "fast-forwarded"])
 
 
 def core(composition: str = "unified", num_seqs: int = 1, budget: int = 2048, **options: Any) -> Any:
@@ -59,13 +57,11 @@ def draw(kind: str, rate: float, seed: int, num: int, cv: float = 1.0) -> list[i
     return arrivals(kind, rate, num, stream(seed, "arrival"), cv)
 
 
-def simulated_waits(
-    rate: float, service: Service, seed: int, *, num: int = NUM_REQUESTS, max_steps: int = FAST_FORWARD
-) -> Sequence[int]:
+def simulated_waits(rate: float, service: Service, seed: int, *, num: int = NUM_REQUESTS) -> Sequence[int]:
     """Waits of a Poisson stream, in ns, in order of arrival."""
     outputs = service.draw(num, stream(seed, "output"))
     trace = trace_of(draw("poisson", rate, seed, num), outputs)
-    return serve_trace(core(), trace, max_steps=max_steps).waits_ns
+    return serve_trace(core(), trace).waits_ns
 
 
 def mean_wait(rate: float, service: Service) -> Interval:
@@ -85,7 +81,6 @@ def expect_covers(interval: Interval, formula: float, what: str) -> None:
 # --- one server, exactly ---
 
 
-@WAYS
 @pytest.mark.parametrize("composition", ONE_BY_ONE)
 @pytest.mark.parametrize(
     ("arrival", "cv", "outputs"),
@@ -99,13 +94,13 @@ def expect_covers(interval: Interval, formula: float, what: str) -> None:
     ],
 )
 def test_every_wait_is_lindleys_to_the_nanosecond(
-    composition: str, arrival: str, cv: float, outputs: LengthConfig, max_steps: int
+    composition: str, arrival: str, cv: float, outputs: LengthConfig
 ) -> None:
     for seed in (0, 1):
         service = lengths(outputs, 150, stream(seed, "output"))
         rate = 0.9 / (np.mean(service) * STEP_NS / 1e9)
         instants = draw(arrival, rate, seed, 150, cv)
-        simulated = serve_trace(core(composition), trace_of(instants, service), max_steps=max_steps)
+        simulated = serve_trace(core(composition), trace_of(instants, service))
         expected = lindley_waits(instants, [steps * STEP_NS for steps in service])
         assert simulated.waits_ns == expected, f"seed {seed}"
         ends = [a + w + k * STEP_NS for a, w, k in zip(instants, expected, service, strict=True)]
@@ -235,12 +230,11 @@ def test_a_saturated_server_serves_one_request_each_service_time(composition: st
     assert {after - before for before, after in pairwise(ends[50:])} == {3 * STEP_NS}
 
 
-@WAYS
 @pytest.mark.parametrize("composition", ["unified", "decode_first", "iteration_level"])
-def test_a_saturated_batch_emits_a_token_of_each_place_in_each_step(composition: str, max_steps: int) -> None:
+def test_a_saturated_batch_emits_a_token_of_each_place_in_each_step(composition: str) -> None:
     """B places: B / S tokens a second, whoever holds them."""
     outputs = [1 + i % 7 for i in range(400)]
-    simulated = serve_trace(core(composition, num_seqs=16), trace_of([0] * 400, outputs), max_steps=max_steps)
+    simulated = serve_trace(core(composition, num_seqs=16), trace_of([0] * 400, outputs))
     assert simulated.end == list_schedule(outputs, 16)
 
 
@@ -254,12 +248,11 @@ def list_schedule(outputs: Sequence[int], num_places: int) -> dict[str, int]:
     return ends
 
 
-@WAYS
 @pytest.mark.parametrize("num_seqs", [1, 3, 8])
-def test_a_static_batch_lasts_as_long_as_its_longest_member(num_seqs: int, max_steps: int) -> None:
+def test_a_static_batch_lasts_as_long_as_its_longest_member(num_seqs: int) -> None:
     outputs = [1 + (5 * i) % 11 for i in range(40)]
     batches = [outputs[i : i + num_seqs] for i in range(0, 40, num_seqs)]
-    simulated = serve_trace(core("static", num_seqs), trace_of([0] * 40, outputs), max_steps=max_steps)
+    simulated = serve_trace(core("static", num_seqs), trace_of([0] * 40, outputs))
     assert simulated.makespan_ns == sum(map(max, batches)) * STEP_NS
 
 

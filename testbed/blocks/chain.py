@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 
-from mypy_extensions import mypyc_attr
+from librt.vecs import vec
+from mypy_extensions import i64, mypyc_attr
 
 from testbed.blocks.keys import KeySource
 
@@ -46,7 +47,7 @@ class UnlistedPrefix:
     def __init__(self, key: int, chain: Chain) -> None:
         self.key = key  # of its first block
         self.chain = chain
-        self.blocks: list[int] = []
+        self.blocks: vec[i64] = vec[i64]()
 
 
 class Chain:

@@ -7,10 +7,10 @@ pool. Every operation is O(1) or O(log n). Ties never depend on anything but the
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Protocol
 
-from mypy_extensions import mypyc_attr
+from librt.vecs import append, vec
+from mypy_extensions import i64, mypyc_attr
 
 from testbed.blocks.lazy_heap import LazyHeap
 
@@ -92,56 +92,50 @@ def evictor(policy: EvictionPolicy) -> Evictor:
 class LRU(Evictor):
     """Least recently used first; among blocks released together, the deepest of a prefix goes first.
 
-    What is removed stays in the line, marked, until it comes to the front or the line is swept.
+    A ring: each block names the one behind it and the one before it. Place 0 stands between the last and the first;
+    block b has place b + 1.
     """
 
     def __init__(self) -> None:
-        self._line: deque[int] = deque()
-        self._void: dict[int, int] = {}  # block -> how many of its places in the line, the first ones, are void
-        self._num_void = 0
+        self._behind: vec[i64] = vec[i64]([0])
+        self._before: vec[i64] = vec[i64]([0])
+        self._num_blocks = 0
 
     def add(self, block: int, depth: int, last_step: int) -> None:
-        self._line.append(block)
+        place = i64(block) + 1
+        while len(self._behind) <= place:
+            self._behind, self._before = append(self._behind, i64(0)), append(self._before, i64(0))
+        last = self._before[0]
+        self._behind[last], self._before[place] = place, last
+        self._behind[place], self._before[0] = 0, place
+        self._num_blocks += 1
 
     def hit(self, block: int) -> None:
         """Recency is renewed when the block is released again."""
 
     def remove(self, block: int) -> None:
-        self._void[block] = self._void.get(block, 0) + 1
-        self._num_void += 1
-        if self._num_void > 64 + len(self._line) // 2:
-            self._line = deque([block for block in self._line if not self._is_void(block)])
+        place = i64(block) + 1
+        before, behind = self._before[place], self._behind[place]
+        self._behind[before], self._before[behind] = behind, before
+        self._num_blocks -= 1
 
     def pop(self) -> int:
-        block = self._line.popleft()
-        while self._num_void and self._is_void(block):
-            block = self._line.popleft()
+        block = int(self._behind[0]) - 1
+        assert block >= 0, "nothing is evictable"
+        self.remove(block)
         return block
-
-    def _is_void(self, block: int) -> bool:
-        """Whether the first place of a block in the line is void, which it is no more: the caller takes it out."""
-        count = self._void.get(block, 0)
-        if not count:
-            return False
-        self._num_void -= 1
-        if count == 1:
-            del self._void[block]
-        else:
-            self._void[block] = count - 1
-        return True
 
     def blocks(self) -> list[int]:
         """In the order in which they would be given up. For checks and tests."""
-        void, blocks = self._void.copy(), []
-        for block in self._line:
-            if void.get(block, 0):
-                void[block] -= 1
-            else:
-                blocks.append(block)
+        blocks: list[int] = []
+        place = self._behind[0]
+        while place:
+            blocks.append(int(place) - 1)
+            place = self._behind[place]
         return blocks
 
     def __len__(self) -> int:
-        return len(self._line) - self._num_void
+        return self._num_blocks
 
 
 class LRUByLastStep(Evictor):

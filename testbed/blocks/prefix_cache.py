@@ -10,6 +10,9 @@ entries (`begin_unlisted`), and listed when somebody asks for that block (`is_kn
 
 from __future__ import annotations
 
+from librt.vecs import append, pop
+from mypy_extensions import i64
+
 from testbed.blocks.chain import CacheEntry, Chain, UnlistedPrefix
 from testbed.blocks.keys import KeySource
 
@@ -102,7 +105,7 @@ class PrefixCache:
     def publish_unlisted(self, block: int, prefix: UnlistedPrefix) -> None:
         """Says that `block` holds what comes next in the prefix."""
         assert self.content_of[block] is None, "a block is published twice"
-        prefix.blocks.append(block)
+        prefix.blocks = append(prefix.blocks, i64(block))
         self.content_of[block] = prefix
 
     def list_prefix(self, prefix: UnlistedPrefix) -> None:
@@ -113,7 +116,7 @@ class PrefixCache:
         chain.make_keys(self._source, len(prefix.blocks))
         entry: CacheEntry | None = None
         is_broken = False  # a collision of keys
-        for index, block in enumerate(prefix.blocks):
+        for index, block in enumerate([int(block) for block in prefix.blocks]):
             self.content_of[block] = None
             if not is_broken:
                 entry = self.publish(block, chain.keys[index], chain.contents[index], entry)
@@ -151,10 +154,11 @@ class PrefixCache:
         """The block no longer holds its content, if it has any."""
         content = self.content_of[block]
         if isinstance(content, UnlistedPrefix):
-            if content.blocks[-1] == block:
-                content.blocks.pop()
+            num_blocks = len(content.blocks)
+            if content.blocks[num_blocks - 1] == block:
+                content.blocks, _ = pop(content.blocks)
                 self.content_of[block] = None
-                if not content.blocks:
+                if num_blocks == 1:
                     self._give_up(content)
                 return
             self.list_prefix(content)  # a hole: what lies behind it hangs on an entry
@@ -187,7 +191,7 @@ class PrefixCache:
         for key, prefix in self.unlisted.items():
             assert prefix.key == key
             assert key not in self.entries, "listed and unlisted"
-            assert prefix.blocks or prefix.chain.unlisted is prefix, "nothing is left of it"
+            assert len(prefix.blocks) or prefix.chain.unlisted is prefix, "nothing is left of it"
             assert all(self.content_of[block] is prefix for block in prefix.blocks)
         num_held = sum([len(entry.blocks) for entry in self.entries.values()])
         num_held += sum([len(prefix.blocks) for prefix in self.unlisted.values()])

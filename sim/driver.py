@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from decimal import Decimal
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import simpy
 
@@ -15,7 +15,7 @@ from testbed.core.plan import BatchPlan
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError, LivelockError
 
-MAX_NS = 2**62  # of an instant: sums of two still fit into 64 bits
+MAX_NS: Final = 2**62  # of an instant: sums of two still fit into 64 bits
 
 
 class PricedBackend(Protocol):

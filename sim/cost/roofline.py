@@ -11,6 +11,7 @@ formulas, and tests/cost/test_roofline_sums.py counts the same work row by row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -24,9 +25,9 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
-_KERNELS_PER_LAYER = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
-_LOGIT_BYTES = 4
-_TOKEN_BYTES = 8
+_KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
+_LOGIT_BYTES: Final = 4
+_TOKEN_BYTES: Final = 8
 LOGITS = ("all_gather", "gather")
 
 

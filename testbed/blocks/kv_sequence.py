@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from typing import Final
 
 from testbed.blocks.chain import Chain, TokenSource
 
-RELEASED = -1  # in a block table: the block lay outside the sliding window and was given back
+RELEASED: Final = -1  # in a block table: the block lay outside the sliding window and was given back
 
 
 class KVSequence(TokenSource):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from testbed.blocks.chain import Chain
 from testbed.blocks.config import KVRules
@@ -21,7 +21,7 @@ class PrefixHit(NamedTuple):
     num_unreferenced: int
 
 
-NO_HIT = PrefixHit(0, [], 0)
+NO_HIT: Final = PrefixHit(0, [], 0)
 
 
 class Prefixes:

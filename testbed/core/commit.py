@@ -5,6 +5,8 @@ Owns who emitted. Ends nothing itself: it says which sequences have reached thei
 
 from __future__ import annotations
 
+from typing import Final
+
 from testbed.blocks.manager import BlockManager
 from testbed.core.batch import Batch
 from testbed.core.digest import fork_event
@@ -13,6 +15,7 @@ from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceGroup
 
 Ending = tuple[Sequence, FinishReason]
+_FORCED: Final = Outcome(-1, ())  # of a row whose next token is known
 
 
 class Commit:
@@ -113,9 +116,6 @@ class Commit:
         if not group.is_beam:  # independent of what else arrives, as a sampler's draws may go by it
             return group.group_id + len(group.members)
         return self.new_seq_ids(1)
-
-
-_FORCED = Outcome(-1, ())  # of a row whose next token is known
 
 
 def note_prompts(batch: Batch, parts: tuple[PromptLogprobs, ...]) -> None:

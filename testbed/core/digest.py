@@ -6,6 +6,8 @@ stay out: two runs that decide alike have equal digests whatever the free list's
 
 from __future__ import annotations
 
+from typing import Final
+
 from librt.strings import BytesWriter, write_i64_le
 from xxhash import xxh64_digest
 
@@ -15,9 +17,11 @@ from testbed.core.plan import PreemptionMode
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 
-VERSION = 2  # of the definition below: another definition is another version, and tapes do not compare across them
-_REASONS = tuple(FinishReason)
-_MODES = tuple(PreemptionMode)
+VERSION: Final = (
+    2  # of the definition below: another definition is another version, and tapes do not compare across them
+)
+_REASONS: Final = tuple(FinishReason)
+_MODES: Final = tuple(PreemptionMode)
 
 
 class Digest:

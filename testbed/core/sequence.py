@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from enum import IntEnum
+from typing import Final
 
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.core.outcome import Completion, Finished, FinishReason, TokenLogprobs
@@ -23,7 +24,7 @@ class SequenceState(IntEnum):
     FINISHED = 3
 
 
-TRANSITIONS: dict[SequenceState, tuple[SequenceState, ...]] = {
+TRANSITIONS: Final[dict[SequenceState, tuple[SequenceState, ...]]] = {
     SequenceState.WAITING: (SequenceState.RUNNING, SequenceState.FINISHED),
     SequenceState.RUNNING: (SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED),
     SequenceState.SWAPPED: (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED),

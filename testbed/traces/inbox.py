@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
+from typing import Final
 
 from testbed.core.interfaces import Abort, Arrive, Event
 from testbed.core.outcome import Finished, FinishReason
@@ -27,9 +28,10 @@ from testbed.traces.lazy_tokens import LazyTokens
 from testbed.traces.schema import Span, TraceRequest, TraceSource
 from testbed.traces.synthesis import heads, materialize
 
-READ_AHEAD = 32  # rows
-_HEAD_TOKENS = 64  # of a prompt that are made at once: a first block is seldom longer
-_ARRIVE, _ABORT = 0, 1  # in this order at one instant
+READ_AHEAD: Final = 32  # rows
+_HEAD_TOKENS: Final = 64  # of a prompt that are made at once: a first block is seldom longer
+_ARRIVE: Final = 0  # in this order at one instant
+_ABORT: Final = 1
 
 
 class TraceInbox:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 
-MAX_PASSED_OVER = 128  # long prompts that a step passes over in search of a shorter one
+MAX_PASSED_OVER: Final = 128  # long prompts that a step passes over in search of a shorter one
 
 
 class DecodeFirst:

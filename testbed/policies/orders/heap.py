@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 Rank = tuple[int, ...]  # smaller is served first; integers only, so that it is the same on every machine
 
 Name = TypeVar("Name", bound=Hashable)
 Item = TypeVar("Item")
 
-MIN_STALE = 64  # below so many stale entries, compacting costs more than it saves
+MIN_STALE: Final = 64  # below so many stale entries, compacting costs more than it saves
 
 
 class LazyHeap(Generic[Name, Item]):

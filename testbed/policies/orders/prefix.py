@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Final
 
 from xxhash import xxh64_intdigest
 
@@ -13,7 +14,7 @@ from testbed.policies.orders.checks import one_of, whole
 from testbed.policies.orders.window import WindowedQueue
 
 TREES = ("waiting", "cached")
-LEAF = -1  # a depth: these sequences end at the node
+LEAF: Final = -1  # a depth: these sequences end at the node
 
 
 def longest_prefix(max_waiting: int = 128, max_cached_tokens: int = 32, duplicate_tokens: int = 32) -> WindowedQueue:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from testbed.core.sequence import Sequence
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders.checks import whole
 from testbed.policies.orders.heap import LazyHeap, Rank
 
-RATIO_BITS = 24  # fractional bits of wait [ns] / service [tokens]
+RATIO_BITS: Final = 24  # fractional bits of wait [ns] / service [tokens]
 
 
 class HighestResponseRatioNext:

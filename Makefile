@@ -17,16 +17,11 @@ demo: setup
 
 test: setup lint types check
 
-# Set up once; again when pyproject.toml or the constraints change. The core is compiled again when a source is newer.
-setup: $(VENV)/.compiled
-
-$(VENV)/.compiled: $(VENV)/.installed setup.py $(shell find testbed sim -name '*.py')
-	@$(BIN)/python setup.py -q compile --inplace
-	@touch $@
+# Set up once; again when pyproject.toml or the constraints change. The core is compiled again when a source has changed.
+setup: compile
 
 compile: $(VENV)/.installed
 	@$(BIN)/python setup.py -q compile --inplace
-	@touch $(VENV)/.compiled
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Python %d.%d found; 3.11 to 3.13 is needed: make PYTHON=python3.12 ..." % v)'

@@ -18,6 +18,7 @@ import pytest
 from testbed import compiled
 
 ROOT = Path(__file__).parents[1]
+EXCUSES = ("no C compiler", "Python.h is missing", "mypyc is")  # for building nothing
 PYPROJECT = """
 [project]
 name = "small"
@@ -101,8 +102,7 @@ def plant(root: Path) -> Tree:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     tree = plant(tmp_path_factory.mktemp("built") / "tree")
     said = tree.build()
-    if "not built" in said:
-        assert "refused" not in said, said
+    if said.startswith(tuple(f"compiled core: not built: {reason}" for reason in EXCUSES)):
         pytest.skip(said)
     assert said.startswith("compiled core: built, 1 modules (mypyc "), said
     return tree
@@ -266,9 +266,8 @@ def test_what_is_listed_lies_where_the_choice_is_made_first() -> None:
 
 def test_mypyc_takes_what_is_listed() -> None:
     """Where it was built at all: no compiler is no failure, a source that cannot be compiled is one."""
-    failed = compiled.read_manifest(compiled.folder_in(str(ROOT))).get("failed", "")
-    assert "refused" not in failed, failed
-    assert "C compiler failed" not in failed, failed
+    failed = compiled.read_manifest(compiled.folder_in(str(ROOT))).get("failed", EXCUSES[0])
+    assert failed.startswith(EXCUSES), failed
 
 
 def test_the_modules_are_what_the_choice_says() -> None:

@@ -13,6 +13,7 @@ import pytest
 from experiments import demo_real
 from experiments.cli import main
 from experiments.messages import options
+from testbed import compiled
 from tests.experiments.kit import SHORT, TINY, say, write_rows
 
 
@@ -74,6 +75,7 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
     said = say(capsys, "bench", "core", "--repeats", "1")
     assert said.status == 0, said.err
     assert "steps/s" in said.out
+    assert compiled.describe() in said.out.splitlines()[0]
     said = say(capsys, "bench", "simulator", "--repeats", "1", "--rows", "60", "--requests", "90")
     assert said.status == 0, said.err
     assert "requests/s" in said.out

@@ -13,7 +13,7 @@ import numpy as np
 
 from analysis.request_columns import RequestColumns, Requests
 from analysis.rows import IntArray, exact_sum, product_sum
-from analysis.timeline import Instants, StepRun
+from analysis.timeline import Instants, StepRun, joined
 
 REQUEST_COLUMNS = (
     "arrival_ns", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_preemptions",
@@ -131,13 +131,13 @@ class EngineCheck:
         for instants, sign in ((self._scheduled, -1), (self._first_token, 1)):
             for at, rows, uncached in instants.take(run):
                 num = preempted[np.searchsorted(run.start, at, side="left")]
-                self._may_skip_tokens += int(uncached[_joined(self._num_between, rows, sign * num) > 0].sum())
+                self._may_skip_tokens += int(uncached[joined(self._num_between, rows, sign * num) > 0].sum())
         self._last_start_ns = int(run.start[-1])
         return by_requests
 
     def _pass_idle(self, rows: IntArray, idle_ns: IntArray) -> None:
         """Time until a request came (less than 0) or went that no step covers."""
-        idle = _joined(self._idle_ns, rows, idle_ns)
+        idle = joined(self._idle_ns, rows, idle_ns)
         self._num_idle += int((idle != 0).sum())
         worst = int(idle[np.argmax(np.abs(idle))])
         if abs(worst) > abs(self._worst_idle_ns):
@@ -284,18 +284,6 @@ def _whole(name: str) -> Callable[[RequestColumns], IntArray]:
 def _uncached(requests: RequestColumns) -> IntArray:
     """The tokens of each that must be computed before its first."""
     return requests.whole("num_prompt_tokens") - requests.whole("num_cached_tokens") - 1
-
-
-def _joined(halves: dict[int, int], rows: IntArray, values: IntArray) -> IntArray:
-    """The sum of each row's two values, once both are there, and 0 until then; the first of them waits in `halves`."""
-    sums = np.zeros(rows.size, dtype=np.int64)
-    for number, (row, value) in enumerate(zip(rows.tolist(), values.tolist(), strict=True)):
-        first = halves.pop(row, None)
-        if first is None:
-            halves[row] = value
-        else:
-            sums[number] = first + value
-    return sums
 
 
 def _needed(requests: RequestColumns) -> tuple[int, int]:

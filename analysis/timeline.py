@@ -158,3 +158,15 @@ class Instants:
             found = found[:, :WINDOW]
         self._window = found
         return found
+
+
+def joined(halves: dict[int, int], rows: IntArray, values: IntArray) -> IntArray:
+    """The sum of each row's two values, once both are there, and 0 until then; the first of them waits in `halves`."""
+    sums = np.zeros(rows.size, dtype=np.int64)
+    for number, (row, value) in enumerate(zip(rows.tolist(), values.tolist(), strict=True)):
+        first = halves.pop(row, None)
+        if first is None:
+            halves[row] = value
+        else:
+            sums[number] = first + value
+    return sums

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis import request_columns, timeline
-from analysis.metrics import itl_pooled, summarise
+from analysis.metrics import itl_pooled
 from analysis.pooled import Pool, pooled_distributions
 from analysis.request_columns import STRINGS, RequestColumns
 from analysis.rows import FileRows, MemoryRows
+from analysis.summary import summarise
 from analysis.survival import distribution, km_steps
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import ARROW, simulate, table
@@ -184,7 +185,7 @@ def test_pooled_gaps_are_those_of_all_requests() -> None:
 PEAK = """
 import sys
 from pathlib import Path
-from analysis.metrics import summarise
+from analysis.summary import summarise
 from analysis.request_columns import STRINGS
 from analysis.rows import FileRows
 folder = Path(sys.argv[1])

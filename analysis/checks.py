@@ -22,8 +22,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from analysis.engine_check import STEP_COLUMNS, Check, EngineCheck, verdict
-from analysis.request_columns import RequestColumns
+from analysis.replicas import of_replica
+from analysis.request_columns import Requests
 from analysis.rows import Rows, as_rows
 from analysis.timeline import replicas_of, step_runs
 
@@ -37,15 +40,14 @@ NAMES = {
 
 def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[str, Check]:
     """All checks of one run, by name; of a fleet, of each replica by itself. Records are as `summarise` takes them."""
-    columns, step_rows = RequestColumns.of(requests), as_rows(steps)
-    seen = columns.where(columns.is_known("queued_ns"))
+    step_rows = as_rows(steps)
+    seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
     from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
     replicas = _replicas(seen, step_rows)
     if len(replicas) < 2:
         engines = {0: EngineCheck(seen, from_arrival, is_one_engine=bool(replicas_of(step_rows)))}
     else:
-        whose = seen.whole("replica")
-        engines = {number: EngineCheck(seen.where(whose == number), from_arrival) for number in replicas}
+        engines = {number: EngineCheck(seen.where(of_replica(number)), from_arrival) for number in replicas}
     for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
         engines[number].add(run)
     each = {
@@ -59,12 +61,13 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
     return checks
 
 
-def _replicas(requests: RequestColumns, steps: Rows) -> list[int]:
+def _replicas(requests: Requests, steps: Rows) -> list[int]:
     """Every replica that took a step or admitted a request: what was aborted at once may have met no step."""
     found = set(replicas_of(steps))
     if "replica" in requests.rows.names:
-        started = requests.is_known("first_scheduled_ns") & requests.is_known("replica")
-        found |= set(requests.whole("replica")[started].tolist())
+        for piece in requests.pieces():
+            started = piece.is_known("first_scheduled_ns") & piece.is_known("replica")
+            found |= set(np.unique(piece.whole("replica")[started]).tolist())
     return sorted(found)
 
 
@@ -83,11 +86,12 @@ def _merged(checks: Mapping[str, Check]) -> Check:
     return verdict(holds, why or None, **sums)
 
 
-def _add_means(check: Check, requests: RequestColumns, engines: list[EngineCheck]) -> None:
+def _add_means(check: Check, requests: Requests, engines: list[EngineCheck]) -> None:
     """L, lambda and W of what Little's law compared."""
     if "num_requests" in check:
         starts = [engine.start_ns for engine in engines if engine.start_ns is not None]
-        first_ns = min(int(requests.whole("arrival_ns").min()), *starts)
+        arrivals = [int(piece.whole("arrival_ns").min(initial=starts[0])) for piece in requests.pieces()]
+        first_ns = min(*arrivals, *starts)
         duration_ns = max(engine.end_ns for engine in engines) - first_ns
         check["mean_in_system"] = check["ns_in_system_by_steps"] / duration_ns
         check["arrival_rate_per_s"] = check["num_requests"] / (duration_ns / 1e9)

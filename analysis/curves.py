@@ -15,7 +15,7 @@ import numpy as np
 from analysis.frames import numbers
 from analysis.occupancy import spans
 from analysis.replicas import split
-from analysis.request_columns import RequestColumns
+from analysis.request_columns import Requests
 from analysis.rows import FloatArray
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Engine:
 
 def engines_of(run: Run) -> list[Engine]:
     """The engines of a run that took steps, in the order of their numbers."""
-    parts = split(RequestColumns.of(run.requests), run.manifest)
+    parts = split(Requests.of(run.requests), run.manifest)
     if len(parts) == 1:
         return [Engine(run.steps, *spans(parts[0], run.steps), ends_idle=False)] if len(run.steps) else []
     engines = []

@@ -1,17 +1,19 @@
 """The checks of one engine (see `analysis.checks`), summed up while its steps pass by in order of time.
 
-Of each request a few numbers are held: its instants, sorted, and what the steps said at them.
+Of a request something is held only while it is in the system: what the steps said when it came. Its instants are
+looked up in windows (`analysis.timeline.Instants`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from analysis.request_columns import RequestColumns
+from analysis.request_columns import RequestColumns, Requests
 from analysis.rows import IntArray, exact_sum, product_sum
-from analysis.timeline import Instants, StepRun
+from analysis.timeline import Instants, StepRun, joined
 
 REQUEST_COLUMNS = (
     "arrival_ns", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_preemptions",
@@ -40,13 +42,15 @@ class EngineCheck:
     overlap or last no time contradict themselves; else they may be those of several engines, and nothing is checked.
     """
 
-    def __init__(self, requests: RequestColumns, from_arrival: bool, is_one_engine: bool = True) -> None:
+    def __init__(self, requests: Requests, from_arrival: bool, is_one_engine: bool = True) -> None:
         self._requests, self._from_arrival = requests, from_arrival
         self._is_one_engine = is_one_engine
         self.start_ns: int | None = None  # of the first step
         self.end_ns = 0  # of the newest one
         self._num_steps = 0
-        self._nulls = [name for name in REQUEST_COLUMNS if not requests.is_known(name).all()]
+        self._nulls = [
+            name for name in REQUEST_COLUMNS if not all(piece.is_known(name).all() for piece in requests.pieces())
+        ]
         self._num_impossible = 0  # steps that end after the next one starts, or not after their own start
         self._first_impossible = (0, 0, 0)  # row, start, end
         self._step_nulls: frozenset[str] = frozenset()
@@ -56,19 +60,27 @@ class EngineCheck:
 
     def _prepare(self) -> None:
         requests = self._requests
-        arrival, finish = requests.whole("arrival_ns"), requests.whole("finish_ns", _NEVER)
-        ended = np.flatnonzero(finish != _NEVER)
-        self._arrival, self._queued = Instants(arrival), Instants(requests.whole("queued_ns"))
-        self._finish = Instants(finish[ended], ended)
-        self._has_groups = bool((requests.whole("num_output_tokens") != requests.whole("num_token_steps")).any())
-        preempted = np.flatnonzero(requests.whole("num_preemptions") > 0)
-        self._scheduled = Instants(requests.whole("first_scheduled_ns", _NEVER)[preempted], preempted)
-        self._first_token = Instants(requests.whole("first_token_ns", _NEVER)[preempted], preempted)
-        # by request: no step's end may lie between arrival and queued; time in the system that no step covers, ns;
-        # preemptions of others or itself between its first step and its first token
-        self._num_passed = np.zeros(len(requests), dtype=np.int64)
-        self._idle_ns = np.zeros(len(requests), dtype=np.int64)
-        self._num_between = np.zeros(len(requests), dtype=np.int64)
+        ended = requests.where(lambda piece: piece.is_known("finish_ns"))
+        preempted = requests.where(lambda piece: piece.whole("num_preemptions") > 0)
+        self._num_open = len(requests) - len(ended)
+        self._has_groups = any(
+            (piece.whole("num_output_tokens") != piece.whole("num_token_steps")).any() for piece in requests.pieces()
+        )
+        self._enter = Instants(requests, _whole("arrival_ns" if self._from_arrival else "queued_ns"))
+        self._queued = Instants(requests, _whole("queued_ns"), _whole("arrival_ns"))
+        self._finish = Instants(ended, _whole("finish_ns"))
+        self._scheduled = Instants(preempted, _whole("first_scheduled_ns"), _uncached)
+        self._first_token = Instants(preempted, _whole("first_token_ns"), _uncached)
+        # by row: of requests that have come and not gone, the time until then that no step covers, ns, less than 0; of
+        # those that were scheduled and have no token yet, the preemptions until then, less than 0
+        self._idle_ns: dict[int, int] = {}
+        self._num_between: dict[int, int] = {}
+        self._num_idle = 0  # requests in whose time no step covers something
+        self._worst_idle_ns = 0
+        self._may_skip_tokens = 0  # of requests that others or they themselves were preempted beside, before a token
+        self._num_late = 0  # requests seen before their arrival, or after a step that could have seen them
+        self._last_start_ns = np.iinfo(np.int64).min
+        self._num_in_system = 0  # by the requests, at the start of the steps that follow
         self._sums = dict.fromkeys(_SUMS, 0)
         self._busy_ns = 0  # total length of the steps
         self._busy_at_queued_ns = self._busy_at_finish_ns = 0  # summed over requests
@@ -91,32 +103,45 @@ class EngineCheck:
             self._num_impossible += impossible.size
             self._is_fit = False
         if self._is_fit:
-            self._add_times(run)
-            self._add_counts(run)
+            self._add_counts(run, self._add_times(run))
             for name in _SUMS:
                 self._sums[name] += int(run.columns[name].sum())
             self._busy_ns += int((run.end - run.start).sum())
         self._num_steps += len(run)
 
-    def _add_times(self, run: StepRun) -> None:
-        """What these steps say at the requests' instants."""
-        enter, leave = self._arrival, self._finish
-        for instants, sign in ((enter, -1), (self._queued, 1)):
-            at, requests = instants.within(run)
-            self._num_passed[requests] += sign * (self._num_steps + np.searchsorted(run.start, at, side="left"))
+    def _add_times(self, run: StepRun) -> IntArray:
+        """What these steps say at the requests' instants, and how many requests are in the system as each starts."""
+        by_requests = np.full(len(run), self._num_in_system)
+        for at, rows in self._enter.take(run):
+            self._pass_idle(rows, self._busy(run, at) - at)
+        for at, _, arrival in self._queued.take(run):
+            self._busy_at_queued_ns += exact_sum(self._busy(run, at))
+            index = np.searchsorted(run.start, at, side="left") - 1
+            before = np.where(index >= 0, run.start[np.maximum(index, 0)], self._last_start_ns)
+            self._num_late += int(((before >= arrival) | (at < arrival)).sum())
+            by_requests += np.searchsorted(at, run.start, side="right")
+            self._num_in_system += at.size
+        for at, rows in self._finish.take(run):
             busy = self._busy(run, at)
-            if instants is self._queued:
-                self._busy_at_queued_ns += exact_sum(busy)
-            if instants is (self._arrival if self._from_arrival else self._queued):
-                self._idle_ns[requests] -= at - busy
-        at, requests = leave.within(run)
-        busy = self._busy(run, at)
-        self._busy_at_finish_ns += exact_sum(busy)
-        self._idle_ns[requests] += at - busy
-        before = self._sums["num_preempted"] + np.append(0, np.cumsum(run.columns["num_preempted"]))
+            self._busy_at_finish_ns += exact_sum(busy)
+            self._pass_idle(rows, at - busy)
+            by_requests -= np.searchsorted(at, run.start, side="right")
+            self._num_in_system -= at.size
+        preempted = self._sums["num_preempted"] + np.append(0, np.cumsum(run.columns["num_preempted"]))
         for instants, sign in ((self._scheduled, -1), (self._first_token, 1)):
-            at, requests = instants.within(run)
-            self._num_between[requests] += sign * before[np.searchsorted(run.start, at, side="left")]
+            for at, rows, uncached in instants.take(run):
+                num = preempted[np.searchsorted(run.start, at, side="left")]
+                self._may_skip_tokens += int(uncached[joined(self._num_between, rows, sign * num) > 0].sum())
+        self._last_start_ns = int(run.start[-1])
+        return by_requests
+
+    def _pass_idle(self, rows: IntArray, idle_ns: IntArray) -> None:
+        """Time until a request came (less than 0) or went that no step covers."""
+        idle = joined(self._idle_ns, rows, idle_ns)
+        self._num_idle += int((idle != 0).sum())
+        worst = int(idle[np.argmax(np.abs(idle))])
+        if abs(worst) > abs(self._worst_idle_ns):
+            self._worst_idle_ns = worst
 
     def _busy(self, run: StepRun, at: IntArray) -> IntArray:
         """How much of the time up to each instant lay within steps, ns."""
@@ -126,11 +151,9 @@ class EngineCheck:
         inside = np.minimum(at, run.end[known]) - run.start[known]
         return np.where(index >= 0, self._busy_ns + (np.cumsum(length) - length)[known] + inside, self._busy_ns)
 
-    def _add_counts(self, run: StepRun) -> None:
+    def _add_counts(self, run: StepRun, by_requests: IntArray) -> None:
         # a request that is ignored leaves the queues with the plan, and the system with that plan's commit
         by_steps: IntArray = np.stack([run.columns[name] for name in _IN_SYSTEM]).sum(axis=0)
-        come = np.searchsorted(self._queued.sorted, run.start, side="right")
-        by_requests = come - np.searchsorted(self._finish.sorted, run.start, side="right")
         self._in_system_ns += product_sum(by_steps, run.end - run.start)
         wrong = np.flatnonzero(by_steps < by_requests if self._has_groups else by_steps != by_requests)
         self._num_wrong += wrong.size
@@ -179,8 +202,7 @@ class EngineCheck:
 
     def _littles_law(self) -> Check:
         """Counts by steps against sojourns by requests; within steps, as no step's count speaks of the time between."""
-        num_open = len(self._requests) - self._finish.sorted.size
-        requests_ns = self._busy_at_finish_ns + num_open * self._busy_ns - self._busy_at_queued_ns
+        requests_ns = self._busy_at_finish_ns + self._num_open * self._busy_ns - self._busy_at_queued_ns
         steps_ns = self._in_system_ns
         numbers = {
             "num_requests": len(self._requests),
@@ -188,9 +210,9 @@ class EngineCheck:
             "ns_in_system_by_steps": steps_ns,
             "ns_in_system_by_requests": requests_ns,
         }
-        late = self._seen_late()
-        if late:
-            return verdict(False, late, **numbers)
+        if self._num_late:
+            why = f"{self._num_late} requests entered before their arrival, or after a step that could have seen them"
+            return verdict(False, why, **numbers)
         if self._first_wrong is not None:
             row, start_ns, by_steps, by_requests = self._first_wrong
             why = (
@@ -206,18 +228,11 @@ class EngineCheck:
             return verdict(False, why, **numbers)
         return verdict(True, None, **numbers)
 
-    def _seen_late(self) -> str:
-        """What is wrong with the boundary at which requests were first seen; empty: nothing."""
-        early = self._requests.whole("queued_ns") < self._requests.whole("arrival_ns")
-        wrong = int(((self._num_passed != 0) | early).sum())
-        if wrong:
-            return f"{wrong} requests entered before their arrival, or after a step that could have seen them"
-        return ""
-
     def _work_conserved(self) -> Check:
         """Tokens that steps computed and emitted against what the requests needed and got."""
         computed = self._sums["num_prefill_tokens"] + self._sums["num_decode_tokens"]
-        emitted, got = self._sums["num_emitted"], int(self._requests.whole("num_output_tokens").sum())
+        emitted = self._sums["num_emitted"]
+        got = self._requests.sum(lambda piece: piece.whole("num_output_tokens").sum())
         numbers: dict[str, Any] = {"num_computed_tokens": computed, "num_emitted_tokens": emitted}
         if emitted != got:
             return verdict(False, f"steps emitted {emitted} tokens, and requests got {got}", **numbers)
@@ -238,44 +253,47 @@ class EngineCheck:
         emitted, or while it recomputed; and what a request that was preempted before its first token found in the
         cache, when it came back, beyond what it had computed itself.
         """
-        requests = self._requests
-        output, preemptions = requests.whole("num_output_tokens"), requests.whole("num_preemptions")
-        prompt, cached = requests.whole("num_prompt_tokens"), requests.whole("num_cached_tokens")
-        ground = prompt - cached + output - 1  # each token but the newest, once
-        full = ground + requests.whole("num_recomputed_tokens")
-        is_started = requests.is_known("first_scheduled_ns")
-        has_output = output > 0
-        is_plain = requests.is_completed | (has_output & (preemptions == 0))
-        least = np.where(is_plain, full, np.where(has_output, ground, 0))
-        most = np.where(is_plain | has_output, full, np.maximum(full, 0))
-        skipped = self._skipped_at_most(prompt, cached, preemptions)
-        return int(least[is_started].sum()) - skipped, int(most[is_started].sum())
-
-    def _skipped_at_most(self, prompt: IntArray, cached: IntArray, preemptions: IntArray) -> int:
-        """Most tokens that neither a first admission found cached nor anyone computed for the request in need of them.
-
-        Once a request has emitted, all its known tokens but the newest have been computed, and the cache can give it
-        back no others. So only a preemption before the first token can be followed by a larger hit.
-        """
-        resumed_hits = self._sums["num_cached_tokens"] - int(cached.sum())
-        if resumed_hits <= 0:
-            return 0
-        may_skip = (preemptions > 0) & (self._num_between > 0)
-        return min(resumed_hits, int((prompt - cached - 1)[may_skip].sum()))
+        least, most = map(sum, zip(*[_needed(piece) for piece in self._requests.pieces()], strict=True))
+        # neither a first admission found them cached nor did anyone compute them for the request in need of them: once
+        # a request has emitted, all its known tokens but the newest have been computed, and the cache can give it back
+        # no others. So only a preemption before the first token can be followed by a larger hit
+        cached = self._requests.sum(lambda piece: piece.whole("num_cached_tokens").sum())
+        resumed_hits = self._sums["num_cached_tokens"] - cached
+        return least - min(max(resumed_hits, 0), self._may_skip_tokens), most
 
     def _never_idle(self) -> Check:
         """Time in the system that no step covers, summed over requests."""
-        enter = self._requests.whole("arrival_ns" if self._from_arrival else "queued_ns")
-        is_open = ~self._requests.is_known("finish_ns")
-        idle = self._idle_ns
-        idle[is_open] += np.maximum(enter[is_open], self.end_ns) - self._busy_ns
-        num_waiting = int((idle != 0).sum())
-        numbers = {"since": "arrival" if self._from_arrival else "queued", "num_requests_idle": num_waiting}
-        if num_waiting:
-            worst = int(np.argmax(np.abs(idle)))
+        still_ns = [max(self.end_ns - self._busy_ns + until_ns, 0) for until_ns in self._idle_ns.values()]
+        num_idle = self._num_idle + sum([ns > 0 for ns in still_ns])
+        numbers = {"since": "arrival" if self._from_arrival else "queued", "num_requests_idle": num_idle}
+        if num_idle:
+            worst_ns = max([self._worst_idle_ns, *still_ns], key=abs)
             why = (
-                f"no step ran while {num_waiting} requests were in the system, up to {idle[worst] / 1e9:.6f} s for "
+                f"no step ran while {num_idle} requests were in the system, up to {worst_ns / 1e9:.6f} s for "
                 "one: the policy idled, or steps are missing"
             )
             return verdict(False, why, **numbers)
         return verdict(True, None, **numbers)
+
+
+def _whole(name: str) -> Callable[[RequestColumns], IntArray]:
+    """A column of instants; null is never."""
+    return lambda piece: piece.whole(name, _NEVER)
+
+
+def _uncached(requests: RequestColumns) -> IntArray:
+    """The tokens of each that must be computed before its first."""
+    return requests.whole("num_prompt_tokens") - requests.whole("num_cached_tokens") - 1
+
+
+def _needed(requests: RequestColumns) -> tuple[int, int]:
+    """The least and most tokens that the work of these took, what the cache gave back after a preemption left out."""
+    output, preemptions = requests.whole("num_output_tokens"), requests.whole("num_preemptions")
+    ground = _uncached(requests) + output  # each token but the newest, once
+    full = ground + requests.whole("num_recomputed_tokens")
+    is_started = requests.is_known("first_scheduled_ns")
+    has_output = output > 0
+    is_plain = requests.is_completed | (has_output & (preemptions == 0))
+    least = np.where(is_plain, full, np.where(has_output, ground, 0))
+    most = np.where(is_plain | has_output, full, np.maximum(full, 0))
+    return int(least[is_started].sum()), int(most[is_started].sum())

@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from analysis.frames import as_frame
-from analysis.metrics import SLO, SUMMARY_VERSION, summarise
+from analysis.metrics import SLO
 from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
+from analysis.summary import SUMMARY_VERSION, summarise
 from testbed.errors import RunFolderError
 from testbed.foreign_text import parsed
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS

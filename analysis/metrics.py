@@ -17,29 +17,18 @@ the summary states.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.checks import run_checks
-from analysis.frames import as_frame, json_safe
-from analysis.occupancy import run_end_ns
-from analysis.pooled import pooled_distribution
-from analysis.replicas import describe_replicas, fleet_step_metrics, measure, split
+from analysis.frames import as_frame
 from analysis.request_columns import RequestColumns
-from analysis.rows import BoolArray, Codes, FloatArray, as_rows
-from analysis.statistics import wilson
-from analysis.survival import distribution
+from analysis.rows import BoolArray, FloatArray
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SUMMARY_VERSION = 6
-FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
-TIME_BASE = "from the first arrival to the end of the last step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,7 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
     if name in ("e2e_s", "normalised_latency_s"):
         e2e = np.where(requests.is_completed, requests.numbers("finish_ns") - arrival, np.nan) / 1e9
         return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
-    last = _last_token_ns(requests)
+    last = last_token_ns(requests)
     if name == "tpot_incl_first_s":
         return np.where(n >= 1, (last - arrival) / np.maximum(n, 1), np.nan) / 1e9
     assert name == "tpot_s", name
@@ -106,7 +95,7 @@ def itl_pooled(requests: Any) -> FloatArray:
     return np.concatenate(gaps) / 1e9 if gaps else np.empty(0)
 
 
-def _last_token_ns(requests: RequestColumns) -> FloatArray:
+def last_token_ns(requests: RequestColumns) -> FloatArray:
     """Last token's instant, ns, NaN for none; without token times it follows from TPOT."""
     if requests.tokens is not None:
         return requests.tokens.last_ns
@@ -137,185 +126,3 @@ def jain_index(values: FloatArray) -> float | None:
         return None
     scaled = values / largest
     return float(min(1.0, scaled.sum() ** 2 / (scaled.size * (scaled**2).sum())))
-
-
-def summarise(
-    requests: Any,
-    steps: Any,
-    manifest: Mapping[str, Any],
-    slo: SLO | Mapping[str, float | None] | None = None,
-    warmup_s: float = 0.0,
-) -> dict[str, Any]:
-    """The headline numbers of one run, nested, JSON-safe; None means "not reached" or "not recorded".
-
-    Records are a pandas frame, an Arrow table or `analysis.rows.Rows` of a file (`testbed.records.schema`); memory does
-    not grow with the steps, and by some columns with the requests. `warmup_s` drops the requests that arrive in the
-    first seconds after the first arrival, and starts the time base there. "checks" (`analysis.checks`) are of the
-    whole run.
-    """
-    everything, step_rows = RequestColumns.of(requests), as_rows(steps)
-    end_ns = run_end_ns(everything, step_rows)
-    arrival = everything.whole("arrival_ns")
-    start_ns = (int(arrival.min()) if arrival.size else 0) + round(warmup_s * 1e9)
-    sent = arrival <= end_ns
-    counted = sent & (arrival >= start_ns)
-    kept = everything.where(counted)
-    duration_s = max(end_ns - start_ns, 0) / 1e9
-    limits = SLO.parse(slo)
-    measured = measure(split(everything, manifest), step_rows, manifest.get("num_gpu_blocks"), start_ns, end_ns)
-    of_steps, of_each = fleet_step_metrics(measured, duration_s)
-    computed = None if warmup_s or not step_rows.num_rows else [one.num_computed_tokens for one in measured]
-    result = {
-        "summary_version": SUMMARY_VERSION,
-        "status": manifest.get("status"),
-        "backend": manifest.get("backend"),
-        **_counts(kept.reasons),
-        "num_not_sent": int((~sent).sum()),
-        "num_unsent": manifest.get("num_unsent"),
-        "num_in_warmup": int((sent & ~counted).sum()),
-        "duration_s": duration_s,
-        "time_base": TIME_BASE + (f", without the first {warmup_s:g} s" if warmup_s else ""),
-        **_latencies(kept, end_ns),
-        "throughput": _throughput(everything, start_ns, end_ns),
-        "slo": None if limits is None else _attainment(kept, limits, duration_s),
-        **_cache_and_preemptions(kept, computed),
-        "fairness": _fairness(kept),
-        **of_steps,
-        "host_share": _host_share(of_steps["time_s"]),
-        "replay": manifest.get("replay"),
-        "replicas": describe_replicas(split(kept, manifest), measured, of_each, manifest, duration_s),
-        "checks": run_checks(everything, step_rows, manifest),
-    }
-    safe: dict[str, Any] = json_safe(result)
-    return safe
-
-
-def _host_share(time_s: Mapping[str, float] | None) -> float | None:
-    """The share of the steps' time in which the device neither moves blocks nor computes: the host's, not hidden."""
-    if time_s is None:
-        return None
-    device_s = time_s["swap"] + time_s["forward"] + time_s["sample"]
-    length_s = device_s + time_s["schedule"] + time_s["prepare"] + time_s["other"] - time_s["overlap"]
-    return max(0.0, length_s - device_s) / length_s if length_s > 0 else None
-
-
-def _counts(reasons: Codes) -> dict[str, Any]:
-    by_reason = {name: int(reasons.among((name,)).sum()) for name in FINISH_REASONS}
-    return {
-        "num_requests": reasons.codes.size,
-        "num_finished": by_reason["stop"] + by_reason["length"],
-        "num_unfinished": by_reason["unfinished"],
-        "finish_reasons": by_reason,
-    }
-
-
-def _latencies(requests: RequestColumns, end_ns: int) -> dict[str, Any]:
-    """Every latency's distribution; what is open at a request's abort or the run's end is censored there."""
-    cut = requests.reasons.among(("abort", "unfinished"))
-    aborted = requests.reasons.among(("abort",))
-    cut_ns = np.where(aborted, requests.numbers("finish_ns"), float(end_ns))[cut]
-    waited_s = (cut_ns - requests.numbers("arrival_ns")[cut]) / 1e9
-    open_gap_ns = cut_ns - _last_token_ns(requests)[cut]
-    result = {}
-    for name in ("ttft_s", "e2e_s", "queueing_s"):
-        value = latency(requests, name)
-        result[name] = distribution(value, waited_s[np.isnan(value[cut])])
-    for name in ("tpot_s", "tpot_incl_first_s", "normalised_latency_s"):
-        value = latency(requests, name)
-        result[name] = distribution(value) | {"num_partial": int((~np.isnan(value[cut])).sum())}
-    result["itl_s"] = pooled_distribution(requests.gaps_ns, open_gap_ns)
-    largest = latency(requests, "itl_max_s")
-    result["itl_max_s"] = distribution(largest[~cut], np.fmax(largest[cut], open_gap_ns / 1e9))
-    return result
-
-
-def _throughput(requests: RequestColumns, start_ns: int, end_ns: int) -> dict[str, Any]:
-    """Completed requests, emitted and prompt tokens per second of the time base, and the rate that was offered.
-
-    A prompt counts when its first token is out, cached tokens included, as serving benchmarks count input tokens.
-    """
-    duration_s = (end_ns - start_ns) / 1e9
-    if duration_s <= 0:
-        names = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "total_tokens_per_s", "offered_per_s")
-        return dict.fromkeys(names)
-    completed = (requests.is_completed & (requests.numbers("finish_ns") >= start_ns)).sum()
-    started = requests.numbers("first_token_ns") >= start_ns
-    prompt = requests.whole("num_prompt_tokens")[started].sum()
-    output = requests.whole("num_output_tokens")[started].sum()
-    if requests.tokens is not None and start_ns > requests.tokens.earliest_ns:
-        output = requests.num_tokens_since(start_ns)
-    arrival = requests.whole("arrival_ns")
-    inside = arrival[(arrival >= start_ns) & (arrival <= end_ns)]
-    window_s = (inside.max() - inside.min()) / 1e9 if inside.size > 1 else 0.0
-    return {
-        "requests_per_s": completed / duration_s,
-        "output_tokens_per_s": output / duration_s,
-        "prompt_tokens_per_s": prompt / duration_s,
-        "total_tokens_per_s": (prompt + output) / duration_s,
-        "offered_per_s": (inside.size - 1) / window_s if window_s > 0 else None,
-    }
-
-
-def _attainment(requests: RequestColumns, slo: SLO, duration_s: float) -> dict[str, Any]:
-    """Share of the requests sent that kept every limit, its Wilson interval, and the goodput (requests/s)."""
-    met, sent = int(meets_slo(requests, slo).sum()), len(requests)
-    low, high = wilson(met, sent) if sent else (None, None)
-    return {
-        "limits": {name: limit for name, limit in asdict(slo).items() if limit is not None},
-        "num_met": met,
-        "attainment": met / sent if sent else None,
-        "attainment_ci95": [low, high],
-        "goodput_per_s": met / duration_s if duration_s > 0 else None,
-    }
-
-
-def _cache_and_preemptions(requests: RequestColumns, num_computed: list[int | None] | None) -> dict[str, Any]:
-    """num_computed: tokens that each replica's steps computed; None: as the requests tell, of a part of the run."""
-    admitted = requests.is_known("first_scheduled_ns")
-    prompt = requests.numbers("num_prompt_tokens")[admitted].sum()
-    cached = requests.numbers("num_cached_tokens")[admitted].sum()
-    preempted, recomputed = requests.whole("num_preemptions"), requests.whole("num_recomputed_tokens").sum()
-    computed = prompt - cached + requests.whole("num_output_tokens")[admitted].sum() + recomputed
-    if num_computed is not None:
-        known = [tokens for tokens in num_computed if tokens is not None]
-        computed = sum(known) if len(known) == len(num_computed) else 0
-    return {
-        "prefix_hit_rate": cached / prompt if prompt > 0 else None,
-        "preemptions": {
-            "total": int(preempted.sum()),
-            "requests_share": float((preempted > 0).mean()) if len(requests) else None,
-            "recomputed_tokens": int(recomputed),
-            "recomputed_share": recomputed / computed if computed > 0 else None,
-        },
-    }
-
-
-def _fairness(requests: RequestColumns) -> dict[str, Any] | None:
-    """Jain's index over tenants: of the service got (prompt + output tokens) and of the mean normalised latency.
-
-    None with fewer than two tenants. Service is what each got in this run: tenants that ask for less also get less.
-    """
-    tenants = requests.codes("tenant")
-    if np.count_nonzero(np.bincount(tenants.codes)) < 2:
-        return None
-    started = requests.is_known("first_token_ns")
-    service = np.where(started, requests.whole("num_prompt_tokens"), 0) + requests.whole("num_output_tokens")
-    tokens = np.array([part.sum() for part in _by_label(tenants, service)], dtype=np.float64)
-    value = latency(requests, "normalised_latency_s")
-    known = [part[~np.isnan(part)] for part in _by_label(tenants, value)]
-    means = np.array([math.fsum(part) / part.size for part in known if part.size])
-    return {
-        "num_tenants": tokens.size,
-        "jain_service": jain_index(tokens),
-        "max_min_service_gap_tokens": float(tokens.max() - tokens.min()),
-        "jain_normalised_latency": jain_index(means),
-    }
-
-
-def _by_label(codes: Codes, values: Any) -> Iterator[Any]:
-    """The values of each label that occurs, labels in alphabetical order."""
-    order = np.argsort(codes.codes, kind="stable")
-    present, first = np.unique(codes.codes[order], return_index=True)
-    parts = dict(zip(present.tolist(), np.split(values[order], first[1:]), strict=True))
-    for number in sorted(parts, key=codes.labels.__getitem__):
-        yield parts[number]

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.frames import numbers
-from analysis.request_columns import RequestColumns
+from analysis.request_columns import Requests
 from analysis.rows import BoolArray, FloatArray, IntArray, as_rows, product_sum
-from analysis.timeline import StepRun, last_end_ns, step_runs
+from analysis.timeline import Instants, StepRun, last_end_ns, step_runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +28,6 @@ STEP_COLUMNS = (
     *(f"num_{name}" for name in COUNTS), "num_decode_tokens", "num_prefill_tokens", "free_gpu_blocks",
     *(f"{name}_ns" for name in TIME_PARTS),
 )  # fmt: skip
-_NEVER = np.iinfo(np.int64).max
 
 
 def run_end_ns(requests: Any, steps: Any) -> int:
@@ -36,24 +35,23 @@ def run_end_ns(requests: Any, steps: Any) -> int:
     end_ns = last_end_ns(as_rows(steps))
     if end_ns is not None:
         return end_ns
-    columns = RequestColumns.of(requests)
     names = ("arrival_ns", "first_token_ns", "finish_ns")
-    return max(0, *(int(columns.whole(name).max(initial=0)) for name in names))
+    pieces = Requests.of(requests).pieces()
+    return max(0, *(int(piece.whole(name).max(initial=0)) for piece in pieces for name in names))
 
 
 class Presence:
     """Whether any request is in the system at an instant, by the requests' own instants."""
 
-    def __init__(self, requests: RequestColumns) -> None:
-        arrival = requests.whole("arrival_ns")
-        self._seen = np.sort(np.maximum(requests.whole("queued_ns"), arrival))
-        finish = requests.whole("finish_ns", _NEVER)
-        self._finish = np.sort(finish[finish != _NEVER])
+    def __init__(self, requests: Requests) -> None:
+        self._seen = Instants(requests, lambda piece: np.maximum(piece.whole("queued_ns"), piece.whole("arrival_ns")))
+        self._finish = Instants(
+            requests.where(lambda piece: piece.is_known("finish_ns")), lambda piece: piece.whole("finish_ns")
+        )
 
     def at(self, instants_ns: IntArray) -> BoolArray:
         """At each of `instants_ns`, those that finish there gone and those that come there come."""
-        come = np.searchsorted(self._seen, instants_ns, side="right")
-        return np.asarray(come > np.searchsorted(self._finish, instants_ns, side="right"), dtype=np.bool_)
+        return self._seen.num_until(instants_ns) > self._finish.num_until(instants_ns)
 
 
 def hold_until(run: StepRun, presence: Presence) -> IntArray:
@@ -66,7 +64,7 @@ def spans(requests: Any, steps: Any) -> tuple[FloatArray, FloatArray, FloatArray
 
     `until` is where the values stop to hold; between `until` and the next start everything is zero.
     """
-    presence = Presence(RequestColumns.of(requests))
+    presence = Presence(Requests.of(requests))
     parts = [(run.start, hold_until(run, presence), run.following) for _, run in step_runs(as_rows(steps), (), None)]
     start, until, following = (np.concatenate(part).astype(np.float64) for part in zip(*parts, strict=True))
     return start, until, following
@@ -82,7 +80,7 @@ def kv_usage(steps: pd.DataFrame, num_gpu_blocks: int | None) -> FloatArray | No
 class Occupancy:
     """One engine's steps, summed up over [start_ns, end_ns] as they pass by."""
 
-    def __init__(self, requests: RequestColumns, num_gpu_blocks: int | None, start_ns: int, end_ns: int) -> None:
+    def __init__(self, requests: Requests, num_gpu_blocks: int | None, start_ns: int, end_ns: int) -> None:
         self._presence = Presence(requests)
         self._num_gpu_blocks = num_gpu_blocks
         self._start_ns, self._end_ns = start_ns, end_ns

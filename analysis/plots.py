@@ -44,7 +44,7 @@ def latency_cdf(runs: Mapping[str, Run]) -> Figure:
 
 
 def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
-    """(observed, censored) seconds of one latency of one run, as `metrics.summarise` censors them."""
+    """(observed, censored) seconds of one latency of one run, as `summary.summarise` censors them."""
     metrics, frame = request_metrics(run.requests), run.requests
     value, reason = numbers(metrics, name), metrics["finish_reason"].to_numpy()
     observed = value[~np.isnan(value)]

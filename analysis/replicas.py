@@ -12,24 +12,28 @@ from typing import Any
 import numpy as np
 
 from analysis.occupancy import STEP_COLUMNS, Occupancy
-from analysis.request_columns import RequestColumns
+from analysis.request_columns import Requests, Rule
 from analysis.rows import FloatArray, Rows
 from analysis.timeline import step_runs
 
 SUMS = ("num_steps", "mean_running", "mean_waiting", "mean_swapped")
 
 
-def split(requests: RequestColumns, manifest: Mapping[str, Any]) -> list[RequestColumns]:
+def split(requests: Requests, manifest: Mapping[str, Any]) -> list[Requests]:
     """The requests of each replica, those included that did nothing."""
     num = max(int(manifest.get("num_replicas") or 1), 1)
     if num == 1:
         return [requests]
-    whose = requests.numbers("replica")
-    return [requests.where(whose == number) for number in range(num)]
+    return [requests.where(of_replica(number)) for number in range(num)]
+
+
+def of_replica(number: int) -> Rule:
+    """Which requests a replica served."""
+    return lambda piece: piece.numbers("replica") == number
 
 
 def measure(
-    parts: list[RequestColumns], steps: Rows, num_gpu_blocks: int | None, start_ns: int, end_ns: int
+    parts: list[Requests], steps: Rows, num_gpu_blocks: int | None, start_ns: int, end_ns: int
 ) -> list[Occupancy]:
     """Each replica's steps, summed up over [start_ns, end_ns]. num_gpu_blocks: of one replica."""
     each = [Occupancy(part, num_gpu_blocks, start_ns, end_ns) for part in parts]
@@ -60,7 +64,7 @@ def fleet_step_metrics(measured: list[Occupancy], duration_s: float) -> tuple[di
 
 
 def describe_replicas(
-    parts: list[RequestColumns],
+    parts: list[Requests],
     measured: list[Occupancy],
     each: list[dict[str, Any]],
     manifest: Mapping[str, Any],
@@ -91,22 +95,24 @@ def describe_replicas(
 
 
 def _replica(
-    requests: RequestColumns, num_computed: int | None, metrics: dict[str, Any], duration_s: float
+    requests: Requests, num_computed: int | None, metrics: dict[str, Any], duration_s: float
 ) -> dict[str, Any]:
-    done = int(requests.is_completed.sum())
-    started = requests.is_known("first_scheduled_ns")
-    prompt, output = requests.numbers("num_prompt_tokens"), requests.numbers("num_output_tokens")
-    cached = np.nan_to_num(requests.numbers("num_cached_tokens"))
-    ttft = requests.numbers("ttft_s")
+    done = requests.sum(lambda piece: piece.is_completed.sum())
+    output = requests.sum(lambda piece: piece.numbers("num_output_tokens").sum())
+    started = requests.where(lambda piece: piece.is_known("first_scheduled_ns"))
+    prompt = started.sum(lambda piece: piece.numbers("num_prompt_tokens").sum())
+    cached = started.sum(lambda piece: np.nansum(piece.numbers("num_cached_tokens")))
+    num_ttft = requests.sum(lambda piece: piece.is_known("ttft_s").sum())
+    ttft_s = requests.sum(lambda piece: np.nansum(piece.numbers("ttft_s")))
     return {
         "num_requests": len(requests),
         "num_finished": done,
         "num_computed_tokens": num_computed,
         "requests_per_s": done / duration_s if duration_s > 0 else None,
-        "output_tokens_per_s": output.sum() / duration_s if duration_s > 0 else None,
-        "prefix_hit_rate": cached[started].sum() / prompt[started].sum() if started.any() else None,
-        "num_preemptions": int(requests.numbers("num_preemptions").sum()),
-        "ttft_mean_s": float(np.nanmean(ttft)) if (~np.isnan(ttft)).any() else None,
+        "output_tokens_per_s": output / duration_s if duration_s > 0 else None,
+        "prefix_hit_rate": cached / prompt if len(started) else None,
+        "num_preemptions": requests.sum(lambda piece: piece.whole("num_preemptions").sum()),
+        "ttft_mean_s": ttft_s / num_ttft if num_ttft else None,
         **{name: metrics[name] for name in ("num_steps", "mean_running", "mean_waiting", "busy_share", "kv")},
     }
 

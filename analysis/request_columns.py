@@ -1,13 +1,13 @@
-"""The requests of a run, column by column: each is read when it is asked for, and none is kept.
+"""The requests of a run in pieces, each column by column: a column is read when it is asked for, and none is kept.
 
-A million requests are 8 MB a column. Token instants, which may be a hundred times as many, are gone through batch by
-batch: what is kept of them is each request's last instant and largest gap. Where they are few all are kept: they are
-gone through three times, and most of that time is unpacking them.
+So memory is that of a piece, however many requests there are. Token instants, which may be a hundred times as many, are
+gone through batch by batch: what is kept of them is each request's last instant and largest gap. Where they are few all
+are kept: they are gone through three times, and most of that time is unpacking them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from analysis.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
 
+PIECE_ROWS = 1 << 17  # requests of a piece; as many as a run has in most experiments
 TOKEN_ROWS = 256  # requests whose token instants are in memory at once
 KEPT_TOKENS = 2_500_000  # or as many tokens: 20 MB
 STRINGS = ("finish_reason", "tenant")
@@ -24,25 +25,80 @@ COMPLETED = ("stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """Of each request `[num_requests]`: ns of its last token and largest gap, NaN for none; how many there are.
-
-    earliest_ns: of all tokens of the run.
-    """
+    """Of each request `[num_requests]`: ns of its last token and largest gap, NaN for none; how many there are."""
 
     last_ns: FloatArray
     largest_gap_ns: FloatArray
     num: IntArray  # -1: not recorded
-    earliest_ns: int
 
 
 _Batch = tuple[int, IntArray, IntArray, BoolArray]  # see RequestColumns._token_batches
+Rule = Callable[["RequestColumns"], BoolArray]
+
+
+class Requests:
+    """Requests of a run: of all rows those that every rule chooses, a rule being asked about those chosen before it."""
+
+    def __init__(self, rows: Rows, rules: tuple[Rule, ...] = (), base: RequestColumns | None = None) -> None:
+        self.rows = rows
+        self._rules = rules
+        self._base = base if base is not None else RequestColumns(rows)  # reads tokens once, where it is the only piece
+
+    @classmethod
+    def of(cls, data: Any) -> Requests:
+        """Of a frame, table, rows, or of requests themselves."""
+        return data if isinstance(data, Requests) else cls(as_rows(data))
+
+    def where(self, rule: Rule) -> Requests:
+        """Only those. rule: from columns to which of their requests are meant."""
+        return Requests(self.rows, (*self._rules, rule), self._base)
+
+    @property
+    def is_one_piece(self) -> bool:
+        return self.rows.num_rows <= PIECE_ROWS
+
+    def pieces(self) -> Iterator[RequestColumns]:
+        """All of them, at most about PIECE_ROWS at once; at least one piece."""
+        if self.is_one_piece:
+            yield self._only
+            return
+        low = 0
+        for part in self.rows.parts(PIECE_ROWS):
+            yield self._chosen(RequestColumns(part, low=low))
+            low += part.num_rows
+
+    @cached_property
+    def _only(self) -> RequestColumns:
+        return self._chosen(self._base)
+
+    def _chosen(self, piece: RequestColumns) -> RequestColumns:
+        for rule in self._rules:
+            piece = piece.where(rule(piece))
+        return piece
+
+    def sum(self, count: Callable[[RequestColumns], Any]) -> Any:
+        """The sum of a number over the pieces; Python's own."""
+        return sum(np.asarray(count(piece)).item() for piece in self.pieces())
+
+    def __len__(self) -> int:
+        return self._num
+
+    @cached_property
+    def _num(self) -> int:
+        return self.sum(len) if self._rules else self.rows.num_rows
 
 
 class RequestColumns:
-    """Columns of `testbed.records.schema.REQUEST_COLUMNS` of some requests, `[num_requests]` each."""
+    """Columns of `testbed.records.schema.REQUEST_COLUMNS` of some requests, `[num_requests]` each.
 
-    def __init__(self, rows: Rows, chosen: BoolArray | None = None, parent: RequestColumns | None = None) -> None:
+    low: the number of the first row among all of the run.
+    """
+
+    def __init__(
+        self, rows: Rows, chosen: BoolArray | None = None, parent: RequestColumns | None = None, low: int = 0
+    ) -> None:
         self.rows = rows
+        self._low = low
         self._chosen, self._parent = chosen, parent
         self._num = rows.num_rows if chosen is None else int(chosen.sum())
         self._kept: list[_Batch] | None = None  # of all tokens, if they are few
@@ -62,7 +118,13 @@ class RequestColumns:
         if self._chosen is not None:
             among, chosen = chosen, self._chosen.copy()
             chosen[chosen] = among
-        return RequestColumns(self.rows, chosen, self._parent or self)
+        return RequestColumns(self.rows, chosen, self._parent or self, self._low)
+
+    @property
+    def index(self) -> IntArray:
+        """The number of each among all rows of the run."""
+        rows = np.arange(self._low, self._low + self.rows.num_rows)
+        return rows if self._chosen is None else rows[self._chosen]
 
     def numbers(self, name: str) -> FloatArray:
         """float64, NaN for null."""
@@ -116,19 +178,16 @@ class RequestColumns:
             times, chosen = self._parent.tokens, self._chosen
             if times is None or not (times.num[chosen] >= 0).any():
                 return None
-            return TokenTimes(
-                times.last_ns[chosen], times.largest_gap_ns[chosen], times.num[chosen], times.earliest_ns
-            )  # fmt: skip
+            return TokenTimes(times.last_ns[chosen], times.largest_gap_ns[chosen], times.num[chosen])
         if "token_ns" not in self.rows.names:
             return None
         last, largest = np.full(len(self), np.nan), np.full(len(self), np.nan)
-        num, earliest = np.empty(len(self), dtype=np.int64), np.iinfo(np.int64).max
+        num = np.empty(len(self), dtype=np.int64)
         for low, flat, offsets, known in self._token_batches():
             rows = slice(low, low + len(known))
             num[rows] = np.where(known, np.diff(offsets), -1)
-            earliest = int(flat.min(initial=earliest))
             last[rows], largest[rows] = _last_and_largest(flat, offsets)
-        return TokenTimes(last, largest, num, earliest) if (num >= 0).any() else None
+        return TokenTimes(last, largest, num) if (num >= 0).any() else None
 
     def num_tokens_since(self, start_ns: int) -> int:
         """How many tokens were emitted at or after `start_ns`, by the instants of the steps that emitted them.

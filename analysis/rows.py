@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +45,10 @@ class Rows(Protocol):
         """The same rows by `start_ns`, ties in their order. Of a file: as they are (see `FileRows`)."""
         ...
 
+    def parts(self, num_rows: int) -> Iterator[Rows]:
+        """The rows in parts of about `num_rows`, in their order."""
+        ...
+
 
 def as_rows(data: Any) -> Rows:
     """Rows from a pandas frame, an Arrow table, or rows themselves. TypeError for anything else."""
@@ -74,6 +79,10 @@ class MemoryRows:
         order = np.argsort(whole(self._column("start_ns")), kind="stable")
         return MemoryRows(self._data, self._batch_rows, order)
 
+    def parts(self, num_rows: int) -> Iterator[MemoryRows]:
+        for low in range(0, self.num_rows, num_rows):
+            yield MemoryRows(self._data[low : low + num_rows], self._batch_rows)
+
     def _column(self, name: str) -> Any:
         kind = pa.list_(pa.int64()) if name == "token_ns" else None
         if isinstance(self._data, pa.Table):
@@ -98,15 +107,28 @@ class FileRows:
             self._source = pq.ParquetFile(file, read_dictionary=list(strings), pre_buffer=False)
             self.num_rows = int(self._source.metadata.num_rows)
             self.names = frozenset(self._source.schema_arrow.names)
+        self._groups = range(self._source.num_row_groups)
 
     def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
         size = min(self._batch_rows, num_rows or self._batch_rows)
         with _naming(self._file):
-            for batch in self._source.iter_batches(size, columns=list(names), use_threads=False):
+            for batch in self._source.iter_batches(size, self._groups, columns=list(names), use_threads=False):
                 yield [batch.column(name) for name in names]
 
     def by_time(self) -> FileRows:
         return self
+
+    def parts(self, num_rows: int) -> Iterator[FileRows]:
+        """Of whole row groups."""
+        part, low = copy(self), self._groups.start
+        part.num_rows = 0
+        for group in self._groups:
+            part.num_rows += self._source.metadata.row_group(group).num_rows
+            if part.num_rows >= num_rows or group == self._groups[-1]:
+                part._groups = range(low, group + 1)
+                yield part
+                part, low = copy(self), group + 1
+                part.num_rows = 0
 
 
 @contextmanager

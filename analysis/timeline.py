@@ -6,13 +6,15 @@ they pass by, so that memory does not grow with their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from analysis.request_columns import RequestColumns, Requests
 from analysis.rows import BoolArray, IntArray, Rows, is_known, whole
+
+WINDOW = 1 << 17  # requests whose instants are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +98,75 @@ def last_end_ns(steps: Rows) -> int | None:
 
 
 class Instants:
-    """Instants of requests, ns, at which something of the steps is wanted, to be looked up in order of time."""
+    """An instant of each request, ns, in order of time: looked up as steps pass by, in one of two ways.
 
-    def __init__(self, instants: IntArray, requests: IntArray | None = None) -> None:
-        """requests: whose they are; None: one of each request."""
-        order = np.argsort(instants, kind="stable")
-        self.sorted = instants[order]
-        small = order.astype(np.int32) if order.size < 1 << 31 else order
-        self._requests: NDArray[np.integer] = small if requests is None else requests[order]
-        self._num_done = 0
+    They are held a window at a time, the next of which is found in a pass over the columns, so that memory does not
+    grow with the requests; rows tell apart what is at one instant. read: the instants of a piece's requests, and after
+    them columns that come along `[num_instants, num_requests]`.
+    """
 
-    def within(self, run: StepRun) -> tuple[IntArray, NDArray[np.integer]]:
-        """(instants, whose) up to the start of the step after these; with the last step all that are left."""
-        low = self._num_done
-        last = self.sorted.size if run.is_last else int(np.searchsorted(self.sorted, run.following[-1], side="left"))
-        self._num_done = last = max(low, last)
-        return self.sorted[low:last], self._requests[low:last]
+    def __init__(self, requests: Requests, *read: Callable[[RequestColumns], IntArray]) -> None:
+        self._requests, self._read = requests, read
+        self._window: IntArray | None = None  # [instant, row, *what comes along; num_instants]
+        self._num_done = 0  # of the window
+        self._num_before = 0  # in earlier windows
+        self._has_more = True
+
+    def num_until(self, instants_ns: IntArray) -> IntArray:
+        """How many are at or before each of `instants_ns`, whose largest does not come down from call to call by more
+        than a window. Not to be mixed with `take`."""
+        most = int(instants_ns.max(initial=0))
+        window = self._first() if self._window is None else self._window
+        found = self._num_before + np.searchsorted(window[0], instants_ns, side="right")
+        while self._has_more and window[0, -1] <= most:
+            self._num_before += window.shape[1]
+            window = self._next()
+            found += np.searchsorted(window[0], instants_ns, side="right")
+        return found
+
+    def take(self, run: StepRun) -> Iterator[IntArray]:
+        """[instant, row, *what comes along; num_instants] of those up to the start of the step after these, once; with
+        the last step all that are left. In parts."""
+        window = self._first() if self._window is None else self._window
+        while True:
+            size = window.shape[1]
+            high = size if run.is_last else int(np.searchsorted(window[0], run.following[-1], side="left"))
+            if high > self._num_done:
+                yield window[:, self._num_done : high]
+                self._num_done = high
+            if high < size or not self._has_more:
+                return
+            window = self._next()
+
+    def _first(self) -> IntArray:
+        self._window = np.full((1 + len(self._read), 1), np.iinfo(np.int64).min)
+        return self._next()
+
+    def _next(self) -> IntArray:
+        """The window after this one."""
+        assert self._window is not None
+        after_ns, after_row = self._window[:2, -1].tolist()
+        found = np.empty((self._window.shape[0], 0), dtype=np.int64)
+        self._has_more, self._num_done = False, 0
+        for piece in self._requests.pieces():
+            at = self._read[0](piece)
+            columns = np.stack((at, piece.index, *[read(piece) for read in self._read[1:]]))
+            later = (at > after_ns) | ((at == after_ns) & (columns[1] > after_row))
+            found = np.concatenate((found, columns[:, later]), axis=1)
+            found = found[:, np.lexsort((found[1], found[0]))]
+            self._has_more |= found.shape[1] > WINDOW
+            found = found[:, :WINDOW]
+        self._window = found
+        return found
+
+
+def joined(halves: dict[int, int], rows: IntArray, values: IntArray) -> IntArray:
+    """The sum of each row's two values, once both are there, and 0 until then; the first of them waits in `halves`."""
+    sums = np.zeros(rows.size, dtype=np.int64)
+    for number, (row, value) in enumerate(zip(rows.tolist(), values.tolist(), strict=True)):
+        first = halves.pop(row, None)
+        if first is None:
+            halves[row] = value
+        else:
+            sums[number] = first + value
+    return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.metrics import itl_pooled, summarise
-from analysis.pooled import pooled_distribution
+from analysis import request_columns, timeline
+from analysis.metrics import itl_pooled
+from analysis.pooled import Pool, pooled_distributions
 from analysis.request_columns import STRINGS, RequestColumns
 from analysis.rows import FileRows, MemoryRows
+from analysis.summary import summarise
 from analysis.survival import distribution, km_steps
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import ARROW, simulate, table
 
 SIZES = (1, 7, 1000, None)
+
+
+def near(tree: Any) -> Any:
+    """The same, but for the last digits of means."""
+    if isinstance(tree, dict):
+        return {key: near(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [near(value) for value in tree]
+    return pytest.approx(tree, rel=1e-12) if isinstance(tree, float) else tree
 
 
 def with_replica(records: pa.Table, number: int) -> pa.Table:
@@ -73,6 +85,31 @@ def test_rows_may_come_in_any_batches(
                 assert summarise(*rows, manifest, slo, warmup_s) == whole, f"batches of {size}"
 
 
+@settings(max_examples=25, deadline=None, derandomize=True, print_blob=True)
+@given(
+    replicas=st.sampled_from((1, 3)),
+    seed=st.integers(0, 1000),
+    stop_s=st.sampled_from((None, 0.7, 2.5)),
+    warmup_s=st.sampled_from((0.0, 0.5)),
+    sizes=st.tuples(st.integers(5, 60), st.integers(3, 60)),
+)
+def test_requests_may_come_in_any_pieces_and_windows(
+    replicas: int, seed: int, stop_s: float | None, warmup_s: float, sizes: tuple[int, int]
+) -> None:
+    requests, steps, manifest = run_of(replicas, seed, 30, stop_s, True)
+    slo = {"ttft_s": 0.3, "tpot_s": 0.03}
+    whole = summarise(requests, steps, manifest, slo, warmup_s)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        pq.write_table(requests, Path(folder) / "requests.parquet", row_group_size=7)
+        patch.setattr(request_columns, "PIECE_ROWS", sizes[0])
+        patch.setattr(timeline, "WINDOW", sizes[1])
+        for rows in (MemoryRows(requests), FileRows(Path(folder) / "requests.parquet", STRINGS)):
+            found = summarise(rows, MemoryRows(steps, 9), manifest, slo, warmup_s)
+            assert found["checks"] == whole["checks"]
+            assert json.dumps(list(found)) == json.dumps(list(whole))
+            assert found == near(whole)
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_empty_runs_are_alike_in_any_batches(replicas: int, tmp_path: Path) -> None:
     requests, steps = table([], REQUEST_COLUMNS), table([], STEP_COLUMNS)
@@ -103,12 +140,16 @@ def test_pooled_values_have_the_distribution_that_they_have_together(
 ) -> None:
     array = np.array(values, dtype=np.int64)
     bounds = np.array(censored, dtype=np.float64)
-    pooled = pooled_distribution(
-        lambda: (array[low : low + size] for low in range(0, array.size, size)), np.append(bounds, np.nan)
-    )
+    passes = lambda: (("gaps", [array[low : low + size]]) for low in range(0, array.size, size))  # noqa: E731
+    pooled = pooled_distributions({"gaps": Pool(np.append(bounds, np.nan), 1e9)}, passes)["gaps"]
     together = distribution(array / 1e9, bounds / 1e9)
     for name, value in together.items():
         assert pooled[name] == (None if value is None else pytest.approx(value, rel=1e-9)), name
+    in_s = {"gaps": Pool(bounds / 1e9)}
+    same = pooled_distributions(in_s, lambda: iter([("gaps", [array / 1e9])]))["gaps"]
+    assert same == {
+        name: value if value is None else pytest.approx(value, rel=1e-12) for name, value in together.items()
+    }
     if not censored and values:
         assert [pooled[name] for name in ("p50", "p99")] == [float(np.quantile(array / 1e9, q)) for q in (0.5, 0.99)]
 
@@ -144,7 +185,7 @@ def test_pooled_gaps_are_those_of_all_requests() -> None:
 PEAK = """
 import sys
 from pathlib import Path
-from analysis.metrics import summarise
+from analysis.summary import summarise
 from analysis.request_columns import STRINGS
 from analysis.rows import FileRows
 folder = Path(sys.argv[1])
@@ -159,10 +200,10 @@ print(summary["num_steps"], int(peak) // 1024)
 """
 
 
-def write_long_run(folder: Path, num_steps: int) -> None:
-    """One request at a time, of 300 decode steps each; 10 ms a step."""
+def write_long_run(folder: Path, num_steps: int, length: int) -> None:
+    """One request at a time, of `length` steps each; 10 ms a step."""
     folder.mkdir()
-    length, step_ns = 300, 10_000_000
+    step_ns = 10_000_000
     number = np.arange(num_steps)
     zero = np.zeros(num_steps, dtype=np.int64)
     is_first = number % length == 0
@@ -199,14 +240,18 @@ def write_long_run(folder: Path, num_steps: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-def test_the_memory_of_a_summary_does_not_grow_with_the_steps(tmp_path: Path) -> None:
-    """300,000 and 3,000,000 steps, and as many tokens: all step columns of the difference would be 400 MB."""
+@pytest.mark.parametrize(("length", "sizes"), [(300, (300_000, 3_000_000)), (2, (600_000, 2_400_000))])
+def test_the_memory_of_a_summary_grows_neither_with_steps_nor_with_requests(
+    tmp_path: Path, length: int, sizes: tuple[int, int]
+) -> None:
+    """Up to 3,000,000 steps, and as many tokens: all step columns of the difference would be 400 MB. And up to
+    1,200,000 requests: the columns that a summary looks at would be 200 MB."""
     peak = {}
-    for num_steps in (300_000, 3_000_000):
-        write_long_run(tmp_path / str(num_steps), num_steps)
+    for num_steps in sizes:
+        write_long_run(tmp_path / str(num_steps), num_steps, length)
         command = [sys.executable, "-c", PEAK, str(tmp_path / str(num_steps))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         told, peak[num_steps] = map(int, done.stdout.split())
         assert told == num_steps
-    assert peak[3_000_000] - peak[300_000] < 40, peak  # MiB; 10,000 requests have some columns
+    assert peak[sizes[1]] - peak[sizes[0]] < 40, peak  # MiB

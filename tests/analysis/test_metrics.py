@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics, summarise
+from analysis.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics
+from analysis.summary import summarise
 from analysis.survival import distribution, km_quantiles
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table

@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.metrics import summarise
 from analysis.replicas import split
-from analysis.request_columns import RequestColumns
+from analysis.request_columns import Requests
+from analysis.summary import summarise
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table
 
@@ -79,5 +79,5 @@ def test_a_replica_that_did_nothing_counts() -> None:
 
 def test_without_a_fleet_nothing_is_split() -> None:
     requests, _, manifest = simulate(seed=3, num_requests=5)
-    columns = RequestColumns.of(requests)
+    columns = Requests.of(requests)
     assert split(columns, manifest) == [columns]

@@ -19,7 +19,7 @@ from testbed.policies.admission import (
     Watermark,
     final_num_tokens,
 )
-from tests.testbed.admission_kit import LIMITS, Blocks, Says, Seq, bound
+from tests.testbed.admission_kit import LIMITS, Says, bound, compute, make_pool, make_seq, parted
 
 # --- what they share ---
 
@@ -40,8 +40,8 @@ def test_whatever_the_pool_has_room_for_may_run_alone(name: str, num_seqs: int) 
     """It declares more than the pool holds, yet may end sooner; refused, it would be ended as ignored."""
     policy = EVERY[name]()
     if hasattr(policy, "bind"):
-        bound(policy, Blocks(num_gpu_blocks=10, num_free_blocks=10))
-    assert policy.allows(Seq(0, 36, max_tokens=400, num_seqs=num_seqs), [])
+        bound(policy, make_pool(10))
+    assert policy.allows(make_seq(0, 36, max_tokens=400, num_seqs=num_seqs), [])
 
 
 # --- how long a sequence is taken to be ---
@@ -60,14 +60,13 @@ def test_whatever_the_pool_has_room_for_may_run_alone(name: str, num_seqs: int) 
     ],
 )
 def test_the_expected_length(max_tokens: int | None, predicted: int | None, emitted: int, expected: int) -> None:
-    seq: Any = Seq(0, 10, max_tokens, num_output_tokens=emitted)
-    oracle: Any = Says({} if predicted is None else {0: predicted})
-    assert final_num_tokens(seq, LIMITS, oracle) == expected  # type: ignore[arg-type]
+    seq = make_seq(0, 10, max_tokens, num_output_tokens=emitted)
+    assert final_num_tokens(seq, LIMITS, Says({} if predicted is None else {0: predicted})) == expected
 
 
 def test_one_token_is_always_emitted_even_at_the_models_length() -> None:
-    seq: Any = Seq(0, 512)
-    assert final_num_tokens(seq, LIMITS, None) == 513  # type: ignore[arg-type]
+    seq = make_seq(0, 512)
+    assert final_num_tokens(seq, LIMITS, None) == 513
 
 
 # --- no_evict ---
@@ -76,22 +75,29 @@ def test_one_token_is_always_emitted_even_at_the_models_length() -> None:
 @pytest.mark.parametrize(("max_tokens", "is_allowed"), [(20, True), (21, False)])
 def test_no_evict_reserves_what_running_sequences_still_lack(max_tokens: int, is_allowed: bool) -> None:
     """10 blocks of 4. The running one ends with 15 slots, 4 blocks, of which it has 2: of 8 free, 6 are left."""
-    policy = bound(NoEvict(), Blocks(num_gpu_blocks=10, num_free_blocks=8))
-    running = Seq(0, 8, max_tokens=8, num_slots=8)
-    assert policy.allows(Seq(1, 5, max_tokens=max_tokens), [running]) is is_allowed  # 24 slots, or 25
+    policy = bound(NoEvict(), make_pool(10, num_free=8))
+    running = make_seq(0, 8, max_tokens=8, num_blocks=2)
+    assert policy.allows(make_seq(1, 5, max_tokens=max_tokens), [running]) is is_allowed  # 24 slots, or 25
 
 
 @pytest.mark.parametrize(("num_unreferenced", "is_allowed"), [(0, True), (1, False)])
 def test_no_evict_needs_no_block_twice_that_a_running_sequence_holds(num_unreferenced: int, is_allowed: bool) -> None:
     """A cached block that nobody references is one of the free ones: taking it costs a block as well."""
-    blocks = Blocks(num_gpu_blocks=10, num_free_blocks=8, hits={1: 1}, num_unreferenced=num_unreferenced)
-    running = Seq(0, 8, max_tokens=8, num_slots=8)
-    assert bound(NoEvict(), blocks).allows(Seq(1, 5, max_tokens=21), [running]) is is_allowed
+    blocks = make_pool(10)
+    first = compute(blocks, make_seq(0, 8, max_tokens=8))
+    running = first
+    if num_unreferenced:
+        running = compute(blocks, make_seq(2, 8, max_tokens=8))
+        blocks.free(first)
+    candidate = make_seq(1, max_tokens=21, prompt=[*first.tokens[:4], 7])
+    hit = blocks.lookup(candidate)
+    assert (blocks.num_free_blocks, hit.num_tokens, hit.num_unreferenced) == (8, 4, num_unreferenced)
+    assert bound(NoEvict(), blocks).allows(candidate, [running]) is is_allowed
 
 
 def test_no_evict_by_the_oracle_reserves_less() -> None:
-    blocks, running = Blocks(num_gpu_blocks=10, num_free_blocks=8), Seq(0, 8, max_tokens=8, num_slots=8)
-    candidate = Seq(1, 5, max_tokens=400)
+    blocks, running = make_pool(10, num_free=8), make_seq(0, 8, max_tokens=8, num_blocks=2)
+    candidate = make_seq(1, 5, max_tokens=400)
     assert not bound(NoEvict(), blocks, Says({1: 20})).allows(candidate, [running])
     assert bound(NoEvict(reserve="oracle"), blocks, Says({1: 20})).allows(candidate, [running])
 
@@ -99,32 +105,33 @@ def test_no_evict_by_the_oracle_reserves_less() -> None:
 @pytest.mark.parametrize(("num_free", "is_allowed"), [(7, True), (6, False)])
 def test_no_evict_reserves_for_every_member_of_a_group(num_free: int, is_allowed: bool) -> None:
     """6 + 4 tokens make 9 slots: 3 blocks, of which the prompt's one full block is shared. 1 + 3 x 2 = 7."""
-    blocks = Blocks(num_gpu_blocks=20, num_free_blocks=num_free)
-    done = Seq(0, 8, max_tokens=1, num_slots=8)  # needs nothing more
-    assert bound(NoEvict(), blocks).allows(Seq(1, 6, max_tokens=4, num_seqs=3), [done]) is is_allowed
+    blocks = make_pool(20, num_free=num_free)
+    done = make_seq(0, 8, max_tokens=1, num_blocks=2)  # needs nothing more
+    assert bound(NoEvict(), blocks).allows(make_seq(1, 6, max_tokens=4, num_seqs=3), [done]) is is_allowed
 
 
 @pytest.mark.parametrize(("num_free", "is_allowed"), [(5, True), (4, False)])
 def test_no_evict_counts_the_copies_that_a_parted_group_has_yet_to_make(num_free: int, is_allowed: bool) -> None:
     """Three members share 2 blocks, the second partly filled: 7 in the end, so 5 are lacking, 2 of them for copies."""
-    members = [Seq(seq_id, 6, num_output_tokens=1, num_slots=8, num_seqs=3) for seq_id in (0, 1, 2)]
-    members[0].members = members
-    blocks = Blocks(num_gpu_blocks=20, num_free_blocks=num_free + 1, tables={0: [4, 5], 1: [4, 5], 2: [4, 5]})
-    assert bound(NoEvict(), blocks).allows(Seq(3, 1, max_tokens=4), [members[0]]) is is_allowed  # needs 1
+    members = parted(*(make_seq(seq_id, 6, num_output_tokens=1, num_seqs=3) for seq_id in (0, 1, 2)))
+    for member in members:
+        member.block_table = [4, 5]
+    blocks = make_pool(20, num_free=num_free + 1)
+    assert bound(NoEvict(), blocks).allows(make_seq(3, 1, max_tokens=4), [members[0]]) is is_allowed  # needs 1
 
 
 def test_no_evict_counts_lookahead_slots() -> None:
-    blocks, running = Blocks(num_gpu_blocks=10, num_free_blocks=6), Seq(0, 8, max_tokens=1, num_slots=12)
-    assert bound(NoEvict(), blocks).allows(Seq(1, 5, max_tokens=20), [running])  # 24 slots
-    blocks.lookahead_slots = 1
-    assert not bound(NoEvict(), blocks).allows(Seq(1, 5, max_tokens=20), [running])
+    running = make_seq(0, 8, max_tokens=1, num_blocks=3)
+    for lookahead, is_allowed in ((0, True), (1, False)):  # 24 slots, or 25
+        policy = bound(NoEvict(), make_pool(10, num_free=6, lookahead=lookahead))
+        assert policy.allows(make_seq(1, 5, max_tokens=20), [running]) is is_allowed
 
 
 def test_no_evict_refuses_what_it_cannot_reserve_by() -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.admission\.reserve is 'guess'; it must be 'declared' or"):
         NoEvict(reserve="guess")
     with pytest.raises(ConfigError, match=r"reserve is 'oracle', but scheduler\.oracle is none; choose"):
-        bound(NoEvict(reserve="oracle"), Blocks(10))
+        bound(NoEvict(reserve="oracle"), make_pool(10))
 
 
 # --- max_utilization ---
@@ -133,16 +140,19 @@ def test_no_evict_refuses_what_it_cannot_reserve_by() -> None:
 @pytest.mark.parametrize(("num_free", "is_allowed"), [(3, True), (2, False)])
 def test_max_utilization_keeps_a_token_for_each_running_sequence(num_free: int, is_allowed: bool) -> None:
     """The first has its 9th token to compute and 8 slots, the second has room: one block beside the prompt's two."""
-    running = [Seq(0, 8, 400, num_output_tokens=1, num_slots=8), Seq(1, 8, 400, num_output_tokens=1, num_slots=12)]
-    policy = bound(MaxUtilization(), Blocks(num_gpu_blocks=20, num_free_blocks=num_free))
-    assert policy.allows(Seq(2, 8, 400), running) is is_allowed
+    running = [
+        make_seq(0, 8, 400, num_output_tokens=1, num_blocks=2),
+        make_seq(1, 8, 400, num_output_tokens=1, num_blocks=3),
+    ]
+    policy = bound(MaxUtilization(), make_pool(20, num_free=num_free))
+    assert policy.allows(make_seq(2, 8, 400), running) is is_allowed
 
 
 def test_max_utilization_lets_an_unfinished_prompt_have_its_blocks() -> None:
-    running = [Seq(0, 16, num_slots=8)]  # two blocks of its prompt are still to come
-    policy = bound(MaxUtilization(), Blocks(num_gpu_blocks=20, num_free_blocks=3))
-    assert policy.allows(Seq(1, 4), running)
-    assert not policy.allows(Seq(1, 5), running)
+    running = [make_seq(0, 16, num_blocks=2)]  # two blocks of its prompt are still to come
+    policy = bound(MaxUtilization(), make_pool(20, num_free=3))
+    assert policy.allows(make_seq(1, 4), running)
+    assert not policy.allows(make_seq(1, 5), running)
 
 
 # --- future_peak ---
@@ -155,29 +165,29 @@ def test_future_peak_is_the_largest_sum_over_those_still_running(block_size: int
     in the 8th step 4 + 7 = 11; in the 5th (4 + 4) + (10 + 4) = 22; in the 3rd 6 + 12 + 8 = 26,
     in blocks of 4: 3; 2 + 4 = 6; 2 + 3 + 2 = 7.
     """
-    seqs = [Seq(0, 10, 5), Seq(1, 4, 8), Seq(2, 6, 3)]
-    policy = bound(FuturePeak(), Blocks(num_gpu_blocks=peak, block_size=block_size))
+    seqs = [make_seq(0, 10, 5), make_seq(1, 4, 8), make_seq(2, 6, 3)]
+    policy = bound(FuturePeak(), make_pool(peak, block_size=block_size))
     assert policy.peak_blocks(seqs) == peak
     assert policy.allows(seqs[2], seqs[:2])
-    assert not bound(FuturePeak(), Blocks(num_gpu_blocks=peak - 1, block_size=block_size)).allows(seqs[2], seqs[:2])
+    assert not bound(FuturePeak(), make_pool(peak - 1, block_size=block_size)).allows(seqs[2], seqs[:2])
 
 
 def test_future_peak_leaves_the_reserved_share_free() -> None:
-    seqs = [Seq(0, 10, 5), Seq(1, 4, 8), Seq(2, 6, 3)]  # a peak of 26 tokens
+    seqs = [make_seq(0, 10, 5), make_seq(1, 4, 8), make_seq(2, 6, 3)]  # a peak of 26 tokens
     for num_blocks, is_allowed in ((28, True), (27, False)):  # a tenth, rounded down, is 2
-        policy = bound(FuturePeak(reserved=0.1), Blocks(num_gpu_blocks=num_blocks, block_size=1))
+        policy = bound(FuturePeak(reserved=0.1), make_pool(num_blocks, block_size=1))
         assert policy.allows(seqs[2], seqs[:2]) is is_allowed
 
 
 def test_future_peak_believes_the_oracle() -> None:
-    seqs = [Seq(0, 10, 400), Seq(1, 4, 400), Seq(2, 6, 400)]
-    assert bound(FuturePeak(), Blocks(26, block_size=1), Says({0: 5, 1: 8, 2: 3})).peak_blocks(seqs) == 26
+    seqs = [make_seq(0, 10, 400), make_seq(1, 4, 400), make_seq(2, 6, 400)]
+    assert bound(FuturePeak(), make_pool(26, block_size=1), Says({0: 5, 1: 8, 2: 3})).peak_blocks(seqs) == 26
 
 
 def test_future_peak_counts_a_groups_prompt_once() -> None:
     """The group of the no_evict test: 7 blocks in the end, and so alone at its peak."""
-    policy = bound(FuturePeak(), Blocks(20))
-    assert policy.peak_blocks([Seq(0, 6, max_tokens=4, num_seqs=3)]) == 7
+    policy = bound(FuturePeak(), make_pool(20))
+    assert policy.peak_blocks([make_seq(0, 6, max_tokens=4, num_seqs=3)]) == 7
 
 
 @pytest.mark.parametrize("reserved", [-0.1, 1.0])
@@ -194,8 +204,8 @@ def test_future_peak_refuses_a_share_that_is_none(reserved: float) -> None:
 def test_future_peak_equals_that_of_running_step_by_step(
     sizes: list[tuple[int, int]], block_size: int, lookahead: int
 ) -> None:
-    seqs = [Seq(index, prompt, output) for index, (prompt, output) in enumerate(sizes)]
-    policy = bound(FuturePeak(), Blocks(0, block_size=block_size, lookahead_slots=lookahead))
+    seqs = [make_seq(index, prompt, output) for index, (prompt, output) in enumerate(sizes)]
+    policy = bound(FuturePeak(), make_pool(0, block_size=block_size, lookahead=lookahead))
     use = [
         sum(-(-(prompt + done + lookahead) // block_size) for prompt, output in sizes if output > done)
         for done in range(40)
@@ -207,17 +217,16 @@ def test_future_peak_equals_that_of_running_step_by_step(
 
 
 def test_a_cap_on_running_tokens_counts_a_groups_prompt_once() -> None:
-    members = [Seq(seq_id, 10, num_output_tokens=2, num_seqs=2) for seq_id in (0, 1)]
-    members[0].members = members
-    assert MaxRunningTokens(21).allows(Seq(2, 7), [members[0]])  # 10 + 2 + 2 + 7
-    assert not MaxRunningTokens(20).allows(Seq(2, 7), [members[0]])
+    members = parted(*(make_seq(seq_id, 10, num_output_tokens=2, num_seqs=2) for seq_id in (0, 1)))
+    assert MaxRunningTokens(21).allows(make_seq(2, 7), [members[0]])  # 10 + 2 + 2 + 7
+    assert not MaxRunningTokens(20).allows(make_seq(2, 7), [members[0]])
 
 
 def test_a_cap_on_running_requests_counts_requests_not_sequences() -> None:
-    running = [Seq(0, 4, request_id="a"), Seq(1, 4, request_id="a"), Seq(2, 4, request_id="b")]
-    assert MaxRunningRequests(3).allows(Seq(3, 4, request_id="c"), running)
-    assert not MaxRunningRequests(2).allows(Seq(3, 4, request_id="c"), running)
-    assert MaxRunningRequests(2).allows(Seq(3, 4, request_id="a"), running)
+    running = [make_seq(0, 4, request_id="a"), make_seq(1, 4, request_id="a"), make_seq(2, 4, request_id="b")]
+    assert MaxRunningRequests(3).allows(make_seq(3, 4, request_id="c"), running)
+    assert not MaxRunningRequests(2).allows(make_seq(3, 4, request_id="c"), running)
+    assert MaxRunningRequests(2).allows(make_seq(3, 4, request_id="a"), running)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5])
@@ -230,10 +239,10 @@ def test_a_cap_below_one_is_refused(value: Any) -> None:
 
 
 def test_all_asks_every_rule() -> None:
-    running = [Seq(0, 8, max_tokens=8, num_slots=8)]
-    policy = bound(All([MaxRunningRequests(2), NoEvict()]), Blocks(num_gpu_blocks=10, num_free_blocks=8))
-    assert policy.allows(Seq(1, 5, max_tokens=20), running)
-    assert not policy.allows(Seq(1, 5, max_tokens=21), running)
-    assert not policy.allows(Seq(1, 5), [*running, Seq(2, 1, max_tokens=1, num_slots=4)])
+    running = [make_seq(0, 8, max_tokens=8, num_blocks=2)]
+    policy = bound(All([MaxRunningRequests(2), NoEvict()]), make_pool(10, num_free=8))
+    assert policy.allows(make_seq(1, 5, max_tokens=20), running)
+    assert not policy.allows(make_seq(1, 5, max_tokens=21), running)
+    assert not policy.allows(make_seq(1, 5), [*running, make_seq(2, 1, max_tokens=1, num_blocks=1)])
     with pytest.raises(ConfigError, match="of is empty"):
         All([])

@@ -1,85 +1,26 @@
-"""What no_evict promises, held while a small paged pool is run."""
+"""What no_evict promises, held by a scheduler on a small pool: what has started never stops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.policies.admission import (
-    NoEvict,
-)
-from tests.testbed.admission_kit import Seq, allows, bound
-
-
-class Pool:
-    """Reference-counted blocks; sequences fork at the end of their prompt and copy what they share before writing."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_gpu_blocks = num_blocks
-        self.block_size = block_size
-        self.lookahead_slots = 0
-        self.counts: dict[int, int] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.prompts: dict[int, tuple[int, int]] = {}  # family, length: prompts of a family begin alike
-        self.next_block = 0
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.num_gpu_blocks - len(self.counts)
-
-    def table(self, seq_id: int) -> list[int]:
-        return self.tables[seq_id]
-
-    def lookup(self, seq: Seq) -> Any:
-        family, length = self.prompts[seq.seq_id]
-        found: list[int] = []
-        for other, table in self.tables.items():
-            kin, kin_length = self.prompts[other]
-            if kin == family:
-                found = max(found, table[: min(length - 1, kin_length) // self.block_size], key=len)
-        return SimpleNamespace(blocks=found, num_unreferenced=0)
-
-    def take(self, seq: Seq) -> None:
-        assert self.num_free_blocks, f"sequence {seq.seq_id} cannot grow"
-        self.counts[self.next_block] = 1
-        self.tables[seq.seq_id].append(self.next_block)
-        self.next_block += 1
-        seq.num_slots = len(self.tables[seq.seq_id]) * self.block_size
-
-    def drop(self, block: int) -> None:
-        self.counts[block] -= 1
-        if not self.counts[block]:
-            del self.counts[block]
-
-    def share(self, seq: Seq, blocks: list[int]) -> None:
-        for block in blocks:
-            self.counts[block] += 1
-        self.tables[seq.seq_id] = list(blocks)
-        seq.num_slots = len(blocks) * self.block_size
-
-    def write(self, seq: Seq, position: int) -> None:
-        table, index = self.tables[seq.seq_id], position // self.block_size
-        if index == len(table):
-            self.take(seq)
-        elif self.counts[table[index]] > 1:
-            assert self.num_free_blocks, f"sequence {seq.seq_id} cannot copy"
-            self.drop(table[index])
-            self.counts[self.next_block] = 1
-            table[index] = self.next_block
-            self.next_block += 1
-
-    def release(self, seq: Seq) -> None:
-        for block in self.tables.pop(seq.seq_id):
-            self.drop(block)
+from testbed.blocks.config import KVRules
+from testbed.core.outcome import FinishReason, Outcome, StepResult
+from testbed.core.plan import BatchPlan
+from testbed.core.request import SamplingParams
+from testbed.core.scheduler import Scheduler
+from testbed.policies.admission import NoEvict
+from tests.testbed.admission_kit import bound
+from tests.testbed.core_kit import ALL_COMPOSITIONS, make_blocks, make_limits, make_request, make_scheduler
 
 
 @dataclass
 class Job:
-    """A request: `outputs` tokens for each sequence, none more than `declared`."""
+    """A request: `outputs` tokens for each sequence, none more than `declared`. Prompts of a family begin alike."""
 
     prompt: int
     declared: int
@@ -87,66 +28,74 @@ class Job:
     family: int
 
 
-JOBS = st.builds(
-    lambda prompt, declared, shares, family: Job(
-        prompt, declared, [max(1, declared * share // 4) for share in shares], family
+JOBS = st.lists(
+    st.builds(
+        lambda prompt, declared, shares, family: Job(
+            prompt, declared, [max(1, declared * share // 4) for share in shares], family
+        ),
+        st.integers(1, 30),
+        st.integers(1, 20),
+        st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        st.integers(0, 3),
     ),
-    st.integers(1, 30),
-    st.integers(1, 20),
-    st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    st.integers(0, 3),
+    min_size=1,
+    max_size=12,
 )
 
 
-def decode(pool: Pool, leader: Seq, job: Job) -> Seq | None:
-    """One token for every live member; gives the first of those that remain."""
-    if not leader.num_output_tokens and leader.num_seqs > 1:  # the prompt's end: the members part
-        members = [leader] + [Seq(leader.seq_id + 100 * k, job.prompt) for k in range(1, leader.num_seqs)]
-        for member in members[1:]:
-            pool.prompts[member.seq_id] = (-1, 0)
-            pool.share(member, pool.tables[leader.seq_id])
-    else:
-        members = leader.together
-        for member in members:
-            pool.write(member, member.num_tokens - 1)
-    live = []
-    for member in members:
-        member.num_output_tokens += 1
-        if member.num_output_tokens == job.outputs[member.seq_id // 100]:
-            pool.release(member)
-        else:
-            live.append(member)
-    for member in live:
-        member.members, member.num_seqs, member.max_tokens = live, len(live), job.declared
-    return live[0] if live else None
-
-
-@given(jobs=st.lists(JOBS, min_size=1, max_size=12), block_size=st.integers(1, 8), extra=st.integers(0, 12))
-def test_no_evict_never_leaves_a_running_sequence_without_room(jobs: list[Job], block_size: int, extra: int) -> None:
+def make_world(composition: str, jobs: list[Job], block_size: int, extra: int, rules: KVRules) -> Scheduler:
+    """A pool in which each request fits alone, and `extra` blocks more."""
     largest = max(
-        job.prompt // block_size + len(job.outputs) * (1 + job.declared // block_size + 1) for job in jobs
-    )  # each fits alone
-    pool = Pool(largest + extra, block_size)
-    policy: NoEvict = bound(NoEvict(), pool)  # type: ignore[arg-type]
-    waiting = [Seq(index, job.prompt, job.declared, num_seqs=len(job.outputs)) for index, job in enumerate(jobs)]
-    for seq in waiting:
-        pool.prompts[seq.seq_id] = (jobs[seq.seq_id].family, seq.num_prompt_tokens)
-    running: dict[int, Seq] = {}  # by job
-    for _ in range(1000):
-        while waiting and allows(policy, waiting[0], running.values()):
-            seq = waiting.pop(0)
-            pool.share(seq, pool.lookup(seq).blocks)
-            while seq.num_slots < seq.num_prompt_tokens:
-                pool.take(seq)
-            running[seq.seq_id] = seq
-        if not running:
-            break
-        for index, leader in list(running.items()):
-            left = decode(pool, leader, jobs[index])
-            if left is None:
-                del running[index]
-            else:
-                running[index] = left
-    assert not waiting
-    assert not running
-    assert not pool.counts
+        job.prompt // block_size + len(job.outputs) * (-(-(job.prompt + job.declared) // block_size)) for job in jobs
+    )
+    blocks = make_blocks(num_blocks=largest + extra, block_size=block_size, rules=rules)
+    scheduler = make_scheduler(
+        composition, blocks=blocks, limits=make_limits(seqs=16), admission=bound(NoEvict(), blocks)
+    )
+    for index, job in enumerate(jobs):
+        prompt = range(1000 * job.family, 1000 * job.family + job.prompt)
+        sampling = SamplingParams(n=len(job.outputs), max_tokens=job.declared)
+        scheduler.add(make_request(str(index), prompt, None, sampling=sampling))
+    return scheduler
+
+
+def drawn(plan: BatchPlan, jobs: list[Job], firsts: dict[int, int]) -> tuple[Outcome, ...]:
+    """Each sequence stops by itself when it has its own number of tokens. firsts: the job of a group's first one."""
+    outcomes = []
+    for row in plan.scheduled:
+        if not row.samples:
+            continue
+        job = jobs[firsts[row.group_id]]
+        num_done = row.start + row.num_tokens - row.num_prompt_tokens + 1
+        stops = [FinishReason.STOP if num_done == wanted else None for wanted in job.outputs]
+        if row.num_samples > 1:
+            forks = tuple(range(1, row.num_samples))
+            outcomes.append(Outcome(row.seq_id, (0,), stops[0], forks, fork_stops=tuple(stops[1:])))
+        else:
+            outcomes.append(Outcome(row.seq_id, (num_done,), stops[row.seq_id - row.group_id]))
+    return tuple(outcomes)
+
+
+@pytest.mark.parametrize("composition", ALL_COMPOSITIONS)
+@pytest.mark.parametrize("allocate", ["whole", "chunk"])
+@given(jobs=JOBS, block_size=st.integers(1, 8), extra=st.integers(0, 12))
+def test_no_evict_never_leaves_a_running_sequence_without_room(
+    composition: str, allocate: str, jobs: list[Job], block_size: int, extra: int
+) -> None:
+    rules = KVRules(allocate=allocate)  # type: ignore[arg-type]
+    scheduler = make_world(composition, jobs, block_size, extra, rules)
+    firsts = {seq.seq_id: int(seq.request_id) for seq in scheduler.unfinished()}
+    num_ended = 0
+    while scheduler.has_work:
+        plan = scheduler.plan(0)
+        assert not plan.is_empty
+        assert not plan.preempted
+        assert not plan.ignored
+        finished = scheduler.commit(StepResult(1, drawn(plan, jobs, firsts)), 1)
+        scheduler.check_invariants()
+        for item in finished:
+            job = jobs[int(item.request.request_id)]
+            assert sorted(map(len, item.outputs or (item.output_token_ids,))) == sorted(job.outputs)
+        num_ended += len(finished)
+    assert num_ended == len(jobs)
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_gpu_blocks

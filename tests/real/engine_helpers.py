@@ -10,7 +10,7 @@ import torch
 from real.backend import RealBackend
 from real.checkpoint import make_checkpoint
 from real.config import RealConfig
-from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.specs.model import ModelSpec, RopeScaling
 
@@ -88,7 +88,7 @@ def plan_of(*rows: ScheduledSequence, **moves: tuple[tuple[int, int], ...]) -> B
     decodes = [r for r in rows if r.num_tokens == 1]
     context = sum(r.start + 1 for r in decodes)
     shape = BatchShape(len(decodes), context, prefills, sum(r.samples for r in rows))
-    return BatchPlan(step=0, num_steps=1, shape=shape, rows=lambda: rows, num_scheduled=None, **moves)
+    return BatchPlan(0, shape, MadeRows(rows), **moves)
 
 
 def step_logits(backend: RealBackend, *rows: ScheduledSequence, **moves: tuple[tuple[int, int], ...]) -> torch.Tensor:

@@ -165,7 +165,7 @@ def test_a_search_that_can_only_stop_ends():
         Candidates(torch.tensor([[-0.5, -1.0]]), torch.tensor([[0, 1]])),
         eos_token_id=1,
     )
-    assert [outcome[:5] for outcome in outcomes] == [(0, (0,), None, (1,), False)]
+    assert [outcome.values()[:5] for outcome in outcomes] == [(0, (0,), None, (1,), False)]
     assert [one[:2] for one in outcomes[0].logprobs] == [(-0.5, 1), (-1.0, 2)]
 
 
@@ -188,7 +188,7 @@ def beam_row(seq_id: int, group_id: int, tokens: list[int], sampling: SamplingPa
     core.add(tokens, sampling, 9)
     (row,) = core.plan().scheduled
     start = 0 if num_samples > 1 else len(tokens) - 1
-    return row._replace(
+    return row.replace(
         seq_id=seq_id,
         group_id=group_id,
         num_samples=num_samples,
@@ -202,13 +202,13 @@ def step(rows, found: list[list[tuple[int, float]]]):
     """One step with these best (token, log-probability) of each row: what is decided, without the log-probabilities."""
     log_probs = torch.tensor([[value for _, value in row] for row in found])
     token_ids = torch.tensor([[token for token, _ in row] for row in found])
-    return [outcome[:5] for outcome in advance(rows, Candidates(log_probs, token_ids), None)]
+    return [outcome.values()[:5] for outcome in advance(rows, Candidates(log_probs, token_ids), None)]
 
 
 def live_rows(seq_ids, tokens, scores, num_finished, sampling):
     """The rows of a group's live beams, whose newest tokens and sums are these."""
     pairs = zip(seq_ids, tokens, scores, strict=True)
-    return [beam_row(i, 0, own, sampling)._replace(score=score, num_finished=num_finished) for i, own, score in pairs]
+    return [beam_row(i, 0, own, sampling).replace(score=score, num_finished=num_finished) for i, own, score in pairs]
 
 
 def test_the_order_of_outcomes_and_of_the_rows_that_follow():
@@ -263,7 +263,7 @@ def test_beams_that_do_not_stand_together_are_refused():
     found = [[(10, -1.0), (11, -2.0), (12, -3.0)]]
     rows = [beam_row(i, 4, [1, 2, token], sampling) for i, token in enumerate((10, 11))]
     with pytest.raises(AssertionError, match="the beams of group 4 do not stand together"):
-        step([rows[0], rows[1]._replace(group_id=6), rows[1]], found * 3)
+        step([rows[0], rows[1].replace(group_id=6), rows[1]], found * 3)
     with pytest.raises(AssertionError, match="the beams of group 4 are not of one length"):
         step([rows[0], beam_row(1, 4, [1, 2, 3, 4], sampling)], found * 2)
 
@@ -315,10 +315,10 @@ def test_forced_rows_of_a_group_have_no_outcomes(spec):
     core.add(PROMPTS[0], SamplingParams(temperature=1.0, n=3), 8)
     core.add(PROMPTS[1], SamplingParams(temperature=1.0, n=2), 8)
     first, second = core.plan().scheduled
-    outcomes, _ = backend.start(plan_of(first._replace(forced=True), second)).wait()
+    outcomes, _ = backend.start(plan_of(first.replace(forced=True), second)).wait()
     alone, _ = backend.start(plan_of(second)).wait()
     assert outcomes == alone
-    assert backend.start(plan_of(first._replace(forced=True))).wait()[0] is None
+    assert backend.start(plan_of(first.replace(forced=True))).wait()[0] is None
 
 
 # --- all at once ---

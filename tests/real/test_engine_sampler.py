@@ -69,7 +69,7 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
 def test_a_seeded_request_draws_the_same_in_every_run_and_an_unseeded_one_with_the_run_seed():
     logits = torch.zeros(1, 1000)
     seeded = row(3, [1] * 5, [0], sampling=SamplingParams(temperature=1.0, seed=8))
-    elsewhere = seeded._replace(seq_id=77)
+    elsewhere = seeded.replace(seq_id=77)
     unseeded = row(3, [1] * 5, [0], sampling=SamplingParams(temperature=1.0))
 
     def drawn(line, run_seed):
@@ -104,7 +104,7 @@ def test_zero_temperature_is_greedy_and_needs_no_noise():
 def group_row(seq_id: int, position: int, sampling: SamplingParams, num_samples: int = 1, group_id: int = 0):
     """A row whose next token stands at `position`."""
     line = row(seq_id, [0] * position, [0], start=position - 1, sampling=sampling)
-    return line._replace(num_samples=num_samples, group_id=group_id)
+    return line.replace(num_samples=num_samples, group_id=group_id)
 
 
 def all_draws(logits: torch.Tensor, rows, run_seed: int = 5) -> list[tuple[int, ...]]:
@@ -170,7 +170,7 @@ def test_a_batch_may_mix_all_kinds():
         group_row(0, 4, SamplingParams(temperature=1.0, n=3), 3),
         group_row(1, 4, SamplingParams(n=2), 2),  # greedy
         group_row(2, 4, SamplingParams(temperature=0.7, seed=1)),
-        group_row(3, 4, SamplingParams(temperature=1.0, n=4), 4)._replace(forced=True),
+        group_row(3, 4, SamplingParams(temperature=1.0, n=4), 4).replace(forced=True),
         group_row(4, 4, SamplingParams(beam_width=6), 6),
     ]
     together = all_draws(logits, rows)

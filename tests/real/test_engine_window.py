@@ -15,7 +15,7 @@ from real.config import RealConfig
 from real.driver import run
 from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
-from testbed.blocks.swap_space import RELEASED
+from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from testbed.errors import ConfigError, ModelError

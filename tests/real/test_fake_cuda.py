@@ -152,7 +152,7 @@ def test_a_step_with_all_that_a_sampler_can_do_waits_once(gpu, num_new):
     for i, sampling in enumerate(EVERYTHING):
         made = row(i, known[i], [2 * i, 2 * i + 1], start=6 - num_new, sampling=sampling)
         num_samples = sampling.n if num_new > 1 else 1
-        rows.append(made._replace(num_prompt_tokens=6, history=tuple(known[i]), num_samples=num_samples, group_id=i))
+        rows.append(made.replace(num_prompt_tokens=6, history=tuple(known[i]), num_samples=num_samples, group_id=i))
     engine, reference = on_gpu(gpu, max_num_seqs=8), on_cpu(max_num_seqs=8)
     if num_new == 1:  # what comes before them
         prompts = [row(i, tokens, [2 * i, 2 * i + 1], end=5, samples=False) for i, tokens in enumerate(known)]

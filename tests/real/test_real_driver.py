@@ -72,7 +72,7 @@ def test_waits_are_waited_and_steps_are_stamped_with_their_end():
     assert [answer.now_ns for answer in answers] == [100, 110, 110, 200, 210]
     assert clock.waits == [100, 50, 200]
     assert answers[0].result is None
-    assert answers[1].result == StepResult((110,), (Outcome(1, (5,)),), Spans(0, 1, 0, 2, 0))
+    assert answers[1].result == StepResult(110, (Outcome(1, (5,)),), Spans(0, 1, 0, 2, 0))
 
 
 def test_time_inside_the_loop_is_the_step_s_schedule_time():
@@ -145,7 +145,7 @@ def test_the_engine_runs_under_the_driver(pace):
         for _ in range(3):
             start = 0 if len(tokens) == 5 else len(tokens) - 1
             resume = yield Execute(plan_of(row(0, tokens, [0, 1], start=start)))
-            assert resume.result.end_ns == (resume.now_ns,)
+            assert resume.result.end_ns == resume.now_ns
             assert resume.now_ns > until
             tokens.extend(resume.result.outcomes[0].tokens)
         return tokens

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from real.driver import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
 from real.replay import MAX_LAG_NS, HostTimes, ReplayLag
 from testbed.core.interfaces import StepView
-from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, BatchShape
+from testbed.core.outcome import Spans, StepResult
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows
 from testbed.core.request import Request
 
 MS = 1_000_000
@@ -63,9 +63,9 @@ def arrive(lag: ReplayLag, due_ns: int, seen_ns: int) -> None:
     lag.arrived(Request("r", [1], arrival_ns=due_ns), seen_ns, 0)
 
 
-def step_until(lag: ReplayLag, plan_ns: int, commit_ns: int) -> None:
-    plan = BatchPlan(0, 1, BatchShape(1, 1, (), 1), tuple, None)
-    lag.committed(StepView(plan, plan_ns, commit_ns, Spans(), 0, [], 0, 0, 0, 0, 0))
+def step_until(lag: ReplayLag, plan_ns: int, end_ns: int) -> None:
+    plan = BatchPlan(0, BatchShape(1, 1, (), 1), MadeRows(()))
+    lag.committed(StepView(plan, plan_ns, StepResult(end_ns), 0, [], 0, 0, 0, 0, 0))
 
 
 def test_waiting_for_a_step_s_end_is_no_lag():

@@ -16,10 +16,11 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.interfaces import PreemptionChoice, Recompute, Swap
+from testbed.core.interfaces import PreemptionChoice
 from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
+from testbed.policies.preemption import Recompute, Swap
 from tests.real.engine_helpers import checkpoint, tiny_backend, tiny_spec
 from tests.real.test_engine_under_core import Requests, TickingClock
 from tests.testbed.core_kit import make_limits, make_scheduler

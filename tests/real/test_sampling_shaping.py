@@ -292,8 +292,8 @@ STATISTICS = [
 def test_draws_follow_the_filtered_distribution_and_not_each_other(sampling):
     num_draws = 2500
     row = row_of(2, [0, 5], [1, 1, 5], sampling)
-    rows = [row._replace(start=start, history=row.history) for start in range(num_draws)]
-    rows = [one._replace(num_prompt_tokens=one.start + 1 - 3, history=[0] * (one.start - 4) + [0, 5, 1, 1, 5])
+    rows = [row.replace(start=start, history=row.history) for start in range(num_draws)]
+    rows = [one.replace(num_prompt_tokens=one.start + 1 - 3, history=[0] * (one.start - 4) + [0, 5, 1, 1, 5])
             for one in rows[4:]]  # fmt: skip
     probs, margin = reference(LOGITS, row)
     assert margin > 1e-4

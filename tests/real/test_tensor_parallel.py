@@ -106,7 +106,7 @@ class TwinWork:
 
 
 def bare(outcome: Outcome) -> Outcome:
-    return outcome._replace(logprobs=())
+    return outcome.replace(logprobs=())
 
 
 def assert_close(actual: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs]) -> None:
@@ -215,7 +215,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
 ROWS = st.builds(
     lambda tokens, table, start, samples, scored: row(
         7, [0] * start + tokens, table, start=start, samples=samples, sampling=SamplingParams(prompt_logprobs=scored)
-    )._replace(num_prompt_tokens=start + 1),
+    ).replace(num_prompt_tokens=start + 1),
     IDS.filter(len), st.lists(st.integers(-1, 2**31 - 1), max_size=5), st.integers(0, 9), st.booleans(),
     st.sampled_from([None, 0, 3]),
 )  # fmt: skip

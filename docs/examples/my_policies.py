@@ -13,12 +13,13 @@ from sim.cost.base import CostModel
 from sim.routers import Replicas, Router
 from testbed.blocks.eviction import EvictionPolicy
 from testbed.blocks.verdict import Verdict
+from testbed.core.composition import Composition
 from testbed.core.interfaces import Estimator, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
-from testbed.core.step import Composition, Step
+from testbed.core.step import Step
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders import KeyedQueue
 from testbed.policies.queue_order import FCFS

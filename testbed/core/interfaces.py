@@ -118,28 +118,12 @@ class StepView(Value):
     )  # fmt: skip
 
     def __init__(
-        self,
-        plan: BatchPlan,
-        plan_ns: int,
-        result: StepResult,
-        digest_bytes: bytes,
-        emitters: list[Sequence],
-        num_running: int,
-        num_waiting: int,
-        num_swapped: int,
-        free_gpu_blocks: int,
-        free_cpu_blocks: int,
-    ) -> None:
-        self.plan = plan
-        self.plan_ns = plan_ns
-        self.result = result
-        self.digest_bytes = digest_bytes
-        self.emitters = emitters
-        self.num_running = num_running
-        self.num_waiting = num_waiting
-        self.num_swapped = num_swapped
-        self.free_gpu_blocks = free_gpu_blocks
-        self.free_cpu_blocks = free_cpu_blocks
+        self, plan: BatchPlan, plan_ns: int, result: StepResult, digest_bytes: bytes, emitters: list[Sequence],
+        num_running: int, num_waiting: int, num_swapped: int, free_gpu_blocks: int, free_cpu_blocks: int,
+    ) -> None:  # fmt: skip
+        self.plan, self.plan_ns, self.result, self.digest_bytes = plan, plan_ns, result, digest_bytes
+        self.emitters, self.num_running, self.num_waiting = emitters, num_running, num_waiting
+        self.num_swapped, self.free_gpu_blocks, self.free_cpu_blocks = num_swapped, free_gpu_blocks, free_cpu_blocks
 
     @property
     def end_ns(self) -> int:

@@ -58,22 +58,12 @@ class Outcome(Value):
     FIELDS: ClassVar = ("seq_id", "tokens", "stop", "forks", "dropped", "logprobs", "fork_stops")
 
     def __init__(
-        self,
-        seq_id: int,
-        tokens: tuple[int, ...],
-        stop: FinishReason | None = None,
-        forks: tuple[int, ...] = (),
-        dropped: bool = False,
-        logprobs: tuple[TokenLogprobs, ...] = (),
+        self, seq_id: int, tokens: tuple[int, ...], stop: FinishReason | None = None, forks: tuple[int, ...] = (),
+        dropped: bool = False, logprobs: tuple[TokenLogprobs, ...] = (),
         fork_stops: tuple[FinishReason | None, ...] = (),
-    ) -> None:
-        self.seq_id = seq_id
-        self.tokens = tokens
-        self.stop = stop
-        self.forks = forks
-        self.dropped = dropped
-        self.logprobs = logprobs
-        self.fork_stops = fork_stops
+    ) -> None:  # fmt: skip
+        self.seq_id, self.tokens, self.stop, self.forks = seq_id, tokens, stop, forks
+        self.dropped, self.logprobs, self.fork_stops = dropped, logprobs, fork_stops
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -85,11 +75,8 @@ class Spans(Value):
     def __init__(
         self, schedule_ns: int = 0, prepare_ns: int = 0, swap_ns: int = 0, forward_ns: int = 0, sample_ns: int = 0
     ) -> None:
-        self.schedule_ns = schedule_ns
-        self.prepare_ns = prepare_ns
-        self.swap_ns = swap_ns
-        self.forward_ns = forward_ns
-        self.sample_ns = sample_ns
+        self.schedule_ns, self.prepare_ns, self.swap_ns = schedule_ns, prepare_ns, swap_ns
+        self.forward_ns, self.sample_ns = forward_ns, sample_ns
 
     @property
     def total_ns(self) -> int:
@@ -107,12 +94,9 @@ class StepResult(Value):
     FIELDS: ClassVar = ("end_ns", "outcomes", "spans", "prompt_logprobs")
 
     def __init__(
-        self,
-        end_ns: int,
-        outcomes: tuple[Outcome, ...] | None = None,
-        spans: Spans | None = None,
+        self, end_ns: int, outcomes: tuple[Outcome, ...] | None = None, spans: Spans | None = None,
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.end_ns = end_ns
         self.outcomes = outcomes
         self.spans = spans if spans is not None else Spans()

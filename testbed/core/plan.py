@@ -88,36 +88,14 @@ class ScheduledSequence(Value):
     )  # fmt: skip
 
     def __init__(
-        self,
-        seq_id: int,
-        start: int,
-        num_tokens: int,
-        tokens: Seq[int],
-        samples: bool,
-        forced: bool,
-        block_table: Seq[int],
-        sampling: SamplingParams,
-        num_samples: int = 1,
-        group_id: int = 0,
-        num_prompt_tokens: int = 0,
-        history: Seq[int] = (),
-        score: float = 0.0,
-        num_finished: int = 0,
-    ) -> None:
-        self.seq_id = seq_id
-        self.start = start
-        self.num_tokens = num_tokens
-        self.tokens = tokens
-        self.samples = samples
-        self.forced = forced
-        self.block_table = block_table
-        self.sampling = sampling
-        self.num_samples = num_samples
-        self.group_id = group_id
-        self.num_prompt_tokens = num_prompt_tokens
-        self.history = history
-        self.score = score
-        self.num_finished = num_finished
+        self, seq_id: int, start: int, num_tokens: int, tokens: Seq[int], samples: bool, forced: bool,
+        block_table: Seq[int], sampling: SamplingParams, num_samples: int = 1, group_id: int = 0,
+        num_prompt_tokens: int = 0, history: Seq[int] = (), score: float = 0.0, num_finished: int = 0,
+    ) -> None:  # fmt: skip
+        self.seq_id, self.start, self.num_tokens, self.tokens = seq_id, start, num_tokens, tokens
+        self.samples, self.forced, self.block_table, self.sampling = samples, forced, block_table, sampling
+        self.num_samples, self.group_id, self.num_prompt_tokens = num_samples, group_id, num_prompt_tokens
+        self.history, self.score, self.num_finished = history, score, num_finished
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -134,22 +112,12 @@ class BatchShape(Value):
     )  # fmt: skip
 
     def __init__(
-        self,
-        num_decodes: int,
-        decode_context_tokens: int,
-        prefills: tuple[PrefillChunk, ...],
-        num_samples: int,
-        num_blocks_swapped_out: int = 0,
-        num_blocks_swapped_in: int = 0,
-        num_blocks_copied: int = 0,
-    ) -> None:
-        self.num_decodes = num_decodes
-        self.decode_context_tokens = decode_context_tokens
-        self.prefills = prefills
-        self.num_samples = num_samples
-        self.num_blocks_swapped_out = num_blocks_swapped_out
-        self.num_blocks_swapped_in = num_blocks_swapped_in
-        self.num_blocks_copied = num_blocks_copied
+        self, num_decodes: int, decode_context_tokens: int, prefills: tuple[PrefillChunk, ...], num_samples: int,
+        num_blocks_swapped_out: int = 0, num_blocks_swapped_in: int = 0, num_blocks_copied: int = 0,
+    ) -> None:  # fmt: skip
+        self.num_decodes, self.decode_context_tokens, self.prefills = num_decodes, decode_context_tokens, prefills
+        self.num_samples, self.num_blocks_swapped_out = num_samples, num_blocks_swapped_out
+        self.num_blocks_swapped_in, self.num_blocks_copied = num_blocks_swapped_in, num_blocks_copied
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -209,32 +177,14 @@ class BatchPlan(Value):
     )  # fmt: skip
 
     def __init__(
-        self,
-        step: int,
-        shape: BatchShape,
-        rows: Rows,
-        admitted: tuple[Admission, ...] = (),
-        preempted: tuple[Preemption, ...] = (),
-        swap_out: tuple[Pair, ...] = (),
-        swap_in: tuple[Pair, ...] = (),
-        swapped_in: tuple[str, ...] = (),
-        copies: tuple[Pair, ...] = (),
-        ignored: tuple[Ignored, ...] = (),
-        blocked_by: BlockedBy | None = None,
-        has_beams: bool = False,
-    ) -> None:
-        self.step = step
-        self.shape = shape
-        self.rows = rows
-        self.admitted = admitted
-        self.preempted = preempted
-        self.swap_out = swap_out
-        self.swap_in = swap_in
-        self.swapped_in = swapped_in
-        self.copies = copies
-        self.ignored = ignored
-        self.blocked_by = blocked_by
-        self.has_beams = has_beams
+        self, step: int, shape: BatchShape, rows: Rows, admitted: tuple[Admission, ...] = (),
+        preempted: tuple[Preemption, ...] = (), swap_out: tuple[Pair, ...] = (), swap_in: tuple[Pair, ...] = (),
+        swapped_in: tuple[str, ...] = (), copies: tuple[Pair, ...] = (), ignored: tuple[Ignored, ...] = (),
+        blocked_by: BlockedBy | None = None, has_beams: bool = False,
+    ) -> None:  # fmt: skip
+        self.step, self.shape, self.rows, self.admitted = step, shape, rows, admitted
+        self.preempted, self.swap_out, self.swap_in, self.swapped_in = preempted, swap_out, swap_in, swapped_in
+        self.copies, self.ignored, self.blocked_by, self.has_beams = copies, ignored, blocked_by, has_beams
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.blocks.manager import BlockManager
 from testbed.core.commit import Commit, note_prompts
+from testbed.core.composition import Composition
 from testbed.core.digest import Digest, abort_event, finish_event, plan_events
 from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.limits import Limits
@@ -22,7 +23,7 @@ from testbed.core.policies import Policies
 from testbed.core.request import Request
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceState
-from testbed.core.step import Composition, Step
+from testbed.core.step import Step
 from testbed.core.waiting import Waiting
 from testbed.errors import RequestError
 
@@ -167,7 +168,7 @@ class Scheduler:
         step = Step(self.num_steps, now_ns, self.limits, self.blocks, self._running, self._waiting, self._policies)
         self._policies.tell_time(now_ns)
         for seq, reason in self._rejected:
-            step.end(seq, reason)
+            step.leaving().end(seq, reason)
         self._rejected = []
         self._composition.compose(step)
         if not step.batch.seqs:

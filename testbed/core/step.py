@@ -1,14 +1,12 @@
-"""One step while it is being composed: the operations that a batch composition decides with.
+"""One step while it is being composed: the operations that a batch composition decides with, and all that it sees.
 
-Owns the batch and the events of the step; changes queues and block tables through their owners. It is the whole
-mechanism that a composition sees; how victims are preempted is in `preempting.py`. A sequence stands for its group:
-what is done to it is done to `seq.together`.
+Owns the batch and the events of the step; changes queues and block tables through their owners. A sequence stands for
+its group: what is done to it is done to `seq.together`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -25,32 +23,14 @@ from testbed.core.sequence import Sequence
 from testbed.core.waiting import Waiting
 
 
-class Composition(Protocol):
-    """Decides steps. A user's own class with this method plugs in by `_target_`.
-
-    A class may list the limits that it does not read in `unused_limits`, and in `own_rules` those of the KV rules
-    `budget` and `chunks_fill_blocks` that it reads: a run that changes one without effect says so.
-    """
-
-    def compose(self, step: Step) -> None:
-        """Decides one step by calling the step's operations: schedule, reserve, admit, ignore, blocked."""
-        ...
-
-
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Step:
     """A step being decided at `now_ns`; number: how many were committed before it."""
 
     def __init__(
-        self,
-        number: int,
-        now_ns: int,
-        limits: Limits,
-        blocks: BlockManager,
-        running: Running,
-        waiting: Waiting,
+        self, number: int, now_ns: int, limits: Limits, blocks: BlockManager, running: Running, waiting: Waiting,
         policies: Policies,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.number = number
         self.now_ns = now_ns
         self.limits = limits
@@ -99,12 +79,6 @@ class Step:
     def ended(self) -> Seq[tuple[Sequence, str]]:
         """Ignored sequences, with the reason."""
         return () if self._leaving is None else self._leaving.ended
-
-    def leaving(self) -> Preempting:
-        """Where what leaves this step is noted."""
-        if self._leaving is None:
-            self._leaving = Preempting(self.batch, self.blocks, self._running, self._waiting, self._policies.preemption)
-        return self._leaving
 
     @property
     def num_running(self) -> int:
@@ -169,19 +143,18 @@ class Step:
         """One token for each sequence that is done with its prefill, in running order, while the budget is at least
         `min_budget`; preempts where it must."""
         for seq in self.running():
-            if seq.is_prefilling:
-                continue
-            if self.token_budget < max(min_budget, seq.num_together):
-                return
-            if self.reserve(seq, 1):
-                self.schedule(seq, 1)
+            if not seq.is_prefilling:
+                if self.token_budget < max(min_budget, seq.num_together):
+                    return
+                if self.reserve(seq, 1):
+                    self.schedule(seq, 1)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit.
 
         False: the sequence itself was preempted, now or as an earlier victim of this step.
         """
-        if self._leaving is not None and not self.is_running(seq):
+        if self._leaving is not None and not self._running.has(seq):
             return False
         blocks = self.blocks
         if blocks.sliding_window is not None:
@@ -205,15 +178,17 @@ class Step:
             blocks.grow(one, num_tokens)
         return True
 
-    def is_running(self, seq: Sequence) -> bool:
-        """Whether the sequence still runs: it may have been a victim of this step."""
-        return self._running.has(seq)
-
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running sequences another order; `seqs` are all of them."""
         self._running.reorder(seqs)
 
     # --- preemption and swap ---
+
+    def leaving(self) -> Preempting:
+        """Where what leaves this step is noted."""
+        if self._leaving is None:
+            self._leaving = Preempting(self.batch, self.blocks, self._running, self._waiting, self._policies.preemption)
+        return self._leaving
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
@@ -324,10 +299,6 @@ class Step:
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""
         self._waiting.remove(seq)
-        self.leaving().end(seq, reason)
-
-    def end(self, seq: Sequence, reason: str) -> None:
-        """Reports a sequence that is in no queue as ignored."""
         self.leaving().end(seq, reason)
 
     def blocked(self, reason: BlockedBy) -> None:

@@ -1,1 +1,1 @@
-"""Batch compositions: one class each, owning the algorithm of a step (`testbed.core.step.Composition`)."""
+"""Batch compositions: one class each, owning the algorithm of a step (`testbed.core.composition.Composition`)."""

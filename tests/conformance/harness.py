@@ -50,8 +50,10 @@ class Watch:
         self.backend = backend
         self.seen = Seen([], [], {}, {})
 
-    def start(self, plan: BatchPlan, limit_ns: int | None = None) -> Any:
-        self.seen.rows.append(tuple(row._replace(tokens=list(row.tokens)) for row in plan.scheduled))
+    def start(self, plan: BatchPlan) -> Any:
+        self.seen.rows.append(
+            tuple(row.replace(tokens=list(row.tokens), block_table=list(row.block_table)) for row in plan.scheduled)
+        )
         for item in plan.admitted:
             self.seen.cached.setdefault(item.request_id, item.num_cached_tokens)
         return self.backend.start(plan)
@@ -80,6 +82,9 @@ class Both:
         return call
 
 
+Core = Callable[[], Scheduler]  # makes a fresh one
+
+
 class Simulated:
     """SimBackend at one cost model's prices."""
 
@@ -92,13 +97,13 @@ class Simulated:
     def drive(self, loop: Loop, backend: Any) -> None:
         drive_simulated(loop, backend)
 
-    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path, forced: str = "tokens") -> Seen:
+    def serve(self, trace: Trace, make: Core, folder: Path, forced: str = "tokens") -> Seen:
         """A whole run. forced: what of the outputs; to a simulator `lengths` are no less than `tokens`."""
         watch = Watch(self.backend)
         inbox: Inbox = TraceInbox(trace, VOCAB_SIZE)
         if self.is_real:
             inbox = ForcedInbox(inbox, forced)
-        self.drive(serve(inbox, scheduler, watch), watch)
+        self.drive(serve(inbox, make(), watch), watch)
         return watch.seen
 
     def execute(self, plans: Sequence[BatchPlan]) -> list[Resume]:
@@ -122,17 +127,17 @@ class Recorded(Simulated):
     def __init__(self) -> None:
         super().__init__(LinearCost(LinearConfig()))
 
-    def serve(self, trace: Trace, scheduler: Scheduler, folder: Path, forced: str = "tokens") -> Seen:
+    def serve(self, trace: Trace, make: Core, folder: Path, forced: str = "tokens") -> Seen:
         watch = Watch(self.backend)
         tape_file = folder / "tape.jsonl"
         writer = TapeWriter(tape_file, decision)
-        self.drive(serve(TraceInbox(trace, VOCAB_SIZE), fresh(scheduler), Both(watch, writer)), watch)
+        self.drive(serve(TraceInbox(trace, VOCAB_SIZE), make(), Both(watch, writer)), watch)
         writer.close()
         tape = read_tape(tape_file)
         rows = {row.request_id: row for row in trace.rows}
         inbox = TapeInbox(tape, lambda name, arrival_ns: to_request(rows[name], VOCAB_SIZE, arrival_ns))
         again = Watch(RecordedBackend(tape))
-        self.drive(serve(inbox, scheduler, again), again)
+        self.drive(serve(inbox, make(), again), again)
         assert [step.digest for step in again.seen.steps] == [step.digest for step in watch.seen.steps]
         return again.seen
 
@@ -191,10 +196,10 @@ BACKENDS: dict[str, Callable[[], Simulated]] = {
 VLLM_V1 = KVRules("chunk", True, "allocation", False, 1)
 
 
-def core(composition: str, *, num_blocks: int = 60, caching: bool = True) -> Scheduler:
+def core(composition: str, *, num_blocks: int = 60, caching: bool = True) -> Core:
     """The scheduler that all backends serve. vllm_v1: the preset's rules, a step hits blocks that it fills."""
     is_preset = composition == "vllm_v1"
-    scheduler = make_scheduler(
+    return lambda: make_scheduler(
         "unified" if is_preset else composition,
         rules=VLLM_V1 if is_preset else KVRules(),
         num_blocks=num_blocks,
@@ -202,10 +207,3 @@ def core(composition: str, *, num_blocks: int = 60, caching: bool = True) -> Sch
         caching=caching,
         limits=make_limits(budget=BUDGET, model_len=256),
     )
-    scheduler.made_with = (composition, num_blocks, caching)  # type: ignore[attr-defined]
-    return scheduler
-
-
-def fresh(scheduler: Any) -> Scheduler:
-    composition, num_blocks, caching = scheduler.made_with
-    return core(composition, num_blocks=num_blocks, caching=caching)

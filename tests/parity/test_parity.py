@@ -47,7 +47,6 @@ def test_a_real_run_is_replayed_decision_by_decision(
     assert (result.summary["prefix_hit_rate"] > 0) is caching
     report = check_parity(tmp_path / "real")
     assert report.divergence is None
-    assert check_parity(tmp_path / "real", fast_forward=True) == report
     assert report.num_steps == manifest_of(tmp_path / "real")["num_steps"] > 20
     assert f"{report.digest:016x}" == manifest_of(tmp_path / "real")["digest"]
     assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)
@@ -87,8 +86,7 @@ def test_sampled_outputs_come_from_the_tape(tmp_path: Path, composition: str, te
     said = [outcome.seq_id for step in tape.steps for outcome in step.outcomes or ()]
     assert len(said) > 50
     assert 4 not in said, "the core knows what a forced row emits"
-    for fast_forward in (False, True):
-        assert check_parity(tmp_path / "real", fast_forward=fast_forward).divergence is None
+    assert check_parity(tmp_path / "real").divergence is None
     assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)
 
 
@@ -102,8 +100,7 @@ def test_what_the_model_says_ends_a_request_at_eos_in_the_replay_too(tmp_path: P
     config = real_config(composition, sampling__max_tokens=12, model__eos_token_id=said[len(said) // 2])
     result = real_run(tmp_path / "real", config, trace_of(tmp_path, rows))
     assert result.summary["finish_reasons"]["stop"] > 0
-    for fast_forward in (False, True):
-        assert check_parity(tmp_path / "real", fast_forward=fast_forward).divergence is None
+    assert check_parity(tmp_path / "real").divergence is None
     assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)
 
 
@@ -124,16 +121,14 @@ def test_aborts_and_ignored_requests_are_replayed(tmp_path: Path, composition: s
     assert result.status == "complete"
     assert result.summary["finish_reasons"]["ignored"] == 2
     assert result.summary["finish_reasons"]["abort"] >= 1
-    for fast_forward in (False, True):
-        assert check_parity(tmp_path / "real", fast_forward=fast_forward).divergence is None
+    assert check_parity(tmp_path / "real").divergence is None
     assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)
 
 
 def test_waiting_in_real_time_is_replayed_too(tmp_path: Path) -> None:
     config = real_config("unified", backend__pace="real_time", trace__rate=300.0, trace__num_requests=8)
     real_run(tmp_path / "real", config)
-    for fast_forward in (False, True):
-        assert check_parity(tmp_path / "real", fast_forward=fast_forward).divergence is None
+    assert check_parity(tmp_path / "real").divergence is None
     assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)
 
 
@@ -169,8 +164,7 @@ PRESETS = (
 def check_both_ways(tmp_path: Path, config: Any) -> dict[str, Any]:
     result = real_run(tmp_path / "real", config)
     assert (result.status, result.exit_status) == ("complete", 0), result.message
-    for fast_forward in (False, True):
-        assert check_parity(tmp_path / "real", fast_forward=fast_forward).divergence is None
+    assert check_parity(tmp_path / "real").divergence is None
     assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)
     return result.summary
 
@@ -207,6 +201,5 @@ def test_sampled_groups_come_from_the_tape(tmp_path: Path) -> None:
     assert result.exit_status == 0, result.message
     outcomes = [o for step in read_tape(tmp_path / "real" / "tape.jsonl").steps for o in step.outcomes or ()]
     assert sum(len(outcome.forks) for outcome in outcomes) == 2 * len(unforced_rows())
-    for fast_forward in (False, True):
-        assert check_parity(tmp_path / "real", fast_forward=fast_forward).divergence is None
+    assert check_parity(tmp_path / "real").divergence is None
     assert_same_run(tmp_path / "real", replayed_run(tmp_path / "sim", config, tmp_path / "real").folder)

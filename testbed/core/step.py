@@ -39,7 +39,7 @@ class Step:
         self.admitted: list[Admission] = []
         self.swap_in: list[Pair] = []
         self.swapped_in: list[str] = []
-        self.blocked_by: BlockedBy | None = None
+        self.blocked_by: BlockedBy | None = None  # what keeps the head of the queue out
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
         self._running = running
         self._waiting = waiting
@@ -108,7 +108,6 @@ class Step:
 
     @property
     def num_deferred(self) -> int:
-        """Waiting sequences that this step has passed over."""
         return len(self._deferred)
 
     @property
@@ -129,10 +128,10 @@ class Step:
     def schedule(self, seq: Sequence, num_tokens: int) -> None:
         """Computes the next `num_tokens` tokens of a sequence in this step. Their slots must be reserved."""
         if seq.siblings is None:
-            self._schedule_one(seq, num_tokens)
-            return
+            return self._schedule_one(seq, num_tokens)
         for one in seq.siblings:
             self._schedule_one(one, num_tokens)
+        return None
 
     def _schedule_one(self, seq: Sequence, num_tokens: int) -> None:
         self.batch.add(seq, num_tokens)
@@ -150,10 +149,8 @@ class Step:
                     self.schedule(seq, 1)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit.
-
-        False: the sequence itself was preempted, now or as an earlier victim of this step.
-        """
+        """Slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit. False: the
+        sequence itself was preempted, now or as an earlier victim of this step."""
         if self._leaving is not None and not self._running.has(seq):
             return False
         blocks = self.blocks
@@ -163,9 +160,8 @@ class Step:
         if blocks.has_slots(seq, num_tokens):
             return True
         while not blocks.can_grow(seq, num_tokens):
-            is_alone = len(self._running.units) == 1
             victim = self._policies.victims.choose(self._running.units)
-            if is_alone:
+            if len(self._running.units) == 1:
                 progress = seq.num_tokens, seq.num_computed_tokens
                 if progress <= seq.stuck_at:
                     self.leaving().give_up(seq)
@@ -228,23 +224,19 @@ class Step:
 
     def next_chunk(self, seq: Sequence) -> int:
         """How many of its missing tokens a swapped-out sequence computes when it comes back; 0: the budget is too low.
-
-        All of them, if so many ever fit in a step.
-        """
-        if seq.is_prefilling:
-            missing = seq.num_tokens - seq.num_computed_tokens
-            if missing > self.limits.max_num_batched_tokens:
-                return min(missing, self.token_budget)
-            return missing if missing <= self.token_budget else 0
-        return 1 if self.token_budget >= seq.num_together else 0
+        All of them, if so many ever fit in a step."""
+        if not seq.is_prefilling:
+            return 1 if self.token_budget >= seq.num_together else 0
+        missing = seq.num_tokens - seq.num_computed_tokens
+        if missing > self.limits.max_num_batched_tokens:
+            return min(missing, self.token_budget)
+        return missing if missing <= self.token_budget else 0
 
     # --- admission ---
 
     def can_admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit) -> Verdict:
-        """Whether the waiting sequence's first `num_tokens` tokens get blocks and the admission policy allows it.
-
-        LATER says what the head of the queue is blocked by; NEVER ends it as ignored, at once.
-        """
+        """Whether the waiting sequence's first `num_tokens` tokens get blocks and the admission policy allows it. LATER
+        says what the head of the queue is blocked by; NEVER ends it as ignored, at once."""
         running = self._running.units
         length = seq.num_prompt_tokens if self.blocks.rules.length_limit == "prompt" else num_tokens
         if length > self.limits.max_model_len:
@@ -284,8 +276,7 @@ class Step:
         return True
 
     def is_closed(self) -> bool:
-        """Whether nothing waiting may enter: blocks were short, or something is swapped out. Not while room is made for
-        the head of the queue."""
+        """Whether nothing waiting may enter: blocks were short, and not for the head, or something is swapped out."""
         if self.made_room or not (self.preempted or self.num_swapped):
             return False
         self.blocked(BlockedBy.PREEMPTION if self.preempted else BlockedBy.SWAPPED_FIRST)
@@ -302,13 +293,9 @@ class Step:
         self.leaving().end(seq, reason)
 
     def blocked(self, reason: BlockedBy) -> None:
-        """Records what keeps the head of the queue out of this step."""
         self.blocked_by = reason
 
     def close(self) -> None:
         """The step is decided: held sequences are in the queue again."""
-        for seq in reversed(self._deferred):
+        for seq in [*reversed(self._deferred), *([] if self._leaving is None else self._leaving.held)]:
             self._waiting.push_back(seq)
-        if self._leaving is not None:
-            for seq in self._leaving.held:
-                self._waiting.push_back(seq)

@@ -56,7 +56,7 @@ def test_a_line_has_rates_queues_memory_and_hits(folder: Path, monkeypatch: pyte
         assert counts == [step.num_running, step.num_waiting, step.num_swapped]
         assert float(match[6]) == pytest.approx(100 * (1 - step.free_gpu_blocks / 256), abs=0.051)
         assert match[7] == "none"
-        span_s = (step.commit_ns - step.plan_ns) / 1e9
+        span_s = (step.end_ns - step.plan_ns) / 1e9
         prompt, generated = prompt + rates[0] * span_s, generated + rates[1] * span_s
     # a line's time begins where the one before ended: a little earlier than the plan
     assert prompt == pytest.approx(seen.num_prompt, rel=0.2)

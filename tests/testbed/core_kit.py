@@ -11,13 +11,13 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
 from testbed.blocks.keys import KeySource, TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.core.composition import Composition
 from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.limits import Limits
 from testbed.core.outcome import Finished, Outcome, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.core.scheduler import Scheduler
-from testbed.core.step import Composition
 from testbed.policies.admission import Watermark
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from array import array
@@ -15,22 +14,17 @@ import pytest
 from xxhash import xxh64_intdigest
 
 from testbed.blocks.config import KVRules
-from testbed.core.digest import VERSION, plan_events
+from testbed.core.digest import VERSION
 from testbed.core.outcome import FinishReason, Outcome, StepResult
-from testbed.core.plan import Admission, Ignored, Preemption, PreemptionMode
+from testbed.core.plan import PreemptionMode
 from testbed.core.request import Request, SamplingParams
-from testbed.core.running import Core
 from testbed.core.scheduler import Scheduler
-from testbed.core.step import Step
-from testbed.policies.admission import Watermark
-from testbed.policies.preemption import Auto, Swap
-from testbed.policies.queue_order import FCFS
-from testbed.policies.victim import MostRecentlyAdmitted
+from testbed.policies.preemption import Swap
+from tests.properties.life import shuffle_blocks
 from tests.testbed.core_kit import (
     COMPOSITIONS,
     add,
     drain,
-    make_blocks,
     make_limits,
     make_request,
     make_scheduler,
@@ -88,47 +82,6 @@ def test_every_kind_of_decision_counts() -> None:
     assert len(set(seen.values())) == len(seen), seen
 
 
-def events_of(
-    *,
-    admitted: Admission | None = None,
-    preempted: Preemption | None = None,
-    ignored: Ignored | None = None,
-    swap_out: Pairs = (),
-    swap_in: Pairs = (),
-) -> list[int]:
-    core = Core(make_limits(), make_blocks(), FCFS(), MostRecentlyAdmitted(), Watermark(), Auto())
-    empty = Step(0, core)
-    empty.admitted += [admitted] if admitted else []
-    empty.preempted += [preempted] if preempted else []
-    empty.ignored += [ignored] if ignored else []
-    empty.swap_out += swap_out
-    empty.swap_in += swap_in
-    return plan_events(empty)
-
-
-def test_every_field_of_an_event_counts() -> None:
-    recompute, swap = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
-    events = [
-        events_of(),
-        events_of(admitted=Admission(0, "a", 0, False)),
-        events_of(admitted=Admission(1, "a", 0, False)),
-        events_of(admitted=Admission(0, "a", 4, False)),
-        events_of(admitted=Admission(0, "a", 0, True)),
-        events_of(preempted=Preemption(0, "a", recompute, 0)),
-        events_of(preempted=Preemption(1, "a", recompute, 0)),
-        events_of(preempted=Preemption(0, "a", recompute, 4)),
-        events_of(preempted=Preemption(0, "a", swap, 4)),
-        events_of(ignored=Ignored(0, "a", "")),
-        events_of(ignored=Ignored(1, "a", "")),
-        events_of(swap_out=[(0, 0)]),
-        events_of(swap_in=[(0, 0)]),
-        events_of(swap_in=[(0, 0), (1, 1)]),
-    ]
-    assert len({tuple(item) for item in events}) == len(events)
-    assert events_of(admitted=Admission(0, "a", 4, True)) == events_of(admitted=Admission(0, "b", 4, True))
-    assert events_of(swap_out=[(0, 0)]) == events_of(swap_out=[(7, 8)]), "physical ids stay out"
-
-
 def test_the_reason_of_an_end_counts() -> None:
     values = []
     for stop in (FinishReason.STOP, FinishReason.LENGTH):
@@ -169,7 +122,7 @@ def test_physical_block_ids_do_not_count() -> None:
     values = []
     for seed in range(4):
         scheduler = make_scheduler("unified", num_blocks=14, block_size=2, rules=CHUNK)
-        random.Random(seed).shuffle(scheduler.blocks._gpu.pool._free)
+        shuffle_blocks(scheduler.blocks, seed)
         values.append(digests(scheduler, busy_requests()))
     assert all(value == values[0] for value in values)
 
@@ -181,7 +134,7 @@ def test_looking_at_the_rows_changes_nothing() -> None:
     add(looked, *busy_requests())
     for value in expected:
         plan = looked.plan(0)
-        assert len(plan.scheduled) == len(plan.num_scheduled or ())
+        assert [(row.num_tokens) for row in plan.scheduled] == [num_tokens for _, num_tokens in plan.num_scheduled]
         looked.commit(StepResult(1), 1)
         assert looked.digest == value
 
@@ -231,29 +184,37 @@ REASON_CODES = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, Fini
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_it_is_made_as_its_module_says(composition: str) -> None:
-    """Once more, from nothing but the plans and what came of them: other code, the same numbers."""
+    """Once more, from nothing but the plans and what came of them: other code, the same numbers. Every field counts."""
     scheduler = make_scheduler(composition, num_blocks=14, num_cpu_blocks=5, block_size=2, preemption=Swap())
     add(scheduler, *busy_requests(), make_request("n", 4, 3, sampling=SamplingParams(n=2)), make_request("big", 99, 1))
-    digest = num_swaps = 0
+    digest = 0
+    seen: set[tuple[int, object]] = set()  # kinds of events, with what else tells them apart
     while scheduler.has_work:
+        events: list[int] = []
+        if scheduler.num_steps == 9:
+            (aborted,) = [seq.seq_id for seq in scheduler.unfinished() if seq.request_id == "r7"]
+            scheduler.abort("r7")
+            events += (5, aborted)
         plan = scheduler.plan(0)
         rows = plan.scheduled
         known = {seq.request.request_id: seq.seq_id for seq in scheduler.unfinished()}
         before = {seq.seq_id for seq in scheduler.unfinished()}
-        events: list[int] = []
         for seq_id, _, num_cached, is_resumed in plan.admitted:
             events += (1, seq_id, num_cached, is_resumed)
+            seen |= {(1, is_resumed), (1, "hit" if num_cached else "none")}
         for seq_id, _, mode, num_computed in plan.preempted:
             events += (2, seq_id, num_computed, 1 if mode is PreemptionMode.SWAP else 0)
+            seen.add((2, mode))
         for seq_id, _, _ in plan.ignored:
             events += (3, seq_id)
         if plan.swap_out or plan.swap_in:
             events += (6, len(plan.swap_out), len(plan.swap_in))
-            num_swaps += 1
+            seen.add((6, "out" if plan.swap_out else "in"))
         free = scheduler.blocks.num_free_blocks, scheduler.blocks.num_free_cpu_blocks
         ends = {row.seq_id: row for row in rows}
         live = {seq.seq_id: seq for seq in scheduler.unfinished()}
         limits = {seq_id: (seq.num_tokens, seq.token_limit) for seq_id, seq in live.items()}
+        ignored = [seq_id for seq_id, _, _ in plan.ignored]
         scheduler.commit(StepResult(1), 1)
         for seq in scheduler.unfinished():
             if seq.seq_id not in before:  # a member that has just parted
@@ -262,10 +223,23 @@ def test_it_is_made_as_its_module_says(composition: str) -> None:
             num_tokens, limit = limits[seq_id]
             if row.samples and num_tokens + 1 == limit:
                 events += (4, seq_id, REASON_CODES.index(FinishReason.LENGTH))
+        seen |= {(kind, None) for kind, found in ((3, ignored), (7, 7 in events)) if found}
         members = [row.seq_id for row in rows] + [row.num_tokens for row in rows]
         digest = xxh64_intdigest(pack("<QQqq", digest, xxh64_intdigest(q64(members)), *free) + q64(events))
         assert scheduler.digest == digest, plan
-    assert num_swaps > 0
+        assert int.from_bytes(scheduler.digest_bytes, "little") == digest
+    wanted = {
+        (1, "hit"),
+        (1, "none"),
+        (1, False),
+        (2, PreemptionMode.SWAP),
+        (3, None),
+        (6, "out"),
+        (6, "in"),
+        (7, None),
+    }
+    recomputed = {(1, True), (2, PreemptionMode.RECOMPUTE)}  # where the CPU pool was full
+    assert seen == wanted | recomputed
 
 
 def test_another_definition_is_another_version() -> None:

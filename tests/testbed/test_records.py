@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from testbed.core.interfaces import StepView
 from testbed.core.outcome import Spans, StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence
 from testbed.records.recorder import RunRecorder
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
@@ -43,12 +46,8 @@ def run_steps(
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
         result = StepResult(now_ns + step_ns, None, Spans(1, 2, 3, 4, 5))
         finished = scheduler.commit(result, now_ns + step_ns)
-        (free,) = scheduler.free_blocks
-        recorder.committed(
-            StepView(
-                plan, now_ns, now_ns + step_ns, result.spans, scheduler.digest, scheduler.emitters, *counts, free, 0
-            )
-        )
+        free = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
+        recorder.committed(StepView(plan, now_ns, result, scheduler.digest_bytes, scheduler.emitters, *counts, *free))
         now_ns += step_ns
         recorder.ended(finished, now_ns)
 
@@ -279,14 +278,9 @@ def test_without_steps_only_their_rows_are_missing(tmp_path: Path) -> None:
     assert tables["with"] == tables["without"]
 
 
-class _Broken:
-    """What the second Ctrl-C may do to a recorder that is taking a step's numbers."""
-
-    @property
-    def sample_ns(self) -> int:
-        raise KeyboardInterrupt
-
-    schedule_ns = prepare_ns = swap_ns = forward_ns = 1
+def step_of(plan: BatchPlan, end_ns: int, spans: Spans, emitters: Seq[Sequence] = ()) -> StepView:
+    digest = (2**64 - end_ns).to_bytes(8, "little")
+    return StepView(plan, 0, StepResult(end_ns, None, spans), digest, [*emitters], 1, 0, 0, 7, 0)
 
 
 def test_a_step_cut_short_is_not_there(tmp_path: Path) -> None:
@@ -294,12 +288,11 @@ def test_a_step_cut_short_is_not_there(tmp_path: Path) -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 4, 8))
     plan = scheduler.plan(0)
-    spans: Any
-    for end_ns, spans in ((10, Spans(1, 2, 0, 4, 5)), (20, Spans(1, 2, 0, 6, 5))):
+    for end_ns, forward_ns in ((10, 4), (20, 6)):
         recorder.arrived(make_request("a", 4, 8), 0, 0)
-        recorder.committed(StepView(plan, 0, end_ns, spans, 2**64 - end_ns, [], 1, 0, 0, 7, 0))
-    with pytest.raises(KeyboardInterrupt):
-        recorder.committed(StepView(plan, 0, 30, _Broken(), 0, [], 1, 0, 0, 7, 0))  # type: ignore[arg-type]
+        recorder.committed(step_of(plan, end_ns, Spans(1, 2, 0, forward_ns, 5)))
+    with pytest.raises((OverflowError, ValueError)):  # as a second Ctrl-C may, while it takes the step's numbers
+        recorder.committed(step_of(plan, 30, Spans(1, 2, 0, 2**64, 5)))
     recorder.close()
     found = rows(tmp_path / "steps.parquet")
     assert [(row["end_ns"], row["forward_ns"], row["digest"]) for row in found] == [
@@ -316,7 +309,7 @@ def test_tokens_of_one_step_have_one_instant(tmp_path: Path) -> None:
         recorder.arrived(make_request("a", 4, 8), 0, 0)
         seq = scheduler.unfinished()[0]
         for end_ns, num in ((10, 1), (20, 3), (30, 2), (40, 0), (50, 1)):
-            recorder.committed(StepView(plan, 0, end_ns, Spans(), 0, [seq] * num, 1, 0, 0, 7, 0))
+            recorder.committed(step_of(plan, end_ns, Spans(), [seq] * num))
         recorder.close()
         (row,) = rows(tmp_path / "requests.parquet")
         assert (row["num_output_tokens"], row["num_token_steps"]) == (7, 4)

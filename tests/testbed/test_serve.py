@@ -177,9 +177,7 @@ class Refuses:
 
 
 def stuck_scheduler() -> Scheduler:
-    scheduler = make_scheduler()
-    scheduler._composition = Refuses()
-    return scheduler
+    return make_scheduler(Refuses())
 
 
 def test_work_that_nothing_will_move_is_a_livelock_once_the_inbox_is_closed() -> None:

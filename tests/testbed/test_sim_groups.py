@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
 
 import pytest
 from scipy.stats import chisquare
 
 from sim.backend import SimBackend
 from testbed.core.outcome import Outcome, Spans
-from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows, Rows, ScheduledSequence
 from testbed.core.request import SamplingParams
 
 VOCAB_SIZE = 50
@@ -37,12 +36,12 @@ def beams(group_id: int, position: int, num_rows: int, width: int = 4, **options
 
 def plan_of(rows: list[ScheduledSequence], *, has_beams: bool = True) -> BatchPlan:
     shape = BatchShape(len(rows), len(rows), (), len(rows))
-    return BatchPlan(0, 1, shape, lambda: tuple(rows), None, has_beams=has_beams)
+    return BatchPlan(0, shape, MadeRows(tuple(rows)), has_beams=has_beams)
 
 
 def outcomes(engine: SimBackend, rows: list[ScheduledSequence]) -> tuple[Outcome, ...]:
     work = engine.start(plan_of(rows))
-    assert work.durations_ns == (3,)
+    assert work.duration_ns == 3
     assert work.outcomes is not None
     return work.outcomes
 
@@ -117,7 +116,7 @@ def test_draws_depend_on_seed_group_and_position_alone():
     assert together[4:8] == alone
     assert outcomes(engine, rows) == alone  # nothing is remembered
     series = {
-        tuple(chain.from_iterable(outcome[1:] for p in range(20, 30) for outcome in outcomes(engine, beams(g, p, 4))))
+        tuple(outcome.replace(seq_id=0) for p in range(20, 30) for outcome in outcomes(engine, beams(g, p, 4)))
         for engine, g in ((backend(0), 3), (backend(1), 3), (backend(0), 4), (backend(2**70), 3))
     }
     assert len(series) == 4
@@ -125,12 +124,11 @@ def test_draws_depend_on_seed_group_and_position_alone():
 
 def test_a_beam_row_in_a_chunk_that_does_not_sample_has_no_outcome():
     (row,) = beams(3, 20, 1)
-    assert backend().start(plan_of([row._replace(samples=False), forced(90)])).outcomes is None
+    assert backend().start(plan_of([row.replace(samples=False), forced(90)])).outcomes is None
 
 
 def test_a_plan_without_beams_never_looks_at_its_rows():
-    def rows() -> tuple[ScheduledSequence, ...]:
-        raise AssertionError("rows cost time")
-
-    plan = BatchPlan(0, 1, BatchShape(1, 1, (), 1), rows, None)
+    plan = BatchPlan(0, BatchShape(1, 1, (), 1), Rows())  # whose rows nobody can make
+    with pytest.raises(NotImplementedError):
+        _ = plan.scheduled
     assert SimBackend(FreeOfCharge()).start(plan).outcomes is None

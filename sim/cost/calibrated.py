@@ -95,6 +95,7 @@ class Calibration:
     num_folds: int
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CalibratedCost:
     """Prices a step by a Calibration. Host work is prepare_ns, swaps and copies are swap_ns, the sampler is sample_ns,
     all else forward_ns."""

@@ -23,6 +23,7 @@ class ConstantConfig:
             raise ConfigError(f"cost.step_s is {self.step_s}; it must be from 1e-9 (1 ns) to 1e6 seconds")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ConstantCost:
     """Prices any step at step_s, rounded to ns."""
 

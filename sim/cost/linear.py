@@ -73,6 +73,7 @@ class LinearFit:
     sliding_window: int | None = None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LinearCost:
     """Prices a step by LinearConfig: swaps and copies of blocks as swap_ns, all else as forward_ns, at least 1 ns.
 

@@ -68,6 +68,7 @@ class KVLayout:
     sliding_window: int | None = None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RooflineCost:
     """Prices a step of `model` on `tensor_parallel_size` devices.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from mypy_extensions import mypyc_attr
+
 from testbed.blocks.eviction import Evictor
 from testbed.blocks.lazy_heap import LazyHeap
 from testbed.errors import ConfigError
@@ -15,6 +17,7 @@ class RecomputePrices(Protocol):
     def recompute_ns(self, start: int, num_tokens: int) -> int: ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CostAware(Evictor):
     """Gives up the block that costs least to compute again, weighted by its hits and aged (GreedyDual-Size-Frequency).
 

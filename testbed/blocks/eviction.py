@@ -89,6 +89,7 @@ def evictor(policy: EvictionPolicy) -> Evictor:
     return policy if isinstance(policy, Evictor) else Foreign(policy)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LRU(Evictor):
     """Least recently used first; among blocks released together, the deepest of a prefix goes first.
 
@@ -138,6 +139,7 @@ class LRU(Evictor):
         return self._num_blocks
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LRUByLastStep(Evictor):
     """Least recently scheduled owner first, then the deepest block, then the smaller id (the evictor of vLLM 0.8.5 V0).
 
@@ -164,6 +166,7 @@ class LRUByLastStep(Evictor):
         return len(self._heap)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FIFO(Evictor):
     """First in, first out: by when the content was released for the first time, which no hit renews.
 
@@ -197,6 +200,7 @@ class FIFO(Evictor):
         return len(self._heap)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LFU(Evictor):
     """Least frequently used: fewest hits first, then the least recently released, so the deepest of a release.
 

@@ -47,8 +47,6 @@ class Step:
         self._leaving: Preempting | None = None  # made when somebody leaves, which few steps see
         self._deferred: list[Sequence] = []  # passed over, and then back in the queue too
 
-    # --- what there is ---
-
     @property
     def rows(self) -> list[Row]:
         """(seq, start, num_tokens) of everything that the step computes so far."""
@@ -128,10 +126,10 @@ class Step:
     def schedule(self, seq: Sequence, num_tokens: int) -> None:
         """Computes the next `num_tokens` tokens of a sequence in this step. Their slots must be reserved."""
         if seq.siblings is None:
-            return self._schedule_one(seq, num_tokens)
-        for one in seq.siblings:
-            self._schedule_one(one, num_tokens)
-        return None
+            self._schedule_one(seq, num_tokens)
+        else:
+            for one in seq.siblings:
+                self._schedule_one(one, num_tokens)
 
     def _schedule_one(self, seq: Sequence, num_tokens: int) -> None:
         self.batch.add(seq, num_tokens)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.interfaces import AdmissionPolicy
 from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
@@ -18,6 +20,7 @@ from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Watermark:
     """The block manager's own rule, the watermark, and nothing else."""
 
@@ -25,6 +28,7 @@ class Watermark:
         return True
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class NoEvict:
     """Reserves to completion, so that what has started never stops (TensorRT-LLM's GUARANTEED_NO_EVICT).
 
@@ -61,6 +65,7 @@ class NoEvict:
         return final_num_tokens(seq, context.limits, oracle) - 1 + context.blocks.lookahead_slots
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MaxUtilization:
     """Packs the next step (TensorRT-LLM's MAX_UTILIZATION): looks one token ahead and no further.
 
@@ -83,6 +88,7 @@ class MaxUtilization:
         return seq.num_tokens + _bound(self._context).blocks.lookahead_slots
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FuturePeak:
     """Admits if the largest future KV use fits (LightLLM; Past-Future Scheduler, ASPLOS 2025).
 
@@ -140,6 +146,7 @@ class FuturePeak:
         return growing[:1] + [(remaining, num_tokens - shared) for remaining, num_tokens in growing[1:]]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MaxRunningTokens:
     """A cap on the tokens known to the running sequences when one more starts; what runs may grow beyond it.
 
@@ -153,6 +160,7 @@ class MaxRunningTokens:
         return not running or sum(map(_context_tokens, running)) + _context_tokens(seq) <= self._max_tokens
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MaxRunningRequests:
     """A cap on requests that run at once, however many sequences each has. Raises ConfigError for a cap below 1."""
 
@@ -165,6 +173,7 @@ class MaxRunningRequests:
         return not running or len(ids) <= self._max_requests
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class All:
     """Admits what each of several rules admits. Raises ConfigError for an empty list."""
 

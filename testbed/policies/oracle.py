@@ -8,6 +8,8 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from statistics import NormalDist
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.context import LengthOracle, PolicyContext
@@ -16,6 +18,7 @@ from testbed.streams import draw
 _STANDARD_NORMAL = NormalDist()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class NoOracle:
     """Knows nothing."""
 
@@ -23,6 +26,7 @@ class NoOracle:
         return None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Perfect:
     """The true output length: of the forced output, else as many as the request allows, within the model's length.
 
@@ -43,6 +47,7 @@ class Perfect:
         return limit if wanted is None else min(wanted, limit)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Noisy:
     """The true length times a log-normal factor of median 1, rounded, at least 1.
 
@@ -72,6 +77,7 @@ class Noisy:
         return max(1, round(self._truth.predict(seq) * factor))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Binned:
     """The true length rounded up to the edge of its bin.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.interfaces import Estimator
 from testbed.core.plan import PreemptionMode
 from testbed.core.sequence import Sequence
@@ -9,6 +11,7 @@ from testbed.errors import ConfigError
 from testbed.policies.context import PolicyContext
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Recompute:
     """Always frees the blocks and computes them again (vLLM V1, nano-vllm)."""
 
@@ -16,6 +19,7 @@ class Recompute:
         return PreemptionMode.RECOMPUTE
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Swap:
     """Always moves the blocks to the CPU pool and back."""
 
@@ -23,6 +27,7 @@ class Swap:
         return PreemptionMode.SWAP
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Auto:
     """Recompute where one sequence runs alone, swap where a group has several (vLLM's first engine)."""
 
@@ -30,6 +35,7 @@ class Auto:
         return PreemptionMode.RECOMPUTE if seq.num_seqs == 1 else PreemptionMode.SWAP
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Cheaper:
     """Whichever is predicted to take less time: computing what is lost again, or moving the blocks out and back in.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FCFS:
     """First come, first served; a preempted sequence goes back to the front."""
 

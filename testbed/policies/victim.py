@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.interfaces import WaitingQueue
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
@@ -21,6 +23,7 @@ from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import has_no_opinion
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MostRecentlyAdmitted:
     """The sequence that was admitted last has the least to lose (vLLM's first engine, nano-vllm).
 
@@ -31,6 +34,7 @@ class MostRecentlyAdmitted:
         return running[next(reversed(running))]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LastInQueueOrder:
     """The sequence that the queue would serve last: the largest rank, then the latest arrival.
 
@@ -56,6 +60,7 @@ class LastInQueueOrder:
         return max(running.values(), key=lambda seq: (queue.rank(seq, now_ns), seq.seq_id))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeastProgress:
     """The sequence that has emitted the fewest tokens, the latest arrival among equals.
 
@@ -66,6 +71,7 @@ class LeastProgress:
         return min(running.values(), key=lambda seq: (_num_emitted(seq), -seq.seq_id))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MostBlocks:
     """The sequence that has the most room in KV blocks, the latest arrival among equals: the fewest victims.
 
@@ -91,6 +97,7 @@ class MostBlocks:
         return prompt + sum(max(len(member.block_table) * size - prompt, 0) for member in seq.together)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LongestRemaining:
     """The sequence with the most output still to come, as the oracle sees it; the latest arrival among equals.
 
@@ -119,6 +126,7 @@ class LongestRemaining:
         )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LowestPriority:
     """The largest priority value, then the latest arrival (vLLM V1 under priority scheduling).
 

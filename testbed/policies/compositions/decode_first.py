@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
@@ -12,6 +14,7 @@ from testbed.core.step import Step
 MAX_PASSED_OVER: Final = 128  # long prompts that a step passes over in search of a shorter one
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class DecodeFirst:
     """Decodes, then unfinished prefills, then swapped-out sequences, then new prefills in chunks of what is left.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class IterationLevel:
     """One mixed batch: every running sequence decodes, and waiting prompts join whole.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillFirst:
     """Admits waiting prompts, whole, in one prompt-only batch; decodes only if none could be admitted.
 

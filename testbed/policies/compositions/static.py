@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Static:
     """Admits only while nothing runs: whole prompts, until a limit is met; then decodes until every member has ended.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 from testbed.policies.orders.checks import whole
 from testbed.policies.orders.heap import LazyHeap, Rank
@@ -11,6 +13,7 @@ from testbed.policies.orders.meter import PromptMeter
 from testbed.policies.queue_order import FCFS
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class VirtualTokenCounter:
     """Serves the waiting tenant with the smallest counter; first come, first served inside a tenant.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 from testbed.policies.orders.checks import not_negative, whole
 from testbed.policies.orders.heap import LazyHeap, Rank
@@ -12,6 +14,7 @@ from testbed.policies.orders.keyed import NS_PER_S
 from testbed.policies.orders.meter import PromptMeter
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MultiLevelFeedbackQueue:
     """Sequences by level, in order of arrival inside a level: what has been served little goes first, length unknown.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.context import LengthOracle, PolicyContext
@@ -13,6 +15,7 @@ from testbed.policies.orders.heap import Rank
 from testbed.policies.orders.keyed import KeyedQueue
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class JobSize:
     """Sizes of jobs in tokens, by one of `MEASURES`.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import not_negative, whole
@@ -15,6 +17,7 @@ NS_PER_S = 1_000_000_000
 NO_DEADLINE = 1 << 63  # ns; later than any
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KeyedQueue:
     """The waiting sequences by a key; a preempted one re-enters by its key too, as in vLLM V1's priority queue.
 

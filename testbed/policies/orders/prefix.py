@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final
 
+from mypy_extensions import mypyc_attr
 from xxhash import xxh64_intdigest
 
 from testbed.blocks.manager import BlockManager
@@ -38,6 +39,7 @@ def depth_first(max_waiting: int = 128, tree: str = "waiting") -> WindowedQueue:
     return WindowedQueue(DepthFirst(one_of("tree", tree, TREES)), max_waiting)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LongestPrefix:
     """The arrangement of `longest_prefix`. One cache lookup for each waiting sequence."""
 
@@ -68,6 +70,7 @@ class LongestPrefix:
         return [seq for _, _, seq in ranked] + deferred
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class DepthFirst:
     """The arrangement of `depth_first`. A sequence's path is a list in which equal numbers mean equal prefixes."""
 

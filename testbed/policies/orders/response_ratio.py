@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders.checks import whole
@@ -13,6 +15,7 @@ from testbed.policies.orders.heap import LazyHeap, Rank
 RATIO_BITS: Final = 24  # fractional bits of wait [ns] / service [tokens]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class HighestResponseRatioNext:
     """Serves the largest (wait + service) / service (Brinch Hansen 1971), service = prompt + predicted output tokens.
 

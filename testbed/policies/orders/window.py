@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import whole
@@ -22,6 +24,7 @@ class Arrangement(Protocol):
         ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class WindowedQueue:
     """Sequences as an arrangement puts them, if at most `max_waiting` wait; first come, first served if more do.
 

@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from analysis.engine_check import STEP_COLUMNS, Check, EngineCheck, verdict
 from analysis.replicas import of_replica
 from analysis.request_columns import Requests
@@ -67,7 +65,7 @@ def _replicas(requests: Requests, steps: Rows) -> list[int]:
     if "replica" in requests.rows.names:
         for piece in requests.pieces():
             started = piece.is_known("first_scheduled_ns") & piece.is_known("replica")
-            found |= set(np.unique(piece.whole("replica")[started]).tolist())
+            found |= set(piece.whole("replica")[started].tolist())
     return sorted(found)
 
 

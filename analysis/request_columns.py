@@ -1,6 +1,6 @@
-"""The requests of a run in pieces, each column by column: a column is read when it is asked for, and none is kept.
+"""The requests of a run in pieces, each column by column: a column is read when it is first asked for.
 
-So memory is that of a piece, however many requests there are. Token instants, which may be a hundred times as many, are
+Memory is that of a piece, however many requests there are. Token instants, which may be a hundred times as many, are
 gone through batch by batch: what is kept of them is each request's last instant and largest gap. Where they are few all
 are kept: they are gone through three times, and most of that time is unpacking them.
 """
@@ -101,6 +101,7 @@ class RequestColumns:
         self._low = low
         self._chosen, self._parent = chosen, parent
         self._num = rows.num_rows if chosen is None else int(chosen.sum())
+        self._arrays_of: dict[str, list[Any]] = {}  # each column that was asked for, but instants
         self._kept: list[_Batch] | None = None  # of all tokens, if they are few
 
     @classmethod
@@ -164,8 +165,13 @@ class RequestColumns:
         return self.reasons.among(COMPLETED)
 
     def _arrays(self, name: str) -> Iterator[tuple[int, Any]]:
+        if self._parent is not None:
+            yield from self._parent._arrays(name)
+            return
+        if name not in self._arrays_of:
+            self._arrays_of[name] = [array for (array,) in self.rows.batches([name])]
         low = 0
-        for (array,) in self.rows.batches([name]):
+        for array in self._arrays_of[name]:
             yield low, array
             low += len(array)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from real.text.status import CacheHits, StatusLine
 from testbed.core.interfaces import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from real.text.status import CacheHits, StatusLine
 
 
 class Recorders:
@@ -78,12 +80,14 @@ def status_lines(interval_s: float | None, schedulers: Sequence[Scheduler]) -> l
 
 
 def _status_line(interval_s: float, scheduler: Scheduler, label: str) -> StatusLine:
+    from tqdm import tqdm  # not at the top, as above
+
+    from real.text.status import CacheHits, StatusLine
+
     blocks, log = scheduler.blocks, logging.getLogger("testbed")
 
     def hits() -> CacheHits:
         return CacheHits(blocks.num_queried_tokens, blocks.num_hit_tokens)
-
-    from tqdm import tqdm  # not at the top, as above
 
     def say(line: str) -> None:
         log.info("status: %s%s", label, line)

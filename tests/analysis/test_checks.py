@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from testbed.core.fast_forward import FAST_FORWARD
 
 from analysis.checks import CHECKS, Check, failures, outline, run_checks
 from sim.backend import SimBackend
@@ -75,11 +74,9 @@ def random_cost(rng: random.Random) -> CostModel:
 
 def random_records(setup: Setup, rng: random.Random, sampling: SamplingParams = GREEDY) -> Records:
     trace = random_trace(rng, rng.choice((1, 5, 15, 30)))
-    max_steps = rng.choice((1, FAST_FORWARD))
     return recorded(
-        setup.scheduler(), trace, random_cost(rng), sampling=sampling, max_steps=max_steps, num_plans=600,
-        stops_on=(LivelockError,),
-    )  # fmt: skip
+        setup.scheduler(), trace, random_cost(rng), sampling=sampling, num_steps=600, stops_on=(LivelockError,)
+    )
 
 
 def checked(records: Records) -> dict[str, Check]:
@@ -140,7 +137,7 @@ def test_a_run_that_was_cut_short_is_checked_as_far_as_it_went() -> None:
     for number in range(10):
         rng = random.Random(f"cut/{number}")
         setup = Setup(num_blocks=12, limits=Limits(4, 16, 60, 0, 1))
-        records = recorded(setup.scheduler(), random_trace(rng, 30), random_cost(rng), num_plans=rng.randrange(1, 40))
+        records = recorded(setup.scheduler(), random_trace(rng, 30), random_cost(rng), num_steps=rng.randrange(1, 40))
         assert records.is_cut
         assert records.requests["finish_ns"].isna().any()
         expect_sound(records, f"cut/{number}")
@@ -175,7 +172,7 @@ def test_every_check_holds_of_every_fleet() -> None:
             TraceInbox(trace, VOCAB_SIZE), router, [SimBackend(cost) for _ in range(num_replicas)],
             replicas_per_link=rng.choice((None, 1, num_replicas)),
         )  # fmt: skip
-        records = fleet_recorded(fleet, [setup.scheduler() for _ in range(num_replicas)], rng.choice((1, FAST_FORWARD)))
+        records = fleet_recorded(fleet, [setup.scheduler() for _ in range(num_replicas)])
         expect_sound(records, f"fleet/{number}: {setup}")
 
 

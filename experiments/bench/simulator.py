@@ -3,7 +3,9 @@ its own, with the records of every request and step written.
 
 The case that other simulators were measured on: the first 10,000 rows of the Azure 2023 conversation trace (or
 generated requests that look like them), arrivals scaled onto 1,250 s, one Llama-3.1-8B on an H100, 27,800 blocks of 16
-tokens, 512 sequences, budget 512, chunked prefill, prefix caching. And a long generated trace, never held whole.
+tokens, 512 sequences, budget 512, chunked prefill, prefix caching; the same for Qwen3-0.6B, whose steps are many and
+small; the first one without the compiled core; a long generated trace, never held whole; and the points of a sweep,
+one after the other in one process.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from typing import Any, NamedTuple
 from testbed.errors import ConfigError, TestbedError
 
 NUM_ROWS, DURATION_S = 10_000, 1_250
+POINT_REQUESTS = 2_000
 SETTINGS = (
-    "model=llama3.1_8b", "device=h100", "scheduler=vllm_v1", "scheduler.max_num_seqs=512",
+    "device=h100", "scheduler=vllm_v1", "scheduler.max_num_seqs=512",
     "scheduler.max_num_batched_tokens=512", "cache.num_gpu_blocks=27800", "cache.block_size=16",
 )  # fmt: skip
 # lengths as the trace has them (P50 and P90: 1,020 and 2,734 tokens in, 129 and 424 out), gaps a little bursty
@@ -66,34 +69,61 @@ def main(arguments: list[str]) -> int:
     source = "Azure 2023" if options.trace is not None else "Azure-like"
     print("simulator: `testbed run`, Llama-3.1-8B on an H100, vllm_v1, budget 512, 512 sequences, 27,800 blocks")
     print(f"  {'case':<38}{'requests/s':>11}{'steps/s':>11}{'steps':>12}{'loop s':>8}{'wall s':>8}{'peak MiB':>10}")
-    start_up = _best(["trace.num_requests=1"], options.repeats)
-    _show("start-up: 1 request", start_up)
-    fast = _best(short, options.repeats)
-    _show(f"{source}, {num_rows:,}", fast)
+    _show("start-up: 1 request", _best(["trace.num_requests=1"], options.repeats))
+    compiled = _best(short, options.repeats)
+    _show(f"{source}, {num_rows:,}", compiled)
     _show(f"{source}, {num_rows:,}, requests alone", _best([*short, "record.steps=false"], options.repeats))
-    stepped = _best([*short, "backend.fast_forward=false"], 1)
-    _show(f"{source}, {num_rows:,}, step by step", stepped)
-    if stepped.digest != fast.digest or stepped.num_steps != fast.num_steps:
+    _show(f"{source}, {num_rows:,}, Qwen3-0.6B", _best([*short, "model=qwen3_0.6b"], options.repeats))
+    interpreted = _best(short, 1, {"TESTBED_COMPILED": "0"})
+    _show(f"{source}, {num_rows:,}, interpreted", interpreted)
+    if interpreted.digest != compiled.digest or interpreted.num_steps != compiled.num_steps:
         raise TestbedError(
-            f"fast forward decided otherwise: digests {fast.digest} and {stepped.digest}; please report it"
+            f"the compiled core decided otherwise: digests {compiled.digest} and {interpreted.digest}; please report it"
         )
     if options.requests > 0:
         long = [*LOOK_ALIKE, f"trace.num_requests={options.requests}", "record.token_times=false"]
         _show(f"generated, {options.requests:,}", _best(long, 1))
+    _bench_points(max(1, options.repeats))
     return 0
 
 
-def _best(overrides: list[str], repeats: int) -> Measured:
-    return min((_measure(overrides) for _ in range(max(1, repeats))), key=lambda one: one.wall_s)
+def _bench_points(repeats: int) -> None:
+    """simulate() in this process, as a sweep's points are: the first one also imports what the others find there."""
+    from experiments import simulate
+    from experiments.compose import compose_config
+
+    def point(seed: int) -> float:
+        began = time.perf_counter()
+        simulate({"name": "synthetic", "num_requests": POINT_REQUESTS}, seed=seed)
+        return time.perf_counter() - began
+
+    first_s = point(0)
+    point_s = min(point(seed) for seed in range(1, 2 + repeats))
+    began = time.perf_counter()
+    compose_config([f"trace.num_requests={POINT_REQUESTS}", "seed=99"])
+    compose_s = time.perf_counter() - began
+    print(
+        f"  a point of a sweep, {POINT_REQUESTS:,} requests in one process: {point_s:.3f} s, of which composing the "
+        f"configuration {compose_s:.3f} (the first one: {first_s:.3f})"
+    )
 
 
-def _measure(overrides: list[str]) -> Measured:
+def _best(overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Measured:
+    """variables: of the environment, beside those of this process."""
+    every = [_measure(overrides, variables or {}) for _ in range(max(1, repeats))]
+    return min(every, key=lambda one: one.wall_s)
+
+
+def _measure(overrides: list[str], variables: dict[str, str]) -> Measured:
     """One run in a process of its own. Raises TestbedError with its last line if it fails."""
     with tempfile.TemporaryDirectory(prefix="testbed-bench-") as scratch:
         folder = Path(scratch) / "run"
-        command = [sys.executable, "-m", "experiments", "run", *SETTINGS, *overrides, f"hydra.run.dir={folder}"]
+        model = [] if any(one.startswith("model=") for one in overrides) else ["model=llama3.1_8b"]
+        command = [sys.executable, "-m", "experiments", "run", *model, *SETTINGS, *overrides, f"hydra.run.dir={folder}"]
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | variables
+        )
         assert process.stderr is not None
         said = process.stderr.read().decode()
         _, status, usage = os.wait4(process.pid, 0)

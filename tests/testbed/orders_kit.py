@@ -6,49 +6,50 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
+from testbed.blocks.manager import BlockManager
 from testbed.core.limits import Limits
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import Perfect
+from tests.testbed.core_kit import make_blocks
 
 NS_PER_S = 1_000_000_000
 MAX_MODEL_LEN = 1 << 20
 
 
-class Hit(NamedTuple):
-    num_tokens: int
-    blocks: list[int]
-
-
-class FakeBlocks:
-    """Hits as a test says, by request id; None counts the lookups alone."""
-
-    block_size = 4
-
-    def __init__(self, hits: dict[str, Hit] | None = None) -> None:
-        self.hits = hits or {}
-        self.num_lookups = 0
-
-    def lookup(self, seq: Sequence) -> Hit:
-        self.num_lookups += 1
-        return self.hits.get(seq.request.request_id, Hit(0, []))
-
-    def salt_of(self, seq: Sequence) -> str:
-        return seq.request.cache_salt
-
-
-def bound(queue: Any, *, oracle: Any = None, blocks: Any = None, seed: int = 0) -> Any:
-    context = PolicyContext(blocks or FakeBlocks(), Limits(8, 64, MAX_MODEL_LEN, 0, 1), oracle or Perfect(), None, seed)
+def bound(queue: Any, *, oracle: Any = None, blocks: BlockManager | None = None, seed: int = 0) -> Any:
+    """blocks None: an empty pool."""
+    limits = Limits(8, 64, MAX_MODEL_LEN, 0, 1)
+    context = PolicyContext(blocks or make_blocks(), limits, oracle or Perfect(), None, seed)
     for part in (context.oracle, queue):
         if hasattr(part, "bind"):
             part.bind(context)
     return queue
+
+
+def caching(*prompts: Iterable[int], block_size: int = 4) -> BlockManager:
+    """A pool in which these prompts are cached, as far as they fill blocks, and nothing runs."""
+    blocks = make_blocks(num_blocks=4096, block_size=block_size)
+    for prompt in prompts:
+        cache(blocks, prompt)
+    return blocks
+
+
+def cache(blocks: BlockManager, prompt: Iterable[int]) -> None:
+    tokens = [*prompt]
+    if not tokens:
+        return
+    seq = make_seq(99_999, tokens)
+    blocks.admit(seq, len(tokens), blocks.lookup(seq))
+    blocks.computed(seq, len(tokens))
+    blocks.free(seq)
+    blocks.forget(seq)
 
 
 def make_seq(

@@ -15,13 +15,13 @@ from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import Binned, Noisy, NoOracle, Perfect
+from tests.testbed.core_kit import make_blocks
 
 MAX_MODEL_LEN = 4096
 
 
 def bound(oracle: Any, seed: int = 1) -> Any:
-    blocks: Any = None
-    oracle.bind(PolicyContext(blocks, Limits(8, 64, MAX_MODEL_LEN, 0, 1), oracle, None, seed))
+    oracle.bind(PolicyContext(make_blocks(), Limits(8, 64, MAX_MODEL_LEN, 0, 1), oracle, None, seed))
     return oracle
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from testbed.core.plan import PreemptionMode
+from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
+from testbed.policies.context import PolicyContext
+from testbed.policies.oracle import NoOracle
 from testbed.policies.preemption import Auto, Cheaper, Recompute, Swap
+from tests.testbed.admission_kit import make_seq, parted
+from tests.testbed.core_kit import make_blocks, make_limits
 
 RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
 
@@ -27,16 +31,18 @@ class Prices:
         return 60 * num_blocks
 
 
-def victim(num_computed: int, *, prompt: int = 8, members: tuple[int, ...] = ()) -> Any:
+def victim(num_computed: int, *, prompt: int = 8, members: tuple[int, ...] = ()) -> Sequence:
     """members: computed tokens of the other sequences of its group."""
-    seq = SimpleNamespace(num_computed_tokens=num_computed, num_prompt_tokens=prompt, num_seqs=1 + len(members))
-    seq.together = [seq, *(SimpleNamespace(num_computed_tokens=n, num_prompt_tokens=prompt) for n in members)]
-    return seq
+    computed = [num_computed, *members]
+    seqs = [make_seq(seq_id, prompt, num_seqs=len(computed)) for seq_id in range(len(computed))]
+    for seq, num_tokens in zip(seqs, computed, strict=True):
+        seq.num_computed_tokens = num_tokens
+    return parted(*seqs)[0] if members else seqs[0]
 
 
 def cheaper(estimator: Any) -> Cheaper:
-    policy, context = Cheaper(), SimpleNamespace(estimator=estimator)
-    policy.bind(context)  # type: ignore[arg-type]
+    policy = Cheaper()
+    policy.bind(PolicyContext(make_blocks(), make_limits(), NoOracle(), estimator, 0))
     return policy
 
 

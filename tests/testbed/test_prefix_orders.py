@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 import testbed.policies.orders as orders
 from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import make_blocks
-from tests.testbed.orders_kit import FakeBlocks, Hit, bound, drain, emit, make_seq, pushed
+from tests.testbed.orders_kit import bound, cache, caching, drain, emit, make_seq, pushed
 
 # --- longest prefix first ---
 
 
 def test_lpm_serves_the_longest_hit_first_and_ties_by_arrival() -> None:
-    hits = {"r1": Hit(64, []), "r2": Hit(128, []), "r3": Hit(64, [])}
-    queue = bound(orders.longest_prefix(), blocks=FakeBlocks(hits))
-    assert drain(pushed(queue, *(make_seq(seq_id, 200) for seq_id in range(5)))) == [2, 1, 3, 0, 4]
+    seqs = [make_seq(seq_id, 200) for seq_id in range(5)]
+    blocks = caching(*(seqs[seq_id].tokens[:num_cached] for seq_id, num_cached in ((1, 64), (2, 128), (3, 64))))
+    assert drain(pushed(bound(orders.longest_prefix(), blocks=blocks), *seqs)) == [2, 1, 3, 0, 4]
 
 
 def test_lpm_finds_what_the_block_manager_has_cached() -> None:
@@ -34,39 +34,40 @@ def test_lpm_finds_what_the_block_manager_has_cached() -> None:
 
 
 def test_lpm_is_first_come_first_served_over_its_window() -> None:
-    blocks = FakeBlocks({"r2": Hit(64, [])})
-    queue = bound(orders.longest_prefix(max_waiting=3), blocks=blocks)
-    pushed(queue, *(make_seq(seq_id, 100) for seq_id in range(4)))
+    seqs = [make_seq(seq_id, 100) for seq_id in range(4)]
+    queue = bound(orders.longest_prefix(max_waiting=3), blocks=caching(seqs[2].tokens[:64]))
+    pushed(queue, *seqs)
     assert queue.head(1).seq_id == 0
-    assert blocks.num_lookups == 0, "beyond the window nothing is looked up"
+    assert all(seq.chain is None for seq in seqs), "beyond the window nothing is looked up"
     queue.remove(queue.head(1))
     assert queue.head(1).seq_id == 1, "the step goes on as it began"
     assert queue.head(2).seq_id == 2, "at the next step three wait"
 
 
 def test_lpm_looks_up_once_a_step() -> None:
-    blocks = FakeBlocks()
-    queue = pushed(bound(orders.longest_prefix(), blocks=blocks), *(make_seq(seq_id, 100) for seq_id in range(5)))
-    for _ in range(3):
-        queue.remove(queue.head(1))
-        queue.head(1)
-    assert blocks.num_lookups == 5
-    queue.head(2)
-    assert blocks.num_lookups == 7
+    blocks = caching()
+    seqs = [make_seq(seq_id, 100) for seq_id in range(5)]
+    queue = pushed(bound(orders.longest_prefix(), blocks=blocks), *seqs)
+    assert queue.head(1).seq_id == 0
+    cache(blocks, seqs[4].tokens[:64])
+    queue.remove(queue.head(1))
+    assert queue.head(1).seq_id == 1, "what is cached meanwhile is seen by the next step"
+    assert queue.head(2).seq_id == 4
+    cache(blocks, seqs[3].tokens[:80])
+    assert queue.head(2).seq_id == 4
     queue.push(make_seq(9))
-    queue.head(2)
-    assert blocks.num_lookups == 10
+    assert queue.head(2).seq_id == 3, "who comes is placed among all, looked up anew"
 
 
 def test_lpm_defers_duplicates_of_a_prefix_until_the_next_step() -> None:
     shared = list(range(50))
-    blocks = FakeBlocks()
+    blocks = caching()
     queue = bound(orders.longest_prefix(), blocks=blocks)
     pushed(queue, make_seq(0, [*shared, 1]), make_seq(1, [*shared, 2]), make_seq(2, 40), make_seq(3, [*shared, 3]))
     assert queue.head(1).seq_id == 0
     queue.remove(queue.head(1))
     assert queue.head(1).seq_id == 2, "who shares what is computed in this step goes behind"
-    blocks.hits = {"r1": Hit(48, []), "r3": Hit(48, [])}
+    cache(blocks, shared[:48])
     assert drain(queue, 2) == [1, 3, 2]
 
 
@@ -82,12 +83,10 @@ def test_lpm_defers_duplicates_of_a_prefix_until_the_next_step() -> None:
 )
 def test_lpm_thresholds_are_sglangs(num_shared: int, num_cached: int, salt: str, order: list[int]) -> None:
     shared = list(range(-num_shared, 0))
-    hits = {f"r{seq_id}": Hit(num_cached, []) for seq_id in range(3)}
-    queue = bound(orders.longest_prefix(), blocks=FakeBlocks(hits))
-    pushed(
-        queue, make_seq(0, [*shared, *range(40)]), make_seq(1, [*shared, *range(50, 90)], salt=salt), make_seq(2, 80)
-    )
-    assert drain(queue) == order
+    prompts = [*shared, *range(40)], [*shared, *range(50, 90)], [*range(1000, 1080)]
+    blocks = caching(*(prompt[:num_cached] for prompt in prompts), block_size=1)
+    seqs = [make_seq(seq_id, prompt, salt=salt if seq_id == 1 else "") for seq_id, prompt in enumerate(prompts)]
+    assert drain(pushed(bound(orders.longest_prefix(), blocks=blocks), *seqs)) == order
 
 
 def test_lpm_does_not_see_tokens_that_are_still_to_come() -> None:
@@ -130,10 +129,13 @@ def test_depth_first_is_a_walk_of_the_prefix_tree(paths: list[list[int]]) -> Non
 
 
 def test_depth_first_through_the_cached_tree_knows_hits_alone() -> None:
-    hits = {"r1": Hit(8, [5, 6]), "r2": Hit(4, [7]), "r3": Hit(8, [5, 8])}
-    shared = [make_seq(seq_id, [1] * 20) for seq_id in range(4)]
-    assert drain(pushed(bound(orders.depth_first(tree="cached"), blocks=FakeBlocks(hits)), *shared)) == [1, 3, 2, 0]
-    assert drain(pushed(bound(orders.depth_first(tree="cached")), *shared)) == [0, 1, 2, 3]
+    a, b, c, d, e = ([token] * 4 for token in range(5))
+    prompts = [*e, *e, *e], [*a, *b, *e], [*d, *e, *e], [*a, *c, *e], [*e, *e, *e]
+    seqs = [make_seq(seq_id, prompt) for seq_id, prompt in enumerate(prompts)]
+    blocks = caching([*a, *b], [*d], [*a, *c])
+    assert drain(pushed(bound(orders.depth_first(tree="cached"), blocks=blocks), *seqs)) == [1, 3, 2, 0, 4]
+    assert drain(pushed(bound(orders.depth_first(tree="cached")), *seqs)) == [0, 1, 2, 3, 4]
+    assert drain(pushed(bound(orders.depth_first()), *seqs)) == [0, 4, 1, 3, 2], "through the waiting ones"
 
 
 def test_depth_first_keeps_salts_apart_and_takes_long_chains_of_prefixes() -> None:

@@ -45,7 +45,7 @@ class Step:
         self._waiting = waiting
         self._policies = policies
         self._leaving: Preempting | None = None  # made when somebody leaves, which few steps see
-        self._deferred: list[Sequence] = []  # passed over, and then back in the queue too
+        self.deferred: list[Sequence] = []  # passed over, and then back in the queue too
 
     @property
     def rows(self) -> list[Row]:
@@ -103,10 +103,6 @@ class Step:
     def swapped(self) -> list[Sequence]:
         """The swapped-out sequences in order, one for each group."""
         return list(self._running.swapped.values())
-
-    @property
-    def num_deferred(self) -> int:
-        return len(self._deferred)
 
     @property
     def num_long_waiting(self) -> int:
@@ -283,7 +279,7 @@ class Step:
     def defer(self, seq: Sequence) -> None:
         """Passes a waiting sequence over in this step; it keeps its place in the queue."""
         self._waiting.remove(seq)
-        self._deferred.append(seq)
+        self.deferred.append(seq)
 
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""
@@ -295,5 +291,8 @@ class Step:
 
     def close(self) -> None:
         """The step is decided: held sequences are in the queue again."""
-        for seq in [*reversed(self._deferred), *([] if self._leaving is None else self._leaving.held)]:
+        for seq in reversed(self.deferred):
             self._waiting.push_back(seq)
+        if self._leaving is not None:
+            for seq in self._leaving.held:
+                self._waiting.push_back(seq)

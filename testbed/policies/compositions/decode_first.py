@@ -112,7 +112,7 @@ class DecodeFirst:
             is_long = step.is_long(seq)
             if is_long and limits.max_num_partial_prefills > 1 and num_long >= limits.max_long_partial_prefills:
                 step.blocked(BlockedBy.PARTIAL_PREFILLS)
-                if step.num_deferred == MAX_PASSED_OVER:
+                if len(step.deferred) == MAX_PASSED_OVER:
                     return None
                 step.defer(seq)
                 continue

@@ -193,7 +193,10 @@ BACKENDS: dict[str, Callable[[], Simulated]] = {
 }
 
 
-VLLM_V1 = KVRules("chunk", True, "allocation", False, 1)
+VLLM_V1 = KVRules(
+    allocate="chunk", full_length_must_fit=True, hits_visible="allocation", watermark_when_idle=False,
+    watermark_extra_blocks=1,
+)  # fmt: skip
 
 
 def core(composition: str, *, num_blocks: int = 60, caching: bool = True) -> Core:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from unittest.mock import patch
 
 from experiments import build, run
 from experiments.config import RunConfig
+from testbed.core.interfaces import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
+from testbed.core.sequence import Sequence
 from tests.experiments.kit import manifest_of
 
 
@@ -18,7 +21,7 @@ from tests.experiments.kit import manifest_of
 class Observer:
     """What was seen; every dict is by request id."""
 
-    arrived: list[str] = field(default_factory=list)  # in the order in which they came
+    arrivals: list[str] = field(default_factory=list)  # in the order in which they came
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     output_ids: dict[str, list[int]] = field(default_factory=dict)
     tenants: dict[str, str | None] = field(default_factory=dict)
@@ -30,13 +33,14 @@ class Observer:
     predictions: dict[str, int | None] = field(default_factory=dict)
     digest: str = ""
     fingerprint: str = ""
-    scheduler: Any = None
     oracle: Any = None
     _ends_ns: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def note(self, request: Request) -> None:
+    # --- a recorder ---
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
         name = request.request_id
-        self.arrived.append(name)
+        self.arrivals.append(name)
         self.token_ids[name] = list(request.prompt_token_ids)
         self.output_ids[name] = list(request.forced_output or ())
         self.tenants[name] = request.tenant
@@ -47,13 +51,8 @@ class Observer:
         else:
             self.thinks_ns[name] = request.arrival_ns - before
 
-    def added(self, request: Request) -> None:
-        """After the scheduler has it: what the policies believe of it."""
-        for seq in self.scheduler.unfinished():
-            if seq.request.request_id == request.request_id:
-                key = getattr(self.scheduler._core.queue, "_key", None)
-                self.ranks[request.request_id] = None if key is None else key(seq)[0]
-                self.predictions[request.request_id] = self.oracle.predict(seq)
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         for item in finished:
@@ -62,40 +61,44 @@ class Observer:
             self.outputs[request.request_id] = [list(output) for output in item.outputs]
 
 
+class WatchedQueue:
+    """A queue order, and an observer that is shown what comes to it: what do the policies believe of it?"""
+
+    def __init__(self, order: Any, observer: Observer) -> None:
+        self._order = order
+        self._observer = observer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._order, name)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._order)
+
+    def push(self, seq: Sequence) -> None:
+        self._order.push(seq)
+        rank = getattr(self._order, "rank", None)
+        self._observer.ranks[seq.request_id] = None if rank is None else rank(seq, 0)[0]
+        self._observer.predictions[seq.request_id] = self._observer.oracle.predict(seq)
+
+
 def observe(config: RunConfig, folder: Path) -> Observer:
-    """Runs `config` with an observer between it and its scheduler."""
+    """Runs `config` with an observer beside its recorders and its queue."""
     observer = Observer()
-    made = build.make_policy
-    wired = build.build_scheduler
+    made, joined = build.make_policy, run.together
 
     def make_policy(kind: str, value: Any) -> Any:
         policy = made(kind, value)
         if kind == "scheduler.oracle":
             observer.oracle = policy
-        return policy
+        return WatchedQueue(policy, observer) if kind == "scheduler.queue_order" else policy
 
-    def build_scheduler(*args: Any, **kwargs: Any) -> Any:
-        scheduler = observer.scheduler = wired(*args, **kwargs)
-        add = scheduler.add
+    def together(recorders: Iterable[Recorder]) -> Recorder:
+        return joined([*recorders, observer])
 
-        def noted(request: Request) -> None:
-            observer.note(request)
-            add(request)
-            observer.added(request)
-
-        scheduler.add = noted
-        return scheduler
-
-    class Recorders(run.Recorders):
-        def ended(self, finished: list[Finished], now_ns: int) -> None:
-            observer.ended(finished, now_ns)
-            super().ended(finished, now_ns)
-
-    with (
-        patch.object(build, "make_policy", make_policy),
-        patch.object(build, "build_scheduler", build_scheduler),
-        patch.object(run, "Recorders", Recorders),
-    ):
+    with patch.object(build, "make_policy", make_policy), patch.object(run, "together", together):
         result = run.execute(config, folder)
     assert result.exit_status == 0, result.message
     manifest = manifest_of(folder)

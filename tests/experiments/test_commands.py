@@ -79,7 +79,7 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
     said = say(capsys, "bench", "simulator", "--repeats", "1", "--rows", "60", "--requests", "90")
     assert said.status == 0, said.err
     assert "requests/s" in said.out
-    for case in ("start-up: 1 request", "Azure-like, 60 ", "Azure-like, 60, step by step", "generated, 90"):
+    for case in ("start-up: 1 request", "Azure-like, 60 ", "Azure-like, 60, interpreted", "generated, 90"):
         assert case in said.out
     assert "did you mean 'core'" in say(capsys, "bench", "cor").error()
     assert "no file" in say(capsys, "bench", "simulator", "--trace", "nowhere.csv").error()

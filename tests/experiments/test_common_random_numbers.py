@@ -68,7 +68,7 @@ def test_arms_differ_in_what_they_decide_and_share_what_chance_decided(tmp_path:
         for what in SHARED:
             assert getattr(other, what) == getattr(base, what), f"{arm}: {what} differ"
     assert len({other.digest for other in seen.values()}) > 5, "the arms are all alike"
-    orders = {tuple(other.arrived) for other in seen.values()}
+    orders = {tuple(other.arrivals) for other in seen.values()}
     assert len(orders) > 2, "sessions close the loop: requests come in another order under another policy"
 
 
@@ -82,7 +82,7 @@ def test_a_random_queue_order_ranks_requests_alike_under_every_policy(tmp_path: 
     """In a closed loop they come in another order, and sequences are numbered as they come."""
     arms = ("baseline", "another composition", "another cost model")
     seen = [observed(arm, tmp_path, scheduler__queue_order="random") for arm in arms]
-    assert len({tuple(other.arrived) for other in seen}) > 1
+    assert len({tuple(other.arrivals) for other in seen}) > 1
     assert seen[0].ranks == seen[1].ranks == seen[2].ranks
     assert len(set(seen[0].ranks.values())) == 24
 
@@ -110,7 +110,7 @@ def test_beams_part_alike_under_every_policy(tmp_path: Path) -> None:
     beams = {"sampling__beam_width": 3, "cache__num_cpu_blocks": 64, "cache__num_gpu_blocks": 200}
     arms = ("baseline", "another composition", "another cost model")
     seen = [observed(arm, tmp_path, **beams) for arm in arms]
-    assert len({tuple(other.arrived) for other in seen}) > 1
+    assert len({tuple(other.arrivals) for other in seen}) > 1
     assert seen[0].outputs == seen[1].outputs == seen[2].outputs
 
 

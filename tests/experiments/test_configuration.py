@@ -100,7 +100,7 @@ def test_every_model_is_priced_on_every_device(model: str, device: str) -> None:
     config = config_of((f"model={model}", f"device={device}"), cache__num_gpu_blocks=100)
     plan = build.build_scheduler(config, build.Pools(100, 0)).plan(0)
     work = build.build_sim_backend(config, build.build_trace(config)).start(plan)
-    assert min(work.durations_ns) >= 1
+    assert work.duration_ns >= 1
 
 
 @pytest.mark.parametrize("cost", ["roofline", "linear", "constant"])

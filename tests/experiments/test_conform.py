@@ -18,8 +18,8 @@ import pytest
 from experiments.conform import replay
 from experiments.conform.cases import Case, read_cases
 from experiments.conform.overrides import case_config
-from experiments.conform.systems import SYSTEMS, System
-from testbed.core.scheduler import Scheduler
+from experiments.conform.systems import SYSTEMS, DecisionReader, System
+from testbed.core.plan import BatchPlan
 from tests.experiments.kit import Said, say, write_rows
 
 CONFIG: dict[str, Any] = {
@@ -247,13 +247,13 @@ def test_a_value_that_the_preset_does_not_have_fails_its_case_alone(
 def test_a_bug_of_ours_fails_its_case_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = Scheduler.commit
+    after_plan = DecisionReader.after_plan
 
-    def broken(self: Scheduler, *arguments: Any) -> Any:
-        assert "9" not in {seq.request.request_id for seq in self.unfinished()}, "nine is\ntoo many"
-        return commit(self, *arguments)
+    def broken(self: DecisionReader, step: int, plan: BatchPlan) -> Any:
+        assert "9" not in dict(plan.num_scheduled), "nine is\ntoo many"
+        return after_plan(self, step, plan)
 
-    monkeypatch.setattr(Scheduler, "commit", broken)
+    monkeypatch.setattr(DecisionReader, "after_plan", broken)
     said, lines = conform(capsys, tmp_path, [PLAIN, CACHED])
     assert lines[0].startswith("FAILED plain: 0 of 3 steps agree; step 0 at second 0: AssertionError: nine is too many")
     assert "test_conform.py:" in lines[0]

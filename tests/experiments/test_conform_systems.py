@@ -6,7 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.conform.systems import SYSTEMS, DecisionReader
-from testbed.core.plan import Admission, BatchPlan, BatchShape, Ignored, Preemption, PreemptionMode, ScheduledSequence
+from testbed.core.plan import (
+    Admission,
+    BatchPlan,
+    BatchShape,
+    Ignored,
+    MadeRows,
+    Preemption,
+    PreemptionMode,
+    ScheduledSequence,
+)
 from testbed.core.request import GREEDY
 
 
@@ -23,14 +32,9 @@ class Plans:
             ScheduledSequence(int(request_id), start, num_tokens, (), samples, True, (), GREEDY)
             for request_id, start, num_tokens, samples in rows
         )
-        plan = BatchPlan(
-            step=0,
-            num_steps=1,
-            shape=BatchShape(0, 0, (), 0),
-            rows=lambda: scheduled,
-            num_scheduled=tuple((row[0], row[2]) for row in rows),
-            **fields,
-        )
+        made = BatchPlan(0, BatchShape(0, 0, (), 0), MadeRows(scheduled), **fields)
+        num_scheduled = [(request_id, num_tokens) for request_id, _, num_tokens, _ in rows]
+        plan: Any = SimpleNamespace(**made.as_dict(), scheduled=scheduled, num_scheduled=num_scheduled)
         return self._reader.after_plan(3, plan)
 
 

@@ -42,9 +42,8 @@ def spans_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("cost", ["roofline", "linear", "constant"])
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_operators_add_up_to_the_spans_of_the_run(tmp_path, cost, is_fast):
-    options = [f"cost={cost}", "record.operators=true", f"backend.fast_forward={str(is_fast).lower()}"]
+def test_operators_add_up_to_the_spans_of_the_run(tmp_path, cost):
+    options = [f"cost={cost}", "record.operators=true"]
     pool = ["cache.num_gpu_blocks=60", "scheduler=vllm_v0", "scheduler.preemption=swap"]  # swaps
     status, folder = run(tmp_path / "run", *FEW, *options, *pool)
     assert status == 0
@@ -54,14 +53,6 @@ def test_operators_add_up_to_the_spans_of_the_run(tmp_path, cost, is_fast):
     assert sum(phase["num_steps"] for phase in document["phases"].values()) == len(
         pd.read_parquet(folder / "steps.parquet")
     )
-
-
-def test_fast_forward_changes_nothing_of_it(tmp_path):
-    documents = []
-    for is_fast in ("true", "false"):
-        _, folder = run(tmp_path / is_fast, *FEW, "record.operators=true", f"backend.fast_forward={is_fast}")
-        documents.append(load_operators(folder))
-    assert documents[0] == documents[1]
 
 
 def test_what_a_backend_adds_to_a_price_is_told_apart(tmp_path):
@@ -263,9 +254,8 @@ def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, capsys):
     assert isinstance(CalibratedCost(load_calibration(fit)), CalibratedCost)
 
 
-@pytest.mark.parametrize("is_fast", ["true", "false"])
-def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys, is_fast):
-    far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}", f"backend.fast_forward={is_fast}"]
+def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys):
+    far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}"]
     status, folder = run(tmp_path / "warned", *calibrated(*far))
     assert status == 0
     (note,) = json.loads((folder / "manifest.json").read_text())["cost_notes"]
@@ -279,15 +269,6 @@ def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys
     status, _ = run(tmp_path / "refused", *calibrated(*far, "cost.outside=refuse"))
     assert status == 1
     assert "leaves the profiled range: " in capsys.readouterr().err
-
-
-def test_both_ways_to_step_say_the_same_of_the_range(tmp_path, profile):
-    notes = []
-    for is_fast in ("true", "false"):
-        few = ["cache.num_gpu_blocks=400", "trace.output={kind: constant, value: 700}", f"cost.profile={profile}"]
-        _, folder = run(tmp_path / is_fast, *calibrated(*few, f"backend.fast_forward={is_fast}"))
-        notes.append(json.loads((folder / "manifest.json").read_text())["cost_notes"])
-    assert notes[0] == notes[1] != []
 
 
 def test_a_profile_of_another_model_device_or_block_size_is_one_line(tmp_path, profile, capsys):

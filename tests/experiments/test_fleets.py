@@ -92,24 +92,22 @@ def test_the_folder_of_a_fleet(home: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_stepping_makes_the_same_folder(router: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_repeated_makes_the_same_folder(router: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tight = ("cache.num_gpu_blocks=14", "cache.num_cpu_blocks=24", "scheduler.preemption=swap",
              "scheduler=vllm_v0", "device.host_link_bytes_per_s=1e6", "allow_ignored=true")  # fmt: skip
     options = (*FLEET, *SESSIONS, *tight, f"backend.router={router}", "backend.swap_overlap=true",
                "backend.replicas_per_link=2", "backend.schedule_ns=1500", "backend.schedule_ns_per_seq=20")  # fmt: skip
-    made = {}
-    for folder, more in (("stepped", "backend.fast_forward=false"), ("forwarded", "backend.fast_forward=true")):
-        said = say(capsys, "run", *options, more, f"hydra.run.dir={folder}")
+    made = []
+    for folder in ("first", "second"):
+        said = say(capsys, "run", *options, f"hydra.run.dir={folder}")
         assert said.status == 0, said.err
-        made[folder] = (
-            manifest_of(home / folder)["digest"],
-            steps_of(home / folder),
-            table_of(home / folder).sort_by("request_id"),
-        )
-    assert made["stepped"][0] == made["forwarded"][0]
-    assert made["stepped"][1].equals(made["forwarded"][1])
-    assert made["stepped"][2].equals(made["forwarded"][2])
-    steps = made["stepped"][1]
+        requests = table_of(home / folder).sort_by("request_id")
+        made.append((manifest_of(home / folder)["digest"], steps_of(home / folder), requests))
+    first, second = made
+    assert first[0] == second[0]
+    assert first[1].equals(second[1])
+    assert first[2].equals(second[2])
+    steps = first[1]
     assert pc.min(steps["schedule_ns"]).as_py() >= 1500
     assert pc.sum(steps["num_swapped_out"]).as_py() > 0
     assert pc.sum(steps["swap_ns"]).as_py() > 0

@@ -8,6 +8,7 @@ import pytest
 
 from experiments.compose import compose_config, compose_from
 from testbed.errors import ConfigError
+from tests.experiments.kit import say
 
 WRONG = [
     ("scheduler.max_num_seqs=abc", "scheduler.max_num_seqs is 'abc'; it must be a whole number"),
@@ -77,3 +78,22 @@ def test_an_own_option_of_another_type_names_its_file(tmp_path: Path, capsys: py
     assert main(run) == 1
     expected = f"{tmp_path}/cache/mine.yaml, line 2: cache.prefix_caching is 'maybe'; it must be true or false"
     assert expected in capsys.readouterr().err
+
+
+GONE = (
+    "error: backend.fast_forward is gone: every step is planned by itself, and as fast in the compiled core; "
+    "leave it out\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "more"),
+    [("true", ()), ("false", ()), ("false", ("backend=real",)), ("false,true", ("--multirun",))],
+)
+def test_a_setting_that_is_gone_says_why_it_is_not_needed(
+    value: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = say(capsys, "run", f"backend.fast_forward={value}", *more, f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.status != 0
+    assert (said.out, said.err) == ("", GONE)
+    assert not list(tmp_path.iterdir())

@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.backend import SimBackend
+from sim.driver import run
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
+from testbed.core.serve import serve
 from testbed.traces.arrange import arrange
+from testbed.traces.inbox import TraceInbox
 from testbed.traces.lazy_tokens import LazyTokens
-from testbed.traces.schema import Part, Span, TraceRequest
-from testbed.traces.synthesis import materialize
-from tests.sim.kit import serve_trace
+from testbed.traces.schema import Span, TraceRequest
+from tests.sim.kit import VOCAB_SIZE, Instants, constant
 from tests.testbed.core_kit import make_scheduler
 
 IDS = array("i", range(100, 110))
@@ -74,19 +77,36 @@ def test_a_sequence_has_the_tokens_of_its_request_once_it_is_asked(max_model_len
     assert (prompt.num_calls, output.num_calls) == (1, 1)
 
 
-def test_a_simulated_run_makes_no_tokens_of_prompts_that_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+class Kept(Instants):
+    """Keeps the requests, to look at their tokens when the run is over."""
 
-    def watched(parts: tuple[Part, ...], vocab_size: int) -> array[int]:
-        tokens = materialize(parts, vocab_size)
-        made.append(len(tokens))
-        return tokens
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[Request] = []
 
-    monkeypatch.setattr("testbed.traces.inbox.materialize", watched)
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        super().arrived(request, now_ns, step)
+        self.requests.append(request)
+
+
+def made_in_a_run(rows: list[TraceRequest]) -> list[int]:
+    """How long the prompts and outputs are whose tokens a simulated run has made."""
+    kept = Kept()
+    scheduler = make_scheduler(num_blocks=40, block_size=16)  # of about 9 each: what ended is evicted
+    run(serve(TraceInbox(arrange("x", rows), VOCAB_SIZE), scheduler, kept), SimBackend(constant()))
+    assert len(kept.end) == len(rows)
+    tokens = [part for one in kept.requests for part in (one.prompt_token_ids, one.forced_output)]
+    assert all(isinstance(part, LazyTokens) for part in tokens)
+    return [len(part) for part in tokens if part is not None and not repr(part).startswith("LazyTokens(")]
+
+
+def test_a_simulated_run_makes_no_tokens_of_prompts_that_share_nothing() -> None:
     rows = [TraceRequest(str(i), i * 10**9, (Span(i, 0, 100 + i),), Span(i, 100 + i, 30)) for i in range(20)]
-    num_blocks = 40  # of about 9 each: what ended is evicted
-    assert len(serve_trace(make_scheduler(num_blocks=num_blocks, block_size=16), arrange("x", rows)).end) == 20
-    assert made == []
+    assert made_in_a_run(rows) == []
     again = TraceRequest("again", 10**12, rows[-1].prompt, rows[-1].output)
-    serve_trace(make_scheduler(num_blocks=num_blocks, block_size=16), arrange("x", [*rows, again]))
-    assert made == [119, 30, 119, 30]  # of the one that has the prefix and of the one that finds it
+    assert made_in_a_run([*rows, again]) == [
+        119,
+        30,
+        119,
+        30,
+    ]  # who has the prefix, who finds it

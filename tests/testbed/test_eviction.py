@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,30 @@ def test_lru_goes_by_release_and_ignores_steps() -> None:
     policy.remove(2)
     policy.add(2, 1, 9)
     assert drain(policy) == [1, 3, 2]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_lru_is_a_line_from_which_anything_may_be_taken_out(seed: int) -> None:
+    """Long lives over many blocks: whole tables come, some of them are referenced again, some are given up."""
+    rng = random.Random(seed)
+    lru, line, outside = LRU(), [], rng.sample(range(1000), 300)
+    for _ in range(400):
+        action = rng.random()
+        if action < 0.3 and outside:
+            for _ in range(rng.randint(1, min(40, len(outside)))):
+                line.append(outside.pop(rng.randrange(len(outside))))
+                lru.add(line[-1], rng.randrange(9), rng.randrange(9))
+        elif action < 0.7 and line:
+            outside.append(line.pop(rng.randrange(len(line))))
+            lru.remove(outside[-1])
+        elif line:
+            outside.append(line.pop(0))
+            assert lru.pop() == outside[-1]
+        assert len(lru) == len(line)
+        assert lru.blocks() == line
+    assert drain(lru) == line
+    with pytest.raises(AssertionError):
+        lru.pop()
 
 
 def test_lru_by_last_step_goes_by_owner_then_depth_then_id() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from testbed.blocks.config import KVRules
 from testbed.core.plan import BlockedBy
+from testbed.core.request import SamplingParams
 from tests.testbed.core_kit import (
     add,
     cached,
@@ -13,6 +14,7 @@ from tests.testbed.core_kit import (
     make_request,
     make_scheduler,
     preempted,
+    rows,
     scheduled,
     step,
 )
@@ -122,3 +124,41 @@ def test_a_row_says_what_a_device_needs() -> None:
     with in_flight(scheduler) as plan:
         (row,) = plan.scheduled
         assert (row.start, list(row.tokens), row.samples) == (10, [7], True)
+
+
+def test_a_group_behind_an_unfinished_prefill_is_computed_as_one() -> None:
+    """It computes all of its members wherever it stands in running order."""
+    scheduler = make_scheduler("unified", rules=CHUNK, limits=make_limits(budget=8, threshold=2))
+    add(scheduler, make_request("long", 9, 1), make_request("g", 2, 4, sampling=SamplingParams(n=3)))
+    assert rows(step(scheduler)[0]) == [("long", 2), ("g", 2)]
+    for _ in range(3):
+        assert rows(step(scheduler)[0]) == [("long", 2), ("g", 1), ("g", 1), ("g", 1)]
+    assert rows(step(scheduler)[0]) == [("long", 1)]
+
+
+def test_a_group_for_which_the_budget_left_is_too_small_is_passed_over_and_others_go_on() -> None:
+    scheduler = make_scheduler("unified", rules=CHUNK, limits=make_limits(budget=5, threshold=4))
+    add(scheduler, make_request("g", 1, 9, sampling=SamplingParams(n=3)))
+    step(scheduler)
+    add(scheduler, make_request("a", 12, 9), make_request("b", 1, 9))
+    # the group stands first: 3 of 5 for it, and 2 for a
+    assert rows(step(scheduler)[0]) == [("g", 1), ("g", 1), ("g", 1), ("a", 2)]
+    scheduler = make_scheduler("unified", rules=CHUNK, limits=make_limits(budget=5, threshold=4))
+    add(scheduler, make_request("a", 14, 9), make_request("g", 1, 9, sampling=SamplingParams(n=3)))
+    assert rows(step(scheduler)[0]) == [("a", 4), ("g", 1)]
+    add(scheduler, make_request("b", 1, 9))
+    # a has 4 of 5, and 1 is too few for the group's 3: b gets it
+    assert rows(step(scheduler)[0]) == [("a", 4), ("b", 1)]
+    assert rows(step(scheduler)[0]) == [("a", 4), ("b", 1)], "running ones behind the group too"
+    plan, _ = step(scheduler)  # a's last 2 leave 3: no less than the group needs
+    assert rows(plan) == [("a", 2), ("g", 1), ("g", 1), ("g", 1)]
+    assert plan.blocked_by is None
+    assert rows(step(scheduler)[0]) == [("a", 1), ("g", 1), ("g", 1), ("g", 1), ("b", 1)]
+
+
+def test_a_group_that_is_passed_over_is_computed_as_soon_as_the_budget_allows() -> None:
+    """Nothing starves by it: prompts before it end."""
+    scheduler = make_scheduler("unified", rules=CHUNK, limits=make_limits(budget=4))
+    add(scheduler, make_request("g", 3, 5, sampling=SamplingParams(n=4)), *(make_request(c, 7, 2) for c in "abc"))
+    finished = drain(scheduler)
+    assert {item.request.request_id: item.num_output_tokens for item in finished} == {"g": 20, "a": 2, "b": 2, "c": 2}

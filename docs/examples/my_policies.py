@@ -14,7 +14,7 @@ from sim.routers import Replicas, Router
 from testbed.blocks.eviction import EvictionPolicy
 from testbed.blocks.verdict import Verdict
 from testbed.core.composition import Composition
-from testbed.core.interfaces import Estimator, PreemptionChoice, VictimChoice, WaitingQueue
+from testbed.core.interfaces import AdmissionPolicy, Estimator, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode
 from testbed.core.request import Request
@@ -252,7 +252,7 @@ class SlowPrefill:
 
 
 _orders: list[WaitingQueue] = [shortest_prompt_first(), TenantsInTurn()]
-_admission: Admission = TenantCap()
+_admission: AdmissionPolicy = TenantCap()
 _victim: VictimChoice = CheapestToRecompute()
 _mode: PreemptionChoice = SwapWhatIsLarge()
 _eviction: EvictionPolicy = DeepestFirst()

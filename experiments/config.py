@@ -32,10 +32,7 @@ from experiments.settings import (
 )
 from experiments.structured import editable, freeze
 from real.config import RealConfig
-from sim.cost.calibrated import CalibratedConfig
-from sim.cost.constant import ConstantConfig
-from sim.cost.linear import LinearConfig
-from sim.cost.roofline import RooflineConfig
+from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed, unknown

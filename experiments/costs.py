@@ -10,12 +10,13 @@ from experiments.config import COST_CONFIGS, RunConfig
 from experiments.policies import instantiate
 from experiments.structured import freeze
 from sim.cost.base import CostModel, Itemised
-from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration
+from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
-from sim.cost.constant import ConstantConfig, ConstantCost
-from sim.cost.linear import COEFFICIENTS as LINEAR_COEFFICIENTS
-from sim.cost.linear import LinearConfig, LinearCost
-from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from sim.cost.config import COEFFICIENTS as LINEAR_COEFFICIENTS
+from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig
+from sim.cost.constant import ConstantCost
+from sim.cost.linear import LinearCost
+from sim.cost.roofline import KVLayout, RooflineCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError

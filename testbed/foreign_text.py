@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Unchecked: TypeAlias = Any  # what somebody configured, before it is checked: compiled code takes it as it is
 _MAX_DIGITS = 4000  # Python writes no longer whole numbers
 
 

@@ -15,35 +15,14 @@ from typing import NamedTuple
 from mypy_extensions import mypyc_attr
 
 from sim.cost.base import pairs_doubled, to_ns
-from sim.cost.profiled_range import OUTSIDE, Ranges, RangeWatch
+from sim.cost.profiled_range import Ranges, RangeWatch
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
-from testbed.errors import ConfigError
 from testbed.specs.profiles import ProfileManifest
 
 Curve = tuple[tuple[int, float], ...]  # (tokens, ns): knots, tokens ascending
 
 
-@mypyc_attr(native_class=False)
-@dataclass(frozen=True, slots=True)
-class CalibratedConfig:
-    """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote."""
-
-    profile: str | None = None
-    path: str | None = None
-    outside: str = "warn"  # a step outside the profiled range: warn, refuse, allow
-
-    def __post_init__(self) -> None:
-        if (self.profile is None) == (self.path is None):
-            given = "neither is" if self.profile is None else "both are"
-            raise ConfigError(
-                f"cost=calibrated needs cost.profile=<profile>.parquet or cost.path=<fit>.json; {given} set"
-            )
-        if self.outside not in OUTSIDE:
-            raise ConfigError(f"cost.outside is {self.outside!r}; choose one of {', '.join(OUTSIDE)}")
-
-
-@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """What each unit costs, in ns."""
@@ -81,7 +60,6 @@ class Quality(NamedTuple):
     noise: float | None
 
 
-@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """A fit. decode_curve, prefill_curve: ns over tokens of the step. quality: by region, and of `all`."""

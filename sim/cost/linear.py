@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from sim.cost.base import attention_pairs_doubled, to_ns
+from sim.cost.config import COEFFICIENTS, LinearConfig
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
@@ -30,34 +31,6 @@ NUM_REWEIGHTINGS = 5  # the weights have settled by then
 MeasuredStep = tuple[BatchShape, int]  # the shape of a step, and how long it took in ns
 
 
-@mypyc_attr(native_class=False)
-@dataclass(frozen=True, slots=True)
-class LinearConfig:
-    """Coefficients in seconds. The defaults are of the size of an 8B model in bfloat16 on one H100.
-
-    path: a file written by save_fit; its coefficients replace those given here.
-    """
-
-    base_s: float = 6e-3  # each step: weights read, launches, host
-    per_prefill_token_s: float = 2.5e-5
-    per_decode_s: float = 2e-5
-    per_decode_context_token_s: float = 4.5e-8
-    per_prefill_attention_pair_s: float = 1e-9
-    per_swapped_block_s: float = 4e-5
-    per_copied_block_s: float = 1.5e-6
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in COEFFICIENTS:
-            value = getattr(self, name)
-            if not 0 <= value <= 1e6:
-                raise ConfigError(f"cost.{name} is {shown(value)}; it must be from 0 to 1e6 seconds")
-
-
-COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != "path")
-
-
-@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class LinearFit:
     """Fitted coefficients, and the relative error |predicted - measured| / measured on steps that a fold left out.

@@ -11,7 +11,6 @@ from testbed.core.plan import BatchShape
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 
-OUTSIDE = ("warn", "refuse", "allow")
 REGIONS = ("decode", "prefill", "mixed", "moves")  # decodes only, prefills only, both, only blocks moved
 
 Ranges = dict[str, dict[str, tuple[int, int]]]  # region -> feature -> lowest and highest that was profiled

@@ -17,48 +17,17 @@ from mypy_extensions import mypyc_attr
 
 from sim.cost.base import pairs_doubled, to_ns
 from sim.cost.collectives import Collectives
+from sim.cost.config import RooflineConfig
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
-from testbed.errors import ConfigError
-from testbed.foreign_text import shown
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
-from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _LOGIT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
-LOGITS = ("all_gather", "gather")
 
 
-@mypyc_attr(native_class=False)
-@dataclass(frozen=True, slots=True)
-class RooflineConfig:
-    """What is neither the model's nor the device's.
-
-    logits: with several ranks, whether each gets the whole logits and samples (as vLLM V1), or rank 0 does and tells
-    the others the tokens (as vLLM V0 and nano-vllm).
-    """
-
-    cuda_graphs: bool = True  # decode-only batches replay a captured graph, padded to its batch size
-    max_captured_size: int = 512  # larger batches run eagerly; sizes are 1, 2, 4, then multiples of 8
-    graph_launch_ns: int = 20_000  # host time to replay a graph: an estimate
-    kernel_launch_ns: int = 5_000  # host time of one eager launch: an estimate; it counts where the device waits for it
-    logits: str = "all_gather"
-
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("max_captured_size", 1, MAX_SIZE),
-            ("graph_launch_ns", 0, MAX_PART_NS),
-            ("kernel_launch_ns", 0, MAX_PART_NS),
-        ):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"cost.{name} is {shown(getattr(self, name))}; it must be from {least} to {most:,}")
-        if self.logits not in LOGITS:
-            raise ConfigError(f"cost.logits is {self.logits!r}; choose one of {', '.join(LOGITS)}")
-
-
-@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What the cache decides: tokens of a block, the type of K and V (None: the model's), the window (None: all)."""

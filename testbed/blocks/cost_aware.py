@@ -9,6 +9,7 @@ from mypy_extensions import mypyc_attr
 from testbed.blocks.eviction import Evictor
 from testbed.blocks.lazy_heap import LazyHeap
 from testbed.errors import ConfigError
+from testbed.foreign_text import Unchecked
 
 
 class RecomputePrices(Protocol):
@@ -32,7 +33,7 @@ class CostAware(Evictor):
     released just before it; ties go in order of release, that is deepest first. Raises ConfigError on bad costs.
     """
 
-    def __init__(self, token_cost: int = 8192, context_cost: int = 1) -> None:
+    def __init__(self, token_cost: Unchecked = 8192, context_cost: Unchecked = 1) -> None:
         for name, value, least in (("token_cost", token_cost, 1), ("context_cost", context_cost, 0)):
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"cache.eviction.{name} is {value!r}; it must be a whole number, at least {least}")

@@ -12,9 +12,9 @@ class Policies:
     """Of one scheduler."""
 
     def __init__(self, admission: AdmissionPolicy, preemption: PreemptionChoice, victims: VictimChoice) -> None:
-        self.preemption = preemption
+        self.preemption: Any = preemption  # their answers are checked where they are used
         self.victims = victims
-        self._admission = admission
+        self._admission: Any = admission
         self._timed: Any = victims if hasattr(victims, "now_ns") else None
 
     def tell_time(self, now_ns: int) -> None:
@@ -24,7 +24,7 @@ class Policies:
 
     def allows(self, seq: Sequence, running: dict[int, Sequence]) -> bool:
         """Raises TypeError for an answer that is none: a user's class may forget to answer."""
-        answer: Any = self._admission.allows(seq, running.values())
+        answer = self._admission.allows(seq, running.values())
         if not isinstance(answer, bool):
             raise TypeError(f"allows() returned {answer!r}, not True or False")
         return answer

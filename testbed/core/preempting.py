@@ -5,11 +5,12 @@ Owns what a step takes away from sequences; gives their blocks up through the bl
 
 from __future__ import annotations
 
+from typing import Any
+
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.swap import num_distinct
 from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch
-from testbed.core.interfaces import PreemptionChoice
 from testbed.core.plan import Ignored, Pair, Preemption, PreemptionMode
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceState
@@ -17,11 +18,9 @@ from testbed.core.waiting import Waiting
 
 
 class Preempting:
-    """Of one step. A sequence stands for its group."""
+    """Of one step. A sequence stands for its group. policy: a PreemptionChoice, whose answer may be a mode's name."""
 
-    def __init__(
-        self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: PreemptionChoice
-    ) -> None:
+    def __init__(self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: Any) -> None:
         self.preempted: list[Preemption] = []
         self.swap_out: list[Pair] = []
         self.held: list[Sequence] = []  # victims that are back in the queue when the step is decided

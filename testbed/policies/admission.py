@@ -16,6 +16,7 @@ from testbed.core.interfaces import AdmissionPolicy
 from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
 
@@ -42,7 +43,7 @@ class NoEvict:
     KV nobody computes. Raises ConfigError: `reserve` is neither, or there is no oracle to ask.
     """
 
-    def __init__(self, reserve: str = "declared") -> None:
+    def __init__(self, reserve: Unchecked = "declared") -> None:
         if reserve not in ("declared", "oracle"):
             raise ConfigError(f"scheduler.admission.reserve is {reserve!r}; it must be 'declared' or 'oracle'")
         self._reserve = reserve
@@ -102,7 +103,7 @@ class FuturePeak:
     and a prompt takes one step. Raises ConfigError if `reserved` is not in [0, 1).
     """
 
-    def __init__(self, reserved: float = 0.0) -> None:
+    def __init__(self, reserved: Unchecked = 0.0) -> None:
         if not 0 <= reserved < 1:
             raise ConfigError(f"scheduler.admission.reserved is {reserved}; it must be in [0, 1)")
         self._reserved = reserved
@@ -153,7 +154,7 @@ class MaxRunningTokens:
     Raises ConfigError for a cap below 1.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: Unchecked) -> None:
         self._max_tokens = _at_least_one("max_tokens", max_tokens)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
@@ -164,7 +165,7 @@ class MaxRunningTokens:
 class MaxRunningRequests:
     """A cap on requests that run at once, however many sequences each has. Raises ConfigError for a cap below 1."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: Unchecked) -> None:
         self._max_requests = _at_least_one("max_requests", max_requests)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:

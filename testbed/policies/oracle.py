@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence as Seq
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -12,6 +11,7 @@ from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.streams import draw
 
@@ -55,7 +55,7 @@ class Noisy:
     hash of seed and request id, whoever asks and however often. seed: None takes the run's.
     """
 
-    def __init__(self, sigma: float = 0.5, seed: int | None = None) -> None:
+    def __init__(self, sigma: Unchecked = 0.5, seed: Unchecked = None) -> None:
         if not (isinstance(sigma, int | float) and math.isfinite(sigma) and sigma >= 0):
             raise ConfigError(f"scheduler.oracle.sigma is {sigma!r}; it must be a finite number of at least 0")
         if seed is not None and (not isinstance(seed, int) or seed < 0):
@@ -84,7 +84,7 @@ class Binned:
     edges: inclusive upper edges; what is longer falls into the last bin. Without them: first, first * ratio, ...
     """
 
-    def __init__(self, edges: Seq[int] | None = None, first: int = 16, ratio: int = 2) -> None:
+    def __init__(self, edges: Unchecked = None, first: Unchecked = 16, ratio: Unchecked = 2) -> None:
         if edges is not None and not _rises(edges):
             raise ConfigError(
                 f"scheduler.oracle.edges is {list(edges)}; give rising whole numbers, the first at least 1"
@@ -94,9 +94,9 @@ class Binned:
                 raise ConfigError(
                     f"scheduler.oracle.{name} is {value!r}; it must be a whole number of at least {least}"
                 )
-        self._edges = None if edges is None else list(edges)
-        self._first = first
-        self._ratio = ratio
+        self._edges: list[int] | None = None if edges is None else list(edges)
+        self._first: int = first
+        self._ratio: int = ratio
         self._truth = Perfect()
 
     def bind(self, context: PolicyContext) -> None:
@@ -112,7 +112,7 @@ class Binned:
         return edge
 
 
-def _rises(edges: Seq[int]) -> bool:
+def _rises(edges: Unchecked) -> bool:
     """Whether these are whole numbers, at least one, each above the one before, which starts at 0."""
     return bool(edges) and all(isinstance(edge, int) for edge in edges) and all(a < b for a, b in pairwise([0, *edges]))
 

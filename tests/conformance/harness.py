@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from experiments.forcing import ForcedInbox
 from sim.backend import SimBackend
-from sim.cost.constant import ConstantConfig, ConstantCost
-from sim.cost.linear import LinearConfig, LinearCost
+from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
+from sim.cost.constant import ConstantCost
+from sim.cost.linear import LinearCost
 from sim.cost.recorded import RecordedBackend
-from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from sim.cost.roofline import KVLayout, RooflineCost
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
 from testbed.core.interfaces import Execute, Inbox, Resume, StepView, WaitUntil

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from sim.cost.calibrated import CalibratedConfig, CalibratedCost, Calibration, Coefficients, Quality, curve_at
+from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality, curve_at
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration, save_calibration
-from sim.cost.linear import LinearConfig, LinearCost, fit_linear
+from sim.cost.config import CalibratedConfig, LinearConfig
+from sim.cost.linear import LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
 from testbed.core.interfaces import StepView

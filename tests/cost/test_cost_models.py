@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from sim.cost.base import CostModel
 from sim.cost.collectives import Collectives
-from sim.cost.constant import ConstantConfig, ConstantCost
-from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from sim.cost.config import ConstantConfig, RooflineConfig
+from sim.cost.constant import ConstantCost
+from sim.cost.roofline import KVLayout, RooflineCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 from sim.cost.base import attention_pairs_doubled
-from sim.cost.linear import COEFFICIENTS, FORMAT, LinearConfig, LinearCost, fit_linear, load_linear, save_fit
+from sim.cost.config import LinearConfig
+from sim.cost.linear import COEFFICIENTS, FORMAT, LinearCost, fit_linear, load_linear, save_fit
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError

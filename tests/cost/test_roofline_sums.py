@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.cost.base import pairs_doubled
-from sim.cost.roofline import KVLayout, RooflineConfig, RooflineCost
+from sim.cost.config import RooflineConfig
+from sim.cost.roofline import KVLayout, RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec

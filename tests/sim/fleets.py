@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
-from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.cost.config import ConstantConfig
+from sim.cost.constant import ConstantCost
 from sim.fleet import Fleet
 from sim.routers import Replicas, Router, RouterContext, bind
 from testbed.core.interfaces import Inbox

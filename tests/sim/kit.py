@@ -15,7 +15,8 @@ from analysis.frames import as_frame
 from experiments.recorders import Recorders
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
-from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.cost.config import ConstantConfig
+from sim.cost.constant import ConstantCost
 from sim.driver import run
 from sim.fleet import Fleet
 from testbed.core.interfaces import StepView

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sim.cost.base import CostModel
-from sim.cost.constant import ConstantConfig, ConstantCost
+from sim.cost.config import ConstantConfig
+from sim.cost.constant import ConstantCost
 from sim.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
 from testbed.blocks.config import KVRules
 from testbed.core.interfaces import StepView

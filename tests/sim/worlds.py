@@ -10,9 +10,10 @@ from itertools import count, pairwise, zip_longest
 
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
-from sim.cost.constant import ConstantConfig, ConstantCost
-from sim.cost.linear import LinearConfig, LinearCost
-from sim.cost.roofline import RooflineConfig, RooflineCost
+from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
+from sim.cost.constant import ConstantCost
+from sim.cost.linear import LinearCost
+from sim.cost.roofline import RooflineCost
 from sim.driver import run
 from testbed.core.interfaces import Abort, Arrive, Event, Inbox, StepView
 from testbed.core.outcome import Finished

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
+from testbed.foreign_text import Unchecked
 from testbed.policies.orders.checks import whole
 from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.policies.orders.meter import PromptMeter
@@ -30,7 +31,7 @@ class VirtualTokenCounter:
     Iteration is by tenant. Memory: one number for each tenant ever seen.
     """
 
-    def __init__(self, input_weight: int = 1, output_weight: int = 2) -> None:
+    def __init__(self, input_weight: Unchecked = 1, output_weight: Unchecked = 2) -> None:
         self._input_weight = whole("input_weight", input_weight, 0)
         self._output_weight = whole("output_weight", output_weight, 0)
         self._counters: dict[str, int] = {}

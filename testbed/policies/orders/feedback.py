@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
+from testbed.foreign_text import Unchecked
 from testbed.policies.orders.checks import not_negative, whole
 from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.policies.orders.keyed import NS_PER_S
@@ -35,12 +36,12 @@ class MultiLevelFeedbackQueue:
 
     def __init__(
         self,
-        num_levels: int = 8,
-        quantum: int = 512,
-        ratio: int = 2,
-        input_weight: int = 1,
-        output_weight: int = 16,
-        promote_after_s: float | None = 3.0,
+        num_levels: Unchecked = 8,
+        quantum: Unchecked = 512,
+        ratio: Unchecked = 2,
+        input_weight: Unchecked = 1,
+        output_weight: Unchecked = 16,
+        promote_after_s: Unchecked = 3.0,
     ) -> None:
         self._input_weight = whole("input_weight", input_weight, 0)
         self._output_weight = whole("output_weight", output_weight, 1)

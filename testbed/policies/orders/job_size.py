@@ -8,6 +8,7 @@ from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
 from testbed.policies.orders.checks import one_of
@@ -23,7 +24,7 @@ class JobSize:
     allows is taken; an oracle that never has one is refused when bound.
     """
 
-    def __init__(self, by: str) -> None:
+    def __init__(self, by: Unchecked) -> None:
         self._by = one_of("by", by, MEASURES)
         self._measure = MEASURES[by]
         self._oracle: LengthOracle | None = None
@@ -66,7 +67,7 @@ MEASURES: dict[str, Callable[[JobSize, Sequence], int]] = {
 }
 
 
-def shortest_job(by: str = "prompt", preemptive: bool = False) -> KeyedQueue:
+def shortest_job(by: Unchecked = "prompt", preemptive: bool = False) -> KeyedQueue:
     """Shortest job first, then order of arrival. by: see `MEASURES`; all but `prompt` need an oracle."""
     size = JobSize(by)
 
@@ -85,7 +86,7 @@ def shortest_remaining(preemptive: bool = False) -> KeyedQueue:
     return shortest_job("remaining", preemptive)
 
 
-def longest_job(by: str = "prompt") -> KeyedQueue:
+def longest_job(by: Unchecked = "prompt") -> KeyedQueue:
     """Longest job first, then order of arrival. by: see `MEASURES`; all but `prompt` need an oracle."""
     size = JobSize(by)
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import not_negative, whole
 from testbed.policies.orders.heap import LazyHeap, Rank
@@ -79,7 +80,7 @@ def lcfs() -> KeyedQueue:
     return KeyedQueue(lambda seq: (-seq.seq_id,))
 
 
-def random_order(seed: int | None = None) -> KeyedQueue:
+def random_order(seed: Unchecked = None) -> KeyedQueue:
     """A random order that stays: each request draws its place once. seed: None takes the run's."""
     place = _Place(seed)
     return KeyedQueue(place.key, bind=place.bind)
@@ -91,7 +92,7 @@ class _Place:
     Sequence ids will not do: under another policy a session's next turn arrives earlier or later, and gets another.
     """
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: Unchecked) -> None:
         self._own_seed = None if seed is None else whole("seed", seed, 0)
         self._seed = self._own_seed
 
@@ -103,7 +104,7 @@ class _Place:
         return draw(self._seed, "queue_order", seq.request.request_id), seq.seq_id
 
 
-def priority(ageing_per_s: float = 0.0, preemptive: bool = False) -> KeyedQueue:
+def priority(ageing_per_s: Unchecked = 0.0, preemptive: bool = False) -> KeyedQueue:
     """Lowest `request.priority` first, then earliest arrival (vLLM V1's rule).
 
     ageing_per_s: by how much a second since arrival lowers a priority. All age alike, so that the order of two never

@@ -10,6 +10,7 @@ from xxhash import xxh64_intdigest
 
 from testbed.blocks.manager import BlockManager
 from testbed.core.sequence import Sequence
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import one_of, whole
 from testbed.policies.orders.window import WindowedQueue
@@ -18,7 +19,9 @@ TREES = ("waiting", "cached")
 LEAF: Final = -1  # a depth: these sequences end at the node
 
 
-def longest_prefix(max_waiting: int = 128, max_cached_tokens: int = 32, duplicate_tokens: int = 32) -> WindowedQueue:
+def longest_prefix(
+    max_waiting: Unchecked = 128, max_cached_tokens: Unchecked = 32, duplicate_tokens: Unchecked = 32
+) -> WindowedQueue:
     """Longest cached prefix first, then order of arrival; first come, first served if more than `max_waiting` wait.
 
     A duplicate goes behind all others for this step: a sequence of which at most `max_cached_tokens` tokens are cached
@@ -28,7 +31,7 @@ def longest_prefix(max_waiting: int = 128, max_cached_tokens: int = 32, duplicat
     return WindowedQueue(LongestPrefix(max_cached_tokens, duplicate_tokens), max_waiting)
 
 
-def depth_first(max_waiting: int = 128, tree: str = "waiting") -> WindowedQueue:
+def depth_first(max_waiting: Unchecked = 128, tree: Unchecked = "waiting") -> WindowedQueue:
     """Depth first through a tree of prefixes, children with more waiting sequences first, a node's own ones last.
 
     tree: `waiting`, the prefixes that the waiting sequences have in common, whole blocks each, cached or not (the
@@ -43,7 +46,7 @@ def depth_first(max_waiting: int = 128, tree: str = "waiting") -> WindowedQueue:
 class LongestPrefix:
     """The arrangement of `longest_prefix`. One cache lookup for each waiting sequence."""
 
-    def __init__(self, max_cached_tokens: int, duplicate_tokens: int) -> None:
+    def __init__(self, max_cached_tokens: Unchecked, duplicate_tokens: Unchecked) -> None:
         self._max_cached_tokens = whole("max_cached_tokens", max_cached_tokens, 0)
         self._duplicate_tokens = whole("duplicate_tokens", duplicate_tokens, 0)
         self._blocks: BlockManager | None = None
@@ -74,7 +77,7 @@ class LongestPrefix:
 class DepthFirst:
     """The arrangement of `depth_first`. A sequence's path is a list in which equal numbers mean equal prefixes."""
 
-    def __init__(self, tree: str) -> None:
+    def __init__(self, tree: Unchecked) -> None:
         self._tree = tree
         self._blocks: BlockManager | None = None
         self._paths: dict[int, list[int]] = {}

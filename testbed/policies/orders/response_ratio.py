@@ -8,6 +8,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders.checks import whole
 from testbed.policies.orders.heap import LazyHeap, Rank
@@ -28,7 +29,7 @@ class HighestResponseRatioNext:
     one. Costs: push, remove O(log n) amortised; head O(classes), at most 4 * log2(largest job); iteration by class.
     """
 
-    def __init__(self, classes_per_doubling: int = 4) -> None:
+    def __init__(self, classes_per_doubling: Unchecked = 4) -> None:
         self._power = whole("classes_per_doubling", classes_per_doubling, 1)
         self._oracle: LengthOracle | None = None
         self._classes: dict[int, LazyHeap[int, Sequence]] = {}  # never an empty one

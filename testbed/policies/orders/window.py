@@ -9,6 +9,7 @@ from typing import Protocol
 from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import whole
 from testbed.policies.queue_order import FCFS
@@ -34,7 +35,7 @@ class WindowedQueue:
     first come, first served. There is no rank: what is cached of a running sequence says nothing of its place.
     """
 
-    def __init__(self, arrangement: Arrangement, max_waiting: int) -> None:
+    def __init__(self, arrangement: Arrangement, max_waiting: Unchecked) -> None:
         self._arrangement = arrangement
         self._max_waiting = whole("max_waiting", max_waiting, 0)
         self._waiting = FCFS()

@@ -1,0 +1,93 @@
+"""The keys of the `cost` group: one dataclass for each cost model. Hydra reads them, so they are not compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from testbed.errors import ConfigError
+from testbed.foreign_text import shown
+from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
+
+LOGITS = ("all_gather", "gather")
+OUTSIDE = ("warn", "refuse", "allow")
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineConfig:
+    """What is neither the model's nor the device's.
+
+    logits: with several ranks, whether each gets the whole logits and samples (as vLLM V1), or rank 0 does and tells
+    the others the tokens (as vLLM V0 and nano-vllm).
+    """
+
+    cuda_graphs: bool = True  # decode-only batches replay a captured graph, padded to its batch size
+    max_captured_size: int = 512  # larger batches run eagerly; sizes are 1, 2, 4, then multiples of 8
+    graph_launch_ns: int = 20_000  # host time to replay a graph: an estimate
+    kernel_launch_ns: int = 5_000  # host time of one eager launch: an estimate; it counts where the device waits for it
+    logits: str = "all_gather"
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("max_captured_size", 1, MAX_SIZE),
+            ("graph_launch_ns", 0, MAX_PART_NS),
+            ("kernel_launch_ns", 0, MAX_PART_NS),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"cost.{name} is {shown(getattr(self, name))}; it must be from {least} to {most:,}")
+        if self.logits not in LOGITS:
+            raise ConfigError(f"cost.logits is {self.logits!r}; choose one of {', '.join(LOGITS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedConfig:
+    """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote."""
+
+    profile: str | None = None
+    path: str | None = None
+    outside: str = "warn"  # a step outside the profiled range: warn, refuse, allow
+
+    def __post_init__(self) -> None:
+        if (self.profile is None) == (self.path is None):
+            given = "neither is" if self.profile is None else "both are"
+            raise ConfigError(
+                f"cost=calibrated needs cost.profile=<profile>.parquet or cost.path=<fit>.json; {given} set"
+            )
+        if self.outside not in OUTSIDE:
+            raise ConfigError(f"cost.outside is {self.outside!r}; choose one of {', '.join(OUTSIDE)}")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Coefficients in seconds. The defaults are of the size of an 8B model in bfloat16 on one H100.
+
+    path: a file written by save_fit; its coefficients replace those given here.
+    """
+
+    base_s: float = 6e-3  # each step: weights read, launches, host
+    per_prefill_token_s: float = 2.5e-5
+    per_decode_s: float = 2e-5
+    per_decode_context_token_s: float = 4.5e-8
+    per_prefill_attention_pair_s: float = 1e-9
+    per_swapped_block_s: float = 4e-5
+    per_copied_block_s: float = 1.5e-6
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in COEFFICIENTS:
+            value = getattr(self, name)
+            if not 0 <= value <= 1e6:
+                raise ConfigError(f"cost.{name} is {shown(value)}; it must be from 0 to 1e6 seconds")
+
+
+COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != "path")
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantConfig:
+    """Every step takes as long."""
+
+    step_s: float = 0.01  # length of every step, seconds; there is no host overhead beside it
+
+    def __post_init__(self) -> None:
+        if not 1e-9 <= self.step_s <= 1e6:
+            raise ConfigError(f"cost.step_s is {self.step_s}; it must be from 1e-9 (1 ns) to 1e6 seconds")

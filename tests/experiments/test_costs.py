@@ -11,7 +11,8 @@ from experiments.calibrate import library_name
 from experiments.cli import main
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
-from sim.cost.linear import LinearConfig, LinearFit, save_fit
+from sim.cost.config import LinearConfig
+from sim.cost.linear import LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
 from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec

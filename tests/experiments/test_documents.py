@@ -1,0 +1,81 @@
+"""What the documents name is there: modules, classes, files, links. And what they show is what happens."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.kit import decisions_of, say
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = "testbed|sim|real|experiments|analysis"
+METADATA = ("testbed.profile",)  # a key of a file, and no module
+PAGE = {"ids": lambda page: page.stem, "argnames": "page"}
+
+
+@pytest.mark.parametrize(argvalues=PAGES, **PAGE)
+def test_every_name_that_a_page_imports_or_quotes_is_there(page: Path) -> None:
+    for name in re.findall(rf"\b(?:{ROOMS})(?:\.[A-Za-z_]\w*)+", page.read_text()):
+        if name not in METADATA and not name.endswith(".py"):
+            assert find(name.split(".")), name
+
+
+def find(parts: list[str]) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError as error:
+            if error.name in ("torch", "triton"):
+                pytest.skip(f"needs {error.name}")
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@pytest.mark.parametrize(argvalues=PAGES, **PAGE)
+def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
+    text = page.read_text()
+    for file in re.findall(rf"`((?:{ROOMS}|tests|docs)/[\w/.-]+)`", text):
+        if not file.startswith("testbed/_compiled"):
+            assert (ROOT / file).exists(), file
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+
+
+# --- docs/life-of-a-request.md ---
+
+
+def shown(page: str) -> Iterator[str]:
+    """The blocks of code of a page."""
+    return (block for block in re.findall(r"```\w*\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
+
+
+def test_the_preemption_that_is_shown_happens_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, rows = (block for block in shown("life-of-a-request.md") if "two.jsonl" in block or "request_id" in block)
+    (tmp_path / "two.jsonl").write_text(rows)
+    assert say(capsys, *command.split()[1:]).status == 0
+    steps = decisions_of(tmp_path / "run")
+    assert steps[0]["scheduled"] == {"a": 30, "b": 30}
+    both = {"a": 1, "b": 1}
+    assert [steps[number]["free_blocks"] for number in (0, 2, 3, 18, 19, 34)] == [4, 4, 2, 2, 0, 0]
+    assert all(steps[number]["scheduled"] == both for number in range(1, 35))
+    assert [step["step"] for step in steps if step["preempted"]] == [35]
+    assert steps[35]["preempted"] == ["b"]
+    assert all(steps[number]["scheduled"] == {"a": 1} for number in range(35, 40))
+    assert [step["free_blocks"] for step in steps[35:41]] == [3] * 6
+    assert steps[40]["scheduled"] == {"b": 17}
+    assert steps[40]["cached_tokens"] == {"b": 48}
+    assert (len(steps), steps[44]["scheduled"]) == (45, {"b": 1})

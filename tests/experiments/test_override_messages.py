@@ -93,7 +93,8 @@ GONE = (
 def test_a_setting_that_is_gone_says_why_it_is_not_needed(
     value: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = say(capsys, "run", f"backend.fast_forward={value}", *more, f"hydra.run.dir={tmp_path / 'run'}")
+    folders = (f"hydra.run.dir={tmp_path / 'run'}", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    said = say(capsys, "run", f"backend.fast_forward={value}", *more, *folders)
     assert said.status != 0
     assert (said.out, said.err) == ("", GONE)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "run").exists()

@@ -113,6 +113,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
 
     An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError in one line.
     """
+    register()
     chosen = dict(item.split("=", 1) for item in overrides if item.partition("=")[0] in GROUPS)
     try:
         node = _composed([f"{group}={_option(group, saved, chosen)}" for group in GROUPS])

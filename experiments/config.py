@@ -17,6 +17,7 @@ from omegaconf import MISSING, OmegaConf
 
 from experiments.device_file import device_of
 from experiments.settings import (
+    GONE,
     AgenticTraceConfig,
     LengthsTraceConfig,
     MooncakeTraceConfig,
@@ -213,6 +214,8 @@ def _refuse_strays(group: str, values: dict[str, Any]) -> None:
     known = list(options[files[0]].node)
     for key in values:
         if key not in known:
+            if f"{group}.{key}" in GONE:
+                raise ConfigError(f"{group}.{key} {GONE[f'{group}.{key}']}; leave it out")
             raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))
 
 
@@ -235,4 +238,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise RunFolderError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise RunFolderError(f"{file} holds no configuration")
+    for key in GONE:
+        group, _, name = key.partition(".")
+        if isinstance(raw.get(group), dict):
+            raw[group].pop(name, None)
     return raw

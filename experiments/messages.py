@@ -10,6 +10,7 @@ import yaml
 from hydra.errors import OverrideParseException
 
 from experiments.config import GROUPS
+from experiments.settings import GONE
 from testbed.errors import ConfigError
 from testbed.foreign_text import parsed, unknown
 
@@ -39,7 +40,7 @@ def translate(error: Exception, overrides: list[str]) -> ConfigError:
         return ConfigError(f"{match[1]} has several values: add -m to run each of them, or write a list as key=[a,b]")
     if isinstance(error, OverrideParseException):
         return ConfigError(f"cannot read the override {error.override!r}: expected key=value (quote it for the shell)")
-    if match := re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", cause):
+    if match := re.search(r"Key '([^']+)' (?:is not in struct|not in '\w+')\s+full_key: (\S+)", cause):
         return unknown_key(match[2], overrides)
     if isinstance(error, ValueError) and is_hydras(error):
         return ConfigError(f"{_not_a_name(overrides)}: expected key=value, and the name of an option for a group")
@@ -164,8 +165,8 @@ def too_large(overrides: list[str]) -> ConfigError:
 def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     from difflib import get_close_matches
 
-    if key in _GONE:
-        return ConfigError(f"{key} {_GONE[key]}; leave it out")
+    if key in GONE:
+        return ConfigError(f"{key} {GONE[key]}; leave it out")
     if owners := _owners(key):
         group = key.partition(".")[0]
         of = f"{key} is a key of {group}={' or '.join(owners)}"
@@ -185,9 +186,6 @@ def unknown_key(key: str, overrides: list[str]) -> ConfigError:
     return ConfigError(f"unknown key {key!r}; {hint}{where}")
 
 
-_GONE = {  # keys that there were, and why they are not needed any more
-    "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
-}
 _GIVEN_WHOLE = ("trace.turn_prompt",)  # groups that may be absent
 _OF_FLEETS = ("backend.num_replicas", "backend.router", "backend.replicas_per_link")
 

@@ -19,7 +19,6 @@ from testbed.core.interfaces import StepView
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
-from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.schema import decision, num_scheduled
@@ -109,19 +108,13 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)
 
 
-def check_parity(folder: Path, wrap_scheduler: Callable[[Scheduler], Scheduler] | None = None) -> ParityReport:
-    """Replays the tape of a real run's folder and compares every step.
-
-    wrap_scheduler: for tests that break parity on purpose. Raises
-    RunFolderError for a folder that is no real run.
-    """
+def check_parity(folder: Path) -> ParityReport:
+    """Replays the tape of a real run's folder and compares every step. Raises RunFolderError for another folder."""
     config = RunConfig.from_container(read_config(folder))
     if not config.is_real:
         raise RunFolderError(f"{folder} is a simulated run; parity replays the tape of a run with backend=real")
     inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"))
     scheduler = build.build_scheduler(config, inputs.pools)
-    if wrap_scheduler is not None:
-        scheduler = wrap_scheduler(scheduler)
     checker = inputs.checker
     divergence: Divergence | None = None
     is_cut = False

@@ -9,6 +9,10 @@ from experiments.forcing import FORCED
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
+GONE = {  # keys that there were, and why they are not needed any more; in older folders they are passed over
+    "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:

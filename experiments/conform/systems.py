@@ -52,7 +52,6 @@ class PrefillTracker:
 
     def rows(self, plan: BatchPlan) -> list[RequestRow]:
         """The plan's rows by request, in the order scheduled. Call it once for each plan, before its commit."""
-        assert plan.num_scheduled is not None, "decisions are recorded"
         for victim in plan.preempted:
             if victim.mode is PreemptionMode.RECOMPUTE:
                 self.cached.pop(victim.request_id, None)

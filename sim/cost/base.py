@@ -30,7 +30,7 @@ class Itemised(Protocol):
 
 
 def to_ns(time: float) -> int:
-    """The nearest integer of a time that is not negative; halves go up."""
+    """A time that is not negative, rounded: halves go up."""
     return int(time + 0.5)
 
 

@@ -154,7 +154,7 @@ def test_a_run_of_decodes_may_leave_the_range_on_its_way(num_steps, num_outside,
     steps = [
         StepView(
             BatchPlan(7 + i, BatchShape(2, 40 + 2 * i, (), 2), MadeRows(())), 10 * i, StepResult(10 * (i + 1)),
-            0, [], 2, 0, 0, 0, 0,
+            bytes(8), [], 2, 0, 0, 0, 0,
         )
         for i in range(num_steps)
     ]  # fmt: skip

@@ -78,7 +78,7 @@ def serve(scheduler: Scheduler, seed: int, *, has_groups: bool) -> tuple[list[Fi
             assert not scheduler.has_work, f"nothing is done at {now_ns} ns of seed {seed}: {scheduler.unfinished()}"
             continue
         num_preempted += len(plan.preempted)
-        finished += scheduler.commit(StepResult((now_ns,), drawn(plan, rng)), now_ns)
+        finished += scheduler.commit(StepResult(now_ns, drawn(plan, rng)), now_ns)
         scheduler.check_invariants()
         assert scheduler.num_steps < 20_000, f"seed {seed} does not end"
     return finished, num_preempted

@@ -65,7 +65,7 @@ def arrive(lag: ReplayLag, due_ns: int, seen_ns: int) -> None:
 
 def step_until(lag: ReplayLag, plan_ns: int, end_ns: int) -> None:
     plan = BatchPlan(0, BatchShape(1, 1, (), 1), MadeRows(()))
-    lag.committed(StepView(plan, plan_ns, StepResult(end_ns), 0, [], 0, 0, 0, 0, 0))
+    lag.committed(StepView(plan, plan_ns, StepResult(end_ns), bytes(8), [], 0, 0, 0, 0, 0))
 
 
 def test_waiting_for_a_step_s_end_is_no_lag():

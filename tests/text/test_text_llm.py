@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from experiments.text import LLM
 from real.text.outputs import CompletionOutput, Piece
 from real.text.sampling import SamplingParams
+from testbed.core.interfaces import StepView
 from testbed.errors import ConfigError
 from tests.text.kit import (
     PROMPTS,
@@ -81,17 +82,25 @@ def test_texts_do_not_depend_on_how_they_were_scheduled(llm: LLM, folder: Path, 
             assert (text, tokens, ends[-1]) == (one.text, one.token_ids, one.finish_reason)
 
 
+class Preempted:
+    """A recorder of who was preempted."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def committed(self, step: StepView) -> None:
+        self.names += [item.request_id for item in step.plan.preempted]
+
+    def arrived(self, *_: object) -> None: ...
+    def aborted(self, *_: object) -> None: ...
+    def ended(self, *_: object) -> None: ...
+
+
 def count_preemptions(llm: LLM) -> list[str]:
     """A list that will name whoever is preempted."""
-    plan, seen = llm.scheduler.plan, []
-
-    def watched(*arguments: int) -> object:
-        made = plan(*arguments)
-        seen.extend(item.request_id for item in made.preempted)
-        return made
-
-    llm.scheduler.plan = watched
-    return seen
+    watch, inner = Preempted(), llm._engine.serve
+    llm._engine.serve = lambda *args, watchers, **more: inner(*args, watchers=[*watchers, watch], **more)
+    return watch.names
 
 
 # --- stop strings ---

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from experiments.run import RunResult
@@ -75,8 +77,15 @@ def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
     return described
 
 
-def _documented(classes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, (cls.__doc__ or "").strip().splitlines()[0]) for name, cls in classes.items()]
+def _documented(made_by: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Options that are classes or functions: the docstring's first line, from the source, as compiled ones have none."""
+    described = []
+    for name, maker in made_by.items():
+        source = Path(__file__).parents[1] / f"{maker.__module__.replace('.', '/')}.py"
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == maker.__name__:
+                described.append((name, (ast.get_docstring(node) or "").partition("\n")[0]))
+    return described
 
 
 def print_summary(result: RunResult) -> None:

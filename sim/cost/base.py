@@ -1,7 +1,7 @@
 """The seam of all cost models, and what they share.
 
 Rules: a price is built from the integers of a BatchShape with + - x / max min in one written order, and each component
-is rounded to an integer of ns. So a price is the same on every machine, and stepping and fast forward agree to the ns.
+is rounded to an integer of ns. So a price is the same on every machine.
 """
 
 from __future__ import annotations

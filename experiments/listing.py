@@ -78,14 +78,17 @@ def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
 
 
 def _documented(made_by: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Options that are classes or functions: the docstring's first line, from the source, as compiled ones have none."""
-    described = []
-    for name, maker in made_by.items():
-        source = Path(__file__).parents[1] / f"{maker.__module__.replace('.', '/')}.py"
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == maker.__name__:
-                described.append((name, (ast.get_docstring(node) or "").partition("\n")[0]))
-    return described
+    """Options that are classes or functions, with the first line of the docstring in their source: compiled ones have
+    none."""
+    return [(name, _first_line(maker)) for name, maker in made_by.items()]
+
+
+def _first_line(maker: Any) -> str:
+    source = Path(__file__).parents[1] / f"{maker.__module__.replace('.', '/')}.py"
+    nodes = ast.parse(source.read_text(encoding="utf-8")).body
+    defined = [node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    (own,) = [node for node in defined if node.name == maker.__name__]
+    return (ast.get_docstring(own) or "").partition("\n")[0]
 
 
 def print_summary(result: RunResult) -> None:

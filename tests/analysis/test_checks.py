@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from analysis.checks import CHECKS, Check, failures, outline, run_checks
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
-from sim.cost.linear import LinearConfig, LinearCost
+from sim.cost.config import LinearConfig
+from sim.cost.linear import LinearCost
 from sim.fleet import Fleet
 from sim.routers import Random, RoundRobin, RouterContext, bind
 from testbed.blocks.config import KVRules

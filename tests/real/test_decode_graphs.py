@@ -13,7 +13,8 @@ from real.device import Placement
 from real.graphs import call_again, captured_sizes
 from real.profiling import Limits, capture_decodes
 from real.staging import layout, views, write
-from sim.cost.roofline import RooflineConfig, RooflineCost
+from sim.cost.config import RooflineConfig
+from sim.cost.roofline import RooflineCost
 from tests.real.engine_helpers import TOLERANCE, row, step_logits, tiny_backend
 
 MAX_MODEL_LEN = 64

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import testbed  # noqa: F401  decides whether the compiled modules are used, the one of this package too
+
 if TYPE_CHECKING:
     from experiments.api import replay, simulate
     from experiments.text import LLM

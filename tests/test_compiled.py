@@ -254,12 +254,12 @@ def test_a_wrong_type_is_one_line(tree: Tree) -> None:
 
 
 def test_what_is_listed_lies_where_the_choice_is_made_first() -> None:
-    """`import sim.x` and `import testbed.x` begin with `testbed/__init__.py`; nothing else does."""
+    """Importing from these packages begins with `testbed/__init__.py`; nothing else does."""
     import tomllib
 
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["testbed"]["compile"]
     assert patterns
-    assert all(pattern.removeprefix("!").startswith(("testbed/", "sim/")) for pattern in patterns)
+    assert all(pattern.removeprefix("!").startswith(("testbed/", "sim/", "experiments/")) for pattern in patterns)
     taken = [pattern for pattern in patterns if not pattern.startswith("!") and fnmatch("testbed/compiled.py", pattern)]
     assert not taken or "!testbed/compiled.py" in patterns
 

@@ -6,8 +6,6 @@ from itertools import groupby
 from operator import index
 from typing import Any, ClassVar
 
-from mypy_extensions import mypyc_attr
-
 from sim.cost.base import CostModel
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
@@ -17,7 +15,6 @@ from testbed.foreign_text import shown
 from testbed.streams import draw
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class SimWork(Value):
     """What a step costs. It lasts at least 1 ns, also one that only preempts."""
 

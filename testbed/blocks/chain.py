@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 
 from librt.vecs import vec
-from mypy_extensions import i64, mypyc_attr
+from mypy_extensions import i64
 
 from testbed.blocks.keys import KeySource
 
@@ -21,7 +21,6 @@ class TokenSource:
         raise NotImplementedError
 
 
-@mypyc_attr(acyclic=True)
 class CacheEntry:
     """One cached prefix. Lives while a block holds it or a longer prefix hangs on it."""
 

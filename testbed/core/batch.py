@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mypy_extensions import mypyc_attr
-
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
 
@@ -11,7 +9,6 @@ from testbed.core.sequence import Sequence
 Row = tuple[Sequence, int, int]
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class Batch(Rows):
     """Row i computes the next `counts[i]` tokens of `seqs[i]`, behind its computed ones. Owned by a step.
 

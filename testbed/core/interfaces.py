@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import ClassVar, NamedTuple, Protocol
 
-from mypy_extensions import mypyc_attr
-
 from testbed.core.outcome import Finished, Spans, StepResult
 from testbed.core.plan import BatchPlan, PreemptionMode
 from testbed.core.request import Request
@@ -55,7 +53,6 @@ class Inbox(Protocol):
 # --- the loop and its driver ---
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class WaitUntil(Value):
     """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
 
@@ -70,7 +67,6 @@ class WaitUntil(Value):
         self.is_stuck = is_stuck
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class Execute(Value):
     """Run the plan."""
 
@@ -80,7 +76,6 @@ class Execute(Value):
         self.plan = plan
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class Resume(Value):
     """The driver's answer to a command: the time, and the result if it executed a plan."""
 
@@ -104,7 +99,6 @@ class Backend(Protocol):
 # --- who watches ---
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class StepView(Value):
     """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence as Seq
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
-from mypy_extensions import mypyc_attr
-
 from testbed.core.request import SamplingParams
 from testbed.core.value import Value
 
@@ -67,7 +65,6 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
-@mypyc_attr(acyclic=True)
 class ScheduledSequence(Value):
     """One sequence's share of a step.
 
@@ -98,7 +95,6 @@ class ScheduledSequence(Value):
         self.history, self.score, self.num_finished = history, score, num_finished
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class BatchShape(Value):
     """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
 
@@ -138,7 +134,6 @@ class BatchShape(Value):
         return not (self.num_decodes or self.prefills or self.num_blocks_moved)
 
 
-@mypyc_attr(acyclic=True)
 class Rows:
     """The rows of a plan, made when a device asks for them; a simulator never does."""
 
@@ -151,7 +146,6 @@ class Rows:
         raise NotImplementedError
 
 
-@mypyc_attr(acyclic=True)
 class MadeRows(Rows):
     """Rows that are there already."""
 
@@ -162,7 +156,6 @@ class MadeRows(Rows):
         return self._rows
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class BatchPlan(Value):
     """One step, decided. number: how many were committed before it.
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from mypy_extensions import mypyc_attr
-
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
@@ -23,7 +21,6 @@ from testbed.core.sequence import Sequence
 from testbed.core.waiting import Waiting
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
 class Step:
     """A step being decided at `now_ns`; number: how many were committed before it."""
 

@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mypy_extensions import mypyc_attr
-
 from testbed.core.interfaces import StepView
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.plan import Admission, Preemption, PreemptionMode
@@ -119,7 +117,6 @@ class RunRecorder:
                     self._decisions.close()
 
 
-@mypyc_attr(acyclic=True)
 class OpenRequest:
     """What is known of a request that has not ended.
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _REASONS: Final[tuple[str | None, ...]] = (None, *[reason.value for reason in BlockedBy])
 _REASON_CODES: Final = {reason: code for code, reason in enumerate(BlockedBy, 1)}
 _ROW_BYTES: Final = 8 * len(STEP_COLUMNS)
+_SMALL_GROUPS: Final = 64  # after these, groups are larger: what Parquet says of each stays in memory to the end
 
 
 class RowTable:
@@ -61,6 +62,7 @@ class StepTable:
 
         self._file = ParquetFile(path, STEP_COLUMNS, worker)
         self._flush_bytes = flush_rows * _ROW_BYTES
+        self._num_groups = 0
         self._rows = BytesWriter()
 
     def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
@@ -107,6 +109,9 @@ class StepTable:
 
         data, self._rows = self._rows.getvalue(), BytesWriter()
         self._file.write(partial(columns_of, data, STEP_COLUMNS, _REASONS))
+        self._num_groups += 1
+        if self._num_groups == _SMALL_GROUPS:
+            self._flush_bytes *= 8
 
     def close(self) -> None:
         if len(self._rows):

@@ -65,7 +65,7 @@ class Prefixes:
     def lookup(self, seq: KVSequence) -> PrefixHit:
         """The longest cached prefix of all known tokens but the last: at least one token is always computed.
 
-        None for a request that wants something of each of its prompt's tokens: it computes them all.
+        NO_HIT for a request that wants something of each of its prompt's tokens: it computes them all.
         """
         if self.source is None:
             return NO_HIT

@@ -17,9 +17,7 @@ from testbed.core.plan import PreemptionMode
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 
-VERSION: Final = (
-    2  # of the definition below: another definition is another version, and tapes do not compare across them
-)
+VERSION: Final = 2  # of the definition below; tapes do not compare across versions
 _REASONS: Final = tuple(FinishReason)
 _MODES: Final = tuple(PreemptionMode)
 

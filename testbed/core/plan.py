@@ -157,7 +157,7 @@ class MadeRows(Rows):
 
 
 class BatchPlan(Value):
-    """One step, decided. number: how many were committed before it.
+    """One step, decided. step: how many were committed before it.
 
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal

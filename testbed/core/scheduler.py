@@ -232,6 +232,8 @@ class Scheduler:
         if not members:
             del self._live[seq.request_id]
             finished.append(seq.finished(message))
+            if seq.group is not None:
+                seq.group.finished = []  # its members know it: a circle, and collections are few
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""

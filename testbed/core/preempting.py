@@ -67,7 +67,7 @@ class Preempting:
             f"{num_distinct([one.cpu_table for one in seq.together])} swapped-out KV blocks, room to grow and a "
             f"watermark of {blocks.watermark_blocks} exceed the pool of {blocks.num_gpu_blocks}"
         )
-        del self._running.swapped[seq.unit_id]
+        self._running.leave_swapped(seq)
         self._free_and_end(seq, reason)
 
     def end(self, seq: Sequence, reason: str) -> None:
@@ -101,9 +101,8 @@ class Preempting:
     def _swap_out(self, seq: Sequence) -> None:
         for one in seq.together:
             self._note(one, PreemptionMode.SWAP)
-            one.enter(SequenceState.SWAPPED)
         self.swap_out += self._blocks.swap_out(seq)
-        self._running.swapped[seq.unit_id] = seq
+        self._running.swap_out(seq)
 
     def _note(self, seq: Sequence, mode: PreemptionMode) -> None:
         self.preempted.append(Preemption(seq.seq_id, seq.request_id, mode, seq.num_computed_tokens))

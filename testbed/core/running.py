@@ -57,6 +57,16 @@ class Running:
             one.siblings = left if len(left) > 1 else None
         self.units[seq.unit_id] = left[0]
 
+    def swap_out(self, seq: Sequence) -> None:
+        """A unit that runs no more lies on the CPU."""
+        for one in seq.together:
+            one.enter(SequenceState.SWAPPED)
+        self.swapped[seq.unit_id] = seq
+
+    def leave_swapped(self, seq: Sequence) -> None:
+        """A swapped-out unit comes back, or ends."""
+        self.swapped.pop(seq.unit_id, None)
+
     def prefilled(self, seq: Sequence) -> None:
         """The sequence is done with its prefill."""
         seq.is_prefilling = False

@@ -150,7 +150,7 @@ class Scheduler:
                 self._running.stop_one(seq)
                 self.blocks.free(seq)
             elif seq.state is SequenceState.SWAPPED:
-                self._running.swapped.pop(seq.unit_id, None)
+                self._running.leave_swapped(seq)
                 self.blocks.free(seq)
             elif any(seq is rejected for rejected, _ in self._rejected):
                 self._rejected = [item for item in self._rejected if item[0] is not seq]

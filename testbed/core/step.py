@@ -190,7 +190,7 @@ class Step:
 
     def bring_in(self, seq: Sequence) -> None:
         """Swaps a sequence in: it runs again from where it was."""
-        del self._running.swapped[seq.unit_id]
+        self._running.leave_swapped(seq)
         self.swap_in += self.blocks.swap_in(seq)
         self.swapped_in.append(seq.request_id)
         self._running.start(seq)

@@ -149,6 +149,43 @@ def test_what_a_victim_was_to_compute_in_the_same_step_is_never_hit(victim: str)
     assert num_preempted > 20
 
 
+def merging(victim: str, number: int) -> Life:
+    """Equal blocks are one from their allocation on; a victim may be scheduled already, and is swapped if it can be."""
+    rng = random.Random(f"merged/{victim}/{number}")
+    setup = Setup(
+        composition=rng.choice(("unified", "decode_first", "iteration_level")),
+        rules=KVRules(duplicates="merged", hits_visible="plan"),
+        limits=Limits(6, rng.choice((12, 16, 32)), 60, 0, 1),
+        block_size=2,
+        num_blocks=rng.randrange(16, 26),
+        num_cpu_blocks=40,
+        preemption="swap",
+        victim=victim,
+    )
+    life = Life(setup, rng)
+    for _ in range(100):
+        rng.choice((life.add, life.step, life.step, life.step))()
+    life.drain()
+    return life
+
+
+@pytest.mark.parametrize("victim", ["oldest first", "most_blocks"])
+def test_victims_of_a_batch_that_shares_equal_blocks_are_swapped_and_nothing_is_lost(victim: str):
+    counts = sum((merging(victim, number).counts for number in range(30)), start=Life.no_counts())
+    assert counts["preemptions by swap"] + counts["preemptions by recompute"] > 100
+
+
+@pytest.mark.xfail(strict=True, reason="a swap-in takes the block of a copy that gave way, and the copy is still made")
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [("least_progress", 15), ("least_progress", 229), ("most_recently_admitted", 76), ("most_recently_admitted", 196)],
+)
+def test_what_is_swapped_in_is_not_copied_over(victim: str, number: int):
+    """A device swaps in before it copies: a block that a copy of the same step goes into, and that has given way to an
+    equal one since, is not to be taken. These lives failed once."""
+    merging(victim, number)
+
+
 def test_nothing_starves_first_come_first_served():
     """With the default victim everything ends by itself, however small the pool: `drain` fails otherwise."""
     ends = 0

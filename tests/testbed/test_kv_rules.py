@@ -260,3 +260,19 @@ def test_tenants_share_prefixes_unless_they_are_kept_apart(isolated: bool) -> No
     add(scheduler, make_request("b", range(9), 1, tenant="y"), make_request("c", range(9), 1, tenant="x"))
     plan, _ = step(scheduler)
     assert cached(plan) == {"b": 0 if isolated else 8, "c": 8}
+
+
+@pytest.mark.parametrize(("frozen", "hit"), [(True, 0), (False, 8)])
+def test_equal_prompts_of_one_batch_share_blocks_and_where_hits_are_kept_both_compute_them(
+    frozen: bool, hit: int
+) -> None:
+    """vLLM 0.8.5: a block that the step itself has allocated for its content is shared, and no hit before the next."""
+    rules = KVRules(hits_frozen=frozen, duplicates="merged", hits_visible="plan")
+    scheduler = make_scheduler("prefill_first", block_size=4, rules=rules)
+    add(scheduler, make_request("a", range(9), 3), make_request("b", range(9), 3))
+    plan, _ = step(scheduler)
+    assert (cached(plan), rows(plan)) == ({"a": 0, "b": hit}, [("a", 9), ("b", 9 - hit)])
+    assert scheduler.free_gpu_blocks == 64 - 4  # two are shared, and each has one of its own
+    add(scheduler, make_request("c", range(9), 3))
+    plan, _ = step(scheduler)
+    assert cached(plan) == {"c": 8}

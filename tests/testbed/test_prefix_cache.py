@@ -181,6 +181,21 @@ def test_a_sequence_that_collided_is_cached_when_it_comes_back_and_the_other_is_
     assert num_hit(blocks, (3, 4, 5)) == 2
 
 
+def test_a_sequence_that_collided_stays_uncached_until_it_comes_back_although_the_other_is_gone() -> None:
+    blocks = make_blocks(num_blocks=8, block_size=2, key_source=WeakKeys(2, 1))
+    first, second = sequence(0, (1, 2)), sequence(1, (3, 4, 5, 6))
+    compute(blocks, first)
+    blocks.admit(second, 4, blocks.lookup(second))
+    blocks.computed(second, 2)  # the key is taken
+    blocks.free(first)
+    filler = sequence(2, range(50, 62))
+    blocks.admit(filler, 12, blocks.lookup(filler))  # all the others: the first's content is evicted
+    blocks.free(filler)
+    blocks.computed(second, 4)
+    assert num_hit(blocks, (3, 4, 5, 6, 7)) == 0
+    blocks.check_invariants([second])
+
+
 def test_a_key_depends_on_everything_before_it() -> None:
     def keys(tokens: Seq[int], salt: str = "") -> list[int]:
         found: list[int] = []

@@ -9,6 +9,7 @@ from testbed.blocks.manager import BlockManager
 from testbed.blocks.verdict import Verdict
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PreemptionMode, PrefillChunk
+from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence, SequenceState
 from testbed.policies.preemption import Swap
@@ -303,3 +304,56 @@ def test_full_blocks_are_counted_with_one_to_grow_for_each_sequence() -> None:
         blocks.swap_out(seq)
         holding(blocks, 1, 8)  # 3 of 5 are left
         assert blocks.can_swap_in(seq) is expected
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(6, LATER), (7, OK)])
+def test_a_block_that_a_copy_of_this_step_is_still_to_be_made_from_is_not_there_for_a_swap_in(
+    num_blocks: int, expected: Verdict
+) -> None:
+    """A device swaps in before it copies. Of the group's two, one copies block 1 and the other is gone: it is free, and
+    what it holds is read after the swap. The swapped-out sequence wants 2 blocks and one to grow."""
+    blocks = make_blocks(num_blocks=num_blocks, num_cpu_blocks=4, block_size=4, caching=False)
+    out = holding(blocks, 9, 8)
+    blocks.swap_out(out)
+    blocks.planned()
+    holding(blocks, 2, 4)
+    parent = Sequence(0, make_request("g", 6, None, sampling=SamplingParams(n=2)), 4096)
+    blocks.admit(parent, 6, blocks.lookup(parent))
+    parent.num_computed_tokens = 6
+    child = parent.fork(1, 7)
+    blocks.fork(parent, child)
+    parent.emit(7)
+    blocks.grow(parent, 1)
+    given_up = child.block_table[1]
+    blocks.free(child)
+    assert blocks.num_free_blocks == num_blocks - 3  # 3 or 4, of which one is not to be written
+    assert blocks.can_swap_in(out) is expected
+    if expected is OK:
+        assert given_up not in [target for _, target in blocks.swap_in(out)]
+
+
+@pytest.mark.xfail(strict=True, reason="the block of a copy that gave way is free, and the copy is still made")
+def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() -> None:
+    """Equal full blocks become one: of three that write the same token behind a shared prefix, two copy the block that
+    they share; what the second has copied, and then filled, gives way to the first one's. A device swaps in first."""
+    rules = KVRules(duplicates="merged", hits_visible="plan", swap_test="full_blocks")
+    blocks = make_blocks(num_blocks=8, num_cpu_blocks=4, block_size=4, rules=rules)
+    out = holding(blocks, 9, 6)
+    blocks.swap_out(out)
+    blocks.planned()
+    parent = Sequence(0, make_request("g", 7, None, sampling=SamplingParams(n=3)), 4096)
+    blocks.admit(parent, 7, blocks.lookup(parent))
+    blocks.scheduled(parent, 7)
+    blocks.planned()
+    parent.num_computed_tokens = 7
+    members = [parent, parent.fork(1, 5), parent.fork(2, 5)]
+    for child in members[1:]:
+        blocks.fork(parent, child)
+    parent.emit(5)
+    for member in members:
+        blocks.grow(member, 1)
+        blocks.scheduled(member, 8)
+    assert members[0].block_table == members[1].block_table == members[2].block_table, "one block for all"
+    assert blocks.can_swap_in(out) is OK
+    swapped_in = {target for _, target in blocks.swap_in(out)}
+    assert not swapped_in & {target for _, target in blocks.planned()}

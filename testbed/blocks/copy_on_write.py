@@ -61,8 +61,8 @@ class CopyOnWrite:
         self.pairs = [pair for pair in self.pairs if pair[1] not in origins]
         return origins
 
-    def unread_blocks(self) -> list[int]:
-        """Free blocks that copies of this step are still to be made from: they may be taken only for what is written
-        after them."""
+    def unmoved_blocks(self) -> list[int]:
+        """Free blocks that copies of this step are still to be made from, or into: what is written before the copies
+        must not take them."""
         counts = self._gpu.pool.ref_counts
-        return list(dict.fromkeys([source for source, _ in self.pairs if not counts[source]]))
+        return list(dict.fromkeys([block for pair in self.pairs for block in pair if not counts[block]]))

@@ -145,18 +145,18 @@ class Swapping:
         watermark = self._watermark_blocks
         if num_blocks + watermark > self._gpu.pool.num_blocks:
             return Verdict.NEVER
-        num_free = self._gpu.num_free - len(self._copies.unread_blocks())
+        num_free = self._gpu.num_free - len(self._copies.unmoved_blocks())
         return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
 
     def swap_in(self, unit: Unit) -> list[Pair]:
         """Moves the blocks of these sequences back to the GPU; the (CPU, GPU) pairs to copy."""
         moved: dict[int, int] = {}
-        unread = self._copies.unread_blocks()
+        unmoved = self._copies.unmoved_blocks()
         for one in unit:
-            self._bring(one, moved, unread)
+            self._bring(one, moved, unmoved)
         return list(moved.items())
 
-    def _bring(self, seq: KVSequence, moved: dict[int, int], unread: list[int]) -> None:
+    def _bring(self, seq: KVSequence, moved: dict[int, int], unmoved: list[int]) -> None:
         """One of them. Where equal blocks are one, it takes those that are there, and publishes the others at once."""
         merged, chain = self._prefixes.merged, seq.chain
         num_full = 0 if merged is None else len(self._prefixes.full_contents(seq))
@@ -173,7 +173,7 @@ class Swapping:
                 if merged is not None and chain is not None and index < num_full:
                     block = merged.block_of(chain, index)
                 if block is None:
-                    block = self._take_but(unread)
+                    block = self._take_but(unmoved)
                 moved[cpu_block] = block
             seq.block_table.append(block)
             if index < num_full:
@@ -181,11 +181,11 @@ class Swapping:
         if chain is not None and seq.block_table[:1] == [RELEASED]:
             chain.is_broken = True  # a hit needs the whole prefix
 
-    def _take_but(self, unread: list[int]) -> int:
+    def _take_but(self, unmoved: list[int]) -> int:
         """A new block that is none of these; there must be one."""
         block = self._gpu.take()
         aside = []
-        while block in unread:
+        while block in unmoved:
             aside.append(block)
             block = self._gpu.take()
         for held in reversed(aside):

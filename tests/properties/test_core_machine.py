@@ -175,7 +175,6 @@ def test_victims_of_a_batch_that_shares_equal_blocks_are_swapped_and_nothing_is_
     assert counts["preemptions by swap"] + counts["preemptions by recompute"] > 100
 
 
-@pytest.mark.xfail(strict=True, reason="a swap-in takes the block of a copy that gave way, and the copy is still made")
 @pytest.mark.parametrize(
     ("victim", "number"),
     [("least_progress", 15), ("least_progress", 229), ("most_recently_admitted", 76), ("most_recently_admitted", 196)],

@@ -332,7 +332,6 @@ def test_a_block_that_a_copy_of_this_step_is_still_to_be_made_from_is_not_there_
         assert given_up not in [target for _, target in blocks.swap_in(out)]
 
 
-@pytest.mark.xfail(strict=True, reason="the block of a copy that gave way is free, and the copy is still made")
 def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() -> None:
     """Equal full blocks become one: of three that write the same token behind a shared prefix, two copy the block that
     they share; what the second has copied, and then filled, gives way to the first one's. A device swaps in first."""

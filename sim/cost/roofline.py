@@ -80,7 +80,8 @@ class RooflineCost:
         self._copy_ns_per_block = 2 * block_bytes * self._ns_per_byte
         self._host_ns = max(1, device.step_overhead_ns)
         on_cpu = device.kind == "cpu"
-        self._has_graphs = self.config.cuda_graphs and not on_cpu
+        self._max_captured_size = self.config.max_captured_size if self.config.cuda_graphs and not on_cpu else 0
+        self._graph_launch_ns = self.config.graph_launch_ns
         self._launch_ns = 0 if on_cpu else self.config.kernel_launch_ns * self._num_kernels()
         self._dense: dict[int, int] = {}  # tokens in the batch -> ns of all that depends on nothing else
         self._sampled: dict[int, tuple[int, int]] = {}  # rows that need logits -> (LM head, sampler)
@@ -103,7 +104,7 @@ class RooflineCost:
         rows = self._padded(num_tokens) if is_graph else num_tokens
         rest_ns, sampler_ns = self._rest_ns(rows, shape.num_samples)
         device_ns = rest_ns + attention
-        launch_ns = self.config.graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
+        launch_ns = self._graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
         return Spans(0, self._host_ns, swap_ns, device_ns + launch_ns, sampler_ns)
 
     def _rest_ns(self, num_tokens: int, num_samples: int) -> tuple[int, int]:
@@ -138,7 +139,7 @@ class RooflineCost:
         operators |= self._sample_parts(shape.num_samples)
         sampler = operators.pop("sampler")
         idle = max(0, self._launch_ns - sum(operators.values()))
-        launch = self.config.graph_launch_ns if is_graph else idle
+        launch = self._graph_launch_ns if is_graph else idle
         return parts | operators | {"launch": launch, "sampler": sampler}
 
     def _num_kernels(self) -> int:
@@ -147,14 +148,14 @@ class RooflineCost:
         return layers * _KERNELS_PER_LAYER + 4 + (2 * layers + 2 if self._size > 1 else 0)
 
     def _is_graph(self, num_decodes: int, prefills: tuple[PrefillChunk, ...]) -> bool:
-        return self._has_graphs and not prefills and num_decodes <= self.config.max_captured_size
+        return not prefills and num_decodes <= self._max_captured_size
 
     def _padded(self, num_rows: int) -> int:
         """The captured batch size that holds `num_rows`: 1, 2, 4, then multiples of 8."""
         if num_rows <= 2:
             return num_rows
         padded = 4 if num_rows <= 4 else (num_rows + 7) // 8 * 8
-        return max(num_rows, min(padded, self.config.max_captured_size))
+        return max(num_rows, min(padded, self._max_captured_size))
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
         """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""

@@ -15,13 +15,13 @@ class CopyOnWrite:
     """pairs: the copies of the step, in the order decided."""
 
     def __init__(self, gpu: GPUBlocks, block_size: int) -> None:
-        self.pairs: list[Pair] = []
+        self.pairs: tuple[Pair, ...] = ()
         self._gpu = gpu
         self._block_size = block_size
 
-    def take(self) -> list[Pair]:
+    def take(self) -> tuple[Pair, ...]:
         """The step is decided: its copies are the plan's."""
-        pairs, self.pairs = self.pairs, []
+        pairs, self.pairs = self.pairs, ()
         return pairs
 
     def num_needed(self, seq: KVSequence, shared: dict[int, int]) -> int:
@@ -41,7 +41,7 @@ class CopyOnWrite:
             self._gpu.pool.drop(block)
             copy = self._gpu.take()
             seq.block_table[seq.num_computed_tokens // self._block_size] = copy
-            self.pairs.append((block, copy))
+            self.pairs += ((block, copy),)
 
     def _shared_block(self, seq: KVSequence) -> int | None:
         """The partly filled block that the sequence writes next, if others hold it too. Published blocks are full."""
@@ -58,7 +58,7 @@ class CopyOnWrite:
             return {}
         given_up = {block for table in tables for block in table}
         origins = {copy: source for source, copy in self.pairs if copy in given_up}
-        self.pairs = [pair for pair in self.pairs if pair[1] not in origins]
+        self.pairs = tuple([pair for pair in self.pairs if pair[1] not in origins])
         return origins
 
     def unmoved_blocks(self) -> list[int]:

@@ -220,7 +220,7 @@ class BlockManager:
         """Takes `scheduled` back: only the first `num_tokens` tokens are computed."""
         self._prefixes.withdraw(seq, num_tokens)
 
-    def planned(self) -> list[Pair]:
+    def planned(self) -> tuple[Pair, ...]:
         """The step is decided: what it allocated for its content counts as computed for the next one, and what it
         emptied on the CPU is free. Returns the (source, destination) pairs to copy."""
         if self._prefixes.merged is not None:
@@ -234,7 +234,7 @@ class BlockManager:
         """Whether the CPU pool takes the sequence and those with it. NEVER: it is smaller than what they hold."""
         return self._swap.can_swap_out(seq.together)
 
-    def swap_out(self, seq: KVSequence) -> list[Pair]:
+    def swap_out(self, seq: KVSequence) -> tuple[Pair, ...]:
         """Moves the blocks of the sequence and those with it to the CPU; the (GPU, CPU) pairs to copy."""
         return self._swap.swap_out(seq.together)
 
@@ -242,7 +242,7 @@ class BlockManager:
         """Whether the blocks of a swapped-out sequence, and one more for each to grow, leave the watermark free."""
         return self._swap.can_swap_in(seq.together)
 
-    def swap_in(self, seq: KVSequence) -> list[Pair]:
+    def swap_in(self, seq: KVSequence) -> tuple[Pair, ...]:
         """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""
         return self._swap.swap_in(seq.together)
 

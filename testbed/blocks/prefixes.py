@@ -115,9 +115,9 @@ class Prefixes:
         chain, source = seq.chain, self.source
         if chain is None or source is None or chain.is_broken:
             return
-        num_full = num_tokens // self._block_size
-        if chain.num_published >= num_full:
+        if num_tokens < (chain.num_published + 1) * self._block_size:
             return
+        num_full = num_tokens // self._block_size
         if chain.num_published == 0 and self._lists_late and chain.unlisted is None:
             chain.make_keys(source, 1)
             self._gpu.cache.begin_unlisted(chain)

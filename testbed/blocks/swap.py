@@ -77,9 +77,10 @@ class SwapSpace:
 
     def planned(self) -> None:
         """The step is decided: what it emptied is free."""
-        for block in self._leaving:
-            self.pool.put_back(block)
-        self._leaving = []
+        if self._leaving:
+            for block in self._leaving:
+                self.pool.put_back(block)
+            self._leaving = []
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()
@@ -120,7 +121,7 @@ class Swapping:
             return Verdict.NEVER
         return Verdict.OK if num_blocks <= self._cpu.pool.num_free else Verdict.LATER
 
-    def swap_out(self, unit: Unit) -> list[Pair]:
+    def swap_out(self, unit: Unit) -> tuple[Pair, ...]:
         """Moves the blocks of these sequences to the CPU; the (GPU, CPU) pairs to copy."""
         by_content = self._prefixes.merged is not None
         contents = [self._prefixes.full_contents(one) if by_content else [] for one in unit]
@@ -132,7 +133,7 @@ class Swapping:
         moved: dict[int, int] = {}
         for one, table, own in zip(unit, tables, contents, strict=True):
             self._cpu.put(one, table, own, moved)
-        return [(origins.get(gpu, gpu), cpu) for gpu, cpu in moved.items()]
+        return tuple([(origins.get(gpu, gpu), cpu) for gpu, cpu in moved.items()])
 
     # --- in ---
 
@@ -148,13 +149,13 @@ class Swapping:
         num_free = self._gpu.num_free - len(self._copies.unmoved_blocks())
         return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
 
-    def swap_in(self, unit: Unit) -> list[Pair]:
+    def swap_in(self, unit: Unit) -> tuple[Pair, ...]:
         """Moves the blocks of these sequences back to the GPU; the (CPU, GPU) pairs to copy."""
         moved: dict[int, int] = {}
         unmoved = self._copies.unmoved_blocks()
         for one in unit:
             self._bring(one, moved, unmoved)
-        return list(moved.items())
+        return tuple(moved.items())
 
     def _bring(self, seq: KVSequence, moved: dict[int, int], unmoved: list[int]) -> None:
         """One of them. Where equal blocks are one, it takes those that are there, and publishes the others at once."""

@@ -43,7 +43,7 @@ class Batch(Rows):
     def shape(self, window: int | None, num_out: int, num_in: int, num_copied: int) -> BatchShape:
         """What is priced. window: as far as attention looks back, in tokens; beside it the blocks that move."""
         num_decodes = context = num_samples = 0
-        prefills: list[PrefillChunk] = []
+        prefills: tuple[PrefillChunk, ...] = ()
         for index, seq in enumerate(self.seqs):
             num_tokens, start = self.counts[index], seq.num_computed_tokens
             end = start + num_tokens
@@ -51,11 +51,10 @@ class Batch(Rows):
                 num_decodes += 1
                 context += end if window is None else min(end, window)
             else:
-                prefills.append(PrefillChunk(start if window is None else min(start, window - 1), num_tokens))
+                prefills += (PrefillChunk(start if window is None else min(start, window - 1), num_tokens),)
             if end == seq.num_tokens:
                 num_samples += 1
-        chunks = tuple(prefills) if prefills else ()
-        return BatchShape(num_decodes, context, chunks, num_samples, num_out, num_in, num_copied)
+        return BatchShape(num_decodes, context, prefills, num_samples, num_out, num_in, num_copied)
 
     def make(self) -> tuple[ScheduledSequence, ...]:
         assert not self.is_over, "a plan's rows are valid until it is committed"
@@ -67,12 +66,12 @@ class Batch(Rows):
 
 def _scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
     start = seq.num_computed_tokens
-    sampling, group = seq.request.sampling, seq.group
+    sampling, group = seq.sampling, seq.group
     return ScheduledSequence(
         seq.seq_id,
         start,
         num_tokens,
-        seq.tokens[start : start + num_tokens],
+        seq.next_tokens(num_tokens),
         start + num_tokens == seq.num_tokens,
         seq.is_forced,
         seq.block_table,

@@ -9,7 +9,7 @@ from typing import Final
 
 from testbed.blocks.manager import BlockManager
 from testbed.core.batch import Batch
-from testbed.core.digest import fork_event
+from testbed.core.digest import Digest
 from testbed.core.outcome import FinishReason, Outcome, PromptLogprobs
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceGroup
@@ -21,11 +21,12 @@ _FORCED: Final = Outcome(-1, ())  # of a row whose next token is known
 class Commit:
     """Takes the outcomes of one step after the other."""
 
-    def __init__(self, running: Running, blocks: BlockManager) -> None:
+    def __init__(self, running: Running, blocks: BlockManager, digest: Digest) -> None:
         self.emitters: list[Sequence] = []  # of the last step, in the order scheduled, once for each token
         self.next_seq_id = 0
         self._running = running
         self._blocks = blocks
+        self._digest = digest
 
     def new_seq_ids(self, num_ids: int) -> int:
         """The first of so many ids for new sequences."""
@@ -33,12 +34,12 @@ class Commit:
         self.next_seq_id += num_ids
         return first
 
-    def advance(self, batch: Batch, outcomes: tuple[Outcome, ...], events: list[int]) -> list[Ending]:
-        """The batch is executed; the sequences that end with it. Adds the events of groups that part."""
+    def advance(self, batch: Batch, outcomes: tuple[Outcome, ...]) -> tuple[Ending, ...]:
+        """The batch is executed; the sequences that end with it."""
         batch.is_over = True
         self.emitters = []
-        ending: list[Ending] = []
-        parting: list[tuple[Sequence, Outcome]] = []
+        ending: tuple[Ending, ...] = ()
+        parting: tuple[tuple[Sequence, Outcome], ...] = ()
         num_taken = 0
         for index, seq in enumerate(batch.seqs):
             seq.advance(batch.counts[index])
@@ -57,10 +58,10 @@ class Commit:
                 parting += self._parting(seq, seq.group, outcome)
             reason = self._emit(seq, outcome)
             if reason is not None:
-                ending.append((seq, reason))
+                ending += ((seq, reason),)
         assert num_taken == len(outcomes), "more outcomes than sampled rows"
         for parent, outcome in parting:
-            ending += self._part(parent, outcome, events)
+            ending += self._part(parent, outcome)
         return ending
 
     def _emit(self, seq: Sequence, outcome: Outcome) -> FinishReason | None:
@@ -80,18 +81,18 @@ class Commit:
 
     # --- groups ---
 
-    def _parting(self, seq: Sequence, group: SequenceGroup, outcome: Outcome) -> list[tuple[Sequence, Outcome]]:
+    def _parting(self, seq: Sequence, group: SequenceGroup, outcome: Outcome) -> tuple[tuple[Sequence, Outcome], ...]:
         """The sequence and what says of the members that part from it here, if any do."""
         if outcome is _FORCED:  # each member emits the same tokens
             outcome = Outcome(seq.seq_id, (0,), forks=(0,) * (seq.num_samples - 1))
         group.has_parted = True
-        return [(seq, outcome)] if outcome.forks else []
+        return ((seq, outcome),) if outcome.forks else ()
 
-    def _part(self, parent: Sequence, outcome: Outcome, events: list[int]) -> list[Ending]:
+    def _part(self, parent: Sequence, outcome: Outcome) -> tuple[Ending, ...]:
         """New members of a group, after those that are there; the ones that end with their first token."""
         group = parent.group
         assert group is not None
-        ending: list[Ending] = []
+        ending: tuple[Ending, ...] = ()
         siblings = parent.together
         logprobs = outcome.logprobs[len(outcome.tokens) :]
         for index, token in enumerate(outcome.forks):
@@ -100,14 +101,14 @@ class Commit:
             siblings = (*siblings, child)
             group.members.append(child)
             self.emitters.append(child)
-            events += fork_event(parent.seq_id, child.seq_id)
+            self._digest.forked(parent.seq_id, child.seq_id)
             stop = outcome.fork_stops[index] if outcome.fork_stops else None
             if stop is None and not child.is_forced and token in child.stop_tokens:
                 stop = FinishReason.STOP
             if stop is None and child.num_tokens >= child.token_limit:
                 stop = FinishReason.LENGTH
             if stop is not None:
-                ending.append((child, stop))
+                ending += ((child, stop),)
         for one in siblings:
             one.siblings = siblings
         return ending

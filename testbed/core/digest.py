@@ -1,14 +1,15 @@
 """The decision digest: one 64-bit number that sums up every decision of a run, step by step.
 
-xxh64 over (digest before, composition hash, free GPU blocks, free CPU blocks, events of the step). Physical block ids
-stay out: two runs that decide alike have equal digests whatever the free list's order.
+xxh64 over (digest before, composition hash, free GPU blocks, free CPU blocks, events of the step), each a little-endian
+int64; the composition hash is over who computes how many tokens, in order. Physical block ids stay out: two runs that
+decide alike have equal digests whatever the free list's order.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from librt.strings import BytesWriter, write_i64_le
+from librt.strings import BytesWriter, read_i64_be, write_i64_le
 from xxhash import xxh64_digest
 
 from testbed.core.batch import Batch
@@ -20,68 +21,74 @@ from testbed.core.step import Step
 VERSION: Final = 2  # of the definition below; tapes do not compare across versions
 _REASONS: Final = tuple(FinishReason)
 _MODES: Final = tuple(PreemptionMode)
+_xxh64: Final = xxh64_digest
 
 
 class Digest:
-    """Running digest of a scheduler's decisions. `value`: after the last step, 8 bytes, the lowest first."""
+    """Running digest of a scheduler's decisions. `value`: after the last step, 8 bytes, the highest first.
+
+    A step is added in this order: `begin`, its events, `end`.
+    """
 
     def __init__(self) -> None:
         self.value = bytes(8)
+        self._numbers = BytesWriter()  # of the step
+        self._aborted: list[int] = []  # since the last step
         self._seqs: list[Sequence] = []
         self._counts: list[int] = []
-        self._composition = _hash(BytesWriter())  # of these
+        self._composition = self._hash()  # of these
 
-    def composition(self, batch: Batch) -> bytes:
-        """Hash of who computes how many tokens, in order; recomputed only when that changes."""
+    def begin(self, batch: Batch, free_gpu: int, free_cpu: int) -> None:
+        """A step that computes this batch."""
         if batch.seqs != self._seqs or batch.counts != self._counts:
             self._seqs, self._counts = batch.seqs, batch.counts
-            numbers = BytesWriter()
             for seq in batch.seqs:
-                write_i64_le(numbers, seq.seq_id)
+                write_i64_le(self._numbers, seq.seq_id)
             for num_tokens in batch.counts:
-                write_i64_le(numbers, num_tokens)
-            self._composition = _hash(numbers)
-        return self._composition
+                write_i64_le(self._numbers, num_tokens)
+            self._composition = self._hash()
+        write_i64_le(self._numbers, read_i64_be(self.value, 0))
+        write_i64_le(self._numbers, read_i64_be(self._composition, 0))
+        self._add(free_gpu, free_cpu)
+        for seq_id in self._aborted:
+            self._add(5, seq_id)
+        self._aborted = []
 
-    def add(self, composition: bytes, free_gpu: int, free_cpu: int, events: list[int]) -> None:
-        """Adds one step."""
-        numbers = BytesWriter()
-        numbers.write(self.value)
-        numbers.write(composition)
-        write_i64_le(numbers, free_gpu)
-        write_i64_le(numbers, free_cpu)
-        for number in events:
-            write_i64_le(numbers, number)
-        self.value = _hash(numbers)
+    def planned(self, step: Step) -> None:
+        """Its admissions with their hits, preemptions, requests ended as ignored, and how many blocks are swapped."""
+        for admission in step.admitted:
+            self._add(1, admission.seq_id)
+            self._add(admission.num_cached_tokens, int(admission.is_resumed))
+        for preemption in step.preempted:
+            self._add(2, preemption.seq_id)
+            self._add(preemption.num_computed_tokens, _MODES.index(preemption.mode))
+        for ignored in step.ignored:
+            self._add(3, ignored.seq_id)
+        if step.swap_out or step.swap_in:
+            self._add(6, len(step.swap_out))
+            write_i64_le(self._numbers, len(step.swap_in))
 
+    def forked(self, parent_id: int, seq_id: int) -> None:
+        self._add(7, parent_id)
+        write_i64_le(self._numbers, seq_id)
 
-def _hash(numbers: BytesWriter) -> bytes:
-    return xxh64_digest(numbers.getvalue())[::-1]
+    def finished(self, seq_id: int, reason: FinishReason) -> None:
+        self._add(4, seq_id)
+        write_i64_le(self._numbers, _REASONS.index(reason))
 
+    def aborted(self, seq_id: int) -> None:
+        """Between two steps; counts with the next."""
+        self._aborted.append(seq_id)
 
-def plan_events(step: Step) -> list[int]:
-    """The events of a plan as integers: admissions with their hits, preemptions, requests ended as ignored."""
-    events: list[int] = []
-    if not (step.admitted or step.preempted or step.ignored or step.swap_out or step.swap_in):
-        return events  # most steps
-    for admission in step.admitted:
-        events += (1, admission.seq_id, admission.num_cached_tokens, int(admission.is_resumed))
-    for preemption in step.preempted:
-        events += (2, preemption.seq_id, preemption.num_computed_tokens, _MODES.index(preemption.mode))
-    for ignored in step.ignored:
-        events += (3, ignored.seq_id)
-    if step.swap_out or step.swap_in:
-        events += (6, len(step.swap_out), len(step.swap_in))
-    return events
+    def end(self) -> None:
+        self.value = self._hash()
 
+    def _add(self, first: int, second: int) -> None:
+        write_i64_le(self._numbers, first)
+        write_i64_le(self._numbers, second)
 
-def finish_event(seq_id: int, reason: FinishReason) -> tuple[int, int, int]:
-    return (4, seq_id, _REASONS.index(reason))
-
-
-def abort_event(seq_id: int) -> tuple[int, int]:
-    return (5, seq_id)
-
-
-def fork_event(parent_id: int, seq_id: int) -> tuple[int, int, int]:
-    return (7, parent_id, seq_id)
+    def _hash(self) -> bytes:
+        """Of the numbers, of which none is left."""
+        digest: bytes = _xxh64(self._numbers.getvalue())
+        self._numbers.truncate(0)
+        return digest

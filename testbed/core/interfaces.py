@@ -102,7 +102,7 @@ class Backend(Protocol):
 class StepView(Value):
     """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
 
-    digest_bytes: after the step, the lowest byte first. emitters: the sequences that emitted, once for each token, in
+    digest_bytes: after the step, the highest byte first. emitters: the sequences that emitted, once for each token, in
     the order scheduled. free_gpu_blocks: after the plan, before its commit; evictable ones count as free.
     """
 
@@ -131,7 +131,7 @@ class StepView(Value):
     @property
     def digest(self) -> int:
         """The decision digest after the step."""
-        return int.from_bytes(self.digest_bytes, "little")
+        return int.from_bytes(self.digest_bytes, "big")
 
     @property
     def emitted(self) -> list[str]:

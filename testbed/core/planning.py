@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from typing import TypeVar
-
 from testbed.core.plan import BatchPlan, Pair
 from testbed.core.step import Step
-
-T = TypeVar("T")
 
 
 def make_plan(step: Step) -> BatchPlan:
@@ -17,25 +12,21 @@ def make_plan(step: Step) -> BatchPlan:
         step.number,
         step.batch.shape(step.blocks.sliding_window, len(step.swap_out), len(swap_in), len(copies)),
         step.batch,
-        _frozen(step.admitted),
-        _frozen(step.preempted),
-        _frozen(step.swap_out),
-        _frozen(swap_in),
-        _frozen(step.swapped_in),
-        _frozen(copies),
-        _frozen(step.ignored),
+        step.admitted,
+        step.preempted,
+        step.swap_out,
+        swap_in,
+        step.swapped_in,
+        copies,
+        step.ignored,
         step.blocked_by,
         any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs),
     )
 
 
-def _frozen(items: Seq[T]) -> tuple[T, ...]:
-    return tuple(items) if items else ()
-
-
-def _last_into_each(pairs: list[Pair]) -> list[Pair]:
+def _last_into_each(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Of the moves into one block the last: its first taker found its content elsewhere and gave it back."""
     if not pairs:
         return pairs
     sources = {destination: source for source, destination in pairs}
-    return [(source, destination) for source, destination in pairs if sources[destination] == source]
+    return tuple([(source, destination) for source, destination in pairs if sources[destination] == source])

@@ -21,11 +21,11 @@ class Preempting:
     """Of one step. A sequence stands for its group. policy: a PreemptionChoice, whose answer may be a mode's name."""
 
     def __init__(self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: Any) -> None:
-        self.preempted: list[Preemption] = []
-        self.swap_out: list[Pair] = []
+        self.preempted: tuple[Preemption, ...] = ()
+        self.swap_out: tuple[Pair, ...] = ()
         self.held: list[Sequence] = []  # victims that are back in the queue when the step is decided
-        self.ignored: list[Ignored] = []
-        self.ended: list[tuple[Sequence, str]] = []  # ignored sequences, with the reason
+        self.ignored: tuple[Ignored, ...] = ()
+        self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
         self._batch = batch
         self._blocks = blocks
         self._running = running
@@ -72,9 +72,9 @@ class Preempting:
 
     def end(self, seq: Sequence, reason: str) -> None:
         """Reports a sequence, and those with it, as ignored. They hold nothing, and are in no queue."""
-        self.ignored.append(Ignored(seq.seq_id, seq.request_id, reason))
+        self.ignored += (Ignored(seq.seq_id, seq.request_id, reason),)
         for one in seq.together:
-            self.ended.append((one, reason))
+            self.ended += ((one, reason),)
 
     def _withdraw(self, seq: Sequence) -> bool:
         """A victim that was scheduled already gives its share of the step back; False: it was not."""
@@ -105,7 +105,7 @@ class Preempting:
         self._running.swap_out(seq)
 
     def _note(self, seq: Sequence, mode: PreemptionMode) -> None:
-        self.preempted.append(Preemption(seq.seq_id, seq.request_id, mode, seq.num_computed_tokens))
+        self.preempted += (Preemption(seq.seq_id, seq.request_id, mode, seq.num_computed_tokens),)
         seq.num_preemptions += 1
 
     def _free_and_end(self, seq: Sequence, reason: str) -> None:

@@ -13,7 +13,7 @@ from testbed.blocks.kv_sequence import KVSequence
 from testbed.blocks.manager import BlockManager
 from testbed.core.commit import Commit, note_prompts
 from testbed.core.composition import Composition
-from testbed.core.digest import Digest, abort_event, finish_event, plan_events
+from testbed.core.digest import Digest
 from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.limits import Limits
 from testbed.core.outcome import Finished, FinishReason, StepResult
@@ -56,11 +56,10 @@ class Scheduler:
         self._eos_token_id = eos_token_id
         self._running = Running()
         self._waiting = Waiting(queue, limits)
-        self._commit = Commit(self._running, blocks)
         self._digest = Digest()
+        self._commit = Commit(self._running, blocks, self._digest)
         self._live: dict[str, list[Sequence]] = {}  # members that have not ended, by request id
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
-        self._pending_events: list[int] = []
         self._step: Step | None = None  # the plan in flight
 
     # --- state ---
@@ -68,11 +67,11 @@ class Scheduler:
     @property
     def digest(self) -> int:
         """The decision digest after the last committed step."""
-        return int.from_bytes(self._digest.value, "little")
+        return int.from_bytes(self._digest.value, "big")
 
     @property
     def digest_bytes(self) -> bytes:
-        """The same, the lowest byte first."""
+        """The same, the highest byte first."""
         return self._digest.value
 
     @property
@@ -86,7 +85,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting.num_seqs
 
     @property
     def num_swapped(self) -> int:
@@ -145,7 +144,7 @@ class Scheduler:
             return None
         finished: list[Finished] = []
         for seq in members[:]:
-            self._pending_events += abort_event(seq.seq_id)
+            self._digest.aborted(seq.seq_id)
             if seq.state is SequenceState.RUNNING:
                 self._running.stop_one(seq)
                 self.blocks.free(seq)
@@ -186,26 +185,24 @@ class Scheduler:
         step = self._step
         assert step is not None, "nothing is in flight"
         self._step = None
-        events = plan_events(step)
-        if self._pending_events:
-            events, self._pending_events = self._pending_events + events, []
-        composition = self._digest.composition(step.batch)
+        self._digest.begin(step.batch, self.free_gpu_blocks, self.free_cpu_blocks)
+        self._digest.planned(step)
         finished: list[Finished] = []
         for seq, message in step.ended:
             self._end(seq, FinishReason.IGNORED, message, now_ns, finished)
         if result.prompt_logprobs:
             note_prompts(step.batch, result.prompt_logprobs)
-        ending = self._commit.advance(step.batch, result.outcomes or (), events)
+        ending = self._commit.advance(step.batch, result.outcomes or ())
         self._tell_served(step, now_ns)
         for seq, reason in ending:
             if seq.state is SequenceState.RUNNING:
                 self._running.stop_one(seq)
                 self.blocks.free(seq)
-            events += finish_event(seq.seq_id, reason)
+            self._digest.finished(seq.seq_id, reason)
             self._end(seq, reason, "", now_ns, finished)
         self.blocks.freed()
         self.num_steps += 1
-        self._digest.add(composition, self.free_gpu_blocks, self.free_cpu_blocks, events)
+        self._digest.end()
         return finished
 
     def _tell_served(self, step: Step, now_ns: int) -> None:
@@ -257,6 +254,7 @@ class Scheduler:
         holders: list[KVSequence] = list(live)
         self.blocks.check_invariants(holders)
         running.check_invariants(is_between_steps=self._step is None)
+        self._waiting.check_invariants()
         ended = {seq.seq_id for seq, _ in self._step.ended} if self._step is not None else set()
         places: dict[SequenceState, set[int]] = {
             SequenceState.WAITING: {seq.seq_id for seq in self._waiting} | {seq.seq_id for seq, _ in self._rejected},

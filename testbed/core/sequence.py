@@ -11,6 +11,9 @@ from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import Final
 
+from librt.vecs import append, vec
+from mypy_extensions import i32
+
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.core.outcome import Completion, Finished, FinishReason, TokenLogprobs
 from testbed.core.request import Request
@@ -63,6 +66,7 @@ class Sequence(KVSequence):
         )  # fmt: skip
         self.request = request
         self.request_id = request.request_id
+        self.sampling = sampling
         self.unit_id = seq_id  # the same for sequences that are scheduled together
         self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
@@ -78,6 +82,7 @@ class Sequence(KVSequence):
         # beams are searched: only their length is forced
         self.is_forced = forced is not None and sampling.beam_width <= 1
         self._tokens: array[int] | None = None  # None: nobody has read them
+        self._newest: vec[i32] = vec[i32]()  # what was drawn since
         self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of what was emitted
         self.score = self.score_before = 0.0  # their sum, and the one without the newest
         # of the prompt's tokens, as far as they came; one list for all members of a group
@@ -95,6 +100,9 @@ class Sequence(KVSequence):
             forced = self.request.forced_output
             if self.is_forced and forced is not None:
                 self._tokens.extend(array("i", forced[: self.token_limit - self.num_prompt_tokens]))
+        if len(self._newest):
+            self._tokens.frombytes(memoryview(self._newest).cast("B"))
+            self._newest = vec[i32]()
         return self._tokens
 
     def first_tokens(self, num_tokens: int) -> array[int]:
@@ -114,6 +122,13 @@ class Sequence(KVSequence):
         """The known tokens at positions start … stop - 1, as far as there are any."""
         return self.tokens[start : min(stop, self.num_tokens)]
 
+    def next_tokens(self, num_tokens: int) -> Seq[int]:
+        """The known tokens that are computed next."""
+        start = self.num_computed_tokens
+        if num_tokens == 1 and len(self._newest) and start == self.num_tokens - 1:
+            return (int(self._newest[-1]),)
+        return self.tokens[start : start + num_tokens]
+
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
@@ -132,7 +147,7 @@ class Sequence(KVSequence):
         """One more known token; a forced sequence has it already."""
         self.num_tokens += 1
         if not self.is_forced:
-            self.tokens.append(token)
+            self._newest = append(self._newest, i32(token))
 
     def note_logprobs(self, ones: tuple[TokenLogprobs, ...]) -> None:
         """What came with the newest token, if anything."""
@@ -178,7 +193,7 @@ class Sequence(KVSequence):
         if self.group is None:
             return 1
         if not self.group.has_parted or self.group.is_beam:
-            return self.request.sampling.num_seqs
+            return self.sampling.num_seqs
         return 1 if self.siblings is None else len(self.siblings)
 
     @property
@@ -197,7 +212,7 @@ class Sequence(KVSequence):
     @property
     def num_samples(self) -> int:
         """Tokens to draw when it samples next: several where a group's members are about to part."""
-        return self.request.sampling.num_seqs if self.group is not None and not self.group.has_parted else 1
+        return self.sampling.num_seqs if self.group is not None and not self.group.has_parted else 1
 
     def fork(self, seq_id: int, token: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Sequence:
         """A new member of the group: all that is computed of this one, and `token` after it, with its logprobs."""

@@ -6,8 +6,6 @@ its group: what is done to it is done to `seq.together`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
@@ -33,16 +31,16 @@ class Step:
         self.limits = limits
         self.blocks = blocks
         self.batch = Batch(limits.max_num_batched_tokens)
-        self.admitted: list[Admission] = []
-        self.swap_in: list[Pair] = []
-        self.swapped_in: list[str] = []
+        self.admitted: tuple[Admission, ...] = ()
+        self.swap_in: tuple[Pair, ...] = ()
+        self.swapped_in: tuple[str, ...] = ()
         self.blocked_by: BlockedBy | None = None  # what keeps the head of the queue out
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
         self._running = running
         self._waiting = waiting
         self._policies = policies
         self._leaving: Preempting | None = None  # made when somebody leaves, which few steps see
-        self.deferred: list[Sequence] = []  # passed over, and then back in the queue too
+        self.deferred: tuple[Sequence, ...] = ()  # passed over, and then back in the queue too
 
     @property
     def rows(self) -> list[Row]:
@@ -59,19 +57,19 @@ class Step:
         self.batch.token_budget = num_tokens
 
     @property
-    def preempted(self) -> Seq[Preemption]:
+    def preempted(self) -> tuple[Preemption, ...]:
         return () if self._leaving is None else self._leaving.preempted
 
     @property
-    def swap_out(self) -> Seq[Pair]:
+    def swap_out(self) -> tuple[Pair, ...]:
         return () if self._leaving is None else self._leaving.swap_out
 
     @property
-    def ignored(self) -> Seq[Ignored]:
+    def ignored(self) -> tuple[Ignored, ...]:
         return () if self._leaving is None else self._leaving.ignored
 
     @property
-    def ended(self) -> Seq[tuple[Sequence, str]]:
+    def ended(self) -> tuple[tuple[Sequence, str], ...]:
         """Ignored sequences, with the reason."""
         return () if self._leaving is None else self._leaving.ended
 
@@ -82,7 +80,7 @@ class Step:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting.num_seqs
 
     @property
     def num_swapped(self) -> int:
@@ -192,7 +190,7 @@ class Step:
         """Swaps a sequence in: it runs again from where it was."""
         self._running.leave_swapped(seq)
         self.swap_in += self.blocks.swap_in(seq)
-        self.swapped_in.append(seq.request_id)
+        self.swapped_in += (seq.request_id,)
         self._running.start(seq)
 
     def take_back(self, seq: Sequence, num_tokens: int) -> Verdict:
@@ -250,7 +248,7 @@ class Step:
         seq.is_prefilling = True
         self._running.start(seq)
         seq.restart(hit.num_tokens)
-        self.admitted.append(Admission(seq.seq_id, seq.request_id, hit.num_tokens, seq.num_preemptions > 0))
+        self.admitted += (Admission(seq.seq_id, seq.request_id, hit.num_tokens, seq.num_preemptions > 0),)
         self.schedule(seq, num_tokens)
 
     def make_room(self) -> bool:
@@ -276,7 +274,7 @@ class Step:
     def defer(self, seq: Sequence) -> None:
         """Passes a waiting sequence over in this step; it keeps its place in the queue."""
         self._waiting.remove(seq)
-        self.deferred.append(seq)
+        self.deferred += (seq,)
 
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""

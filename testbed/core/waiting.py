@@ -17,34 +17,41 @@ class Waiting:
         self.yields: Callable[[Any, int], Sequence | None] | None = getattr(queue, "yields", None)
         self.served: Callable[[Sequence, int, int, int], None] | None = getattr(queue, "served", None)
         self.left: Callable[[Sequence, int], None] | None = getattr(queue, "left", None)
+        self.num_seqs = 0
         self.num_long = 0  # with a long prefill before them
         self._queue = queue
         self._long_from = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
 
     def push(self, seq: Sequence) -> None:
         """A new sequence waits."""
-        self.num_long += self.is_long(seq)
+        self._count(seq, 1)
         self._queue.push(seq)
 
     def push_back(self, seq: Sequence) -> None:
         """A sequence that was running, or was passed over, waits again."""
-        self.num_long += self.is_long(seq)
+        self._count(seq, 1)
         self._queue.push_preempted(seq)
 
     def head(self, now_ns: int) -> Sequence | None:
-        return self._queue.head(now_ns)
+        return self._queue.head(now_ns) if self.num_seqs else None
 
     def remove(self, seq: Sequence) -> None:
         """The sequence waits no more."""
-        self.num_long -= self.is_long(seq)
+        self._count(seq, -1)
         self._queue.remove(seq)
+
+    def _count(self, seq: Sequence, change: int) -> None:
+        self.num_seqs += change
+        if self.is_long(seq):
+            self.num_long += change
 
     def is_long(self, seq: Sequence) -> bool:
         """Whether more tokens are to be prefilled than `long_prefill_token_threshold` (0: 4 % of max_model_len)."""
         return seq.num_tokens - seq.num_computed_tokens > self._long_from
 
-    def __len__(self) -> int:
-        return len(self._queue)
-
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._queue)
+
+    def check_invariants(self) -> None:
+        assert self.num_seqs == len(self._queue)
+        assert self.num_long == sum([1 for seq in self._queue if self.is_long(seq)])

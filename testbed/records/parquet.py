@@ -7,23 +7,20 @@ and goes through lists of instants one by one.
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-MAX_WAITING = 3  # groups of rows that are not written yet
 _TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
 
 
 class ParquetFile:
-    """A file that exists, complete, once closed. columns: names and types. worker: one thread, which does the work.
+    """A file that exists, complete, once closed. columns: names and types. worker: one thread, which encodes and writes.
 
     What could not be written raises OSError with the file's name, by a later group and again when it is closed.
     """
@@ -36,30 +33,34 @@ class ParquetFile:
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
         self._path = path
         self._worker = worker
-        self._waiting: deque[Future[None]] = deque()  # a group that failed stays the first
+        self._group: Future[None] | None = None  # the last one
 
-    def write(self, columns: Callable[[], list[Any]]) -> None:
-        """One group of rows, by column, made in the thread. Waits while too many groups do."""
-        self._wait(MAX_WAITING - 1)
-        self._waiting.append(self._worker.submit(self._write, columns))
+    def write(self, columns: list[Any]) -> None:
+        """One group of rows, by column. Waits until the one before is written, and until the thread has begun: a
+        compiled loop hardly ever lets another thread have Python's lock, and Arrow needs it only to begin and to end.
+        """
+        self._wait()
+        arrays = [as_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        has_begun = Event()
+        self._group = self._worker.submit(self._write, pa.record_batch(arrays, schema=self._schema), has_begun)
+        has_begun.wait()
 
     def close(self) -> None:
-        self._wait(0)
+        self._wait()
         try:
             self._writer.close()
         except OSError as error:
             raise self._failed(error) from None
 
-    def _wait(self, num_left: int) -> None:
-        """Until at most so many groups wait. Raises what went wrong with one of those before, each time."""
-        while self._waiting and (len(self._waiting) > num_left or self._waiting[0].done()):
-            self._waiting[0].result()
-            self._waiting.popleft()
+    def _wait(self) -> None:
+        """Until the last group is written. Raises what went wrong with it, each time."""
+        if self._group is not None:
+            self._group.result()
 
-    def _write(self, columns: Callable[[], list[Any]]) -> None:
-        arrays = [as_arrow(column, field.type) for column, field in zip(columns(), self._schema, strict=True)]
+    def _write(self, group: pa.RecordBatch, has_begun: Event) -> None:
+        has_begun.set()
         try:
-            self._writer.write_batch(pa.record_batch(arrays, schema=self._schema))
+            self._writer.write_batch(group)
         except OSError as error:
             raise self._failed(error) from None
 
@@ -89,12 +90,12 @@ def columns_of(data: bytes, columns: dict[str, str], texts: tuple[str | None, ..
 
 
 def as_arrow(column: Any, kind: Any) -> Any:
-    """A column of Python's values, None for null, or a numpy array, as an Arrow array of type `kind`. OverflowError if
-    a number does not fit."""
+    """A column of Python's values, None for null, or a numpy array, as an Arrow array of type `kind`. A list of int64 is
+    a buffer of them. OverflowError if a number does not fit."""
     if kind == pa.string():
         return _coded(column) if isinstance(column, CodedTexts) else _strings(column)
     if kind == pa.list_(pa.int64()):
-        lists = [array("q", () if one is None else one) for one in column]
+        lists = [b"" if one is None else one for one in column]
         child = _array(kind.value_type, sum(map(len, lists)), None, b"".join(lists))
         return _array(kind, len(lists), _known(column), _offsets(lists), children=[child])
     dtype = kind.to_pandas_dtype()

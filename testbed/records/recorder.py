@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+from librt.vecs import append, vec
+from mypy_extensions import i64
+
 from testbed.core.interfaces import StepView
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.plan import Admission, Preemption, PreemptionMode
@@ -19,8 +22,8 @@ from testbed.records.tables import RowTable, StepTable
 class RunRecorder:
     """Writes requests.parquet, steps.parquet and, if asked, decisions.jsonl into a run folder, as a `Recorder`.
 
-    Rows are flushed in groups, so memory does not grow with the run; they become Parquet in a thread of their own, and
-    what that thread could not write is raised by the next group or by `close`. `close` adds a row for every request
+    Rows are flushed in groups, so memory does not grow with the run; a thread of their own writes them as Parquet, and
+    what it could not write is raised by the next group or by `close`. `close` adds a row for every request
     that is unfinished and completes the files; it must be called also after a failure.
 
     replica: the number of the one that it records, of a fleet; None: there is only one. beside: another replica's
@@ -79,9 +82,8 @@ class RunRecorder:
             self._decisions.write(json.dumps(whose | decision(step)) + "\n")
 
     def _emitted(self, emitters: list[Sequence], end_ns: int) -> None:
-        boxed: object = end_ns  # compiled code makes a Python int of it once, not for each token
         for seq in emitters:
-            self._open[seq.request_id].emitted(end_ns, boxed)
+            self._open[seq.request_id].emitted(end_ns)
 
     def _preempted(self, preempted: tuple[Preemption, ...]) -> tuple[int, int]:
         """How many requests are to be recomputed, and how many were preempted; the members of a group go together."""
@@ -120,8 +122,7 @@ class RunRecorder:
 class OpenRequest:
     """What is known of a request that has not ended.
 
-    Tokens of several sequences of a group that come in one step have one instant. keeps_instants: all of them, else the
-    first and the last.
+    Tokens of several sequences of a group that come in one step have one instant. keeps_instants: of every one.
     """
 
     def __init__(self, request: Request, queued_ns: int, keeps_instants: bool) -> None:
@@ -135,21 +136,21 @@ class OpenRequest:
         self.restarts: dict[int, tuple[int, int]] = {}
         self.num_tokens = 0
         self.num_token_steps = 0
-        self.last_ns = -1  # of the newest token
-        self.instants: list[object] = []
+        self.first_ns = self.last_ns = -1  # of a token
+        self.instants: vec[i64] = vec[i64]()
         self.keeps_instants = keeps_instants
 
-    def emitted(self, now_ns: int, boxed: object) -> None:
-        """One token. boxed: now_ns as the object that is kept."""
+    def emitted(self, now_ns: int) -> None:
+        """One token."""
         self.num_tokens += 1
         if now_ns == self.last_ns:
             return
         self.last_ns = now_ns
         self.num_token_steps += 1
-        if self.keeps_instants or self.num_token_steps <= 2:
-            self.instants.append(boxed)
-        else:
-            self.instants[1] = boxed
+        if self.num_token_steps == 1:
+            self.first_ns = now_ns
+        if self.keeps_instants:
+            self.instants = append(self.instants, i64(now_ns))
 
     def admitted(self, admission: Admission, plan_ns: int) -> None:
         if self.first_scheduled_ns is None:
@@ -169,16 +170,15 @@ class OpenRequest:
         self.restarts[preemption.seq_id] = max(most_computed, num_computed), restarted_at
 
     def row(self, reason: str | None, message: str | None, finish_ns: int | None, replica: int) -> tuple[Any, ...]:
-        """Its row of requests.parquet; the list of instants is handed over."""
+        """Its row of requests.parquet."""
         request, num_steps, arrival_ns = self.request, self.num_token_steps, self.request.arrival_ns
-        times: list[Any] = self.instants
         return (
             request.request_id, request.session_id, request.turn, request.tenant, request.priority, replica,
             len(request.prompt_token_ids), self.num_tokens, num_steps, self.num_cached_tokens,
             self.num_preemptions, self.num_recomputed_tokens, reason, message or None,
             arrival_ns, self.queued_ns, self.first_scheduled_ns,
-            times[0] if times else None, finish_ns, times if self.keeps_instants else None,
-            (times[0] - arrival_ns) / 1e9 if times else None,
-            (times[-1] - times[0]) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
+            self.first_ns if num_steps else None, finish_ns, memoryview(self.instants) if self.keeps_instants else None,
+            (self.first_ns - arrival_ns) / 1e9 if num_steps else None,
+            (self.last_ns - self.first_ns) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
             (finish_ns - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip

@@ -1,17 +1,15 @@
 """Rows of a run's records until they are written, in groups: memory does not grow with a run.
 
-Knows what numbers a step has. The columns of a group are made in the thread that writes it (`parquet.py`): what is
-handed over belongs to that.
+Knows what numbers a step has.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from librt.strings import BytesWriter, write_i64_le
+from librt.strings import BytesWriter, read_i64_be, write_i64_le
 
 from testbed.core.plan import BlockedBy
 from testbed.records.schema import STEP_COLUMNS
@@ -42,16 +40,12 @@ class RowTable:
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
-        self._file.write(partial(_by_column, rows))
+        self._file.write(list(zip(*rows, strict=True)))
 
     def close(self) -> None:
         if self._rows:
             self._flush()
         self._file.close()
-
-
-def _by_column(rows: list[tuple[Any, ...]]) -> list[Any]:
-    return list(zip(*rows, strict=True))
 
 
 class StepTable:
@@ -100,15 +94,16 @@ class StepTable:
         write_i64_le(rows, spans.swap_ns)
         write_i64_le(rows, spans.forward_ns)
         write_i64_le(rows, spans.sample_ns)
-        rows.write(step.digest_bytes)
+        write_i64_le(rows, read_i64_be(step.digest_bytes, 0))
         if len(rows) >= self._flush_bytes:
             self._flush()
 
     def _flush(self) -> None:
         from testbed.records.parquet import columns_of
 
-        data, self._rows = self._rows.getvalue(), BytesWriter()
-        self._file.write(partial(columns_of, data, STEP_COLUMNS, _REASONS))
+        data = self._rows.getvalue()
+        self._rows.truncate(0)
+        self._file.write(columns_of(data, STEP_COLUMNS, _REASONS))
         self._num_groups += 1
         if self._num_groups == _SMALL_GROUPS:
             self._flush_bytes *= 8

@@ -227,7 +227,7 @@ def test_it_is_made_as_its_module_says(composition: str) -> None:
         members = [row.seq_id for row in rows] + [row.num_tokens for row in rows]
         digest = xxh64_intdigest(pack("<QQqq", digest, xxh64_intdigest(q64(members)), *free) + q64(events))
         assert scheduler.digest == digest, plan
-        assert int.from_bytes(scheduler.digest_bytes, "little") == digest
+        assert int.from_bytes(scheduler.digest_bytes, "big") == digest
     assert seen == {
         (1, "hit"), (1, "none"), (1, False), (1, True), (2, PreemptionMode.SWAP), (3, "ignored"), (6, "out"), (6, "in"),
         (2, PreemptionMode.RECOMPUTE),  # where the CPU pool was full

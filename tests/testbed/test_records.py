@@ -279,7 +279,7 @@ def test_without_steps_only_their_rows_are_missing(tmp_path: Path) -> None:
 
 
 def step_of(plan: BatchPlan, end_ns: int, spans: Spans, emitters: Seq[Sequence] = ()) -> StepView:
-    digest = (2**64 - end_ns).to_bytes(8, "little")
+    digest = (2**64 - end_ns).to_bytes(8, "big")
     return StepView(plan, 0, StepResult(end_ns, None, spans), digest, [*emitters], 1, 0, 0, 7, 0)
 
 

@@ -46,7 +46,7 @@ def test_blocks_move_out_and_in_as_pairs() -> None:
     blocks = make_blocks(num_blocks=6, num_cpu_blocks=4, block_size=4, caching=False)
     other, seq = holding(blocks, 0, 4), holding(blocks, 1, 10)
     assert seq.block_table == [1, 2, 3]
-    assert blocks.swap_out(seq) == [(1, 0), (2, 1), (3, 2)]
+    assert blocks.swap_out(seq) == ((1, 0), (2, 1), (3, 2))
     blocks.check_invariants([other, seq])
     assert (seq.cpu_table, blocks.num_free_blocks, blocks.num_free_cpu_blocks) == ([0, 1, 2], 5, 1)
     assert (seq.block_table, seq.num_computed_tokens) == ([], 10)

@@ -66,7 +66,7 @@ class Batch(Rows):
 
 def _scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
     start = seq.num_computed_tokens
-    sampling, group = seq.sampling, seq.group
+    group = seq.group
     return ScheduledSequence(
         seq.seq_id,
         start,
@@ -75,11 +75,11 @@ def _scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
         start + num_tokens == seq.num_tokens,
         seq.is_forced,
         seq.block_table,
-        sampling,
+        seq.sampling,
         seq.num_samples,
         seq.seq_id if group is None else group.group_id,
         seq.num_prompt_tokens,
-        seq.known_tokens(0, seq.num_tokens) if sampling.needs_history else (),
+        seq.known_tokens(0, seq.num_tokens) if seq.needs_history else (),
         seq.score,
         0 if group is None else len(group.finished),
     )

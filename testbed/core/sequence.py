@@ -67,6 +67,7 @@ class Sequence(KVSequence):
         self.request = request
         self.request_id = request.request_id
         self.sampling = sampling
+        self.needs_history = sampling.needs_history
         self.unit_id = seq_id  # the same for sequences that are scheduled together
         self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone

@@ -270,7 +270,9 @@ class BlockManager:
     def forget(self, seq: KVSequence) -> None:
         """The sequence will not come back."""
         assert not seq.block_table, "a sequence has ended that still has blocks"
-        seq.chain = None
+        if seq.chain is not None:
+            seq.chain.unlisted = None  # which knows the chain, and may stay
+            seq.chain = None
 
     # --- inside ---
 

@@ -8,7 +8,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 # What runs a second time, with the compiled core.
 COMPILED_SUITES := tests/conformance tests/properties tests/parity tests/golden tests/test_compiled.py \
-  tests/experiments/test_own_classes.py
+  tests/experiments/test_own_classes.py tests/cost/test_own_prices.py
 
 .PHONY: demo test setup compile lint types check bench flash clean
 

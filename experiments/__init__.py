@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import testbed  # noqa: F401  decides whether the compiled modules are used, the one of this package too
+import testbed  # noqa: F401 imported for what it does: it finds the compiled modules, the one of this package too
 
 if TYPE_CHECKING:
     from experiments.api import replay, simulate

@@ -135,7 +135,10 @@ def _describe(scheduler: Scheduler, num_sent: int) -> dict[str, Any]:
     return {
         "num_steps": scheduler.num_steps,
         "num_sent": num_sent,
-        "prefix_cache": {"queried_tokens": blocks.num_queried_tokens, "hit_tokens": blocks.num_hit_tokens},
+        "prefix_cache": {
+            "queried_tokens": blocks.prefixes.num_queried_tokens,
+            "hit_tokens": blocks.prefixes.num_hit_tokens,
+        },
         "digest": f"{scheduler.digest:016x}",
     }
 

@@ -87,7 +87,7 @@ def _status_line(interval_s: float, scheduler: Scheduler, label: str) -> StatusL
     blocks, log = scheduler.blocks, logging.getLogger("testbed")
 
     def hits() -> CacheHits:
-        return CacheHits(blocks.num_queried_tokens, blocks.num_hit_tokens)
+        return CacheHits(blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens)
 
     def say(line: str) -> None:
         log.info("status: %s%s", label, line)

@@ -30,7 +30,7 @@ from real.loader import load_weights
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.parallel.group import SINGLE, TensorGroup
-from real.profiling import Limits, capture_decodes, fitting_num_blocks, warm_up
+from real.profiling import BatchLimits, capture_decodes, fitting_num_blocks, warm_up
 from real.runner import ModelRunner
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
@@ -146,7 +146,7 @@ class RealBackend:
             seed=seed,
             eos_token_id=spec.eos_token_id,
         )
-        limits = Limits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
+        limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
         captured: tuple[list[int], CudaCapture] | None = None
         if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
             largest = min(config.max_captured_size, max_num_seqs, max_num_batched_tokens)

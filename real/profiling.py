@@ -21,7 +21,7 @@ WARM_UP_CONTEXT = 1024  # worth several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for a prefill of a measured kind; the maximum would take a CPU seconds
 
 
-class Limits(NamedTuple):
+class BatchLimits(NamedTuple):
     """The largest step that the core will plan."""
 
     block_size: int
@@ -34,7 +34,7 @@ def fitting_num_blocks(
     runner: ModelRunner,
     spec: ModelSpec,
     placement: Placement,
-    limits: Limits,
+    limits: BatchLimits,
     cache_dtype: torch.dtype,
     gpu_memory_utilization: float,
     cpu_kv_bytes: int,
@@ -74,7 +74,7 @@ def _num_blocks_of_budget(size: int, block_size: int, cpu_kv_bytes: int) -> int:
 
 @torch.inference_mode()
 def _measure(
-    runner: ModelRunner, spec: ModelSpec, placement: Placement, limits: Limits, cache_dtype: torch.dtype
+    runner: ModelRunner, spec: ModelSpec, placement: Placement, limits: BatchLimits, cache_dtype: torch.dtype
 ) -> tuple[int, int]:
     """Bytes of the weights, and of the peak of two steps at the maximum load (over two KV blocks, which count as well)
     plus what others hold of the GPU."""
@@ -138,7 +138,7 @@ def _measure_graphs(
     runner: ModelRunner,
     caches: LayerCaches,
     placement: Placement,
-    limits: Limits,
+    limits: BatchLimits,
     sizes: list[int],
     capture: CudaCapture,
 ) -> int:
@@ -157,7 +157,7 @@ def _measure_graphs(
 
 
 @torch.inference_mode()
-def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: Limits) -> None:
+def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: BatchLimits) -> None:
     """Runs steps of each kind and touches the device's KV memory: no measured step pays for first calls."""
     is_cuda = placement.device.type == "cuda"
     if is_cuda:
@@ -168,7 +168,7 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
         layer.zero_()
 
 
-def warm_up_loads(limits: Limits, is_cuda: bool) -> list[list[tuple[int, int]]]:
+def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, int]]]:
     """Rows (query length, context length) of steps of each kind. On a GPU those are the kinds that launch other
     kernels: long and short prefills, alone and beside decodes, few long decodes and many short ones."""
     num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
@@ -182,8 +182,13 @@ def warm_up_loads(limits: Limits, is_cuda: bool) -> list[list[tuple[int, int]]]:
 
 
 def capture_decodes(
-    runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: Limits, sizes: list[int], capture: Capture
-) -> DecodeGraphs:
+    runner: ModelRunner,
+    cache: CacheEngine,
+    placement: Placement,
+    limits: BatchLimits,
+    sizes: list[int],
+    capture: Capture,
+) -> DecodeGraphs:  # fmt: skip
     """Decode steps of these batch sizes over the cache, ready to be replayed; the KV memory is zeros again."""
     return _captured(runner, cache.gpu, placement, limits, sizes, capture, cache.scratch_block)
 
@@ -193,7 +198,7 @@ def _captured(
     runner: ModelRunner,
     caches: LayerCaches,
     placement: Placement,
-    limits: Limits,
+    limits: BatchLimits,
     sizes: list[int],
     capture: Capture,
     scratch_block: int,

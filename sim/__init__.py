@@ -1,3 +1,3 @@
 """The simulator: drives the core with a SimPy clock and a cost model. Knows nothing of torch."""
 
-import testbed  # noqa: F401  decides whether the compiled modules are used, those of this package too
+import testbed  # noqa: F401 imported for what it does: it finds the compiled modules, those of this package too

@@ -12,7 +12,7 @@ from typing import Any
 
 import simpy
 
-from sim.link import HostLink, Waiting
+from sim.link import HostLink, Process
 from sim.replica import Phases, Replica, ReplicaInbox, SwappingBackend
 from sim.routers import Router
 from testbed.core.interfaces import Arrive, Event, Inbox
@@ -79,13 +79,13 @@ class Fleet:
 
     # --- processes ---
 
-    def _serve(self, replica: Replica) -> Waiting:
+    def _serve(self, replica: Replica) -> Process:
         yield from replica.serve()
         self._num_left -= 1
         if not self._num_left:
             self._over.succeed()
 
-    def _route_all(self) -> Waiting:
+    def _route_all(self) -> Process:
         """Sends each event of the inbox to a replica, at its instant."""
         env, source = self._env, self._source
         while True:
@@ -101,7 +101,7 @@ class Fleet:
             for event in source.due(int(env.now)):
                 self._send(event, int(env.now))
 
-    def _guarded(self, process: Waiting) -> Waiting:
+    def _guarded(self, process: Process) -> Process:
         """Ends the run with the very error that a process ends with; SimPy itself would raise a copy."""
         try:
             yield from process

@@ -12,7 +12,7 @@ from typing import Any
 
 import simpy
 
-Waiting = Generator[Any, Any, None]
+Process = Generator[Any, Any, None]
 
 
 class HostLink:
@@ -35,7 +35,7 @@ class HostLink:
         self.busy_in_ns += duration_ns
         return self._env.process(self._move(self._in, duration_ns, list(after)))
 
-    def _move(self, queue: simpy.Resource, duration_ns: int, after: list[simpy.Event]) -> Waiting:
+    def _move(self, queue: simpy.Resource, duration_ns: int, after: list[simpy.Event]) -> Process:
         if after:
             yield self._env.all_of(after)
         with queue.request() as turn:

@@ -10,7 +10,7 @@ import simpy
 
 from sim.backend import SimWork
 from sim.driver import MAX_NS, result_of, too_late
-from sim.link import HostLink, SwapsUnderWay, Waiting
+from sim.link import HostLink, Process, SwapsUnderWay
 from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.interfaces import Arrive, Event, Execute, Resume, WaitUntil
 from testbed.core.outcome import Finished, StepResult
@@ -139,7 +139,7 @@ class Replica:
 
     # --- the process ---
 
-    def serve(self) -> Waiting:
+    def serve(self) -> Process:
         """Drives the loop to its end."""
         env = self._env
         self._take(next(self._loop, None))

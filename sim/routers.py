@@ -17,6 +17,7 @@ from xxhash import xxh64_intdigest
 
 from testbed.core.request import Request
 from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 
 
 class ReplicaView(Protocol):
@@ -89,7 +90,7 @@ MEASURES: Mapping[str, Callable[[ReplicaView], int]] = {
 def measure_of(name: str, router: str) -> Callable[[ReplicaView], int]:
     """The load by this name. Raises ConfigError with the nearest valid one."""
     if name not in MEASURES:
-        raise ConfigError(_unknown(f"measure of router {router} is {name!r}", name, MEASURES))
+        raise ConfigError(unknown(f"measure of router {router} is {name!r}", name, list(MEASURES)))
     return MEASURES[name]
 
 
@@ -243,7 +244,7 @@ class SessionSticky:
 
     def __init__(self, others: Any = "least_loaded", max_sessions: int = 100_000) -> None:
         if isinstance(others, str) and others not in ROUTERS:
-            raise ConfigError(_unknown(f"others of router session_sticky is {others!r}", others, ROUTERS))
+            raise ConfigError(unknown(f"others of router session_sticky is {others!r}", others, list(ROUTERS)))
         self._others: Router = ROUTERS[others]() if isinstance(others, str) else others
         if max_sessions < 1:
             raise ConfigError(f"max_sessions of router session_sticky is {max_sessions}; it must be at least 1")
@@ -276,11 +277,3 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
     "prefix_hash": PrefixHash,
     "session_sticky": SessionSticky,
 }
-
-
-def _unknown(what: str, name: str, choices: Mapping[str, Any]) -> str:
-    from difflib import get_close_matches  # seldom needed
-
-    near = get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{what}; {hint}valid: {', '.join(choices)}"

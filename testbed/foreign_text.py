@@ -35,6 +35,11 @@ def whole(low: int, high: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def some(names: list[str]) -> str:
+    """The first few of them."""
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
 def shortened(value: object) -> str:
     """As str; a number of many digits by how many there are, another long text by its beginning."""
     if isinstance(value, int) and abs(value) >= 10**40:

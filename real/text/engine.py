@@ -59,7 +59,7 @@ class TextEngine:
     @property
     def cache_hits(self) -> CacheHits:
         blocks = self.scheduler.blocks
-        return CacheHits(blocks.num_queried_tokens, blocks.num_hit_tokens)
+        return CacheHits(blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens)
 
     def check(self, asked: TextRequest, vocab_size: int) -> None:
         """Raises RequestError, naming the prompt, for a request that could never be served whole."""

@@ -5,6 +5,7 @@ Plain records; `prefix_cache.py` and `prefixes.py` change them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 
 from librt.vecs import vec
@@ -13,12 +14,12 @@ from mypy_extensions import i64
 from testbed.blocks.keys import KeySource
 
 
-class TokenSource:
+class TokenSource(ABC):
     """Somebody whose first tokens can be read."""
 
+    @abstractmethod
     def first_tokens(self, num_tokens: int) -> array[int]:
         """At least its first `num_tokens` tokens."""
-        raise NotImplementedError
 
 
 class CacheEntry:

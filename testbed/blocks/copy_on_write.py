@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.kv_sequence import KVSequence
-
-Pair = tuple[int, int]  # (source, destination)
+from testbed.blocks.pool import Pair
 
 
 class CopyOnWrite:
@@ -24,15 +23,17 @@ class CopyOnWrite:
         pairs, self.pairs = self.pairs, ()
         return pairs
 
-    def num_needed(self, seq: KVSequence, shared: dict[int, int]) -> int:
-        """Blocks that the sequence's next write takes for a copy, 0 or 1. shared: blocks that would be copied, with the
-        references that remain; it is told what this write leaves."""
-        block = self._shared_block(seq)
-        if block is None:
-            return 0
-        left = shared.setdefault(block, self._gpu.pool.ref_counts[block])
-        shared[block] = left - 1
-        return int(left > 1)  # the last of those who share it writes in place
+    def num_needed(self, unit: tuple[KVSequence, ...]) -> int:
+        """Blocks that the next writes of these sequences take for copies."""
+        num_sharing: dict[int, int] = {}  # of each block that they write, how many have it still
+        num_copies = 0
+        for seq in unit:
+            block = self._shared_block(seq)
+            if block is not None:
+                num_left = num_sharing.get(block, self._gpu.pool.ref_counts[block])
+                num_copies += num_left > 1  # the last of those who share it writes in place
+                num_sharing[block] = num_left - 1
+        return num_copies
 
     def write(self, seq: KVSequence) -> None:
         """The sequence is about to write: a block that it shares becomes one of its own."""

@@ -7,7 +7,9 @@ pool. Every operation is O(1) or O(log n). Ties never depend on anything but the
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from operator import index
+from typing import Any, Protocol
 
 from librt.vecs import append, vec
 from mypy_extensions import i64, mypyc_attr
@@ -44,30 +46,30 @@ class EvictionPolicy(Protocol):
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Evictor:
+class Evictor(ABC):
     """The same as a class, which compiled code calls without a look at the names of its methods: base of ours."""
 
-    def add(self, block: int, depth: int, last_step: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def add(self, block: int, depth: int, last_step: int) -> None: ...
 
-    def hit(self, block: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def hit(self, block: int) -> None: ...
 
-    def remove(self, block: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def remove(self, block: int) -> None: ...
 
-    def pop(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def pop(self) -> int: ...
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
 
 class Foreign(Evictor):
     """A policy of a user's class."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
+        self._policy: Any = policy  # its victims may be numpy's integers
 
     def add(self, block: int, depth: int, last_step: int) -> None:
         self._policy.add(block, depth, last_step)
@@ -79,7 +81,7 @@ class Foreign(Evictor):
         self._policy.remove(block)
 
     def pop(self) -> int:
-        return self._policy.pop()
+        return index(self._policy.pop())
 
     def __len__(self) -> int:
         return len(self._policy)

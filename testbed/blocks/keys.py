@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 
 from mypy_extensions import mypyc_attr
@@ -9,7 +10,7 @@ from xxhash import xxh64_intdigest
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class KeySource:
+class KeySource(ABC):
     """Names the content of full blocks of `block_size` tokens.
 
     are_unique: whether equal keys mean equal contents but for the rarest chance, so that they may be made late.
@@ -19,9 +20,9 @@ class KeySource:
         self.block_size = block_size
         self.are_unique = are_unique
 
+    @abstractmethod
     def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
         """Appends keys and contents (what a hit is confirmed against) until there are `num_blocks` of each."""
-        raise NotImplementedError
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

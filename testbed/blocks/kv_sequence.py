@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from typing import Final
 
@@ -38,9 +39,9 @@ class KVSequence(TokenSource):
         self.chain: Chain | None = None  # what of it is cached; None: no prefix caching, or nobody has asked
 
     @property
+    @abstractmethod
     def tokens(self) -> array[int]:
         """The known tokens, in order; of a forced sequence also those to come."""
-        raise NotImplementedError
 
     @property
     def together(self) -> tuple[KVSequence, ...]:

@@ -7,12 +7,13 @@ grown and moved together. Prefix caching, copy-on-write and swapping are parts o
 from __future__ import annotations
 
 from testbed.blocks.config import KVRules, check_pool_sizes
-from testbed.blocks.copy_on_write import CopyOnWrite, Pair
+from testbed.blocks.copy_on_write import CopyOnWrite
 from testbed.blocks.demand import Demand
 from testbed.blocks.eviction import EvictionPolicy, evictor
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.keys import KeySource
 from testbed.blocks.kv_sequence import RELEASED, KVSequence
+from testbed.blocks.pool import Pair
 from testbed.blocks.prefixes import Prefixes, PrefixHit
 from testbed.blocks.swap import Swapping, SwapSpace, num_distinct
 from testbed.blocks.verdict import Verdict
@@ -54,11 +55,11 @@ class BlockManager:
         self._wants_spare = rules.growth_test == "one_per_sequence"
         self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
         self._gpu = GPUBlocks(num_gpu_blocks, rules, evictor(eviction), key_source)
-        self._prefixes = Prefixes(self._gpu, key_source, rules, isolate_tenants=isolate_tenants)
+        self.prefixes = Prefixes(self._gpu, key_source, rules, isolate_tenants=isolate_tenants)
         self._copies = CopyOnWrite(self._gpu, block_size)
-        self._cpu = SwapSpace(num_cpu_blocks, by_content=self.merges_content)
+        self._cpu = SwapSpace(num_cpu_blocks, by_content=self.prefixes.merged is not None)
         self._swap = Swapping(
-            self._gpu, self._cpu, self._prefixes, self._copies, self._demand,
+            self._gpu, self._cpu, self.prefixes, self._copies, self._demand,
             watermark_blocks=self.watermark_blocks if rules.watermark_for_swapped_in else 0,
             counts_all=rules.swap_test == "all_blocks",
         )  # fmt: skip
@@ -75,22 +76,8 @@ class BlockManager:
         return self._cpu.pool.num_free
 
     @property
-    def num_queried_tokens(self) -> int:
-        """Known tokens of first admissions, and how many of them were found in the cache."""
-        return self._prefixes.num_queried_tokens
-
-    @property
-    def num_hit_tokens(self) -> int:
-        return self._prefixes.num_hit_tokens
-
-    @property
     def caches_prefixes(self) -> bool:
-        return self._prefixes.source is not None
-
-    @property
-    def merges_content(self) -> bool:
-        """Whether blocks of equal prefixes become one."""
-        return self._prefixes.merged is not None
+        return self.prefixes.source is not None
 
     def num_held_blocks(self, seq: KVSequence) -> int:
         """Distinct GPU blocks of the sequence and those scheduled together with it."""
@@ -100,11 +87,7 @@ class BlockManager:
 
     def lookup(self, seq: KVSequence) -> PrefixHit:
         """The longest cached prefix of the sequence; of all its tokens but the last."""
-        return self._prefixes.lookup(seq)
-
-    def salt_of(self, seq: KVSequence) -> str:
-        """Sequences share prefixes only with those of the same salt."""
-        return self._prefixes.salt_of(seq)
+        return self.prefixes.lookup(seq)
 
     # --- admission ---
 
@@ -142,12 +125,12 @@ class BlockManager:
         assert not seq.block_table, "a sequence is admitted that has a table already"
         if self.rules.allocate == "whole":
             num_tokens = seq.num_tokens
-        if self._prefixes.merged is not None and seq.chain is not None:
-            self._prefixes.merged.fill(seq.block_table, seq.chain, num_tokens)
+        if self.prefixes.merged is not None and seq.chain is not None:
+            self.prefixes.merged.fill(seq.block_table, seq.chain, num_tokens)
         else:
-            self._prefixes.adopt(seq, hit)
+            self.prefixes.adopt(seq, hit)
             self._take(seq, self._demand.num_blocks_for(num_tokens) - len(seq.block_table))
-        self._prefixes.count_hit(seq, hit.num_tokens)
+        self.prefixes.count_hit(seq, hit.num_tokens)
 
     # --- growth ---
 
@@ -166,12 +149,9 @@ class BlockManager:
                 return self.num_free_blocks >= (seq.num_tokens % self.block_size > 0)
             if self.num_free_blocks < len(unit):
                 return False
-        needed = 0
-        shared: dict[int, int] = {}  # shared blocks that would be copied, with the references that remain
-        for one in unit:
-            needed += self._demand.num_new_blocks(one, num_tokens, len(one.block_table))
-            if one.shares_blocks:
-                needed += self._copies.num_needed(one, shared)
+        needed = sum([self._demand.num_new_blocks(one, num_tokens, len(one.block_table)) for one in unit])
+        if seq.shares_blocks:
+            needed += self._copies.num_needed(unit)
         return needed <= self._gpu.num_free
 
     def grow(self, seq: KVSequence, num_tokens: int) -> None:
@@ -203,28 +183,28 @@ class BlockManager:
             if block != RELEASED:
                 self._gpu.pool.share(block)
         child.block_table = parent.block_table[:]
-        self._prefixes.fork(parent, child)
+        self.prefixes.fork(parent, child)
 
     # --- publication ---
 
     def scheduled(self, seq: KVSequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens will be computed when this step ends; some systems let others hit them now."""
         if self._publishes_early:
-            self._prefixes.publish(seq, num_tokens)
+            self.prefixes.publish(seq, num_tokens)
 
     def computed(self, seq: KVSequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens are computed: others may hit them."""
-        self._prefixes.publish(seq, num_tokens)
+        self.prefixes.publish(seq, num_tokens)
 
     def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
         """Takes `scheduled` back: only the first `num_tokens` tokens are computed."""
-        self._prefixes.withdraw(seq, num_tokens)
+        self.prefixes.withdraw(seq, num_tokens)
 
     def planned(self) -> tuple[Pair, ...]:
         """The step is decided: what it allocated for its content counts as computed for the next one, and what it
         emptied on the CPU is free. Returns the (source, destination) pairs to copy."""
-        if self._prefixes.merged is not None:
-            self._prefixes.merged.planned()
+        if self.prefixes.merged is not None:
+            self.prefixes.merged.planned()
         self._cpu.planned()
         return self._copies.take()
 

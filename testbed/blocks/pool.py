@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+Pair = tuple[int, int]  # (source, destination) blocks
+
 
 class BlockPool:
     """Blocks 0 … num_blocks - 1. A block is free, referenced, or handed to somebody who keeps it unreferenced.

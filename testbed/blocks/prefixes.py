@@ -33,8 +33,8 @@ class Prefixes:
     """
 
     def __init__(self, gpu: GPUBlocks, source: KeySource | None, rules: KVRules, *, isolate_tenants: bool) -> None:
-        self.num_queried_tokens = 0  # of first admissions
-        self.num_hit_tokens = 0
+        self.num_queried_tokens = 0  # known ones of first admissions
+        self.num_hit_tokens = 0  # how many of them were found in the cache
         self.source = source
         self.merged: MergedContent | None = None
         if source is not None and rules.duplicates == "merged":

@@ -7,11 +7,11 @@ device swaps out, then swaps in, then copies.
 from __future__ import annotations
 
 from testbed.blocks.chain import CacheEntry
-from testbed.blocks.copy_on_write import CopyOnWrite, Pair
+from testbed.blocks.copy_on_write import CopyOnWrite
 from testbed.blocks.demand import Demand
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.kv_sequence import RELEASED, KVSequence
-from testbed.blocks.pool import BlockPool
+from testbed.blocks.pool import BlockPool, Pair
 from testbed.blocks.prefix_cache import Content, PrefixCache
 from testbed.blocks.prefixes import Prefixes
 from testbed.blocks.verdict import Verdict

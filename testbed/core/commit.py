@@ -110,7 +110,7 @@ class Commit:
             if stop is not None:
                 ending += ((child, stop),)
         for one in siblings:
-            one.siblings = siblings
+            one.join(siblings)
         return ending
 
     def _new_member_id(self, group: SequenceGroup) -> int:

@@ -5,6 +5,7 @@ A plan says everything that a device needs and nothing else; a backend never rea
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
@@ -134,26 +135,30 @@ class BatchShape(Value):
         return not (self.num_decodes or self.prefills or self.num_blocks_moved)
 
 
-class Rows:
+class Rows(ABC):
     """The rows of a plan, made when a device asks for them; a simulator never does."""
 
+    @abstractmethod
     def make(self) -> tuple[ScheduledSequence, ...]:
         """Valid until the plan is committed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_scheduled(self) -> list[tuple[str, int]]:
         """(request id, tokens) of each row."""
-        raise NotImplementedError
 
 
 class MadeRows(Rows):
-    """Rows that are there already."""
+    """Rows that are there already. names: the request id of each; a device needs none."""
 
-    def __init__(self, rows: tuple[ScheduledSequence, ...]) -> None:
+    def __init__(self, rows: tuple[ScheduledSequence, ...], names: Seq[str] = ()) -> None:
         self._rows = rows
+        self._names = names
 
     def make(self) -> tuple[ScheduledSequence, ...]:
         return self._rows
+
+    def num_scheduled(self) -> list[tuple[str, int]]:
+        return [(name, row.num_tokens) for name, row in zip(self._names, self._rows, strict=True)]
 
 
 class BatchPlan(Value):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from testbed.core.plan import BatchPlan, Pair
+from testbed.blocks.pool import Pair
+from testbed.core.plan import BatchPlan
 from testbed.core.step import Step
 
 

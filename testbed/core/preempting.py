@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from testbed.blocks.manager import BlockManager
+from testbed.blocks.pool import Pair
 from testbed.blocks.swap import num_distinct
 from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch
-from testbed.core.plan import Ignored, Pair, Preemption, PreemptionMode
+from testbed.core.plan import Ignored, Preemption, PreemptionMode
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceState
 from testbed.core.waiting import Waiting
@@ -23,7 +24,7 @@ class Preempting:
     def __init__(self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: Any) -> None:
         self.preempted: tuple[Preemption, ...] = ()
         self.swap_out: tuple[Pair, ...] = ()
-        self.held: list[Sequence] = []  # victims that are back in the queue when the step is decided
+        self.held: tuple[Sequence, ...] = ()  # victims that are back in the queue when the step is decided
         self.ignored: tuple[Ignored, ...] = ()
         self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
         self._batch = batch
@@ -41,7 +42,7 @@ class Preempting:
         can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
         # what was merged in this step is computed after the swap out, by others
-        can_swap = not (was_scheduled and blocks.merges_content)
+        can_swap = not (was_scheduled and blocks.prefixes.merged is not None)
         if (wants_swap or not can_recompute) and can_swap and blocks.can_swap_out(seq) is Verdict.OK:
             self._swap_out(seq)
         elif can_recompute:
@@ -92,11 +93,11 @@ class Preempting:
             self._blocks.free(one)
             one.restart()
             one.enter(SequenceState.WAITING)
-            one.siblings, one.unit_id = None, one.seq_id
+            one.part()
             if self._blocks.rules.victims_return == "this_step":
                 self._waiting.push_back(one)
             else:
-                self.held.append(one)
+                self.held += (one,)
 
     def _swap_out(self, seq: Sequence) -> None:
         for one in seq.together:

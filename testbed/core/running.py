@@ -35,7 +35,7 @@ class Running:
         self._num_groups += seq.group is not None
         for one in seq.together:
             one.enter(SequenceState.RUNNING)
-            one.admission = self._num_admissions
+            one.running_rank = self._num_admissions
             if one.is_prefilling:
                 self.prefilling[one.seq_id] = one
 
@@ -54,7 +54,7 @@ class Running:
             return
         left = tuple([one for one in seq.siblings if one is not seq])
         for one in left:
-            one.siblings = left if len(left) > 1 else None
+            one.join(left)
         self.units[seq.unit_id] = left[0]
 
     def swap_out(self, seq: Sequence) -> None:
@@ -82,7 +82,7 @@ class Running:
             self.units[seq.unit_id] = seq
             self._num_admissions += 1
             for one in seq.together:
-                one.admission = self._num_admissions
+                one.running_rank = self._num_admissions
 
     def check_invariants(self, *, is_between_steps: bool) -> None:
         assert self._num_groups == sum([1 for seq in self.units.values() if seq.group is not None])

@@ -218,7 +218,7 @@ class Scheduler:
         """The sequence has ended; adds what to say of its request if it was the last of it."""
         seq.enter(SequenceState.FINISHED)
         seq.finish_reason = reason
-        seq.siblings = None
+        seq.part()
         self.blocks.forget(seq)
         if self._waiting.left is not None:
             self._waiting.left(seq, now_ns)

@@ -71,7 +71,7 @@ class Sequence(KVSequence):
         self.unit_id = seq_id  # the same for sequences that are scheduled together
         self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
-        self.admission = 0  # its place in running order: larger comes later; kept by `Running`
+        self.running_rank = 0  # its place in running order: larger comes later; kept by `Running`
         self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
@@ -188,6 +188,14 @@ class Sequence(KVSequence):
 
     # --- groups ---
 
+    def join(self, siblings: tuple[Sequence, ...]) -> None:
+        """It is scheduled together with these from now on, itself included."""
+        self.siblings = siblings if len(siblings) > 1 else None
+
+    def part(self) -> None:
+        """It stands for itself from now on."""
+        self.siblings, self.unit_id = None, self.seq_id
+
     @property
     def num_seqs(self) -> int:
         """Sequences that run together with this one, itself included, now or once the group's members have parted."""
@@ -220,7 +228,7 @@ class Sequence(KVSequence):
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
         child.token_limit = self.token_limit
         child.group, child.unit_id, child.siblings = self.group, self.unit_id, self.siblings
-        child.state, child.admission, child.last_step = self.state, self.admission, self.last_step
+        child.state, child.running_rank, child.last_step = self.state, self.running_rank, self.last_step
         child.stuck_at, child.num_preemptions = self.stuck_at, self.num_preemptions
         child.num_cached_tokens = self.num_cached_tokens
         child.num_computed_tokens = self.num_computed_tokens

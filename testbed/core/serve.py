@@ -12,6 +12,7 @@ from testbed.core.interfaces import Arrive, Event, Execute, Inbox, Recorder, Res
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError
+from testbed.foreign_text import some
 
 Loop = Generator[WaitUntil | Execute, Resume, None]
 
@@ -71,5 +72,6 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
 
 def _stuck(scheduler: Scheduler) -> str:
     ids = [seq.request.request_id for seq in scheduler.unfinished()]
-    named = ", ".join(ids[:5]) + (", …" if len(ids) > 5 else "")
-    return f"nothing can be scheduled and nothing will arrive, but {len(ids)} requests wait: {named}; check the policy"
+    return (
+        f"nothing can be scheduled and nothing will arrive, but {len(ids)} requests wait: {some(ids)}; check the policy"
+    )

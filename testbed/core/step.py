@@ -7,11 +7,12 @@ its group: what is done to it is done to `seq.together`.
 from __future__ import annotations
 
 from testbed.blocks.manager import BlockManager
+from testbed.blocks.pool import Pair
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch, Row
 from testbed.core.limits import Limits
-from testbed.core.plan import Admission, BlockedBy, Ignored, Pair, Preemption
+from testbed.core.plan import Admission, BlockedBy, Ignored, Preemption
 from testbed.core.policies import Policies
 from testbed.core.preempting import Preempting
 from testbed.core.running import Running
@@ -212,8 +213,8 @@ class Step:
         self.schedule(seq, num_tokens)
 
     def next_chunk(self, seq: Sequence) -> int:
-        """How many of its missing tokens a swapped-out sequence computes when it comes back; 0: the budget is too low.
-        All of them, if so many ever fit in a step."""
+        """How many tokens a swapped-out sequence computes when it comes back; 0: the budget is too low. What a prefill
+        lacks is computed in one piece, unless it is more than any step may compute."""
         if not seq.is_prefilling:
             return 1 if self.token_budget >= seq.num_together else 0
         missing = seq.num_tokens - seq.num_computed_tokens

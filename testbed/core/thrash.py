@@ -15,6 +15,7 @@ import xxhash
 from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import SequenceState
+from testbed.foreign_text import some
 
 
 class Thrash:
@@ -49,9 +50,8 @@ class Thrash:
 
 
 def _message(ids: list[str]) -> str:
-    named = ", ".join(ids[:5]) + (", …" if len(ids) > 5 else "")
     return (
-        f"requests take KV blocks from each other and get nowhere: {named}; {Thrash.MAX_RETURNS} times in the same "
+        f"requests take KV blocks from each other and get nowhere: {some(ids)}; {Thrash.MAX_RETURNS} times in the same "
         "state without a token. Give them more blocks (cache.num_gpu_blocks) or larger chunks, run fewer at a time "
         "(scheduler.max_num_seqs), or choose another scheduler.victim"
     )

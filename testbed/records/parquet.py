@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ _TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
 
 
 class ParquetFile:
-    """A file that exists, complete, once closed. columns: names and types. worker: one thread, which encodes and writes.
+    """A file that exists, complete, once closed. columns: names and types. worker: one thread, which writes.
 
     What could not be written raises OSError with the file's name, by a later group and again when it is closed.
     """
@@ -41,9 +40,9 @@ class ParquetFile:
         """
         self._wait()
         arrays = [as_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
-        has_begun = Event()
+        has_begun: Future[None] = Future()
         self._group = self._worker.submit(self._write, pa.record_batch(arrays, schema=self._schema), has_begun)
-        has_begun.wait()
+        has_begun.result()
 
     def close(self) -> None:
         self._wait()
@@ -57,8 +56,8 @@ class ParquetFile:
         if self._group is not None:
             self._group.result()
 
-    def _write(self, group: pa.RecordBatch, has_begun: Event) -> None:
-        has_begun.set()
+    def _write(self, group: pa.RecordBatch, has_begun: Future[None]) -> None:
+        has_begun.set_result(None)
         try:
             self._writer.write_batch(group)
         except OSError as error:
@@ -90,8 +89,8 @@ def columns_of(data: bytes, columns: dict[str, str], texts: tuple[str | None, ..
 
 
 def as_arrow(column: Any, kind: Any) -> Any:
-    """A column of Python's values, None for null, or a numpy array, as an Arrow array of type `kind`. A list of int64 is
-    a buffer of them. OverflowError if a number does not fit."""
+    """A column of Python's values, None for null, or a numpy array, as an Arrow array of type `kind`. A list of int64
+    is a buffer of them. OverflowError if a number does not fit."""
     if kind == pa.string():
         return _coded(column) if isinstance(column, CodedTexts) else _strings(column)
     if kind == pa.list_(pa.int64()):

@@ -32,6 +32,7 @@ class RowTable:
         self._file = ParquetFile(path, columns, worker)
         self._rows: list[tuple[Any, ...]] = []
         self._flush_rows = flush_rows
+        self._num_groups = 0
 
     def append(self, row: tuple[Any, ...]) -> None:
         self._rows.append(row)
@@ -41,6 +42,9 @@ class RowTable:
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
         self._file.write(list(zip(*rows, strict=True)))
+        self._num_groups += 1
+        if self._num_groups == _SMALL_GROUPS:
+            self._flush_rows *= 8
 
     def close(self) -> None:
         if self._rows:

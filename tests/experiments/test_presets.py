@@ -107,7 +107,7 @@ def test_a_preset_serves_single_sequences_to_their_end(name: str, prefix_caching
                 assert list(item.output_token_ids) == list(item.request.forced_output)
         assert scheduler.blocks.num_free_blocks == 40
         assert scheduler.blocks.num_free_cpu_blocks == 40
-        assert (scheduler.blocks.num_hit_tokens > 0) is prefix_caching
+        assert (scheduler.blocks.prefixes.num_hit_tokens > 0) is prefix_caching
     assert (num_preempted > 0) is (name not in NEVER_PREEMPT), f"{num_preempted} preemptions"
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from real.profiling import Limits, warm_up_loads
+from real.profiling import BatchLimits, warm_up_loads
 from tests.kernels.paged_batches import Batch, make_spec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -86,7 +86,7 @@ def step(spec, rows: list[tuple[int, int]]) -> None:
 def test_after_the_warm_up_no_step_needs_another_kernel(launches, group, kv_dtype, window):
     """Or serving would stop for a compilation when a longer row, or another number of parts, comes along."""
     spec = make_spec(2, group, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))
-    for load in warm_up_loads(Limits(16, 512, 300, 2048), is_cuda=True):
+    for load in warm_up_loads(BatchLimits(16, 512, 300, 2048), is_cuda=True):
         step(spec, [(context - num, num) for num, context in load])
     known = launches.num_kernels
     rng = random.Random(0)

@@ -78,7 +78,10 @@ class Shadow:
         self.check_conservation()
         blocks = self.scheduler.blocks
         assert self.scheduler.num_waiting == sum(one.place == WAITING for one in self.members.values())
-        assert (blocks.num_queried_tokens, blocks.num_hit_tokens) == (self._num_queried, self._num_hit), "hit counts"
+        assert (blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens) == (
+            self._num_queried,
+            self._num_hit,
+        ), "hit counts"
         assert self.scheduler.free_gpu_blocks == blocks.num_free_blocks
         assert self.scheduler.free_cpu_blocks == blocks.num_free_cpu_blocks
         self._note_merges(plan)

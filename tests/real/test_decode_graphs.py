@@ -11,7 +11,7 @@ import torch
 from real.backend import RealBackend
 from real.device import Placement
 from real.graphs import call_again, captured_sizes
-from real.profiling import Limits, capture_decodes
+from real.profiling import BatchLimits, capture_decodes
 from real.staging import layout, views, write
 from sim.cost.config import RooflineConfig
 from sim.cost.roofline import RooflineCost
@@ -25,7 +25,7 @@ def graphed(sizes: list[int], device: str = "cpu", **options: object) -> RealBac
     """An engine whose decodes are "captured" on a CPU: their work is called again over the same memory."""
     backend = tiny_backend(device=device, max_model_len=MAX_MODEL_LEN, **options)
     if device == "cpu":
-        limits = Limits(options.get("block_size", 4), 64, 8, MAX_MODEL_LEN)
+        limits = BatchLimits(options.get("block_size", 4), 64, 8, MAX_MODEL_LEN)
         placement = Placement(torch.device("cpu"), torch.float32)
         backend.runner.graphs = capture_decodes(backend.runner, backend.cache, placement, limits, sizes, call_again)
     return backend

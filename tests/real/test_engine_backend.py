@@ -160,7 +160,7 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
         "hidden_states",
         lambda inputs, caches: loads.append(inputs.forward.attention) or compute(inputs, caches),
     )
-    limits = profiling.Limits(4, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
+    limits = profiling.BatchLimits(4, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
     placement = Placement(torch.device("cpu"), torch.float32)
     assert profiling._measure(backend.runner, tiny_spec(), placement, limits, torch.float32) == (1000, 700 + 500)
     assert [(load.query_lens, load.context_lens) for load in loads] == [((64,), (256,)), ((1,) * 8, (256,) * 8)]

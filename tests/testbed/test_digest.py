@@ -171,7 +171,7 @@ def test_the_busy_run_is_busy() -> None:
         plan, _ = step(scheduler)
         num_preempted += len(plan.preempted)
     assert num_preempted > 0
-    assert scheduler.blocks.num_hit_tokens > 0
+    assert scheduler.blocks.prefixes.num_hit_tokens > 0
     assert drain(scheduler) == []
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.blocks.cost_aware import CostAware
-from testbed.blocks.eviction import FIFO, LFU, LRU, EvictionPolicy, LRUByLastStep
+from testbed.blocks.eviction import FIFO, LFU, LRU, EvictionPolicy, LRUByLastStep, evictor
 from testbed.errors import ConfigError
 
 BLOCK_SIZE = 16
@@ -318,3 +319,15 @@ def test_a_policy_evicts_what_a_search_over_all_blocks_would(name: str, calls: l
             assert policy.pop() == naive.pop()
         assert len(policy) == len(naive.free)
     assert drain(policy) == [naive.pop() for _ in range(len(naive.free))]
+
+
+class NumpysVictims:
+    """Of a user's class, which knows nothing of ours."""
+
+    def pop(self) -> np.int64:
+        return np.int64(5)
+
+
+def test_a_victim_may_be_numpy_s_integer() -> None:
+    policy: Any = NumpysVictims()
+    assert type(evictor(policy).pop()) is int

@@ -149,7 +149,7 @@ def test_a_collision_of_keys_never_joins_different_contents(num_values: int) -> 
         for num_tokens, block in zip((2, 4, 5), table, strict=True):
             content = (salt, (*tokens, 7)[:num_tokens])
             assert holds.setdefault(block, content) == content
-    assert blocks.num_hit_tokens > 0, "nothing was shared, so nothing was shown"
+    assert blocks.prefixes.num_hit_tokens > 0, "nothing was shared, so nothing was shown"
 
 
 def test_equal_tokens_of_two_salts_stay_apart_when_their_keys_collide() -> None:
@@ -349,11 +349,11 @@ def test_hits_are_counted_in_tokens_and_only_at_the_first_admission() -> None:
     scheduler = make_scheduler("unified", block_size=4, num_blocks=4, rules=KVRules("chunk"))
     add(scheduler, make_request("a", 4, 8), make_request("b", 4, 8))
     drain(scheduler)
-    assert scheduler.blocks.num_queried_tokens == 8, "resumptions do not count"
-    assert scheduler.blocks.num_hit_tokens == 0
+    assert scheduler.blocks.prefixes.num_queried_tokens == 8, "resumptions do not count"
+    assert scheduler.blocks.prefixes.num_hit_tokens == 0
     add(scheduler, make_request("b", 4, 1), make_request("c", 4, 1))
     drain(scheduler)
-    assert scheduler.blocks.num_queried_tokens == 16
+    assert scheduler.blocks.prefixes.num_queried_tokens == 16
 
 
 def test_without_caching_nothing_is_kept() -> None:
@@ -362,7 +362,7 @@ def test_without_caching_nothing_is_kept() -> None:
         add(scheduler, make_request(name, range(12), 1))
         plan, _ = step(scheduler)
         assert cached(plan) == {name: 0}
-    assert scheduler.blocks.num_hit_tokens == 0
+    assert scheduler.blocks.prefixes.num_hit_tokens == 0
 
 
 # --- evictions see hits ---

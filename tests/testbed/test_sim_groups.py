@@ -8,8 +8,9 @@ import pytest
 from scipy.stats import chisquare
 
 from sim.backend import SimBackend
+from testbed.core.batch import Batch
 from testbed.core.outcome import Outcome, Spans
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, Rows, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, MadeRows, ScheduledSequence
 from testbed.core.request import SamplingParams
 
 VOCAB_SIZE = 50
@@ -128,7 +129,9 @@ def test_a_beam_row_in_a_chunk_that_does_not_sample_has_no_outcome():
 
 
 def test_a_plan_without_beams_never_looks_at_its_rows():
-    plan = BatchPlan(0, BatchShape(1, 1, (), 1), Rows())  # whose rows nobody can make
-    with pytest.raises(NotImplementedError):
+    batch = Batch(1)
+    batch.is_over = True  # whose rows nobody can make
+    plan = BatchPlan(0, BatchShape(1, 1, (), 1), batch)
+    with pytest.raises(AssertionError):
         _ = plan.scheduled
     assert SimBackend(FreeOfCharge()).start(plan).outcomes is None

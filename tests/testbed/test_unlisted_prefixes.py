@@ -68,7 +68,7 @@ class World:
             seqs = [*self.waiting, *self.running, *self.swapped]
             self.blocks.check_invariants([*seqs])
             self.seen.append([(seq.block_table, seq.cpu_table, seq.num_computed_tokens) for seq in seqs])
-            self.seen.append((self.blocks.num_free_blocks, self.blocks.num_hit_tokens))
+            self.seen.append((self.blocks.num_free_blocks, self.blocks.prefixes.num_hit_tokens))
         return self
 
     def call(self) -> None:
@@ -183,7 +183,7 @@ def test_these_lives_are_busy_and_some_of_their_keys_are_never_made() -> None:
     late = [World(seed, lists_late=True).live(120) for seed in range(40)]
     at_once = [World(seed, lists_late=False).live(120) for seed in range(40)]
     assert sum(world.keys.num_made for world in late) < 0.95 * sum(world.keys.num_made for world in at_once)
-    assert sum(world.blocks.num_hit_tokens for world in late) > 300
+    assert sum(world.blocks.prefixes.num_hit_tokens for world in late) > 300
     assert sum(seq.num_preemptions for world in late for seq in world.waiting) > 50
     assert sum(len(world.swapped) for world in late) > 20
 

@@ -63,7 +63,7 @@ class LongestPrefix:
             num_cached = self._blocks.lookup(seq).num_tokens
             if num_cached <= self._max_cached_tokens and 0 < self._duplicate_tokens <= seq.num_tokens:
                 # two sequences have so many tokens in common just if these are equal: no tree is needed to tell
-                beginning = self._blocks.salt_of(seq), tuple(seq.known_tokens(0, self._duplicate_tokens))
+                beginning = self._blocks.prefixes.salt_of(seq), tuple(seq.known_tokens(0, self._duplicate_tokens))
                 if beginning in beginnings:
                     deferred.append(seq)
                     continue
@@ -117,7 +117,7 @@ class DepthFirst:
             return self._blocks.lookup(seq).blocks
         size = self._blocks.block_size
         path = self._paths.get(seq.seq_id, [])  # known tokens are only ever added
-        key = path[-1] if path else xxh64_intdigest(self._blocks.salt_of(seq).encode())
+        key = path[-1] if path else xxh64_intdigest(self._blocks.prefixes.salt_of(seq).encode())
         for start in range(len(path) * size, seq.num_tokens - size + 1, size):
             key = xxh64_intdigest(seq.known_tokens(start, start + size).tobytes(), seed=key)
             path.append(key)

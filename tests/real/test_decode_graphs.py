@@ -15,6 +15,8 @@ from real.profiling import BatchLimits, capture_decodes
 from real.staging import layout, views, write
 from sim.cost.config import RooflineConfig
 from sim.cost.roofline import RooflineCost
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import TOLERANCE, row, step_logits, tiny_backend
 
 MAX_MODEL_LEN = 64
@@ -87,12 +89,10 @@ def test_sizes_are_those_that_the_simulator_pads_to():
     assert captured_sizes(1) == [1]
     assert captured_sizes(3) == [1, 2, 3]
     assert captured_sizes(20) == [1, 2, 4, 8, 16, 20]
-    config = RooflineConfig(max_captured_size=64)
-    padded = RooflineCost._padded
+    cost = RooflineCost(ModelSpec("any"), DeviceSpec("h100"), RooflineConfig(max_captured_size=64))
     sizes = captured_sizes(64)
-    fake = type("Cost", (), {"config": config})()
     for num in range(1, 65):
-        assert padded(fake, num) == min(size for size in sizes if size >= num)
+        assert cost._padded(num) == min(size for size in sizes if size >= num)
 
 
 def test_arrays_come_back_from_one_piece_of_memory_as_they_went_in():

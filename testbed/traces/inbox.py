@@ -44,7 +44,6 @@ class TraceInbox:
     def __init__(self, trace: TraceSource, vocab_size: int, sampling: SamplingParams = GREEDY) -> None:
         self._vocab_size = vocab_size
         self._sampling = sampling
-        self._num_requests = trace.num_requests
         self._closed_tail = trace.closed_tail
         self._source: Iterator[TraceRequest] = iter(trace)
         self._num_read = 0  # a row's number is its place in the trace
@@ -68,22 +67,6 @@ class TraceInbox:
     def num_unsent(self) -> int:
         """Closed-loop turns that are never sent, as an earlier turn of their session was ignored or aborted."""
         return len(self._unsent)
-
-    @property
-    def unsent_ids(self) -> list[str]:
-        """The request ids of those turns, in the order in which they were given up."""
-        return list(self._unsent)
-
-    @property
-    def num_delivered(self) -> int:
-        return self._num_delivered
-
-    @property
-    def num_remaining(self) -> int | None:
-        """Rows that may still come; None where a streamed trace does not know how many it has."""
-        if not self._ahead:
-            return self._num_read - self._num_delivered - len(self._unsent)
-        return None if self._num_requests is None else self._num_requests - self._num_delivered - len(self._unsent)
 
     def due(self, now_ns: int) -> list[Event]:
         """Removes and returns the events at or before `now_ns`, in order of instant, then of row."""

@@ -27,6 +27,11 @@ def inbox(*rows: TraceRequest) -> TraceInbox:
     return TraceInbox(arrange("test", rows), vocab_size=100)
 
 
+def num_left(box: TraceInbox) -> int:
+    """Rows that may still come."""
+    return len(box._rows) + len(box._ahead)
+
+
 def names(events) -> list[str]:
     return [e.request.request_id if isinstance(e, Arrive) else f"abort {e.request_id}" for e in events]
 
@@ -51,7 +56,7 @@ def test_rows_come_when_they_are_due_ties_in_row_order():
     box = inbox(row("b", 5), row("c", 7), row("a", 5))
     assert (box.next_ns(), box.due(4)) == (5, [])
     assert names(box.due(6)) == ["b", "a"]
-    assert (box.next_ns(), box.num_remaining) == (7, 1)
+    assert (box.next_ns(), num_left(box)) == (7, 1)
     assert names(box.due(7)) == ["c"]
     assert box.next_ns() is None
     box.check_invariants()
@@ -86,7 +91,7 @@ def test_a_closed_turn_comes_think_time_after_the_finish():
     end(box, second, 300)
     assert box.next_ns() == 300
     assert only(box.due(300)).arrival_ns == 300  # a think time of 0 means the same instant
-    assert box.num_remaining == 0
+    assert num_left(box) == 0
 
 
 def test_open_and_closed_arrivals_of_one_instant_come_in_row_order():
@@ -124,14 +129,14 @@ def test_turns_after_an_ignored_or_aborted_one_are_never_sent():
     for reason in (FinishReason.IGNORED, FinishReason.ABORT):
         box = inbox(*turns("s", 0, 1, 1))
         end(box, only(box.due(0)), 5, reason)
-        assert (box.next_ns(), box.num_unsent, box.unsent_ids, box.num_remaining) == (None, 2, ["s1", "s2"], 0)
+        assert (box.next_ns(), box.num_unsent, box._unsent, num_left(box)) == (None, 2, ["s1", "s2"], 0)
 
 
 def test_a_timed_turn_comes_whatever_became_of_the_one_before():
     rows = [*turns("s", 0, 1), row("s2", 50, session_id="s", turn=2), row("s3", session_id="s", turn=3, think_ns=1)]
     box = inbox(*rows)
     end(box, only(box.due(0)), 5, FinishReason.ABORT)
-    assert box.unsent_ids == ["s1"]
+    assert box._unsent == ["s1"]
     end(box, only(box.due(50)), 60)
     assert only(box.due(61)).request_id == "s3"
 
@@ -177,5 +182,5 @@ def test_every_row_is_sent_once_or_given_up_whatever_the_server_does(rows, rng):
             reason = rng.choice([FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.IGNORED])
             finished_at[name] = now
             end(box, live.pop(name), now, reason)
-    assert sorted(sent + box.unsent_ids) == sorted(by_name)
-    assert box.num_remaining == 0
+    assert sorted(sent + box._unsent) == sorted(by_name)
+    assert num_left(box) == 0

@@ -81,8 +81,9 @@ def serve(trace, durations, reasons):
             heappush(live, (now + durations[num % len(durations)], num, event.request))
             num += 1
         box.check_invariants()
-    assert box.num_remaining == 0
-    return log, sorted(box.unsent_ids)
+    assert not box._rows
+    assert not box._ahead
+    return log, sorted(box._unsent)
 
 
 @given(
@@ -111,9 +112,9 @@ def test_memory_follows_what_is_live_and_not_the_trace(more, at_most):
         while live and live[0][0] <= now:
             box.finished([Finished(heappop(live)[2], FinishReason.LENGTH, "", 1, ())], now)
         for number, event in enumerate(box.due(now)):
-            heappush(live, (now + 2 * 10**9, box.num_delivered + number / 1e6, event.request))
+            heappush(live, (now + 2 * 10**9, box._num_delivered + number / 1e6, event.request))
         peak = max(peak, len(box._rows) + len(box._ahead) + len(box._last_turn) + len(box._heads))
-    assert box.num_delivered == 5000
+    assert box._num_delivered == 5000
     assert peak <= at_most
 
 

@@ -40,7 +40,7 @@ from testbed.foreign_text import parsed, unknown
 from testbed.policies.config import SchedulerConfig
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import load_hf_config
-from testbed.specs.model import ModelSpec
+from testbed.specs.model import KV_DTYPE_BYTES, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig
 
@@ -181,6 +181,10 @@ class RunConfig:
         if name not in ("sim", "real"):
             raise ConfigError(unknown(f"backend is {name!r}", str(name), ("sim", "real")))
         model = _model(raw["model"])
+        cache = freeze(CacheConfig, "cache", raw["cache"])
+        if cache.kv_dtype not in (None, *KV_DTYPE_BYTES):
+            choices = ", ".join(KV_DTYPE_BYTES)
+            raise ConfigError(f"cache.kv_dtype is {cache.kv_dtype!r}; choose one of {choices}, or null (the model's)")
         trace_class = TRACE_CONFIGS.get(raw["trace"].get("name", ""), TraceConfig)
         for group in GROUPS:
             _refuse_strays(group, raw[group])
@@ -189,7 +193,7 @@ class RunConfig:
             if name == "real"
             else freeze(SimConfig, "backend", raw["backend"]),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
-            cache=freeze(CacheConfig, "cache", raw["cache"]),
+            cache=cache,
             trace=freeze(trace_class, "trace", raw["trace"]),
             model=model,
             device=device_of(raw["device"]),

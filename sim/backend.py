@@ -67,7 +67,9 @@ class SimBackend:
         priced = cost.price(shape)
         spans = priced if isinstance(priced, Spans) and _is_whole(priced) else self._checked(priced)
         own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
-        return spans.replace(schedule_ns=spans.schedule_ns + own_ns) if own_ns else spans
+        if not own_ns:
+            return spans
+        return Spans(spans.schedule_ns + own_ns, spans.prepare_ns, spans.swap_ns, spans.forward_ns, spans.sample_ns)
 
     def _checked(self, priced: Any) -> Spans:
         """What a model returned, as spans of Python's integers: others (numpy's) are not exact."""

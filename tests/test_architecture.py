@@ -129,6 +129,7 @@ def test_only_what_keeps_traces_records_and_profiles_opens_files() -> None:
     """The state machine has no I/O: neither `open` nor a path, no clock, no thread, no randomness, no environment."""
     forbidden = ("time", "datetime", "random", "secrets", "threading", "multiprocessing", "asyncio", "os", "socket",
                  "subprocess", "logging", "tempfile", "uuid")  # fmt: skip
+    writer = ("testbed/records/recorder.py", "testbed/records/tables.py", "testbed/records/parquet.py")  # has a thread
     with_files = ("testbed/traces/", "testbed/records/", "testbed/specs/hf_config.py",
                   "testbed/specs/profiles.py")  # fmt: skip
     everything = [item for item in imports_in("testbed") if item.file != "testbed/compiled.py"]  # decides before all
@@ -136,10 +137,11 @@ def test_only_what_keeps_traces_records_and_profiles_opens_files() -> None:
     assert len(core) > 50, "nothing was looked at"
     assert not refused(core, *forbidden, "pathlib", "io")
     assert not refused([item for item in everything if "/traces/" not in item.file], *forbidden)
+    assert not refused([item for item in everything if item.file not in writer], "concurrent")
 
 
 PARTS = {  # of testbed: what each may import of the others, also for type checkers
-    "testbed.blocks": ("testbed.specs",),
+    "testbed.blocks": (),
     "testbed.core": ("testbed.blocks",),
     "testbed.policies": ("testbed.blocks", "testbed.core"),
     "testbed.records": ("testbed.core", "testbed.specs", "testbed.traces"),
@@ -155,6 +157,10 @@ def types_included(part: str) -> list[Import]:
     files = [path for path in FILES if path.is_relative_to(folder)]
     assert len(files) > 5, "nothing was looked at"
     return [item for path in files for item in imports_in_tree(tree_of(path), relative(path), with_types=True)]
+
+
+def test_the_parts_stand_above_one_another() -> None:
+    assert in_circles({part: set(others) for part, others in PARTS.items()}) == []
 
 
 @pytest.mark.parametrize("part", PARTS)

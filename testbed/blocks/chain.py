@@ -1,6 +1,6 @@
 """What the prefix cache knows of a sequence and of a prefix: chains of keys, entries, prefixes that are not listed.
 
-Plain records; `prefix_cache.py` and `prefixes.py` change them.
+Plain records, which the files around this one fill in and change.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from testbed.errors import ConfigError
-from testbed.specs.model import KV_DTYPE_BYTES
 
 MAX_BLOCK_SIZE = 512
 MAX_SWAP_SPACE_GIB = 1_000_000
@@ -47,10 +46,6 @@ class CacheConfig:
             raise ConfigError(f"cache.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"cache.sliding_window is {self.sliding_window}; it must be at least 1 token, or null")
-        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPE_BYTES:
-            raise ConfigError(
-                f"cache.kv_dtype is {self.kv_dtype!r}; choose one of {', '.join(KV_DTYPE_BYTES)}, or null (the model's)"
-            )
         if self.watermark is not None and not 0 <= self.watermark < 1:
             raise ConfigError(f"cache.watermark is {self.watermark}; it must be in [0, 1)")
 

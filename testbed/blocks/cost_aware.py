@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from mypy_extensions import mypyc_attr
 
 from testbed.blocks.eviction import Evictor
-from testbed.blocks.lazy_heap import LazyHeap
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
+from testbed.lazy_heap import LazyHeap
 
 
 class RecomputePrices(Protocol):
@@ -42,7 +42,7 @@ class CostAware(Evictor):
         self._block_size = 0
         self._estimator: RecomputePrices | None = None
         self._costs: list[int] = []  # by depth
-        self._heap: LazyHeap[tuple[int, int]] = LazyHeap()  # priority, release
+        self._heap: LazyHeap[int, int] = LazyHeap()  # by priority, release
         self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
         self._released: dict[int, tuple[int, int, int]] = {}  # block: depth, least worth, release
         self._inflation = 0
@@ -72,7 +72,10 @@ class CostAware(Evictor):
         self._neighbour = (-1, 0)
 
     def pop(self) -> int:
-        (self._inflation, _), block = self._heap.pop()
+        rank = self._heap.first_rank()
+        assert rank is not None, "nothing is evictable"
+        self._inflation = rank[0]
+        block = self._heap.pop()
         self._hits.pop(block, None)
         self._neighbour = (-1, 0)
         return block
@@ -84,7 +87,7 @@ class CostAware(Evictor):
         """Puts the block in by what it is worth now, and returns that."""
         depth, least_worth, release = self._released[block]
         worth = max(least_worth, (1 + self._hits.get(block, 0)) * self._cost(depth))
-        self._heap.push(block, (self._inflation + worth, release))
+        self._heap.put(block, (self._inflation + worth, release), block)
         return worth
 
     def _cost(self, depth: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from librt.vecs import append, vec
 from mypy_extensions import i64, mypyc_attr
 
-from testbed.blocks.lazy_heap import LazyHeap
+from testbed.lazy_heap import LazyHeap
 
 
 class EvictionPolicy(Protocol):
@@ -150,10 +150,10 @@ class LRUByLastStep(Evictor):
     """
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[tuple[int, int]] = LazyHeap()  # last_step, -depth
+        self._heap: LazyHeap[int, int] = LazyHeap()  # by last_step, -depth, block
 
     def add(self, block: int, depth: int, last_step: int) -> None:
-        self._heap.push(block, (last_step, -depth))
+        self._heap.put(block, (last_step, -depth, block), block)
 
     def hit(self, block: int) -> None:
         """The new owner's steps count when it releases the block."""
@@ -162,7 +162,7 @@ class LRUByLastStep(Evictor):
         self._heap.remove(block)
 
     def pop(self) -> int:
-        return self._heap.pop()[1]
+        return self._heap.pop()
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -176,7 +176,7 @@ class FIFO(Evictor):
     """
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[int] = LazyHeap()
+        self._heap: LazyHeap[int, int] = LazyHeap()
         self._arrivals: dict[int, int] = {}  # block: how many contents came before its own
         self._num_arrivals = 0
 
@@ -185,7 +185,7 @@ class FIFO(Evictor):
         if arrival is None:
             arrival = self._arrivals[block] = self._num_arrivals
             self._num_arrivals += 1
-        self._heap.push(block, arrival)
+        self._heap.put(block, (arrival,), block)
 
     def hit(self, block: int) -> None:
         """Makes no block younger."""
@@ -194,7 +194,7 @@ class FIFO(Evictor):
         self._heap.remove(block)
 
     def pop(self) -> int:
-        block = self._heap.pop()[1]
+        block = self._heap.pop()
         del self._arrivals[block]
         return block
 
@@ -210,7 +210,7 @@ class LFU(Evictor):
     """
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[tuple[int, int]] = LazyHeap()  # hits, release
+        self._heap: LazyHeap[int, int] = LazyHeap()  # by hits, release
         self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
         self._releases: dict[int, int] = {}  # block: its last release, counted over all blocks
         self._num_releases = 0
@@ -229,7 +229,7 @@ class LFU(Evictor):
         self._heap.remove(block)
 
     def pop(self) -> int:
-        block = self._heap.pop()[1]
+        block = self._heap.pop()
         self._hits.pop(block, None)
         return block
 
@@ -237,4 +237,4 @@ class LFU(Evictor):
         return len(self._heap)
 
     def _push(self, block: int) -> None:
-        self._heap.push(block, (self._hits.get(block, 0), self._releases[block]))
+        self._heap.put(block, (self._hits.get(block, 0), self._releases[block]), block)

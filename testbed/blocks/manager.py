@@ -52,6 +52,7 @@ class BlockManager:
         self.lookahead_slots = lookahead_slots
         self.sliding_window = sliding_window
         self._publishes_early = rules.hits_visible != "commit"
+        self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, but a prompt's last one
         self._wants_spare = rules.growth_test == "one_per_sequence"
         self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
         self._gpu = GPUBlocks(num_gpu_blocks, rules, evictor(eviction), key_source)
@@ -231,7 +232,7 @@ class BlockManager:
     def free(self, seq: KVSequence) -> None:
         """Releases the blocks of one sequence, wherever they lie; cached ones stay, evictable. It may come back.
 
-        CPU blocks are free once a step is planned; outside of one, `freed` says so.
+        CPU blocks are free once a step is planned or, outside of one, by `reuse_cpu_blocks`.
         """
         if seq.cpu_table:
             self._cpu.drop(seq)
@@ -243,8 +244,8 @@ class BlockManager:
         if seq.chain is not None:
             seq.chain.frozen_hit = None  # its hit is looked up anew
 
-    def freed(self) -> None:
-        """What was freed between two steps is free."""
+    def reuse_cpu_blocks(self) -> None:
+        """CPU blocks that were emptied between two steps may be filled again."""
         self._cpu.planned()
 
     def forget(self, seq: KVSequence) -> None:

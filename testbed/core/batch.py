@@ -19,7 +19,7 @@ class Batch(Rows):
         self.token_budget = token_budget
         self.seqs: list[Sequence] = []
         self.counts: list[int] = []
-        self.is_over = False  # committed: the counts of its sequences have gone on
+        self.is_over = False
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
         self.seqs.append(seq)
@@ -35,6 +35,10 @@ class Batch(Rows):
                 self.token_budget += num_tokens
                 return num_tokens
         return 0
+
+    def end(self) -> None:
+        """It is committed: the counts of its sequences have gone on."""
+        self.is_over = True
 
     def rows(self) -> list[Row]:
         pairs = zip(self.seqs, self.counts, strict=True)

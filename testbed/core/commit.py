@@ -5,8 +5,6 @@ Owns who emitted. Ends nothing itself: it says which sequences have reached thei
 
 from __future__ import annotations
 
-from typing import Final
-
 from testbed.blocks.manager import BlockManager
 from testbed.core.batch import Batch
 from testbed.core.digest import Digest
@@ -15,7 +13,6 @@ from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceGroup
 
 Ending = tuple[Sequence, FinishReason]
-_FORCED: Final = Outcome(-1, ())  # of a row whose next token is known
 
 
 class Commit:
@@ -36,7 +33,7 @@ class Commit:
 
     def advance(self, batch: Batch, outcomes: tuple[Outcome, ...]) -> tuple[Ending, ...]:
         """The batch is executed; the sequences that end with it."""
-        batch.is_over = True
+        batch.end()
         self.emitters = []
         ending: tuple[Ending, ...] = ()
         parting: tuple[tuple[Sequence, Outcome], ...] = ()
@@ -46,7 +43,7 @@ class Commit:
             self._blocks.computed(seq, seq.num_computed_tokens)
             if seq.num_computed_tokens < seq.num_tokens:
                 continue
-            outcome = _FORCED
+            outcome: Outcome | None = None
             if not seq.is_forced:
                 assert num_taken < len(outcomes), "a row that sampled has no outcome"
                 outcome = outcomes[num_taken]
@@ -64,26 +61,28 @@ class Commit:
             ending += self._part(parent, outcome)
         return ending
 
-    def _emit(self, seq: Sequence, outcome: Outcome) -> FinishReason | None:
-        """One more known token; the reason if the sequence ends."""
+    def _emit(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
+        """One more known token; the reason if the sequence ends. outcome: None for a forced one."""
+        if outcome is None:
+            seq.emit(0)  # it has its token
+            self.emitters.append(seq)
+            return _end_of(seq, 0, None)
         if outcome.dropped:
             return FinishReason.DROPPED
-        token = 0 if outcome is _FORCED else outcome.tokens[0]
+        token = outcome.tokens[0]
         if outcome.logprobs:
             seq.note_logprobs(outcome.logprobs[:1])
         seq.emit(token)
         self.emitters.append(seq)
-        if outcome.stop is not None:
-            return outcome.stop
-        if seq.stop_tokens and not seq.is_forced and token in seq.stop_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if seq.num_tokens >= seq.token_limit else None
+        return _end_of(seq, token, outcome.stop)
 
     # --- groups ---
 
-    def _parting(self, seq: Sequence, group: SequenceGroup, outcome: Outcome) -> tuple[tuple[Sequence, Outcome], ...]:
+    def _parting(
+        self, seq: Sequence, group: SequenceGroup, outcome: Outcome | None
+    ) -> tuple[tuple[Sequence, Outcome], ...]:
         """The sequence and what says of the members that part from it here, if any do."""
-        if outcome is _FORCED:  # each member emits the same tokens
+        if outcome is None:  # each member emits the same tokens
             outcome = Outcome(seq.seq_id, (0,), forks=(0,) * (seq.num_samples - 1))
         group.has_parted = True
         return ((seq, outcome),) if outcome.forks else ()
@@ -99,14 +98,10 @@ class Commit:
             child = parent.fork(self._new_member_id(group), token, logprobs[index : index + 1])
             self._blocks.fork(parent, child)
             siblings = (*siblings, child)
-            group.members.append(child)
+            group.add(child)
             self.emitters.append(child)
             self._digest.forked(parent.seq_id, child.seq_id)
-            stop = outcome.fork_stops[index] if outcome.fork_stops else None
-            if stop is None and not child.is_forced and token in child.stop_tokens:
-                stop = FinishReason.STOP
-            if stop is None and child.num_tokens >= child.token_limit:
-                stop = FinishReason.LENGTH
+            stop = _end_of(child, token, outcome.fork_stops[index] if outcome.fork_stops else None)
             if stop is not None:
                 ending += ((child, stop),)
         for one in siblings:
@@ -117,6 +112,15 @@ class Commit:
         if not group.is_beam:  # independent of what else arrives, as a sampler's draws may go by it
             return group.group_id + len(group.members)
         return self.new_seq_ids(1)
+
+
+def _end_of(seq: Sequence, token: int, stop: FinishReason | None) -> FinishReason | None:
+    """The reason if the sequence ends with this token. stop: what the backend says."""
+    if stop is None and seq.stop_tokens and not seq.is_forced and token in seq.stop_tokens:
+        stop = FinishReason.STOP
+    if stop is None and seq.num_tokens >= seq.token_limit:
+        stop = FinishReason.LENGTH
+    return stop
 
 
 def note_prompts(batch: Batch, parts: tuple[PromptLogprobs, ...]) -> None:

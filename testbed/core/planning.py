@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.blocks.pool import Pair
-from testbed.core.plan import BatchPlan
+from testbed.core.plan import BatchPlan, Pair
 from testbed.core.step import Step
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from testbed.blocks.manager import BlockManager
-from testbed.blocks.pool import Pair
 from testbed.blocks.swap import num_distinct
 from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch
-from testbed.core.plan import Ignored, Preemption, PreemptionMode
+from testbed.core.plan import Ignored, Pair, Preemption, PreemptionMode
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceState
 from testbed.core.waiting import Waiting

@@ -13,7 +13,6 @@ class Running:
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, in order of admission
         self._num_groups = 0  # running units that are, or will be, several sequences
-        self._num_admissions = 0
 
     @property
     def num_seqs(self) -> int:
@@ -23,19 +22,22 @@ class Running:
     @property
     def num_parted(self) -> int:
         """Running sequences that there are now."""
-        return sum([len(seq.together) for seq in self.units.values()]) if self._num_groups else len(self.units)
+        return sum([seq.num_together for seq in self.units.values()]) if self._num_groups else len(self.units)
 
     def has(self, seq: Sequence) -> bool:
         return self.units.get(seq.unit_id) is seq
 
+    def admit(self, seq: Sequence) -> None:
+        """A sequence begins its prefill, behind all others."""
+        seq.is_prefilling = True
+        self.start(seq)
+
     def start(self, seq: Sequence) -> None:
         """A unit runs, behind all others."""
-        self._num_admissions += 1
         self.units[seq.unit_id] = seq
         self._num_groups += seq.group is not None
         for one in seq.together:
             one.enter(SequenceState.RUNNING)
-            one.running_rank = self._num_admissions
             if one.is_prefilling:
                 self.prefilling[one.seq_id] = one
 
@@ -80,9 +82,6 @@ class Running:
         self.units.clear()
         for seq in seqs:
             self.units[seq.unit_id] = seq
-            self._num_admissions += 1
-            for one in seq.together:
-                one.running_rank = self._num_admissions
 
     def check_invariants(self, *, is_between_steps: bool) -> None:
         assert self._num_groups == sum([1 for seq in self.units.values() if seq.group is not None])

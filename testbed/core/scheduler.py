@@ -58,7 +58,7 @@ class Scheduler:
         self._waiting = Waiting(queue, limits)
         self._digest = Digest()
         self._commit = Commit(self._running, blocks, self._digest)
-        self._live: dict[str, list[Sequence]] = {}  # members that have not ended, by request id
+        self._live: dict[str, Sequence] = {}  # the first sequence of each request that has not ended, by its id
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
         self._step: Step | None = None  # the plan in flight
 
@@ -99,7 +99,7 @@ class Scheduler:
 
     def unfinished(self) -> list[Sequence]:
         """Live sequences in order of arrival."""
-        return [seq for members in self._live.values() for seq in members]
+        return [seq for first in self._live.values() for seq in first.members]
 
     # --- requests ---
 
@@ -110,7 +110,7 @@ class Scheduler:
         is_beam = request.sampling.beam_width > 1
         seq_id = self._commit.new_seq_ids(1 if is_beam else request.sampling.num_seqs)  # of parallel samples too
         seq = Sequence(seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
-        self._live[request.request_id] = [seq] if seq.group is None else seq.group.members
+        self._live[request.request_id] = seq
         reason = self._exceeds_limits(seq)
         if not reason and self.blocks.rules.never_fits_at == "add":
             reason = self._never_runs(seq)
@@ -139,11 +139,11 @@ class Scheduler:
     def abort(self, request_id: str) -> Finished | None:
         """Ends a request in any state and frees all it held. None if it is not live (it may have just finished)."""
         assert self._step is None, "abort between steps, not while a plan is in flight"
-        members = self._live.get(request_id)
-        if members is None:
+        first = self._live.get(request_id)
+        if first is None:
             return None
         finished: list[Finished] = []
-        for seq in members[:]:
+        for seq in first.members[:]:
             self._digest.aborted(seq.seq_id)
             if seq.state is SequenceState.RUNNING:
                 self._running.stop_one(seq)
@@ -156,7 +156,7 @@ class Scheduler:
             else:
                 self._waiting.remove(seq)
             self._end(seq, FinishReason.ABORT, "aborted", 0, finished)
-        self.blocks.freed()
+        self.blocks.reuse_cpu_blocks()
         return finished[0] if finished else None
 
     # --- steps ---
@@ -176,8 +176,8 @@ class Scheduler:
         plan = make_plan(step)
         if not plan.is_empty:
             self._step = step
-            self.free_gpu_blocks = self.blocks.num_free_blocks
-            self.free_cpu_blocks = self.blocks.num_free_cpu_blocks
+            self.free_gpu_blocks = step.free_gpu_blocks = self.blocks.num_free_blocks
+            self.free_cpu_blocks = step.free_cpu_blocks = self.blocks.num_free_cpu_blocks
         return plan
 
     def commit(self, result: StepResult, now_ns: int) -> list[Finished]:
@@ -185,7 +185,7 @@ class Scheduler:
         step = self._step
         assert step is not None, "nothing is in flight"
         self._step = None
-        self._digest.begin(step.batch, self.free_gpu_blocks, self.free_cpu_blocks)
+        self._digest.begin(step.batch, step.free_gpu_blocks, step.free_cpu_blocks)
         self._digest.planned(step)
         finished: list[Finished] = []
         for seq, message in step.ended:
@@ -200,7 +200,7 @@ class Scheduler:
                 self.blocks.free(seq)
             self._digest.finished(seq.seq_id, reason)
             self._end(seq, reason, "", now_ns, finished)
-        self.blocks.freed()
+        self.blocks.reuse_cpu_blocks()
         self.num_steps += 1
         self._digest.end()
         return finished
@@ -222,15 +222,11 @@ class Scheduler:
         self.blocks.forget(seq)
         if self._waiting.left is not None:
             self._waiting.left(seq, now_ns)
-        members = self._live[seq.request_id]
-        members.remove(seq)
-        if seq.group is not None and reason is not FinishReason.DROPPED:
-            seq.group.finished.append(seq)
-        if not members:
+        if seq.group is not None:
+            seq.group.leave(seq, reason)
+        if seq.group is None or not seq.group.members:
             del self._live[seq.request_id]
             finished.append(seq.finished(message))
-            if seq.group is not None:
-                seq.group.finished = []  # its members know it: a circle, and collections are few
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""

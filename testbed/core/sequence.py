@@ -41,13 +41,21 @@ class SequenceGroup:
     def __init__(self, first: Sequence) -> None:
         self.request = first.request
         self.group_id = first.seq_id
+        self.num_seqs = first.sampling.num_seqs  # wanted
         self.members: list[Sequence] = [first]  # live ones, in the order they came to be
         self.finished: list[Sequence] = []
         self.has_parted = False  # whether the prompt's end has made the members
+        self.is_beam = self.request.sampling.beam_width > 1
 
-    @property
-    def is_beam(self) -> bool:
-        return self.request.sampling.beam_width > 1
+    def add(self, member: Sequence) -> None:
+        """It parted from another."""
+        self.members.append(member)
+
+    def leave(self, member: Sequence, reason: FinishReason) -> None:
+        """It has ended; what was dropped is forgotten."""
+        self.members.remove(member)
+        if reason is not FinishReason.DROPPED:
+            self.finished.append(member)
 
 
 class Sequence(KVSequence):
@@ -71,7 +79,6 @@ class Sequence(KVSequence):
         self.unit_id = seq_id  # the same for sequences that are scheduled together
         self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
-        self.running_rank = 0  # its place in running order: larger comes later; kept by `Running`
         self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
@@ -170,8 +177,13 @@ class Sequence(KVSequence):
         assert self.finish_reason is not None
         return Completion(self.output_token_ids, self.finish_reason, self.score, tuple(self.logprobs or ()))
 
+    @property
+    def members(self) -> list[Sequence]:
+        """The live sequences of its request, in the order they came to be."""
+        return [self] if self.group is None else self.group.members
+
     def finished(self, message: str) -> Finished:
-        """What to say of its request, of which it was the last sequence to end."""
+        """What to say, once, of its request, of which it was the last sequence to end."""
         assert self.finish_reason is not None
         prompt = tuple(self.prompt_logprobs or ())
         if self.group is None:
@@ -184,6 +196,7 @@ class Sequence(KVSequence):
         outputs = tuple([one.token_ids for one in done])
         reason = done[-1].reason if done else self.finish_reason
         first = outputs[0] if outputs else ()
+        self.group.finished = []  # its members know it: a circle, and collections are few
         return Finished(self.request, reason, message, sum(map(len, outputs)), first, outputs, done, prompt)
 
     # --- groups ---
@@ -202,7 +215,7 @@ class Sequence(KVSequence):
         if self.group is None:
             return 1
         if not self.group.has_parted or self.group.is_beam:
-            return self.sampling.num_seqs
+            return self.group.num_seqs
         return 1 if self.siblings is None else len(self.siblings)
 
     @property
@@ -221,14 +234,14 @@ class Sequence(KVSequence):
     @property
     def num_samples(self) -> int:
         """Tokens to draw when it samples next: several where a group's members are about to part."""
-        return self.sampling.num_seqs if self.group is not None and not self.group.has_parted else 1
+        return self.group.num_seqs if self.group is not None and not self.group.has_parted else 1
 
     def fork(self, seq_id: int, token: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Sequence:
         """A new member of the group: all that is computed of this one, and `token` after it, with its logprobs."""
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
         child.token_limit = self.token_limit
         child.group, child.unit_id, child.siblings = self.group, self.unit_id, self.siblings
-        child.state, child.running_rank, child.last_step = self.state, self.running_rank, self.last_step
+        child.state, child.last_step = self.state, self.last_step
         child.stuck_at, child.num_preemptions = self.stuck_at, self.num_preemptions
         child.num_cached_tokens = self.num_cached_tokens
         child.num_computed_tokens = self.num_computed_tokens

@@ -31,6 +31,7 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
             if not plan.is_empty:
                 num_running, num_waiting = scheduler.num_running, scheduler.num_waiting
                 num_swapped = scheduler.num_swapped
+                free_gpu, free_cpu = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
                 resume = yield Execute(plan)
                 result, plan_ns, now_ns = resume.result, now_ns, resume.now_ns
                 assert result is not None, "an executed plan has a result"
@@ -38,7 +39,7 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
                 recorder.committed(
                     StepView(
                         plan, plan_ns, result, scheduler.digest_bytes, scheduler.emitters, num_running, num_waiting,
-                        num_swapped, scheduler.free_gpu_blocks, scheduler.free_cpu_blocks,
+                        num_swapped, free_gpu, free_cpu,
                     )
                 )  # fmt: skip
                 if finished:

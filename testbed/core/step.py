@@ -7,12 +7,11 @@ its group: what is done to it is done to `seq.together`.
 from __future__ import annotations
 
 from testbed.blocks.manager import BlockManager
-from testbed.blocks.pool import Pair
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch, Row
 from testbed.core.limits import Limits
-from testbed.core.plan import Admission, BlockedBy, Ignored, Preemption
+from testbed.core.plan import Admission, BlockedBy, Ignored, Pair, Preemption
 from testbed.core.policies import Policies
 from testbed.core.preempting import Preempting
 from testbed.core.running import Running
@@ -35,6 +34,7 @@ class Step:
         self.admitted: tuple[Admission, ...] = ()
         self.swap_in: tuple[Pair, ...] = ()
         self.swapped_in: tuple[str, ...] = ()
+        self.free_gpu_blocks = self.free_cpu_blocks = 0  # once it is planned
         self.blocked_by: BlockedBy | None = None  # what keeps the head of the queue out
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
         self._running = running
@@ -246,8 +246,7 @@ class Step:
         """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
         self._waiting.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
-        seq.is_prefilling = True
-        self._running.start(seq)
+        self._running.admit(seq)
         seq.restart(hit.num_tokens)
         self.admitted += (Admission(seq.seq_id, seq.request_id, hit.num_tokens, seq.num_preemptions > 0),)
         self.schedule(seq, num_tokens)

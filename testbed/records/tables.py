@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from librt.strings import BytesWriter, read_i64_be, write_i64_le
 
+from testbed.core.interfaces import StepView
 from testbed.core.plan import BlockedBy
 from testbed.records.schema import STEP_COLUMNS
-
-if TYPE_CHECKING:
-    from testbed.core.interfaces import StepView
 
 _REASONS: Final[tuple[str | None, ...]] = (None, *[reason.value for reason in BlockedBy])
 _REASON_CODES: Final = {reason: code for code, reason in enumerate(BlockedBy, 1)}

@@ -32,7 +32,6 @@ READ_AHEAD: Final = 32  # rows
 _HEAD_TOKENS: Final = 64  # of a prompt that are made at once: a first block is seldom longer
 _ARRIVE: Final = 0  # in this order at one instant
 _ABORT: Final = 1
-_NEVER: Final = 2**62  # later than any instant
 
 
 class TraceInbox:
@@ -58,7 +57,6 @@ class TraceInbox:
         self._num_finished = 0
         self._unsent: list[str] = []
         self._ahead: deque[TraceRequest] = deque(islice(self._source, READ_AHEAD))  # read, not yet taken
-        self._quiet_until_ns = 0  # nothing is due before, unless a request finishes
         self._heads: dict[int, array[int]] = {}  # row -> the first tokens of its prompt
         # `next_ns` knows every event but those that a finished request causes, and those need no waiting
         self.is_open = False
@@ -71,8 +69,6 @@ class TraceInbox:
     def due(self, now_ns: int) -> list[Event]:
         """Removes and returns the events at or before `now_ns`, in order of instant, then of row."""
         events: list[Event] = []
-        if now_ns < self._quiet_until_ns:
-            return events
         ahead, queue = self._ahead, self._events
         while ahead and ahead[0].arrival_ns <= now_ns and not self._is_in_tail(ahead[0]):
             first = ahead[0]
@@ -88,7 +84,6 @@ class TraceInbox:
                 events.append(self._deliver(i, self._rows.pop(i), instant))
             elif request_id in self._live:
                 events.append(Abort(request_id))
-        self._quiet_until_ns = min(ahead[0].arrival_ns if ahead else _NEVER, queue[0][0] if queue else _NEVER)
         return events
 
     def next_ns(self) -> int | None:
@@ -107,7 +102,6 @@ class TraceInbox:
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
         """Schedules the closed-loop turns after `requests`, or gives them up after an ignored or aborted turn."""
-        self._quiet_until_ns = 0
         for finished in requests:
             request_id = finished.request.request_id
             i = self._live.pop(request_id)  # a KeyError is a bug: it was never sent, or ended twice

@@ -29,6 +29,6 @@ may change a few of these, and no other.
 They were written by the core that still jumped over steps (2a7e2e8), but for 40 worlds. `unified` now computes the
 members of a group wherever they stand in running order (they starved behind unfinished prefills), and passes over one
 that the budget left cannot hold; a block that a window released writes no `last_step` onto the table's last block. With
-the old rules in the new core all were as before but three: 428 and 594, of the kind above, and 1498, where a group ended
-the budget of the old core's second way to decode.
+the old rules in the new core all were as before but three: 428 and 594, of the kind above, and 1498, where a group
+ended the budget of the old core's second way to decode.
 """

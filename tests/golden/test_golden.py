@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,12 @@ SEVERAL = {  # in how many worlds each of the rarer things happened at least; al
 def test_random_worlds_are_decided_as_they_were(first: int) -> None:
     lines = worlds.differing(range(first, first + CHUNK))
     assert not lines, "\n".join([*lines, "step by step: python -m tests.golden.worlds --world <number>"])
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_world_drawn_anew_is_kept_as_data(number: int) -> None:
+    drawn = worlds._draw_setup(number)
+    assert worlds._setup(json.loads(json.dumps(worlds._container(drawn)))) == drawn
 
 
 def test_the_worlds_are_drawn_as_they_were() -> None:

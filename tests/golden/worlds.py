@@ -49,11 +49,13 @@ def _setup(given: dict[str, Any]) -> Setup:
 
 def _container(config: Any) -> dict[str, Any]:
     """The fields that differ from their defaults; of limits, which have none, all."""
-    default = None if isinstance(config, Limits) else type(config)()
+    if isinstance(config, Limits):
+        return config.as_dict()
+    default = type(config)()
     found: dict[str, Any] = {}
     for item in fields(config):
         value = getattr(config, item.name)
-        if default is None or value != getattr(default, item.name):
+        if value != getattr(default, item.name):
             found[item.name] = _container(value) if isinstance(value, KVRules | Limits) else value
     return found
 
@@ -63,8 +65,7 @@ def _draw_setup(number: int) -> Setup:
     setup = random_setup(random.Random(f"golden/{number}/setup"))
     if number % 3:
         return setup
-    limits = replace(
-        setup.limits,
+    limits = setup.limits.replace(
         max_num_seqs=max(4, setup.limits.max_num_seqs),
         max_num_batched_tokens=max(16, setup.limits.max_num_batched_tokens),
         max_model_len=max(60, setup.limits.max_model_len),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
 from testbed.errors import ConfigError
-from testbed.policies.orders.heap import MIN_STALE, LazyHeap
+from testbed.lazy_heap import MIN_STALE, LazyHeap
 from tests.testbed.orders_kit import KEYED, World, bound, drain, play
 
 ALL: dict[str, Callable[[], Any]] = {

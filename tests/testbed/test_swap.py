@@ -70,7 +70,7 @@ def test_a_swapped_sequence_that_is_freed_gives_its_cpu_blocks_back() -> None:
     blocks.swap_out(seq)
     blocks.free(seq)
     assert blocks.num_free_cpu_blocks == 1, "a device may still read them"
-    blocks.freed()
+    blocks.reuse_cpu_blocks()
     blocks.check_invariants([])
     assert blocks.num_free_cpu_blocks == 4
 

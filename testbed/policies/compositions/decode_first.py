@@ -145,18 +145,15 @@ class DecodeFirst:
         num_short = len(step.prefilling) + step.num_waiting - step.num_long_waiting
         num_prefills = num_short + min(step.num_long_waiting, max(0, limits.max_long_partial_prefills - num_long))
         share = limits.max_num_batched_tokens // max(1, min(num_prefills, limits.max_num_partial_prefills))
-        return max(step.blocks.block_size if self._fills_blocks(step) else 1, share)
+        return max(step.blocks.block_size if step.blocks.fills_blocks else 1, share)
 
     def _chunk(self, step: Step, missing: int, share: int) -> int:
         """How many of a sequence's missing tokens this step computes."""
         allowed = min(step.token_budget, share)
-        if self._fills_blocks(step):
+        if step.blocks.fills_blocks:
             allowed -= allowed % step.blocks.block_size
         return min(missing, allowed)
 
     def _least(self, step: Step) -> int:
         """The budget that a decode must find: where chunks fill blocks a block's worth too (vLLM 0.8.5)."""
-        return step.blocks.block_size if self._fills_blocks(step) else 1
-
-    def _fills_blocks(self, step: Step) -> bool:
-        return step.blocks.rules.chunks_fill_blocks and step.blocks.caches_prefixes
+        return step.blocks.block_size if step.blocks.fills_blocks else 1

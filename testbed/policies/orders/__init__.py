@@ -1,4 +1,4 @@
-"""Queue orders beside FCFS: each a queue that `testbed.policies.queue_order.WaitingQueue` describes.
+"""Queue orders beside FCFS: each a queue that `testbed.core.interfaces.WaitingQueue` describes.
 
 An order whose key does not change while a sequence waits is a function that makes a `KeyedQueue`; one that is arranged
 as a whole is a function that makes a `WindowedQueue`; the others are classes. Ties always break by `seq_id`. None of

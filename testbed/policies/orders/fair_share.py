@@ -8,8 +8,8 @@ from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
+from testbed.lazy_heap import LazyHeap, Rank
 from testbed.policies.orders.checks import whole
-from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.policies.orders.meter import PromptMeter
 from testbed.policies.queue_order import FCFS
 

@@ -9,8 +9,8 @@ from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
+from testbed.lazy_heap import LazyHeap, Rank
 from testbed.policies.orders.checks import not_negative, whole
-from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.policies.orders.keyed import NS_PER_S
 from testbed.policies.orders.meter import PromptMeter
 

@@ -9,10 +9,10 @@ from mypy_extensions import mypyc_attr
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
+from testbed.lazy_heap import Rank
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
 from testbed.policies.orders.checks import one_of
-from testbed.policies.orders.heap import Rank
 from testbed.policies.orders.keyed import KeyedQueue
 
 

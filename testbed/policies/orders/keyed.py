@@ -9,9 +9,9 @@ from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
+from testbed.lazy_heap import LazyHeap, Rank
 from testbed.policies.context import PolicyContext
 from testbed.policies.orders.checks import not_negative, whole
-from testbed.policies.orders.heap import LazyHeap, Rank
 from testbed.streams import draw
 
 NS_PER_S = 1_000_000_000

@@ -9,9 +9,9 @@ from mypy_extensions import mypyc_attr
 
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
+from testbed.lazy_heap import LazyHeap, Rank
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders.checks import whole
-from testbed.policies.orders.heap import LazyHeap, Rank
 
 RATIO_BITS: Final = 24  # fractional bits of wait [ns] / service [tokens]
 

@@ -1,4 +1,4 @@
-"""A heap whose elements can be moved and taken out. Owns the lazy deletion; knows no sequences and no policies."""
+"""A heap whose elements can be moved and taken out. Owns the lazy deletion; knows no sequences, blocks or policies."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ class LazyHeap(Generic[Name, Item]):
         """Raises KeyError for a name that is not there."""
         del self._entries[name]
         self._compact()
+
+    def pop(self) -> Item:
+        """Removes and returns the first. Raises IndexError if there is none."""
+        self._settle()
+        _, _, name, item = self._heap[0]
+        self.remove(name)
+        return item
 
     def first(self) -> Item | None:
         self._settle()

@@ -15,7 +15,7 @@ class GPUBlocks:
 
     def __init__(self, num_blocks: int, rules: KVRules, evictable: Evictor, source: KeySource | None) -> None:
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(num_blocks, source)
+        self.cache = PrefixCache(num_blocks, source, is_newest_found=rules.duplicates == "replaced")
         self.evictable = evictable
         # blocks that an allocation can have: the free ones, and the cached ones that nothing references
         self.num_free = num_blocks

@@ -251,9 +251,7 @@ class BlockManager:
     def forget(self, seq: KVSequence) -> None:
         """The sequence will not come back."""
         assert not seq.block_table, "a sequence has ended that still has blocks"
-        if seq.chain is not None:
-            seq.chain.unlisted = None  # which knows the chain, and may stay
-            seq.chain = None
+        self.prefixes.forget(seq)
 
     # --- inside ---
 

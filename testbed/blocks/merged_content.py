@@ -54,15 +54,24 @@ class MergedContent:
         self._gpu.reference(found.blocks[0])
         return found.blocks[0]
 
-    def merge(self, table: list[int], index: int, chain: Chain) -> CacheEntry | None:
-        """A block that has become full: another with its content takes its place in the table, or it is published."""
-        found = self._find(index, chain)
-        if found is None:
-            return self._publish(table[index], index, chain)
-        self._gpu.release(table[index], index)
-        table[index] = found.blocks[0]
-        self._gpu.reference(table[index])
-        return found
+    def publish_next(self, chain: Chain, table: list[int]) -> bool:
+        """The chain's next block is full: another with its content takes its place in the table, or it is published.
+        False if another content has its key."""
+        index = chain.num_published
+        chain.make_keys(self._source, index + 1)
+        entry = self._cache.entry(table[index])
+        if entry is None:
+            entry = self._find(index, chain)
+            if entry is None:
+                entry = self._publish(table[index], index, chain)
+            else:
+                self._gpu.release(table[index], index)
+                table[index] = entry.blocks[0]
+                self._gpu.reference(table[index])
+        if entry is None:
+            return False
+        chain.entry, chain.num_published = entry, index + 1
+        return True
 
     def planned(self) -> None:
         """The step is decided: what it allocated for its content counts as computed for the next one."""

@@ -44,9 +44,6 @@ class Prefixes:
         self._isolate_tenants = isolate_tenants
         self._caps_by_block = rules.hit_cap == "last_block"
         self._keeps_hits = rules.hits_frozen
-        self._is_newest_found = rules.duplicates == "replaced"
-        # what nobody asks for stays unlisted, where it does not show: all blocks of a content are kept, and keys differ
-        self._lists_late = source is not None and source.are_unique and rules.duplicates == "listed"
 
     def salt_of(self, seq: KVSequence) -> str:
         """Sequences share prefixes only with those of the same salt."""
@@ -117,41 +114,21 @@ class Prefixes:
             return
         if num_tokens < (chain.num_published + 1) * self._block_size:
             return
-        num_full = num_tokens // self._block_size
-        if chain.num_published == 0 and self._lists_late and chain.unlisted is None:
-            chain.make_keys(source, 1)
-            self._gpu.cache.begin_unlisted(chain)
-        if chain.unlisted is None:
-            chain.make_keys(source, num_full)
-        for index in range(chain.num_published, num_full):
-            if not self._publish_block(seq.block_table, chain, index):
+        for index in range(chain.num_published, num_tokens // self._block_size):
+            if self.merged is not None:
+                is_published = self.merged.publish_next(chain, seq.block_table)
+            else:
+                is_published = self._gpu.cache.publish_next(chain, seq.block_table[index])
+            if not is_published:
                 chain.is_broken = True
                 return
-            chain.num_published = index + 1
-
-    def _publish_block(self, table: list[int], chain: Chain, index: int) -> bool:
-        """The block may be hit; False: its key stands for another content."""
-        cache, block = self._gpu.cache, table[index]
-        if chain.unlisted is not None:
-            cache.publish_unlisted(block, chain.unlisted)
-            return True
-        entry = cache.entry(block)
-        if entry is None and self.merged is not None:
-            entry = self.merged.merge(table, index, chain)
-        elif entry is None:
-            entry = cache.publish(
-                block, chain.keys[index], chain.contents[index], chain.entry, is_newest_found=self._is_newest_found
-            )
-        if entry is not None:
-            chain.entry = entry
-        return entry is not None
 
     def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
         """Only the first `num_tokens` tokens are computed after all: the rest may not be hit."""
         chain, table, cache = seq.chain, seq.block_table, self._gpu.cache
         if chain is None:
             return
-        self._list(chain)
+        self._gpu.cache.list_chain(chain)
         for index in range(chain.num_published - 1, num_tokens // self._block_size - 1, -1):
             block = table[index]
             if self.merged is not None and self._gpu.pool.ref_counts[block] > 1:
@@ -165,7 +142,7 @@ class Prefixes:
     def fork(self, parent: KVSequence, child: KVSequence) -> None:
         """The child's blocks are its parent's."""
         if parent.chain is not None:
-            self._list(parent.chain)
+            self._gpu.cache.list_chain(parent.chain)
             child.chain = parent.chain.copy_of(child)
 
     def full_contents(self, seq: KVSequence) -> list[Content]:
@@ -176,6 +153,8 @@ class Prefixes:
         chain = self.chain_of(seq, self.source, num_full)
         return list(zip(chain.keys[:num_full], chain.contents[:num_full], strict=True))
 
-    def _list(self, chain: Chain) -> None:
-        if chain.unlisted is not None:
-            self._gpu.cache.list_prefix(chain.unlisted)
+    def forget(self, seq: KVSequence) -> None:
+        """The sequence will not come back; what it published may stay."""
+        if seq.chain is not None:
+            seq.chain.unlisted = None  # which knows the chain
+            seq.chain = None

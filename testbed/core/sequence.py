@@ -90,7 +90,7 @@ class Sequence(KVSequence):
         # beams are searched: only their length is forced
         self.is_forced = forced is not None and sampling.beam_width <= 1
         self._tokens: array[int] | None = None  # None: nobody has read them
-        self._newest: vec[i32] = vec[i32]()  # what was drawn since
+        self._newest: vec[i32] = vec[i32]()  # drawn since; a token costs a tenth of what appending to an array does
         self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of what was emitted
         self.score = self.score_before = 0.0  # their sum, and the one without the newest
         # of the prompt's tokens, as far as they came; one list for all members of a group

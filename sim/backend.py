@@ -19,6 +19,7 @@ class SimWork(Value):
     """What a step costs. It lasts at least 1 ns, also one that only preempts."""
 
     FIELDS: ClassVar = ("duration_ns", "spans", "outcomes")
+    __slots__ = FIELDS
 
     def __init__(self, duration_ns: int, spans: Spans, outcomes: tuple[Outcome, ...] | None = None) -> None:
         self.duration_ns = duration_ns

@@ -61,6 +61,7 @@ class WaitUntil(Value):
     """
 
     FIELDS: ClassVar = ("until_ns", "is_stuck")
+    __slots__ = FIELDS
 
     def __init__(self, until_ns: int | None, is_stuck: bool = False) -> None:
         self.until_ns = until_ns
@@ -71,6 +72,7 @@ class Execute(Value):
     """Run the plan."""
 
     FIELDS: ClassVar = ("plan",)
+    __slots__ = FIELDS
 
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
@@ -80,6 +82,7 @@ class Resume(Value):
     """The driver's answer to a command: the time, and the result if it executed a plan."""
 
     FIELDS: ClassVar = ("now_ns", "result")
+    __slots__ = FIELDS
 
     def __init__(self, now_ns: int, result: StepResult | None = None) -> None:
         self.now_ns = now_ns
@@ -110,6 +113,7 @@ class StepView(Value):
         "plan", "plan_ns", "result", "digest_bytes", "emitters", "num_running", "num_waiting", "num_swapped",
         "free_gpu_blocks", "free_cpu_blocks",
     )  # fmt: skip
+    __slots__ = FIELDS
 
     def __init__(
         self, plan: BatchPlan, plan_ns: int, result: StepResult, digest_bytes: bytes, emitters: list[Sequence],

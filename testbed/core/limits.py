@@ -15,6 +15,7 @@ class Limits(Value):
         "max_num_seqs", "max_num_batched_tokens", "max_model_len", "long_prefill_token_threshold",
         "max_num_partial_prefills", "max_long_partial_prefills",
     )  # fmt: skip
+    __slots__ = FIELDS
 
     def __init__(
         self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, long_prefill_token_threshold: int,

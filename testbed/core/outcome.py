@@ -53,6 +53,7 @@ class Outcome(Value):
     """
 
     FIELDS: ClassVar = ("seq_id", "tokens", "stop", "forks", "dropped", "logprobs", "fork_stops")
+    __slots__ = FIELDS
 
     def __init__(
         self, seq_id: int, tokens: tuple[int, ...], stop: FinishReason | None = None, forks: tuple[int, ...] = (),
@@ -67,6 +68,7 @@ class Spans(Value):
     """Where the time of a step went, in ns. What the parts do not cover is idle or overlap."""
 
     FIELDS: ClassVar = ("schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns")
+    __slots__ = FIELDS
 
     def __init__(
         self, schedule_ns: int = 0, prepare_ns: int = 0, swap_ns: int = 0, forward_ns: int = 0, sample_ns: int = 0
@@ -87,6 +89,7 @@ class StepResult(Value):
     """
 
     FIELDS: ClassVar = ("end_ns", "outcomes", "spans", "prompt_logprobs")
+    __slots__ = FIELDS
 
     def __init__(
         self, end_ns: int, outcomes: tuple[Outcome, ...] | None = None, spans: Spans | None = None,

@@ -84,6 +84,7 @@ class ScheduledSequence(Value):
         "seq_id", "start", "num_tokens", "tokens", "samples", "forced", "block_table", "sampling", "num_samples",
         "group_id", "num_prompt_tokens", "history", "score", "num_finished",
     )  # fmt: skip
+    __slots__ = FIELDS
 
     def __init__(
         self, seq_id: int, start: int, num_tokens: int, tokens: Seq[int], samples: bool, forced: bool,
@@ -107,6 +108,7 @@ class BatchShape(Value):
         "num_decodes", "decode_context_tokens", "prefills", "num_samples", "num_blocks_swapped_out",
         "num_blocks_swapped_in", "num_blocks_copied",
     )  # fmt: skip
+    __slots__ = FIELDS
 
     def __init__(
         self, num_decodes: int, decode_context_tokens: int, prefills: tuple[PrefillChunk, ...], num_samples: int,
@@ -173,6 +175,7 @@ class BatchPlan(Value):
         "step", "shape", "rows", "admitted", "preempted", "swap_out", "swap_in", "swapped_in", "copies", "ignored",
         "blocked_by", "has_beams",
     )  # fmt: skip
+    __slots__ = FIELDS
 
     def __init__(
         self, step: int, shape: BatchShape, rows: Rows, admitted: tuple[Admission, ...] = (),

@@ -7,8 +7,12 @@ from typing import Any, ClassVar, Self
 
 
 class Value:
-    """A class of fields that nobody changes once it is made. FIELDS: their names, in the order of its constructor."""
+    """A class of fields that nobody changes once it is made (to refuse it would cost more than to make one).
 
+    FIELDS: their names, in the order of its constructor.
+    """
+
+    __slots__ = ()
     FIELDS: ClassVar[tuple[str, ...]] = ()
 
     def values(self) -> tuple[Any, ...]:

@@ -22,9 +22,9 @@ from testbed.records.tables import RowTable, StepTable
 class RunRecorder:
     """Writes requests.parquet, steps.parquet and, if asked, decisions.jsonl into a run folder, as a `Recorder`.
 
-    Rows are flushed in groups, so memory does not grow with the run; a thread of their own writes them as Parquet, and
-    what it could not write is raised by the next group or by `close`. `close` adds a row for every request
-    that is unfinished and completes the files; it must be called also after a failure.
+    Rows are flushed in groups, of which nothing stays but what Parquet notes of each column. A thread of their own
+    writes them, and what it could not write is raised by the next group or by `close`. `close` adds a row for every
+    request that is unfinished and completes the files; it must be called also after a failure.
 
     replica: the number of the one that it records, of a fleet; None: there is only one. beside: another replica's
     recorder, into whose files this one writes too; that one is closed last.

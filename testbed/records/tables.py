@@ -1,4 +1,4 @@
-"""Rows of a run's records until they are written, in groups: memory does not grow with a run.
+"""Rows of a run's records until they are written, in groups, so that memory does not grow with their number.
 
 Knows what numbers a step has.
 """

@@ -50,6 +50,7 @@ class Compile(Command):
     """Compiles into the wheel, or into the checkout (--inplace, and where the installation is editable)."""
 
     description = "compile the core with mypyc"
+    # lists, as setuptools wants them of a command's class
     user_options = [("inplace", "i", "into this checkout"), ("build-lib=", "b", "where the wheel is put together")]  # noqa: RUF012
     boolean_options = ["inplace"]  # noqa: RUF012
 
@@ -156,7 +157,11 @@ def watched(files: list[str]) -> list[str]:
 
 
 def imported_by(file: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"), file)
+    except SyntaxError:
+        return  # mypyc has said so
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):

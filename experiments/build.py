@@ -23,7 +23,8 @@ from experiments.traces import vocab_size as vocab_size
 from real.config import RealConfig
 from sim.backend import SimBackend, refuse_unforced
 from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
+from testbed.blocks.eviction import LRU, LRUByLastStep
+from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.limits import Limits

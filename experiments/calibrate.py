@@ -29,7 +29,8 @@ from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
 from sim.cost.linear import fit_linear, save_fit
-from testbed.core.interfaces import Recorder, StepView
+from testbed.core.commands import StepView
+from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchShape
 from testbed.core.request import Request

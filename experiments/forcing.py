@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from testbed.core.interfaces import Arrive, Event, Inbox
+from testbed.core.commands import Arrive, Event
+from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.errors import ConfigError

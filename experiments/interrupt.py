@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.serve import Loop
 
 

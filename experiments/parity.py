@@ -15,7 +15,7 @@ from experiments.forcing import FORCED, forcing
 from sim.backend import SimWork
 from sim.cost.recorded import RecordedBackend
 from sim.driver import run as drive
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request

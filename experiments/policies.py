@@ -112,7 +112,8 @@ def _methods(example: Any) -> list[str]:
     """What a policy is called with: the public methods of its class, and its length and order where it has them."""
     special = ("__len__", "__iter__")
     cls = type(example)
-    return [name for name in dir(cls) if callable(getattr(cls, name)) and (name in special or name[0] != "_")]
+    names = [name for name in dir(cls) if name in special or name[0] != "_"]
+    return [name for name in names if callable(getattr(cls, name))]
 
 
 def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:

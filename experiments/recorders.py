@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from testbed.core.interfaces import Recorder, StepView
+from testbed.core.commands import StepView
+from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler

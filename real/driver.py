@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from real.config import RealConfig
 from real.replay import HostTimes
-from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.errors import LivelockError

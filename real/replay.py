@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Finished, Spans
 from testbed.core.request import Request
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import simpy
 
 from sim.backend import SimWork
-from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.serve import Loop

@@ -15,7 +15,8 @@ import simpy
 from sim.link import HostLink, Process
 from sim.replica import Phases, Replica, ReplicaInbox, SwappingBackend
 from sim.routers import Router
-from testbed.core.interfaces import Arrive, Event, Inbox
+from testbed.core.commands import Arrive, Event
+from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler

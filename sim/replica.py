@@ -12,7 +12,7 @@ from sim.backend import SimWork
 from sim.driver import MAX_NS, result_of, too_late
 from sim.link import HostLink, Process, SwapsUnderWay
 from testbed.blocks.kv_sequence import RELEASED
-from testbed.core.interfaces import Arrive, Event, Execute, Resume, WaitUntil
+from testbed.core.commands import Arrive, Event, Execute, Resume, WaitUntil
 from testbed.core.outcome import Finished, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from sim.cost.base import CostModel
 from sim.routers import Replicas, Router
-from testbed.blocks.eviction import EvictionPolicy
+from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.verdict import Verdict
 from testbed.core.composition import Composition
 from testbed.core.interfaces import AdmissionPolicy, Estimator, PreemptionChoice, VictimChoice, WaitingQueue
@@ -177,7 +177,7 @@ class FewPrefills:
     def compose(self, step: Step) -> None:
         step.decode()
         for seq in list(step.prefilling.values()):
-            num_tokens = step.next_chunk(seq)
+            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.token_budget)
             if num_tokens and step.reserve(seq, num_tokens):  # False: it was preempted itself
                 step.schedule(seq, num_tokens)
         if not step.preempted:

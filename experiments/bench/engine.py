@@ -336,7 +336,7 @@ class _AllAtOnce:
         return 0 if self._requests else None
 
     def due(self, now_ns: int) -> list[Any]:
-        from testbed.core.interfaces import Arrive
+        from testbed.core.commands import Arrive
 
         due, self._requests = [Arrive(request) for request in self._requests], []
         return due

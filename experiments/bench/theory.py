@@ -30,7 +30,7 @@ from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from sim.driver import run as drive
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.serve import serve

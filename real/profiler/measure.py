@@ -23,7 +23,8 @@ from real.config import RealConfig
 from real.driver import RunningBackend, RunningWork
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
-from testbed.core.interfaces import Abort, Arrive, Event, Recorder, StepView
+from testbed.core.commands import Abort, Arrive, Event, StepView
+from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished, Outcome, PromptLogprobs, Spans
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.core.request import Request

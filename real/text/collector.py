@@ -23,7 +23,8 @@ from real.text.outputs import (
 from real.text.sequence_text import SequenceText
 from real.text.tokenizer import Tokenizer
 from testbed.core import outcome as core
-from testbed.core.interfaces import Recorder, StepView
+from testbed.core.commands import StepView
+from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Completion, Finished, FinishReason, Outcome
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from testbed.core.interfaces import Abort, Arrive, Event
+from testbed.core.commands import Abort, Arrive, Event
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 

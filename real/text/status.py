@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from testbed.blocks.config import KVRules, check_pool_sizes
 from testbed.blocks.copy_on_write import CopyOnWrite
 from testbed.blocks.demand import Demand
-from testbed.blocks.eviction import EvictionPolicy, evictor
+from testbed.blocks.eviction import evictor
 from testbed.blocks.gpu_blocks import GPUBlocks
+from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import KeySource
 from testbed.blocks.kv_sequence import RELEASED, KVSequence
 from testbed.blocks.pool import Pair

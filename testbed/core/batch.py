@@ -22,6 +22,7 @@ class Batch(Rows):
         self.is_over = False
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
+        assert num_tokens > 0, f"{seq.request_id} is scheduled for {num_tokens} tokens; a row computes at least one"
         self.seqs.append(seq)
         self.counts.append(num_tokens)
         self.token_budget -= num_tokens

@@ -7,26 +7,15 @@ have stands in docs/extending.md.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Protocol
 
-from testbed.core.outcome import Finished, Spans, StepResult
+from testbed.core.commands import Event, StepView
+from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
-from testbed.core.value import Value
 
 # --- where requests come from ---
-
-
-class Arrive(NamedTuple):
-    request: Request
-
-
-class Abort(NamedTuple):
-    request_id: str
-
-
-Event = Arrive | Abort
 
 
 class Inbox(Protocol):
@@ -53,42 +42,6 @@ class Inbox(Protocol):
 # --- the loop and its driver ---
 
 
-class WaitUntil(Value):
-    """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
-
-    After each commit the loop of an open inbox waits until that very instant: events of others may come with it.
-    is_stuck: it goes round in circles, as far as it can tell; only an event would change that.
-    """
-
-    FIELDS: ClassVar = ("until_ns", "is_stuck")
-    __slots__ = FIELDS
-
-    def __init__(self, until_ns: int | None, is_stuck: bool = False) -> None:
-        self.until_ns = until_ns
-        self.is_stuck = is_stuck
-
-
-class Execute(Value):
-    """Run the plan."""
-
-    FIELDS: ClassVar = ("plan",)
-    __slots__ = FIELDS
-
-    def __init__(self, plan: BatchPlan) -> None:
-        self.plan = plan
-
-
-class Resume(Value):
-    """The driver's answer to a command: the time, and the result if it executed a plan."""
-
-    FIELDS: ClassVar = ("now_ns", "result")
-    __slots__ = FIELDS
-
-    def __init__(self, now_ns: int, result: StepResult | None = None) -> None:
-        self.now_ns = now_ns
-        self.result = result
-
-
 class Work(Protocol):
     """A plan that a backend has started. What more it offers is between a backend and its driver."""
 
@@ -100,47 +53,6 @@ class Backend(Protocol):
 
 
 # --- who watches ---
-
-
-class StepView(Value):
-    """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
-
-    digest_bytes: after the step, the highest byte first. emitters: the sequences that emitted, once for each token, in
-    the order scheduled. free_gpu_blocks: after the plan, before its commit; evictable ones count as free.
-    """
-
-    FIELDS: ClassVar = (
-        "plan", "plan_ns", "result", "digest_bytes", "emitters", "num_running", "num_waiting", "num_swapped",
-        "free_gpu_blocks", "free_cpu_blocks",
-    )  # fmt: skip
-    __slots__ = FIELDS
-
-    def __init__(
-        self, plan: BatchPlan, plan_ns: int, result: StepResult, digest_bytes: bytes, emitters: list[Sequence],
-        num_running: int, num_waiting: int, num_swapped: int, free_gpu_blocks: int, free_cpu_blocks: int,
-    ) -> None:  # fmt: skip
-        self.plan, self.plan_ns, self.result, self.digest_bytes = plan, plan_ns, result, digest_bytes
-        self.emitters, self.num_running, self.num_waiting = emitters, num_running, num_waiting
-        self.num_swapped, self.free_gpu_blocks, self.free_cpu_blocks = num_swapped, free_gpu_blocks, free_cpu_blocks
-
-    @property
-    def end_ns(self) -> int:
-        """When it was committed."""
-        return self.result.end_ns
-
-    @property
-    def spans(self) -> Spans:
-        return self.result.spans
-
-    @property
-    def digest(self) -> int:
-        """The decision digest after the step."""
-        return int.from_bytes(self.digest_bytes, "big")
-
-    @property
-    def emitted(self) -> list[str]:
-        """Ids of the requests that emitted a token, once for each."""
-        return [seq.request_id for seq in self.emitters]
 
 
 class Recorder(Protocol):

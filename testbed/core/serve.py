@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from testbed.core.interfaces import Arrive, Event, Execute, Inbox, Recorder, Resume, StepView, WaitUntil
+from testbed.core.commands import Arrive, Event, Execute, Resume, StepView, WaitUntil
+from testbed.core.interfaces import Inbox, Recorder
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError

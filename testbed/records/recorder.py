@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from librt.vecs import append, vec
 from mypy_extensions import i64
 
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.plan import Admission, Preemption, PreemptionMode
 from testbed.core.request import Request

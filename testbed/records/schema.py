@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, PreemptionMode
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from librt.strings import BytesWriter, read_i64_be, write_i64_le
 
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.plan import BlockedBy
 from testbed.records.schema import STEP_COLUMNS
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from testbed.core.commands import Abort, Arrive, Event, StepView
 from testbed.core.digest import VERSION as DIGEST_VERSION
-from testbed.core.interfaces import Abort, Arrive, Event, StepView
 from testbed.core.outcome import Finished, FinishReason, Outcome, Spans
 from testbed.core.request import Request
 from testbed.errors import RunFolderError

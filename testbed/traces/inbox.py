@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Final
 
-from testbed.core.interfaces import Abort, Arrive, Event
+from testbed.core.commands import Abort, Arrive, Event
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.errors import TraceError

@@ -15,7 +15,8 @@ from sim.cost.recorded import RecordedBackend
 from sim.cost.roofline import KVLayout, RooflineCost
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
-from testbed.core.interfaces import Execute, Inbox, Resume, StepView, WaitUntil
+from testbed.core.commands import Execute, Resume, StepView, WaitUntil
+from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.core.request import Request

@@ -14,7 +14,7 @@ from sim.cost.config import CalibratedConfig, LinearConfig
 from sim.cost.linear import LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Spans, StepResult
 from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk
 from testbed.errors import ConfigError, ProfileError

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 from experiments import build, run
 from experiments.config import RunConfig
-from testbed.core.interfaces import Recorder, StepView
+from testbed.core.commands import StepView
+from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2, pearsonr
 
-from testbed.core.interfaces import Arrive
+from testbed.core.commands import Arrive
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -397,3 +398,19 @@ def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Pa
     import misbehaving as module  # type: ignore[import-not-found]  # written by the fixture
 
     assert min(module.Counting.calls.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "testbed.core.interfaces.WaitingQueue", "testbed.core.interfaces.AdmissionPolicy",
+        "testbed.core.interfaces.PreemptionChoice", "testbed.core.interfaces.VictimChoice",
+        "testbed.core.interfaces.Estimator", "testbed.core.composition.Composition",
+        "testbed.blocks.interfaces.EvictionPolicy", "testbed.policies.context.LengthOracle",
+    ],
+)  # fmt: skip
+def test_a_class_may_derive_from_its_protocol(name: str) -> None:
+    """Compiled ones could not be derived from."""
+    module, _, attribute = name.rpartition(".")
+    protocol = getattr(import_module(module), attribute)
+    assert type("Mine", (protocol,), {})().__class__.__mro__[1] is protocol

@@ -12,7 +12,7 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.interfaces import Arrive, Event
+from testbed.core.commands import Arrive, Event
 from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve

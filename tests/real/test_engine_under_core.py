@@ -8,7 +8,7 @@ import pytest
 
 from real.config import RealConfig
 from real.driver import run
-from testbed.core.interfaces import Arrive, Event
+from testbed.core.commands import Arrive, Event
 from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve

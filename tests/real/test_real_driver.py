@@ -8,7 +8,7 @@ import pytest
 
 from real.config import RealConfig
 from real.driver import RealTimeClock, SkippingClock, run
-from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
 from testbed.errors import LivelockError
 from tests.real.engine_helpers import plan_of, row, tiny_backend

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from real.driver import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
 from real.replay import MAX_LAG_NS, HostTimes, ReplayLag
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Spans, StepResult
 from testbed.core.plan import BatchPlan, BatchShape, MadeRows
 from testbed.core.request import Request

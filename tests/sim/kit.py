@@ -19,7 +19,7 @@ from sim.cost.config import ConstantConfig
 from sim.cost.constant import ConstantCost
 from sim.driver import run
 from sim.fleet import Fleet
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.core.scheduler import Scheduler

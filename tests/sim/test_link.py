@@ -18,7 +18,7 @@ from sim.driver import MAX_NS
 from sim.fleet import Fleet
 from sim.link import HostLink
 from sim.routers import RoundRobin
-from testbed.core.interfaces import Execute, Resume, WaitUntil
+from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchPlan, BatchShape, MadeRows, ScheduledSequence
 from testbed.core.request import GREEDY

@@ -15,7 +15,7 @@ from sim.cost.config import ConstantConfig
 from sim.cost.constant import ConstantCost
 from sim.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
 from testbed.blocks.config import KVRules
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.core.limits import Limits
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler

@@ -15,7 +15,8 @@ from sim.cost.constant import ConstantCost
 from sim.cost.linear import LinearCost
 from sim.cost.roofline import RooflineCost
 from sim.driver import run
-from testbed.core.interfaces import Abort, Arrive, Event, Inbox, StepView
+from testbed.core.commands import Abort, Arrive, Event, StepView
+from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU, EvictionPolicy, LRUByLastStep
+from testbed.blocks.eviction import LRU, LRUByLastStep
+from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import KeySource, TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.composition import Composition

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.blocks.cost_aware import CostAware
-from testbed.blocks.eviction import FIFO, LFU, LRU, EvictionPolicy, LRUByLastStep, evictor
+from testbed.blocks.eviction import FIFO, LFU, LRU, LRUByLastStep, evictor
+from testbed.blocks.interfaces import EvictionPolicy
 from testbed.errors import ConfigError
 
 BLOCK_SIZE = 16

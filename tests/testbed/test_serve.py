@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from testbed.core.interfaces import Abort, Arrive, Event, Execute, Resume, StepView, WaitUntil
+from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, StepView, WaitUntil
 from testbed.core.outcome import Finished, StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.core.interfaces import Abort, Arrive, StepView
+from testbed.core.commands import Abort, Arrive, StepView
 from testbed.core.outcome import FinishReason, Outcome, Spans, StepResult
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler

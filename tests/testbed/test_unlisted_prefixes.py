@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from testbed.blocks.config import KVRules
 from testbed.blocks.cost_aware import CostAware
-from testbed.blocks.eviction import FIFO, LFU, LRU, EvictionPolicy
+from testbed.blocks.eviction import FIFO, LFU, LRU
+from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.verdict import Verdict

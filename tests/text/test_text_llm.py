@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from experiments.text import LLM
 from real.text.outputs import CompletionOutput, Piece
 from real.text.sampling import SamplingParams
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from testbed.errors import ConfigError
 from tests.text.kit import (
     PROMPTS,

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.text import LLM
 from real.text.status import StatusLine, ThroughputBar
-from testbed.core.interfaces import StepView
+from testbed.core.commands import StepView
 from tests.experiments.kit import SHORT, TINY, say
 from tests.text.kit import PROMPTS, ROOMY, greedy
 

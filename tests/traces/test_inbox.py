@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.core.interfaces import Abort, Arrive, Inbox
+from testbed.core.commands import Abort, Arrive
+from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import SamplingParams
 from testbed.traces.arrange import arrange

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testbed.core.interfaces import Abort
+from testbed.core.commands import Abort
 from testbed.core.outcome import Finished, FinishReason
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint

@@ -109,10 +109,8 @@ class Prefixes:
 
     def publish(self, seq: KVSequence, num_tokens: int) -> None:
         """The full blocks of the first `num_tokens` tokens may be hit from now on."""
-        chain, source = seq.chain, self.source
-        if chain is None or source is None or chain.is_broken:
-            return
-        if num_tokens < (chain.num_published + 1) * self._block_size:
+        chain = seq.chain
+        if chain is None or chain.is_broken or num_tokens < (chain.num_published + 1) * self._block_size:
             return
         for index in range(chain.num_published, num_tokens // self._block_size):
             if self.merged is not None:

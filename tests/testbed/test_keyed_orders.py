@@ -210,3 +210,10 @@ def test_hrrn_lets_a_short_job_pass_a_long_one_until_that_has_waited_enough() ->
     late_short = make_seq(2, 10, arrival_ns=2000 * NS_PER_S)
     queue.push(late_short)
     assert queue.head(2010 * NS_PER_S) is long
+
+
+@pytest.mark.parametrize("key", [0, None, "a", [1]])
+def test_a_key_that_is_no_tuple_is_refused_in_either_build(key: Any) -> None:
+    queue = orders.KeyedQueue(lambda seq: key)
+    with pytest.raises(TypeError, match=r"the key of a KeyedQueue is .*; it must be a tuple of whole numbers"):
+        queue.push(make_seq(0))

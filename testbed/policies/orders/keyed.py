@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -36,7 +37,7 @@ class KeyedQueue:
         bind: Callable[[PolicyContext], None] | None = None,
         preemptive: bool = False,
     ) -> None:
-        self._key = key
+        self._key: Callable[[Sequence], Any] = key  # of a user's own: its answers are checked
         self._bind = bind
         self.is_preemptive = preemptive
         self._heap: LazyHeap[int, Sequence] = LazyHeap()
@@ -46,7 +47,7 @@ class KeyedQueue:
             self._bind(context)
 
     def push(self, seq: Sequence) -> None:
-        self._heap.put(seq.seq_id, self._key(seq), seq)
+        self._heap.put(seq.seq_id, self.rank(seq, 0), seq)
 
     def push_preempted(self, seq: Sequence) -> None:
         self.push(seq)
@@ -58,15 +59,19 @@ class KeyedQueue:
         self._heap.remove(seq.seq_id)
 
     def rank(self, seq: Sequence, now_ns: int) -> Rank:
-        return self._key(seq)
+        """Raises TypeError for a key that is no tuple, which could not be compared with others'."""
+        rank = self._key(seq)
+        if not isinstance(rank, tuple):
+            raise TypeError(f"the key of a KeyedQueue is {rank!r}; it must be a tuple of whole numbers")
+        return rank
 
     def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
         """The running sequence that would be served last, if the head goes strictly before it."""
         rank = self._heap.first_rank() if self.is_preemptive else None
         if rank is None:
             return None
-        last = max(running, key=self._key, default=None)
-        return last if last is not None and self._key(last)[0] > rank[0] else None
+        last = max(running, key=lambda seq: self.rank(seq, now_ns), default=None)
+        return last if last is not None and self.rank(last, now_ns)[0] > rank[0] else None
 
     def __len__(self) -> int:
         return len(self._heap)

@@ -4,8 +4,10 @@
                      (Little, 1961). L is integrated over the counts that each step recorded; lambda W over the
                      requests' own instants. Both are sums of ns, and must be equal to the ns; so must the counts at
                      each step's plan. A request enters at the first boundary at or after its arrival, and not later.
+                     Not of a run with asynchronous scheduling, whose steps count while the one before them runs.
     work_conserved   The tokens that the steps computed are those that the requests needed: prompt - cached + output - 1
-                     + recomputed. The tokens that the steps emitted are those that the requests got.
+                     + recomputed. The tokens that the steps emitted are those that the requests got. With asynchronous
+                     scheduling a step may compute a token more of a request whose end it could not know of.
     never_idle       No time lies between two steps while a request is in the system (work conservation of queueing
                      theory). Of a simulated run: from its arrival on; else from the boundary that first saw it, as a
                      real engine's clock oversleeps and a replay takes its boundaries from the tape.
@@ -42,10 +44,14 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
     seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
     from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
     replicas = _replicas(seen, step_rows)
+    is_ahead = bool(manifest.get("async_scheduling"))
     if len(replicas) < 2:
-        engines = {0: EngineCheck(seen, from_arrival, is_one_engine=bool(replicas_of(step_rows)))}
+        is_one = bool(replicas_of(step_rows))
+        engines = {0: EngineCheck(seen, from_arrival, is_one_engine=is_one, is_ahead=is_ahead)}
     else:
-        engines = {number: EngineCheck(seen.where(of_replica(number)), from_arrival) for number in replicas}
+        engines = {
+            number: EngineCheck(seen.where(of_replica(number)), from_arrival, is_ahead=is_ahead) for number in replicas
+        }
     for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
         engines[number].add(run)
     each = {

@@ -11,6 +11,7 @@ from experiments.config import RunConfig, read_config
 from experiments.costs import block_bytes, build_cost, sliding_window, unread_settings
 from experiments.estimator import CostEstimator
 from experiments.foreign import policy_failure
+from experiments.on_device import check_hits, check_plans_ahead
 from experiments.policies import make_policy
 from experiments.settings import (
     RecordedConfig,
@@ -99,6 +100,7 @@ def _largest_captured(config: RunConfig) -> int:
 def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
     """The core, the same for both backends."""
     cache, scheduler = config.cache, config.scheduler
+    check_plans_ahead(config)
     check_policies(config, pools)
     eviction = _eviction(config)
     blocks = BlockManager(
@@ -289,9 +291,11 @@ def check_token_ids(config: RunConfig, trace: Trace) -> None:
 def build_real_backend(config: RunConfig) -> Any:
     """Loads the model, on as many ranks as the device is said to have. Whoever gets it closes it.
 
-    Raises ConfigError if the packages of the real engine are not installed.
+    Raises ConfigError if the packages of the real engine are not installed, and for what a device cannot do right.
     """
     assert isinstance(config.backend, RealConfig)
+    check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
+    check_plans_ahead(config)
     try:
         from real.backend import RealBackend
         from real.parallel.backend import RankedBackend

@@ -12,10 +12,9 @@ from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
 from experiments.forcing import FORCED, forcing
-from sim.backend import SimWork
-from sim.cost.recorded import RecordedBackend
-from sim.driver import run as drive
-from testbed.core.commands import StepView
+from sim.cost.recorded import RecordedDevice
+from sim.driver import drive
+from testbed.core.commands import Execute, Resume, StepView
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
@@ -76,7 +75,7 @@ class _TapeEndedError(TestbedError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedInputs:
-    """What `cost=recorded` takes from a real run's folder. checker: the backend, and a recorder of the same loop."""
+    """What `cost=recorded` takes from a real run's folder. checker: the device, and a recorder of the same loop."""
 
     checker: _Checker
     inbox: TapeInbox
@@ -104,7 +103,7 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
             "lost; run it again, or copy the whole file"
         )
     pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
-    checker = _Checker(tape, RecordedBackend(tape), is_whole=manifest["status"] == "complete")
+    checker = _Checker(tape, RecordedDevice(tape), is_whole=manifest["status"] == "complete")
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)
 
 
@@ -128,18 +127,23 @@ def check_parity(folder: Path) -> ParityReport:
 
 
 class _Checker:
-    """A backend and a recorder at once: compares a plan before it runs, and all it decided and the digest after it.
+    """A device and a recorder at once: compares a plan before it runs, and all it decided and the digest after it.
 
     is_whole: whether the run that left the tape came to its end.
     """
 
-    def __init__(self, tape: Tape, backend: RecordedBackend, *, is_whole: bool) -> None:
+    def __init__(self, tape: Tape, device: RecordedDevice, *, is_whole: bool) -> None:
         self.num_steps = 0
         self._tape = tape
-        self._backend = backend
+        self._device = device
         self._is_whole = is_whole
 
-    def start(self, plan: BatchPlan) -> SimWork:
+    def execute(self, command: Execute, now_ns: int) -> Resume:
+        if command.plan is not None:
+            self._check(command.plan)
+        return self._device.execute(command, now_ns)
+
+    def _check(self, plan: BatchPlan) -> None:
         if plan.step >= len(self._tape.steps):
             if not self._is_whole:
                 raise self._tape_ended()
@@ -150,7 +154,6 @@ class _Checker:
         replayed = _plan_part(plan)
         if any(recorded[key] != value for key, value in replayed.items()):
             raise _DivergedError(Divergence(plan.step, recorded, replayed, "another batch was decided"))
-        return self._backend.start(plan)
 
     def committed(self, step: StepView) -> None:
         recorded, decided = self._tape.steps[step.plan.step], decision(step)

@@ -10,7 +10,6 @@ from typing import Any
 
 from sim.routers import ROUTERS
 from testbed.blocks import eviction
-from testbed.blocks.cost_aware import CostAware
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import unknown
 from testbed.policies import admission, oracle, orders, preemption, victim
@@ -20,6 +19,7 @@ from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSpli
 from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.compositions.static import Static
 from testbed.policies.compositions.unified import Unified
+from testbed.policies.cost_aware import CostAware
 from testbed.policies.queue_order import FCFS
 
 Named = Mapping[str, Callable[[], Any]]

@@ -343,6 +343,7 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         "model": config.model.name,
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler": config.scheduler.name,
+        "async_scheduling": config.scheduler.async_scheduling,
         "estimator": build.estimator_name(config),
         "num_gpu_blocks": prepared.pools.num_gpu_blocks,
         "num_cpu_blocks": prepared.pools.num_cpu_blocks,

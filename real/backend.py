@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -170,7 +171,7 @@ class RealBackend:
             dtype=attention.cache_dtype,
         )
         self._device = placement.device
-        self._stopwatch = stopwatch(placement.device)
+        self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
         self._eos_token_id = spec.eos_token_id
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
             warm_up(self.runner, self.cache, placement, limits)
@@ -187,10 +188,10 @@ class RealBackend:
         rows = plan.scheduled
         inputs = self.runner.prepare(rows) if rows else None
         prepare_ns = time.perf_counter_ns() - began_ns
-        clock = self._stopwatch
+        clock = next(self._stopwatches)
         clock.restart()
         clock.mark()
-        self.cache.execute(plan)
+        swap_ns = self.cache.execute(plan)
         clock.mark()
         hidden = logits = launched = None
         if inputs is not None:
@@ -200,7 +201,7 @@ class RealBackend:
         if inputs is not None and hidden is not None and logits is not None:
             launched = Launched(inputs.sampling, self.runner.draw(hidden, logits, inputs), self._eos_token_id)
         clock.mark()
-        return RealWork([row for row in rows if row.samples], launched, clock, prepare_ns, self.cache.swap_ns)
+        return RealWork([row for row in rows if row.samples], launched, clock, prepare_ns, swap_ns)
 
     def close(self) -> None:
         """Forgets captured steps, whose collectives belong to the group. The engine is of no use after it."""

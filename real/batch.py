@@ -20,6 +20,7 @@ class FlatBatch(NamedTuple):
     query_lens: np.ndarray  # int64 [num_rows], new tokens
     context_lens: np.ndarray  # int64 [num_rows], positions known after the step
     block_tables: np.ndarray  # int32 [num_rows, max blocks of a row]
+    placeholders: tuple[tuple[int, int], ...] = ()  # (place among the tokens, sequence): the step in flight draws it
 
     @property
     def num_rows(self) -> int:
@@ -45,6 +46,12 @@ def flatten(rows: Sequence[ScheduledSequence], layout: Layout) -> FlatBatch:
     query_lens = np.array([row.num_tokens for row in rows])
     token_ids = np.array([token for row in rows for token in row.tokens], dtype=np.int64)  # [num_tokens]
     assert len(token_ids) == query_lens.sum(), "a row's tokens are as many as it says"
+    placeholders: tuple[tuple[int, int], ...] = ()
+    if token_ids.min() < 0:
+        ends = np.cumsum(query_lens).tolist()
+        awaiting = [(end - 1, row.seq_id) for end, row in zip(ends, rows, strict=True) if row.awaits_token]
+        token_ids[[place for place, _ in awaiting]] = 0
+        placeholders = tuple(awaiting)
     _check_tokens(token_ids, rows, layout.vocab_size)
     context_lens = starts + query_lens
     tables = _block_tables(rows, starts, context_lens, layout)
@@ -56,7 +63,7 @@ def flatten(rows: Sequence[ScheduledSequence], layout: Layout) -> FlatBatch:
         positions = np.arange(len(token_ids)) + (starts - before)[row_of_token]
     blocks, offsets = np.divmod(positions, layout.block_size)
     slots = tables[row_of_token, blocks].astype(np.int64) * layout.block_size + offsets
-    return FlatBatch(token_ids, positions, slots, query_lens, context_lens, tables)
+    return FlatBatch(token_ids, positions, slots, query_lens, context_lens, tables, placeholders)
 
 
 def cumulative(lengths: np.ndarray) -> np.ndarray:

@@ -6,7 +6,8 @@ swaps run on a stream of their own, layer by layer: a layer's attention waits fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import overload
 
 import numpy as np
@@ -107,27 +108,26 @@ class CacheEngine:
         self.cpu = list(cpu.unbind(0))
         self._has_kernels = is_cuda and kernels.why_not(placement.device) is None
         self._swaps = SwapStream(placement.device, layers) if is_cuda and num_cpu_blocks else None
-        self._is_waited_for = False  # whether the last plan's copies waited for its swaps
 
-    def execute(self, plan: BatchPlan) -> None:
+    def execute(self, plan: BatchPlan) -> Callable[[], int]:
         """Swaps out, then swaps in, then copies. On a GPU the swaps may still be under way when it returns: `gpu`
-        knows."""
+        knows.
+
+        What it returns says, waiting for them, how long the swaps took on their own stream; 0 where there is none, and
+        where the copies of the plan waited for them: there the time of `execute` on the current stream has them.
+        """
+        swap_ns: Callable[[], int] = int
         if plan.swap_out or plan.swap_in:
             if self._swaps is None:
                 self.swap_out(plan.swap_out)
                 self.swap_in(plan.swap_in)
             else:
-                self.gpu.will_be_moved(self._swaps.launch(self.gpu.whole, self.cpu, plan.swap_out, plan.swap_in))
-        self._is_waited_for = bool(plan.copies)
+                moved, swap_ns = self._swaps.launch(self.gpu.whole, self.cpu, plan.swap_out, plan.swap_in)
+                self.gpu.will_be_moved(moved)
         if plan.copies:
             self.gpu.wait()
             self.copy(plan.copies)
-
-    def swap_ns(self) -> int:
-        """Time that the last plan's swaps took on their own stream, once it is over; 0 where there is none, and where
-        the copies of the plan waited for them: there the time of `execute` on the current stream has them."""
-        elapsed_ns = 0 if self._swaps is None else self._swaps.elapsed_ns()
-        return 0 if self._is_waited_for else elapsed_ns
+        return int if plan.copies else swap_ns
 
     def swap_out(self, pairs: Pairs) -> None:
         """(GPU block, CPU block): moves blocks to the host."""
@@ -160,18 +160,22 @@ class SwapStream:
     def __init__(self, device: torch.device, num_layers: int) -> None:
         self._stream = torch.cuda.Stream(device)
         self._moved = [torch.cuda.Event() for _ in range(num_layers)]
-        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._is_measured = True
+        marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(2)]
+        self._marks = cycle(marks)  # of two launches: two steps may be in flight
 
-    def launch(self, gpu: Tensor, cpu: Sequence[Tensor], swap_out: Pairs, swap_in: Pairs) -> list[torch.cuda.Event]:
-        """Starts both, out before in; returns for each layer the event behind its moves.
+    def launch(
+        self, gpu: Tensor, cpu: Sequence[Tensor], swap_out: Pairs, swap_in: Pairs
+    ) -> tuple[list[torch.cuda.Event], Callable[[], int]]:
+        """Starts both, out before in; returns for each layer the event behind its moves, and what says, waiting for
+        it, how many ns all took.
 
         Waits for what the current stream has launched: the step that wrote the blocks.
         """
         out_runs, in_runs = runs(swap_out), runs(swap_in)
+        began, ended = next(self._marks)
         self._stream.wait_stream(torch.cuda.current_stream(gpu.device))
         with torch.cuda.stream(self._stream):
-            self._began.record()
+            began.record()
             for layer, moved in enumerate(self._moved):
                 for part in range(2):  # keys, values
                     device, host = gpu[layer, part], cpu[layer][part]
@@ -184,17 +188,13 @@ class SwapStream:
                             host[source : source + length], non_blocking=True
                         )
                 moved.record()
-            self._ended.record()
-        self._is_measured = False
-        return self._moved
+            ended.record()
 
-    def elapsed_ns(self) -> int:
-        """Of the last launch, told once; waits for it."""
-        if self._is_measured:
-            return 0
-        self._is_measured = True
-        self._ended.synchronize()
-        return int(self._began.elapsed_time(self._ended) * 1e6)  # ms -> ns
+        def elapsed_ns() -> int:
+            ended.synchronize()
+            return int(began.elapsed_time(ended) * 1e6)  # ms -> ns
+
+        return self._moved, elapsed_ns
 
 
 def runs(pairs: Pairs) -> list[tuple[int, int, int]]:

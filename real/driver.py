@@ -7,8 +7,9 @@ needs no torch.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from real.config import RealConfig
 from real.replay import HostTimes
@@ -100,7 +101,8 @@ def run(
 class Drive(Generic[Result]):
     """A loop whose commands are carried out one by one, for callers who do something between them.
 
-    is_waiting: the next command is a wait, so no plan is in flight; the loop of an open inbox waits after each step.
+    is_waiting: the next command is a wait, as the loop of an open inbox has it after each step. No plan is in flight
+    then, or one that was launched ahead.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Drive(Generic[Result]):
         self.is_waiting = False
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
         self._last_ns, self._schedule_ns = 0, 0
+        self._in_flight: deque[_Launched] = deque()
         self._command: WaitUntil | Execute
         self._ask(None)
         clock.start()
@@ -122,8 +125,7 @@ class Drive(Generic[Result]):
     def step(self) -> None:
         """Carries the next command out, and hears the one after it."""
         if isinstance(self._command, Execute):
-            plan = self._command.plan
-            resume = _execute(plan, self._backend, self._clock, self._last_ns, self._schedule_ns, self._log)
+            resume = self._execute(self._command)
         else:
             resume = _wait(self._command, self._clock, self._last_ns)
         sent_ns = self._clock.now_ns()
@@ -138,24 +140,36 @@ class Drive(Generic[Result]):
             self.is_over = True
         self.is_waiting = not self.is_over and isinstance(self._command, WaitUntil)
 
+    def _execute(self, command: Execute) -> Resume:
+        """Launches, and waits for the oldest step in flight unless told not to. Each answer is at least 1 ns after the
+        one before it."""
+        clock = self._clock
+        if command.plan is not None:
+            began_ns = clock.now_ns()
+            work = self._backend.start(command.plan)
+            self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, clock.now_ns() - began_ns))
+        if command.is_ahead:
+            return Resume(max(clock.now_ns(), self._last_ns + 1))
+        launched = self._in_flight.popleft()
+        outcomes, spans = launched.work.wait()
+        now_ns = max(clock.now_ns(), self._last_ns + 1)
+        spans = spans.replace(schedule_ns=launched.schedule_ns)
+        if self._log is not None:
+            self._log.stepped(max(0, launched.launch_ns - spans.prepare_ns), now_ns - launched.plan_ns, spans)
+        return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=launched.work.prompt_logprobs))
+
+
+class _Launched(NamedTuple):
+    """A step in flight: when it was planned, how long that took, and how long its launch."""
+
+    work: RunningWork
+    plan_ns: int
+    schedule_ns: int
+    launch_ns: int
+
 
 def _wait(command: WaitUntil, clock: Clock, last_ns: int) -> Resume:
     if command.until_ns is None:
         raise LivelockError("the loop waits to be woken, but a replayed trace has nobody who could wake it")
     clock.wait_until(command.until_ns)
     return Resume(max(clock.now_ns(), command.until_ns, last_ns))
-
-
-def _execute(
-    plan: BatchPlan, backend: RunningBackend, clock: Clock, last_ns: int, schedule_ns: int, log: HostTimes | None
-) -> Resume:
-    """One step; it ends at least 1 ns after the instant before it."""
-    began_ns = clock.now_ns()
-    work = backend.start(plan)
-    launched_ns = clock.now_ns()
-    outcomes, spans = work.wait()
-    now_ns = max(clock.now_ns(), last_ns + 1)
-    spans = spans.replace(schedule_ns=schedule_ns)
-    if log is not None:
-        log.stepped(max(0, launched_ns - began_ns - spans.prepare_ns), now_ns - last_ns, spans)
-    return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=work.prompt_logprobs))

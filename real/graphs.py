@@ -21,7 +21,7 @@ from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import FlatBatch, cumulative
 from real.cache_engine import LayerCaches
 from real.models.interface import CausalLM
-from real.staging import Staging, layout, memory_pair, views, write
+from real.staging import Staging, layout, twofold_memory, views, write
 
 Work = Callable[[], Tensor]  # on fixed memory; its result lies in the same place each time
 
@@ -86,7 +86,7 @@ def captured_sizes(largest: int) -> list[int]:
 
 
 class GraphInputs:
-    """The fixed memory of one batch size: pinned on the host, its twin on the device.
+    """The fixed memory of one batch size: pinned on the host, twofold as in Staging, its twin on the device.
 
     tables: int32 [size, max_blocks] on the device, shared with the other sizes. Only what a batch uses of it is
     written: rows that pad read one position of some block, which means nothing, and write to the scratch block.
@@ -106,7 +106,7 @@ class GraphInputs:
             np.arange(size + 1, dtype=np.int32),  # cumulative context lengths
         ]
         self._offsets, total = layout(self._arrays)
-        self._host, self._twin = memory_pair(total, tables.device)
+        self._hosts, self._twin = twofold_memory(total, tables.device)
         self._send()
         tensors = views(self._arrays, self._offsets, self._twin)
         self.token_ids, self.positions, self._slots, self._context_lens, *self._starts = tensors
@@ -141,8 +141,9 @@ class GraphInputs:
         self._tables[:num, : tables.shape[1]].copy_(tables)
 
     def _send(self) -> None:
-        write(self._arrays, self._offsets, self._host.numpy())
-        self._twin.copy_(self._host, non_blocking=True)
+        self._hosts.reverse()
+        write(self._arrays, self._offsets, self._hosts[0].numpy())
+        self._twin.copy_(self._hosts[0], non_blocking=True)
 
 
 class Captured(NamedTuple):
@@ -203,6 +204,10 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, batch.num_rows)]
         self._captured[size].inputs.load(batch)
         return size
+
+    def token_ids(self, size: int) -> Tensor:
+        """The tokens of what was loaded, int64 [size]; they may be overwritten."""
+        return self._captured[size].inputs.token_ids
 
     def replay(self, size: int) -> Tensor:
         """Final hidden states [size, hidden] of what was loaded; the rows behind the batch mean nothing."""

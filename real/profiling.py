@@ -249,4 +249,4 @@ def _synthetic_load(
         sample_inputs(heaviest_rows(num_samples), Source(vocab_size)),
         lambda arrays: [torch.from_numpy(array).to(device) for array in arrays],
     )
-    return StepInputs(EagerInputs(zeros, zeros, metadata), sample_tokens, sampling)
+    return StepInputs(EagerInputs(zeros, zeros, metadata), sample_tokens, sampling, (), ())

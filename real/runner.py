@@ -1,4 +1,6 @@
-"""Turns a plan into tensors and runs the model over them. Reads the plan alone; remembers nothing between steps."""
+"""Turns a plan into tensors and runs the model over them. Reads the plan alone; of the step before it remembers but the
+tokens that it drew, for plans that were made before those were known.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from real.graphs import DecodeGraphs
 from real.models.interface import CausalLM
 from real.sampling.inputs import SampleInputs, Source, sample_inputs, sent
 from real.sampling.sampler import Drawn, launch
-from real.staging import Staging
+from real.staging import Staging, send_array
 from testbed.core.plan import ScheduledSequence
 
 
@@ -34,6 +36,8 @@ class StepInputs(NamedTuple):
     forward: EagerInputs | int  # a number: the inputs of the decode graph of that size are loaded
     sample_tokens: Tensor  # int64 [num_samples], where the last tokens of the rows that sample lie
     sampling: SampleInputs
+    sampled: tuple[int, ...]  # the sequences of the rows that sample, in order
+    placeholders: tuple[tuple[int, int], ...]  # (place among the tokens, sequence): what the step before drew for it
 
 
 class ModelRunner:
@@ -55,6 +59,7 @@ class ModelRunner:
         self.vocab_size = layout.vocab_size
         self._layout = layout
         self._source = Source(layout.vocab_size, seed, eos_token_id)
+        self._newest: tuple[dict[int, int], Tensor] | None = None  # where each sequence's token of the last step lies
         self._staging = Staging(placement.device)
         self._sampling_staging = Staging(placement.device)
 
@@ -73,10 +78,13 @@ class ModelRunner:
         else:
             forward, sample_tokens_tensor = self._send_eager(batch, sample_tokens)
         sampling = sent(sample_inputs(rows, self._source), self._sampling_staging.send)
-        return StepInputs(forward, sample_tokens_tensor, sampling)
+        sampled = tuple([row.seq_id for row in rows if row.samples])
+        return StepInputs(forward, sample_tokens_tensor, sampling, sampled, batch.placeholders)
 
     def hidden_states(self, inputs: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """One forward pass: final hidden states of every token, [at least num_tokens, hidden]."""
+        if inputs.placeholders:
+            self._fill_in(inputs)
         if isinstance(inputs.forward, int):
             assert self.graphs is not None
             return self.graphs.replay(inputs.forward)
@@ -93,7 +101,24 @@ class ModelRunner:
 
     def draw(self, hidden: Tensor, logits: Tensor, inputs: StepInputs) -> Drawn:
         """Launches all that chooses and scores tokens, given `hidden_states` and the `token_logits` of sampled rows."""
-        return launch(logits, inputs.sampling, partial(self.token_logits, hidden))
+        drawn = launch(logits, inputs.sampling, partial(self.token_logits, hidden))
+        self._newest = {seq_id: place for place, seq_id in enumerate(inputs.sampled)}, drawn.newest
+        return drawn
+
+    def _fill_in(self, inputs: StepInputs) -> None:
+        """Puts the tokens that the step before drew where the plan has placeholders, without waiting for them."""
+        assert self._newest is not None, "a plan has placeholders, and nothing was drawn"
+        places, token_ids = self._newest
+        wanted = [place for place, _ in inputs.placeholders]
+        drawn = [places[seq_id] for _, seq_id in inputs.placeholders]
+        targets, sources = send_array(np.array([wanted, drawn]), token_ids.device)
+        forward = inputs.forward
+        if isinstance(forward, int):
+            assert self.graphs is not None
+            fed = self.graphs.token_ids(forward)
+        else:
+            fed = forward.token_ids
+        fed.index_copy_(0, targets, token_ids.index_select(0, sources))
 
     def _send_eager(self, batch: FlatBatch, sample_tokens: np.ndarray) -> tuple[EagerInputs, Tensor]:
         token_ids, positions, slots, query_starts, context_starts, context_lens, tables, samples = self._staging.send(

@@ -14,25 +14,26 @@ ALIGNMENT = 16  # bytes; vector loads of the kernels that read them
 class Staging:
     """Pinned host memory and its twin on the device, as large as the largest step so far.
 
-    What `send` returns is valid until the next `send`; one step is under way at a time, and its end is waited for. On a
-    CPU there is nothing to send.
+    What `send` returns may be read by what is launched until the next `send`. One step may be under way while the next
+    is prepared, so the host's memory is twofold, and used by turns. On a CPU there is nothing to send.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host = torch.empty(0, dtype=torch.uint8)
-        self._twin = self._host
+        self._hosts = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._twin = self._hosts[0]
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """The arrays as tensors on the device, of the same shapes and number formats. Does not wait."""
         if self._device.type != "cuda":
             return [torch.from_numpy(array) for array in arrays]
         offsets, total = layout(arrays)
-        if total > self._host.numel():
+        if total > self._twin.numel():
             size = max(1 << 16, 1 << (total - 1).bit_length())
-            self._host, self._twin = memory_pair(size, self._device)
-        write(arrays, offsets, self._host.numpy())
-        self._twin[:total].copy_(self._host[:total], non_blocking=True)
+            self._hosts, self._twin = twofold_memory(size, self._device)
+        self._hosts.reverse()
+        write(arrays, offsets, self._hosts[0].numpy())
+        self._twin[:total].copy_(self._hosts[0][:total], non_blocking=True)
         return views(arrays, offsets, self._twin)
 
 
@@ -43,10 +44,11 @@ def send_array(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 @torch.inference_mode(False)
-def memory_pair(num_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Host memory, pinned for a GPU, and as much on the device. Ordinary tensors: they may be written to anywhere."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return host, torch.empty(num_bytes, dtype=torch.uint8, device=device)
+def twofold_memory(num_bytes: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Host memory twice, pinned for a GPU, and as much on the device once. Ordinary tensors: they may be written to
+    anywhere."""
+    hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+    return hosts, torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from decimal import Decimal
 from typing import Any, Final, Protocol
@@ -24,23 +25,34 @@ class PricedBackend(Protocol):
     def start(self, plan: BatchPlan) -> SimWork: ...
 
 
+class Executor(Protocol):
+    """Answers the loop's commands to execute, given at `now_ns`: a Device, or a tape."""
+
+    def execute(self, command: Execute, now_ns: int) -> Resume: ...
+
+
 def run(loop: Loop, backend: PricedBackend) -> int:
+    """Drives the loop to its end on a device of these prices; returns the simulated instant of it in ns."""
+    return drive(loop, Device(backend))
+
+
+def drive(loop: Loop, device: Executor) -> int:
     """Drives the loop to its end; returns the simulated instant of it in ns."""
     env = simpy.Environment()
-    env.run(env.process(_engine(env, loop, backend)))
+    env.run(env.process(_engine(env, loop, device)))
     return int(env.now)
 
 
-def _engine(env: Any, loop: Loop, backend: PricedBackend) -> Generator[Any, Any, None]:
+def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]:
     """One engine as a SimPy process. It is alone: its steps follow one another, and only its waits are events."""
     now_ns = int(env.now)
     try:
         command: WaitUntil | Execute = next(loop)
         while True:
             if isinstance(command, Execute):
-                result = result_of(backend.start(command.plan), now_ns)
-                now_ns = result.end_ns
-                command = loop.send(Resume(now_ns, result))
+                resume = device.execute(command, now_ns)
+                now_ns = resume.now_ns
+                command = loop.send(resume)
                 continue
             if command.until_ns is None:
                 raise LivelockError("the loop waits to be woken, and nobody is there to do it")
@@ -53,12 +65,36 @@ def _engine(env: Any, loop: Loop, backend: PricedBackend) -> Generator[Any, Any,
         loop.close()
 
 
-def result_of(work: SimWork, start_ns: int) -> StepResult:
-    """What becomes of work that starts now. Raises ConfigError for a price that leads beyond what instants can say."""
-    end_ns = start_ns + work.duration_ns
-    if end_ns > MAX_NS:
-        raise too_late(work.duration_ns)
-    return StepResult(end_ns, work.outcomes, work.spans)
+class Device:
+    """The simulated device: launched steps follow one another on it, the host's part of each before its own. Each
+    answer is at least 1 ns after the one before it.
+
+    The host schedules and prepares a step while the device is at the one before, if that is in flight; what of a step
+    is neither (moves, forward pass, sampling) is the device's.
+    """
+
+    def __init__(self, backend: PricedBackend) -> None:
+        self._backend = backend
+        self._in_flight: deque[tuple[int, SimWork]] = deque()  # with the instant at which the device is done
+        self._free_ns = self._answered_ns = 0
+
+    def execute(self, command: Execute, now_ns: int) -> Resume:
+        """The answer to a command of `now_ns`. Raises ConfigError for a price that leads beyond what instants say."""
+        if command.plan is not None:
+            work = self._backend.start(command.plan)
+            now_ns += work.spans.schedule_ns + work.spans.prepare_ns
+            device_ns = work.duration_ns - work.spans.schedule_ns - work.spans.prepare_ns
+            self._free_ns = max(self._free_ns, now_ns) + device_ns
+            if self._free_ns > MAX_NS:
+                raise too_late(work.duration_ns)
+            self._in_flight.append((self._free_ns, work))
+        now_ns = max(now_ns, self._answered_ns + 1)
+        if command.is_ahead:
+            self._answered_ns = now_ns
+            return Resume(now_ns)
+        done_ns, work = self._in_flight.popleft()
+        self._answered_ns = now_ns = max(now_ns, done_ns)
+        return Resume(now_ns, StepResult(now_ns, work.outcomes, work.spans))
 
 
 def too_late(duration_ns: int) -> ConfigError:

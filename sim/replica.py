@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import simpy
 
 from sim.backend import SimWork
-from sim.driver import MAX_NS, result_of, too_late
+from sim.driver import MAX_NS, Device, too_late
 from sim.link import HostLink, Process, SwapsUnderWay
 from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.commands import Arrive, Event, Execute, Resume, WaitUntil
@@ -130,12 +130,13 @@ class Replica:
         self._scheduler = scheduler
         self._blocks = scheduler.blocks
         self._backend = backend
+        self._device = Device(backend)
         self._link = link
         self._on_idle = on_idle
         self._swaps = SwapsUnderWay()
         self._command: WaitUntil | Execute | None = None  # None: the loop has ended
         self._is_stuck = False  # whether only an event would end the circles that it goes round in
-        self._flight: StepResult | None = None  # what becomes of the step in flight, unless transfers go beside it
+        self._answer: Resume | None = None  # to the command to execute, unless transfers go beside it
 
     # --- the process ---
 
@@ -151,11 +152,11 @@ class Replica:
                     yield self._boundary(self._command.until_ns)
                     self._phases.planning()
                     self._resume(Resume(int(env.now)))
-                elif self._flight is not None:
-                    result = self._flight
-                    yield self._phases.at_commit(result.end_ns, self.number)
-                    self._resume(Resume(result.end_ns, result))
+                elif self._answer is not None:
+                    yield self._phases.at_commit(self._answer.now_ns, self.number)
+                    self._resume(self._answer)
                 else:
+                    assert self._command.plan is not None
                     result = yield from self._step_beside_transfers(self._command.plan)
                     yield self._phases.at_commit(result.end_ns, self.number)
                     self._resume(Resume(result.end_ns, result))
@@ -170,7 +171,7 @@ class Replica:
         return self._phases.at_plan(max(int(self._env.now), instant_ns or 0), self.number)
 
     def _resume(self, resume: Resume) -> None:
-        self._flight = None
+        self._answer = None
         try:
             command = self._loop.send(resume)
         except StopIteration:
@@ -181,8 +182,8 @@ class Replica:
         self._command = command
         if isinstance(command, WaitUntil):
             self._is_stuck = command.is_stuck
-        if isinstance(command, Execute) and not self._meets_transfers(command.plan):
-            self._flight = result_of(self._backend.start(command.plan), now_ns)
+        if isinstance(command, Execute) and not (command.plan is not None and self._meets_transfers(command.plan)):
+            self._answer = self._device.execute(command, now_ns)
 
     # --- what comes from outside ---
 
@@ -236,7 +237,7 @@ class Replica:
         return self._link is not None and bool(plan.swap_out or plan.swap_in or self._swaps)
 
     def _step_beside_transfers(self, plan: BatchPlan) -> Generator[simpy.Event, Any, StepResult]:
-        """One step, its transfers on the link. Raises ConfigError as result_of does.
+        """One step, its transfers on the link. Raises ConfigError as a Device does.
 
         Swap-outs go on behind it. Swap-ins run beside its computation, layer by layer: it ends when both have. The
         computation starts when the swap-outs have ended whose blocks it writes.

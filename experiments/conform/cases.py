@@ -21,7 +21,8 @@ Decision = dict[str, Any]  # field -> value, "step" first; `scheduled` keeps the
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """requests: by arrival, ties by numeric id. steps: one decision each, in order of time."""
+    """requests: by arrival, ties by numeric id. steps: one decision each, in order of time. aborts: of requests, each
+    with the numbers of steps planned and committed before it, in that order."""
 
     name: str
     system: str
@@ -29,6 +30,7 @@ class Case:
     config: dict[str, Any]
     requests: tuple[Request, ...]
     steps: tuple[Decision, ...]
+    aborts: tuple[tuple[int, int, str], ...] = ()
 
 
 def read_cases(file: Path) -> list[Case]:
@@ -66,8 +68,9 @@ def _case(line: str, place: str) -> Case:
         steps.append(_decision(row, requests, place))
         if len(steps) > 1 and steps[-1]["step"] <= steps[-2]["step"]:
             raise TraceError(f"{place}: step {steps[-1]['step']} follows step {steps[-2]['step']}; steps must increase")
+    aborts = sorted(_abort(row, requests, place) for row in fields.get("aborts", ()))
     in_order = sorted(requests.values(), key=lambda request: (request.arrival_ns, int(request.request_id)))
-    return Case(name, system, place, config, tuple(in_order), tuple(steps))
+    return Case(name, system, place, config, tuple(in_order), tuple(steps), tuple(aborts))
 
 
 def _request(row: Any, place: str) -> Request:
@@ -80,9 +83,22 @@ def _request(row: Any, place: str) -> Request:
         token_ids(present(row, "prompt_token_ids", place), place, "prompt_token_ids"),
         arrival_ns=arrival * SECOND_NS,
         forced_output=token_ids(present(row, "output_token_ids", place), place, "output_token_ids"),
-        sampling=SamplingParams(n=_checked(row.get("n", 1), place, "n", _is_positive, "a whole number from 1")),
+        sampling=SamplingParams(
+            n=_checked(row.get("n", 1), place, "n", _is_positive, "a whole number from 1"),
+            max_tokens=_checked(row.get("max_tokens"), place, "max_tokens", _is_leave, "a number from 1, or null"),
+        ),
         priority=_checked(row.get("priority", 0), place, "priority", _is_whole, "a whole number"),
     )
+
+
+def _abort(row: Any, requests: dict[str, Request], place: str) -> tuple[int, int, str]:
+    row = _checked(row, place, "aborts", _is_object, "a list of objects")
+    name = present(row, "request_id", place)
+    if name not in requests:
+        raise TraceError(f"{place}: aborts name request {name!r}, which the case does not have")
+    where = f"{place}: abort of {name}"
+    planned, committed = (_checked(present(row, key, where), where, key, *_COUNT) for key in ("planned", "committed"))
+    return planned, committed, name
 
 
 def _decision(row: Any, requests: dict[str, Request], place: str) -> Decision:
@@ -143,6 +159,10 @@ def _is_positive(value: Any) -> bool:
     return _is_whole(value) and value >= 1
 
 
+def _is_leave(value: Any) -> bool:
+    return value is None or _is_positive(value)
+
+
 def _is_share(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1
 
@@ -176,9 +196,11 @@ CONFIG_FIELDS: dict[str, Kind] = {
     "long_prefill_token_threshold": _COUNT,
     "max_num_partial_prefills": _POSITIVE,
     "watermark": (_is_share, "a share in [0, 1)"),
+    "async_scheduling": (_is_flag, "true or false"),
 }
 STEP_FIELDS: dict[str, Kind] = {
     "step": _COUNT,
+    "committed": _COUNT,
     "scheduled": _COUNTS,
     "preempted": _IDS,
     "swapped_out": _IDS,

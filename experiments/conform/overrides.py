@@ -17,6 +17,7 @@ SCHEDULER_KEYS = {
     "queue_order": "queue_order",
     "long_prefill_token_threshold": "long_prefill_token_threshold",
     "max_num_partial_prefills": "max_num_partial_prefills",
+    "async_scheduling": "async_scheduling",
 }
 CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")
 
@@ -31,7 +32,7 @@ def case_config(preset: str, config: dict[str, Any]) -> RunConfig:
     scheduler = {ours: given[theirs] for theirs, ours in SCHEDULER_KEYS.items() if theirs in given}
     cache = {"num_cpu_blocks": 0} | {key: given[key] for key in CACHE_KEYS if key in given}
     budget, threshold = given.get("max_num_batched_tokens"), scheduler.get("long_prefill_token_threshold", 0)
-    if budget is not None and threshold > budget and preset in ("vllm_v1", "vllm_v1_0_8"):
+    if budget is not None and threshold > budget and preset in ("vllm_v1", "vllm_v1_async", "vllm_v1_0_8"):
         scheduler["long_prefill_token_threshold"] = budget  # a larger one never binds there, and is refused here
     if preset == "vllm_v0_chunked":  # logged without the front end, which refuses prompts longer than the model
         scheduler["kv_rules"] = {"length_limit": "chunk"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +51,10 @@ class Feed:
     def __init__(self, case: Case, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.second = -1  # of the latest plan
+        self.num_planned = self.num_committed = 0
         self.arrived: list[str] = []  # added for the latest plan
         self._requests = case.requests
+        self._aborts = deque(case.aborts)
         self._num_arrived = 0
 
     def next_plan(self) -> BatchPlan | None:
@@ -60,18 +63,27 @@ class Feed:
         self.second += 1
         while True:
             self._arrive()
+            self._abort()
             if self.scheduler.has_work:
                 plan = self.scheduler.plan(self.second * SECOND_NS)
                 if not plan.is_empty:
+                    self.num_planned += 1
                     return plan
             if self._num_arrived == len(self._requests):
                 return None
             self.second = self._requests[self._num_arrived].arrival_ns // SECOND_NS
 
     def commit(self) -> None:
-        """Every output is forced, so there is nothing to say but when the step ended."""
+        """The oldest plan in flight. Every output is forced, so there is nothing to say but when the step ended."""
+        self._abort()
+        self.num_committed += 1
         end_ns = (self.second + 1) * SECOND_NS
         self.scheduler.commit(StepResult(end_ns), end_ns)
+
+    def _abort(self) -> None:
+        """What was aborted by now."""
+        while self._aborts and self._aborts[0][:2] <= (self.num_planned, self.num_committed):
+            self.scheduler.abort(self._aborts.popleft()[2])
 
     def _arrive(self) -> None:
         for request in self._requests[self._num_arrived :]:
@@ -110,13 +122,14 @@ class _Comparison:
         self._reader = reader
         self._num_agreeing = 0
         self._plan: BatchPlan | None = None
+        self._in_flight: deque[tuple[Decision, Decision]] = deque()  # planned alike so far: recorded, decided
 
     def run(self) -> Mismatch | None:
-        for recorded in self._case.steps:
-            self.recorded = recorded
-            if found := self._step(recorded):
+        for number, recorded in enumerate(self._case.steps):
+            if found := self._commit_until(recorded.get("committed", number)) or self._step(recorded):
                 return found
-            self._num_agreeing += 1
+        if found := self._commit_until(len(self._case.steps)):
+            return found
         self.recorded = None
         self._plan = self._feed.next_plan()
         if self._plan is not None:
@@ -126,7 +139,19 @@ class _Comparison:
             return self.mismatch("the log has ended, our scheduler has requests that it can never run", None, None)
         return None
 
+    def _commit_until(self, num_steps: int) -> Mismatch | None:
+        """Commits until so many steps are committed, or all that are planned."""
+        while self._in_flight and self._num_agreeing < num_steps:
+            self.recorded, decided = self._in_flight.popleft()
+            self._feed.commit()
+            decided |= self._reader.after_commit()
+            if differing := differing_fields(self.recorded, decided):
+                return self.mismatch(f"differing after the commit: {', '.join(differing)}", self.recorded, decided)
+            self._num_agreeing += 1
+        return None
+
     def _step(self, recorded: Decision) -> Mismatch | None:
+        self.recorded = recorded
         self._plan = plan = self._feed.next_plan()
         if plan is None:
             what = "can do nothing with what is left" if self._feed.scheduler.has_work else "has finished everything"
@@ -134,10 +159,7 @@ class _Comparison:
         decided = self._reader.after_plan(self._feed.second, plan)
         if differing := differing_fields(recorded, decided):
             return self.mismatch(f"differing after the plan: {', '.join(differing)}", recorded, decided)
-        self._feed.commit()
-        decided |= self._reader.after_commit()
-        if differing := differing_fields(recorded, decided):
-            return self.mismatch(f"differing after the commit: {', '.join(differing)}", recorded, decided)
+        self._in_flight.append((recorded, decided))
         return None
 
     def mismatch(self, reason: str, recorded: Decision | None, decided: Decision | None) -> Mismatch:

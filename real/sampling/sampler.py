@@ -34,6 +34,7 @@ class Drawn(NamedTuple):
     """What a step's logits gave, on its way to the host: to be read once the device is done."""
 
     token_ids: Tensor  # int64 [num_draws]: the first token of each row that samples, then the further ones
+    newest: Tensor  # the same where it was drawn
     logprobs: Scored | None
     prompts: Scored | None
     beams: Candidates | None
@@ -50,6 +51,7 @@ def launch(logits: Tensor, inputs: SampleInputs, to_logits: ToLogits) -> Drawn:
     beams = None if inputs.beams is None else best_continuations(logits, inputs.beams)
     return Drawn(
         _to_host(token_ids),
+        token_ids,
         None if scored is None else Scored(*map(_to_host, scored)),
         None if prompts is None else Scored(*map(_to_host, prompts)),
         None if beams is None else Candidates(*map(_to_host, beams)),

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from sim.backend import SimWork
-from testbed.core.plan import BatchPlan
+from testbed.core.commands import Execute, Resume
+from testbed.core.outcome import StepResult
 from testbed.errors import RunFolderError
 from testbed.records.tape import Tape
 
 
-class RecordedBackend:
-    """Replays a tape. Step k lasts what it lasted, so the decisions must come out identical.
+class RecordedDevice:
+    """Replays a tape. Each step is planned and committed at the instants of the tape, so the decisions must come out
+    identical. Implements sim.driver.Executor.
 
     Raises RunFolderError when the scheduler asks for more steps than were recorded.
     """
 
     def __init__(self, tape: Tape) -> None:
-        self._steps = tape.steps
+        self._tape = tape
+        self._in_flight: list[int] = []
 
-    def start(self, plan: BatchPlan) -> SimWork:
-        if plan.step >= len(self._steps):
-            raise RunFolderError(f"the tape ends after {len(self._steps)} steps, but the replay goes on")
-        step = self._steps[plan.step]
-        return SimWork(step.commit_ns - step.plan_ns, step.spans, step.outcomes)
+    def execute(self, command: Execute, now_ns: int) -> Resume:
+        if command.plan is not None:
+            number = command.plan.step
+            if number >= len(self._tape.steps):
+                raise RunFolderError(f"the tape ends after {number} steps, but the replay goes on")
+            self._in_flight.append(number)
+            if command.is_ahead:
+                return Resume(max(now_ns, self._looked_again_ns(number)))
+        step = self._tape.steps[self._in_flight.pop(0)]
+        return Resume(step.commit_ns, StepResult(step.commit_ns, step.outcomes, step.spans))
+
+    def _looked_again_ns(self, number: int) -> int:
+        """When the loop planned again after a launch that it did not wait for. If there was nothing to plan then, what
+        is known of that instant is what it saw arrive."""
+        step = self._tape.steps[number]
+        if number + 1 < len(self._tape.steps) and self._tape.steps[number + 1].plan_ns < step.commit_ns:
+            return self._tape.steps[number + 1].plan_ns
+        seen = [event.now_ns for event in self._tape.events if step.plan_ns < event.now_ns < step.commit_ns]
+        return max(seen, default=step.plan_ns)

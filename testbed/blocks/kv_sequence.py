@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from array import array
 from typing import Final
 
 from testbed.blocks.chain import Chain, TokenSource
@@ -37,11 +35,6 @@ class KVSequence(TokenSource):
         self.block_table: list[int] = []
         self.cpu_table: list[int] = []
         self.chain: Chain | None = None  # what of it is cached; None: no prefix caching, or nobody has asked
-
-    @property
-    @abstractmethod
-    def tokens(self) -> array[int]:
-        """The known tokens, in order; of a forced sequence also those to come."""
 
     @property
     def together(self) -> tuple[KVSequence, ...]:

@@ -31,19 +31,10 @@ class BlockManager:
     """
 
     def __init__(
-        self,
-        *,
-        block_size: int,
-        num_gpu_blocks: int,
-        num_cpu_blocks: int,
-        watermark: float,
-        rules: KVRules,
-        eviction: EvictionPolicy,
-        key_source: KeySource | None,
-        isolate_tenants: bool = False,
-        lookahead_slots: int = 0,
-        sliding_window: int | None = None,
-    ) -> None:
+        self, *, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, watermark: float, rules: KVRules,
+        eviction: EvictionPolicy, key_source: KeySource | None, isolate_tenants: bool = False,
+        lookahead_slots: int = 0, sliding_window: int | None = None,
+    ) -> None:  # fmt: skip
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
         self.block_size = block_size
         self.num_gpu_blocks = num_gpu_blocks
@@ -76,10 +67,6 @@ class BlockManager:
     @property
     def num_free_cpu_blocks(self) -> int:
         return self._cpu.pool.num_free
-
-    @property
-    def caches_prefixes(self) -> bool:
-        return self.prefixes.source is not None
 
     def num_held_blocks(self, seq: KVSequence) -> int:
         """Distinct GPU blocks of the sequence and those scheduled together with it."""

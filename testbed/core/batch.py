@@ -12,13 +12,14 @@ Row = tuple[Sequence, int, int]
 class Batch(Rows):
     """Row i computes the next `counts[i]` tokens of `seqs[i]`, behind its computed ones. Owned by a step.
 
-    token_budget: what is left of it.
+    token_budget: what is left of it. samples: which rows emit a token, once the counts have gone on ahead.
     """
 
     def __init__(self, token_budget: int) -> None:
         self.token_budget = token_budget
         self.seqs: list[Sequence] = []
         self.counts: list[int] = []
+        self.samples: list[bool] | None = None
         self.is_over = False
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
@@ -27,15 +28,21 @@ class Batch(Rows):
         self.counts.append(num_tokens)
         self.token_budget -= num_tokens
 
-    def remove(self, seq: Sequence) -> int:
-        """Takes a sequence out; how many tokens it was to compute, 0 if it was not in the batch."""
+    def remove(self, seq: Sequence) -> bool:
+        """Takes a sequence out; False: it was not there."""
         for index, other in enumerate(self.seqs):
             if other is seq:
                 del self.seqs[index]
-                num_tokens = self.counts.pop(index)
-                self.token_budget += num_tokens
-                return num_tokens
-        return 0
+                self.token_budget += self.counts.pop(index)
+                return True
+        return False
+
+    def num_tokens_of(self, seq: Sequence) -> int:
+        return sum([self.counts[index] for index, other in enumerate(self.seqs) if other is seq])
+
+    def advance_ahead(self) -> None:
+        """It is in flight, and the counts of its sequences go on: the next step is planned before it is committed."""
+        self.samples = [seq.advance_ahead(self.counts[index]) for index, seq in enumerate(self.seqs)]
 
     def end(self) -> None:
         """It is committed: the counts of its sequences have gone on."""
@@ -63,28 +70,19 @@ class Batch(Rows):
 
     def make(self) -> tuple[ScheduledSequence, ...]:
         assert not self.is_over, "a plan's rows are valid until it is committed"
-        return tuple([_scheduled(seq, self.counts[index]) for index, seq in enumerate(self.seqs)])
+        return tuple([self._scheduled(index) for index in range(len(self.seqs))])
+
+    def _scheduled(self, index: int) -> ScheduledSequence:
+        seq, num_tokens, group = self.seqs[index], self.counts[index], self.seqs[index].group
+        start, samples = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens == seq.num_tokens
+        if self.samples is not None:
+            start, samples = start - num_tokens, self.samples[index]
+        return ScheduledSequence(
+            seq.seq_id, start, num_tokens, seq.next_tokens(start, num_tokens), samples, seq.is_forced,
+            seq.block_table, seq.sampling, seq.num_samples, seq.seq_id if group is None else group.group_id,
+            seq.num_prompt_tokens, seq.known_tokens(0, seq.num_tokens) if seq.needs_history else (), seq.score,
+            0 if group is None else len(group.finished),
+        )  # fmt: skip
 
     def num_scheduled(self) -> list[tuple[str, int]]:
         return [(seq.request_id, self.counts[index]) for index, seq in enumerate(self.seqs)]
-
-
-def _scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
-    start = seq.num_computed_tokens
-    group = seq.group
-    return ScheduledSequence(
-        seq.seq_id,
-        start,
-        num_tokens,
-        seq.next_tokens(num_tokens),
-        start + num_tokens == seq.num_tokens,
-        seq.is_forced,
-        seq.block_table,
-        seq.sampling,
-        seq.num_samples,
-        seq.seq_id if group is None else group.group_id,
-        seq.num_prompt_tokens,
-        seq.known_tokens(0, seq.num_tokens) if seq.needs_history else (),
-        seq.score,
-        0 if group is None else len(group.finished),
-    )

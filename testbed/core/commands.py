@@ -43,17 +43,21 @@ class WaitUntil(Value):
 
 
 class Execute(Value):
-    """Run the plan."""
+    """Launch the plan, if there is one, behind those in flight; then answer with the result of the oldest in flight.
 
-    FIELDS: ClassVar = ("plan",)
+    is_ahead: answer once it is launched, without a result: the next step is planned while it runs.
+    """
+
+    FIELDS: ClassVar = ("plan", "is_ahead")
     __slots__ = FIELDS
 
-    def __init__(self, plan: BatchPlan) -> None:
+    def __init__(self, plan: BatchPlan | None, is_ahead: bool = False) -> None:
         self.plan = plan
+        self.is_ahead = is_ahead
 
 
 class Resume(Value):
-    """The driver's answer to a command: the time, and the result if it executed a plan."""
+    """The driver's answer to a command: the time, and the result of a plan if it waited for one."""
 
     FIELDS: ClassVar = ("now_ns", "result")
     __slots__ = FIELDS

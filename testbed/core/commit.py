@@ -11,6 +11,7 @@ from testbed.core.digest import Digest
 from testbed.core.outcome import FinishReason, Outcome, PromptLogprobs
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceGroup
+from testbed.core.state import SequenceState
 
 Ending = tuple[Sequence, FinishReason]
 
@@ -31,17 +32,31 @@ class Commit:
         self.next_seq_id += num_ids
         return first
 
+    def plan_ahead(self, batch: Batch) -> None:
+        """The batch is in flight; the next step is decided as if it were executed."""
+        batch.advance_ahead()
+        for seq in batch.seqs:
+            if seq.is_prefilling and seq.num_placeholders:
+                self._running.prefilled(seq)
+
     def advance(self, batch: Batch, outcomes: tuple[Outcome, ...]) -> tuple[Ending, ...]:
-        """The batch is executed; the sequences that end with it."""
+        """The batch is executed; the sequences that end with it. One that was preempted since it was planned gets its
+        token nonetheless, one that has ended nothing."""
         batch.end()
         self.emitters = []
         ending: tuple[Ending, ...] = ()
         parting: tuple[tuple[Sequence, Outcome], ...] = ()
         num_taken = 0
         for index, seq in enumerate(batch.seqs):
-            seq.advance(batch.counts[index])
-            self._blocks.computed(seq, seq.num_computed_tokens)
-            if seq.num_computed_tokens < seq.num_tokens:
+            is_there = True
+            if batch.samples is None:
+                samples = seq.advance(batch.counts[index])  # of one that was aborted too
+            else:
+                samples = batch.samples[index]
+                is_there = seq.arrive(batch.counts[index], samples=samples)
+            if is_there and seq.state is SequenceState.RUNNING:
+                self._blocks.computed(seq, seq.num_computed_tokens - seq.num_in_flight_tokens)
+            if not samples:
                 continue
             outcome: Outcome | None = None
             if not seq.is_forced:
@@ -49,6 +64,8 @@ class Commit:
                 outcome = outcomes[num_taken]
                 num_taken += 1
                 assert outcome.seq_id == seq.seq_id, "outcomes come in the order scheduled"
+            if seq.state is SequenceState.FINISHED or (not is_there and seq.may_part):
+                continue  # who was preempted draws again what others part with
             if seq.is_prefilling:
                 self._running.prefilled(seq)
             if seq.group is not None:
@@ -118,7 +135,7 @@ def _end_of(seq: Sequence, token: int, stop: FinishReason | None) -> FinishReaso
     """The reason if the sequence ends with this token. stop: what the backend says."""
     if stop is None and seq.stop_tokens and not seq.is_forced and token in seq.stop_tokens:
         stop = FinishReason.STOP
-    if stop is None and seq.num_tokens >= seq.token_limit:
+    if stop is None and seq.num_known_tokens >= seq.token_limit:
         stop = FinishReason.LENGTH
     return stop
 

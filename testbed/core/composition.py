@@ -12,6 +12,7 @@ class Composition(Protocol):
 
     A class may list the limits that it does not read in `unused_limits`, and in `own_rules` those of the KV rules
     `budget` and `chunks_fill_blocks` that it reads: a run that changes one without effect says so.
+    `splits_prompts = False`: it computes every prompt in one step.
     """
 
     def compose(self, step: Step) -> None:

@@ -12,7 +12,6 @@ from typing import Final
 from librt.strings import BytesWriter, read_i64_be, write_i64_le
 from xxhash import xxh64_digest
 
-from testbed.core.batch import Batch
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import PreemptionMode
 from testbed.core.sequence import Sequence
@@ -27,7 +26,7 @@ _xxh64: Final = xxh64_digest
 class Digest:
     """Running digest of a scheduler's decisions. `value`: after the last step, 8 bytes, the highest first.
 
-    A step is added in this order: `begin`, its events, `end`.
+    A step is added in this order: `begin`, what its commit brings, `end`.
     """
 
     def __init__(self) -> None:
@@ -38,8 +37,9 @@ class Digest:
         self._counts: list[int] = []
         self._composition = self._hash()  # of these
 
-    def begin(self, batch: Batch, free_gpu: int, free_cpu: int) -> None:
-        """A step that computes this batch."""
+    def begin(self, step: Step) -> None:
+        """Its batch, admissions with their hits, preemptions, requests ended as ignored, numbers of swapped blocks."""
+        batch = step.batch
         if batch.seqs != self._seqs or batch.counts != self._counts:
             self._seqs, self._counts = batch.seqs, batch.counts
             for seq in batch.seqs:
@@ -49,23 +49,20 @@ class Digest:
             self._composition = self._hash()
         write_i64_le(self._numbers, read_i64_be(self.value, 0))
         write_i64_le(self._numbers, read_i64_be(self._composition, 0))
-        self._add(free_gpu, free_cpu)
+        self._add(step.free_gpu_blocks, step.free_cpu_blocks)
         for seq_id in self._aborted:
             self._add(5, seq_id)
         self._aborted = []
-
-    def planned(self, step: Step) -> None:
-        """Its admissions with their hits, preemptions, requests ended as ignored, and how many blocks are swapped."""
         for admission in step.admitted:
             self._add(1, admission.seq_id)
             self._add(admission.num_cached_tokens, int(admission.is_resumed))
         for preemption in step.preempted:
             self._add(2, preemption.seq_id)
             self._add(preemption.num_computed_tokens, _MODES.index(preemption.mode))
-        for ignored in step.ignored:
+        for ignored in step.leaving.ignored:
             self._add(3, ignored.seq_id)
-        if step.swap_out or step.swap_in:
-            self._add(6, len(step.swap_out))
+        if step.leaving.swap_out or step.swap_in:
+            self._add(6, len(step.leaving.swap_out))
             write_i64_le(self._numbers, len(step.swap_in))
 
     def forked(self, parent_id: int, seq_id: int) -> None:

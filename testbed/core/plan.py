@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from enum import StrEnum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from testbed.core.request import SamplingParams
 from testbed.core.value import Value
 
+PLACEHOLDER: Final = -1  # the token that the plan before this one draws for this sequence
 Pair = tuple[int, int]  # (source, destination) blocks
 
 
@@ -69,7 +70,8 @@ class PrefillChunk(NamedTuple):
 class ScheduledSequence(Value):
     """One sequence's share of a step.
 
-    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1. samples: whether one token is drawn from
+    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1; PLACEHOLDER alone: what the plan
+    before this one, which is in flight, draws for the sequence. samples: whether one token is drawn from
     the logits of the last of them. forced: the drawn token is not fed back, the core already knows the next one.
     block_table: physical GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
     num_samples: tokens to draw from these logits; more than one where a group's members part (the prompt of parallel
@@ -95,6 +97,11 @@ class ScheduledSequence(Value):
         self.samples, self.forced, self.block_table, self.sampling = samples, forced, block_table, sampling
         self.num_samples, self.group_id, self.num_prompt_tokens = num_samples, group_id, num_prompt_tokens
         self.history, self.score, self.num_finished = history, score, num_finished
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether its only token is a PLACEHOLDER."""
+        return self.start >= self.num_prompt_tokens and list(self.tokens) == [PLACEHOLDER]
 
 
 class BatchShape(Value):
@@ -142,7 +149,7 @@ class Rows(ABC):
 
     @abstractmethod
     def make(self) -> tuple[ScheduledSequence, ...]:
-        """Valid until the plan is committed."""
+        """Valid until the plan is committed, or another is made."""
 
     @abstractmethod
     def num_scheduled(self) -> list[tuple[str, int]]:
@@ -164,7 +171,7 @@ class MadeRows(Rows):
 
 
 class BatchPlan(Value):
-    """One step, decided. step: how many were committed before it.
+    """One step, decided. step: how many were planned before it.
 
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
@@ -189,7 +196,7 @@ class BatchPlan(Value):
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
-        """The rows, in the order scheduled. Valid until the plan is committed."""
+        """The rows, in the order scheduled. Valid until the plan is committed, or another is made."""
         return self.rows.make()
 
     @property

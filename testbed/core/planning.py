@@ -10,15 +10,15 @@ def make_plan(step: Step) -> BatchPlan:
     copies, swap_in = _last_into_each(step.blocks.planned()), _last_into_each(step.swap_in)
     return BatchPlan(
         step.number,
-        step.batch.shape(step.blocks.sliding_window, len(step.swap_out), len(swap_in), len(copies)),
+        step.batch.shape(step.blocks.sliding_window, len(step.leaving.swap_out), len(swap_in), len(copies)),
         step.batch,
         step.admitted,
         step.preempted,
-        step.swap_out,
+        step.leaving.swap_out,
         swap_in,
         step.swapped_in,
         copies,
-        step.ignored,
+        step.leaving.ignored,
         step.blocked_by,
         any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs),
     )

@@ -13,14 +13,18 @@ from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch
 from testbed.core.plan import Ignored, Pair, Preemption, PreemptionMode
 from testbed.core.running import Running
-from testbed.core.sequence import Sequence, SequenceState
+from testbed.core.sequence import Sequence
+from testbed.core.state import SequenceState
 from testbed.core.waiting import Waiting
 
 
 class Preempting:
-    """Of one step. A sequence stands for its group. policy: a PreemptionChoice, whose answer may be a mode's name."""
+    """Of one step. A sequence stands for its group. policy: a PreemptionChoice, whose answer may be a mode's name.
+    holds: victims are not back in the queue before the step is decided."""
 
-    def __init__(self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: Any) -> None:
+    def __init__(
+        self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: Any, *, holds: bool
+    ) -> None:
         self.preempted: tuple[Preemption, ...] = ()
         self.swap_out: tuple[Pair, ...] = ()
         self.held: tuple[Sequence, ...] = ()  # victims that are back in the queue when the step is decided
@@ -31,6 +35,7 @@ class Preempting:
         self._running = running
         self._waiting = waiting
         self._policy = policy
+        self._holds = holds
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
@@ -93,13 +98,15 @@ class Preempting:
             one.restart()
             one.enter(SequenceState.WAITING)
             one.part()
-            if self._blocks.rules.victims_return == "this_step":
-                self._waiting.push_back(one)
-            else:
+            if self._holds:
                 self.held += (one,)
+            else:
+                self._waiting.push_back(one)
 
     def _swap_out(self, seq: Sequence) -> None:
         for one in seq.together:
+            if one.may_part:  # who parts from it would not be there; it draws again
+                one.give_up_flight()
             self._note(one, PreemptionMode.SWAP)
         self.swap_out += self._blocks.swap_out(seq)
         self._running.swap_out(seq)
@@ -111,6 +118,8 @@ class Preempting:
     def _free_and_end(self, seq: Sequence, reason: str) -> None:
         for one in seq.together:
             self._blocks.free(one)
+            one.give_up_flight()
+            one.enter(SequenceState.WAITING)
         self.end(seq, reason)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from testbed.core.sequence import Sequence, SequenceState
+from testbed.core.sequence import Sequence
+from testbed.core.state import SequenceState
 
 
 class Running:
@@ -47,17 +48,18 @@ class Running:
         self._num_groups -= seq.group is not None
         self.prefilling.pop(seq.seq_id, None)
 
-    def stop_one(self, seq: Sequence) -> None:
-        """One sequence runs no more: its siblings go on."""
+    def leave(self, seq: Sequence) -> None:
+        """One sequence runs no more, or is swapped out no more: its siblings go on."""
+        units = self.units if seq.state is SequenceState.RUNNING else self.swapped
         self.prefilling.pop(seq.seq_id, None)
-        if seq.siblings is None or len(seq.siblings) == 1:
-            del self.units[seq.unit_id]
-            self._num_groups -= seq.group is not None
+        if seq.siblings is None:
+            del units[seq.unit_id]
+            self._num_groups -= units is self.units and seq.group is not None
             return
         left = tuple([one for one in seq.siblings if one is not seq])
         for one in left:
             one.join(left)
-        self.units[seq.unit_id] = left[0]
+        units[seq.unit_id] = left[0]
 
     def swap_out(self, seq: Sequence) -> None:
         """A unit that runs no more lies on the CPU."""

@@ -1,10 +1,12 @@
 """The scheduler: queues, lifecycle and commit. A pure state machine; a composition decides each step.
 
-    add / abort          between steps
+    add / abort          at any time
     plan(now) -> plan    decides a step and changes block tables; touches no device
     commit(result, now)  takes what came out of it; ends what is finished
 
-One plan is in flight at most. Given the same configuration, calls and outcomes, it decides the same on every machine.
+One plan is in flight at most or, where `limits.max_num_plans` is 2 (asynchronous scheduling), one while the next is
+decided: its counts have gone on then, the tokens that it draws are placeholders, and what ends with it ends at its
+commit, a step late. Given the same configuration, calls and outcomes, it decides the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from testbed.core.planning import make_plan
 from testbed.core.policies import Policies
 from testbed.core.request import Request
 from testbed.core.running import Running
-from testbed.core.sequence import Sequence, SequenceState
+from testbed.core.sequence import Sequence
+from testbed.core.state import SequenceState
 from testbed.core.step import Step
 from testbed.core.waiting import Waiting
 from testbed.errors import RequestError
@@ -35,19 +38,13 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        *,
-        limits: Limits,
-        blocks: BlockManager,
-        composition: Composition,
-        queue: WaitingQueue,
-        victims: VictimChoice,
-        admission: AdmissionPolicy,
-        preemption: PreemptionChoice,
+        self, *, limits: Limits, blocks: BlockManager, composition: Composition, queue: WaitingQueue,
+        victims: VictimChoice, admission: AdmissionPolicy, preemption: PreemptionChoice,
         eos_token_id: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.limits = limits
         self.blocks = blocks
+        self.num_plans = 0  # that were not empty
         self.num_steps = 0  # committed
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
         self.free_cpu_blocks = blocks.num_free_cpu_blocks
@@ -60,7 +57,8 @@ class Scheduler:
         self._commit = Commit(self._running, blocks, self._digest)
         self._live: dict[str, Sequence] = {}  # the first sequence of each request that has not ended, by its id
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
-        self._step: Step | None = None  # the plan in flight
+        self._steps: list[Step] = []  # the plans in flight, the oldest first
+        self._late: tuple[Sequence, ...] = ()  # victims that wait, back in the queue with the next commit
 
     # --- state ---
 
@@ -85,7 +83,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.num_seqs
+        return self._waiting.num_seqs + len(self._late)
 
     @property
     def num_swapped(self) -> int:
@@ -138,68 +136,82 @@ class Scheduler:
 
     def abort(self, request_id: str) -> Finished | None:
         """Ends a request in any state and frees all it held. None if it is not live (it may have just finished)."""
-        assert self._step is None, "abort between steps, not while a plan is in flight"
         first = self._live.get(request_id)
         if first is None:
             return None
         finished: list[Finished] = []
         for seq in first.members[:]:
+            if self._is_ended(seq):
+                continue  # a plan in flight ends it as ignored
             self._digest.aborted(seq.seq_id)
-            if seq.state is SequenceState.RUNNING:
-                self._running.stop_one(seq)
-                self.blocks.free(seq)
-            elif seq.state is SequenceState.SWAPPED:
-                self._running.leave_swapped(seq)
-                self.blocks.free(seq)
-            elif any(seq is rejected for rejected, _ in self._rejected):
-                self._rejected = [item for item in self._rejected if item[0] is not seq]
-            else:
-                self._waiting.remove(seq)
+            self._leave(seq)
             self._end(seq, FinishReason.ABORT, "aborted", 0, finished)
         self.blocks.reuse_cpu_blocks()
         return finished[0] if finished else None
+
+    def _leave(self, seq: Sequence) -> None:
+        """Takes a live sequence from where it is, with all that it holds."""
+        if seq.state is not SequenceState.WAITING:
+            self._running.leave(seq)
+            self.blocks.free(seq)
+        elif seq in self._late:
+            self._late = tuple([one for one in self._late if one is not seq])
+        elif any(seq is rejected for rejected, _ in self._rejected):
+            self._rejected = [item for item in self._rejected if item[0] is not seq]
+        elif not self._is_ended(seq):
+            self._waiting.remove(seq)
+
+    def _is_ended(self, seq: Sequence) -> bool:
+        """Whether a plan in flight ends the sequence as ignored."""
+        return any(seq is one for step in self._steps for one, _ in step.leaving.ended)
 
     # --- steps ---
 
     def plan(self, now_ns: int) -> BatchPlan:
         """Decides the next step. An empty plan means that nothing can be done before something else happens."""
-        assert self._step is None, "one plan in flight"
-        step = Step(self.num_steps, now_ns, self.limits, self.blocks, self._running, self._waiting, self._policies)
+        assert len(self._steps) < self.limits.max_num_plans, "commit before planning more"
+        step = Step(
+            self.num_plans, now_ns, self.limits, self.blocks, self._running, self._waiting, self._policies,
+            is_ahead=bool(self._steps),
+        )  # fmt: skip
         self._policies.tell_time(now_ns)
         for seq, reason in self._rejected:
-            step.leaving().end(seq, reason)
+            step.leaving.end(seq, reason)
         self._rejected = []
         self._composition.compose(step)
         if not step.batch.seqs:
             self._unblock(step)
-        step.close()
+        self._late += step.close()
         plan = make_plan(step)
         if not plan.is_empty:
-            self._step = step
+            self.num_plans += 1
+            self._steps.append(step)
+            if self.limits.max_num_plans > 1:
+                self._commit.plan_ahead(step.batch)
             self.free_gpu_blocks = step.free_gpu_blocks = self.blocks.num_free_blocks
             self.free_cpu_blocks = step.free_cpu_blocks = self.blocks.num_free_cpu_blocks
         return plan
 
     def commit(self, result: StepResult, now_ns: int) -> list[Finished]:
-        """Takes the outcome of the plan in flight; returns the requests that ended with it, in order scheduled."""
-        step = self._step
-        assert step is not None, "nothing is in flight"
-        self._step = None
-        self._digest.begin(step.batch, step.free_gpu_blocks, step.free_cpu_blocks)
-        self._digest.planned(step)
+        """Takes the outcome of the oldest plan in flight; the requests that ended with it, in the order scheduled."""
+        assert self._steps, "nothing is in flight"
+        step = self._steps.pop(0)
+        self._digest.begin(step)
         finished: list[Finished] = []
-        for seq, message in step.ended:
-            self._end(seq, FinishReason.IGNORED, message, now_ns, finished)
+        for seq, message in step.leaving.ended:
+            if seq.state is not SequenceState.FINISHED:  # with a token that was on its way
+                self._end(seq, FinishReason.IGNORED, message, now_ns, finished)
         if result.prompt_logprobs:
             note_prompts(step.batch, result.prompt_logprobs)
         ending = self._commit.advance(step.batch, result.outcomes or ())
         self._tell_served(step, now_ns)
         for seq, reason in ending:
-            if seq.state is SequenceState.RUNNING:
-                self._running.stop_one(seq)
-                self.blocks.free(seq)
+            self._leave(seq)
             self._digest.finished(seq.seq_id, reason)
             self._end(seq, reason, "", now_ns, finished)
+        for seq in self._late:
+            self._waiting.push_back(seq)
+        self._late = ()
         self.blocks.reuse_cpu_blocks()
         self.num_steps += 1
         self._digest.end()
@@ -230,7 +242,7 @@ class Scheduler:
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""
-        if step.preempted or step.ignored or self._running.units or self._running.swapped:
+        if step.preempted or step.leaving.ignored or self._running.units or self._running.swapped or self._steps:
             return
         seq = step.head()
         if seq is not None and step.blocked_by is not None:
@@ -249,11 +261,12 @@ class Scheduler:
         running, live = self._running, self.unfinished()
         holders: list[KVSequence] = list(live)
         self.blocks.check_invariants(holders)
-        running.check_invariants(is_between_steps=self._step is None)
+        running.check_invariants(is_between_steps=not self._steps)
         self._waiting.check_invariants()
-        ended = {seq.seq_id for seq, _ in self._step.ended} if self._step is not None else set()
+        ended = {seq.seq_id for seq in live if self._is_ended(seq)}
+        late = {seq.seq_id for seq in self._late} | {seq.seq_id for seq, _ in self._rejected}
         places: dict[SequenceState, set[int]] = {
-            SequenceState.WAITING: {seq.seq_id for seq in self._waiting} | {seq.seq_id for seq, _ in self._rejected},
+            SequenceState.WAITING: {seq.seq_id for seq in self._waiting} | late,
             SequenceState.RUNNING: {one.seq_id for seq in running.units.values() for one in seq.together},
             SequenceState.SWAPPED: {one.seq_id for seq in running.swapped.values() for one in seq.together},
         }
@@ -271,7 +284,10 @@ class Scheduler:
             assert seq in seq.siblings
             assert all(one.state is seq.state and one.unit_id == seq.unit_id for one in seq.siblings), "apart"
         if not seq.is_forced:
-            assert len(seq.tokens) == seq.num_tokens
+            assert len(seq.tokens) == seq.num_known_tokens
+        num_in_flight = sum([step.batch.num_tokens_of(seq) for step in self._steps])
+        assert seq.num_in_flight_tokens in (0, num_in_flight), f"{seq} expects what no plan in flight brings"
+        assert seq.num_placeholders <= len(self._steps)
         if seq.state is SequenceState.RUNNING:
             num_slots = len(seq.block_table) * self.blocks.block_size
             assert seq.num_computed_tokens <= num_slots, f"{seq} has computed tokens without blocks"

@@ -1,4 +1,4 @@
-"""Sequences: a request's tokens and how far they are computed. Owns the states and the counts of tokens.
+"""Sequences: a request's tokens and how far they are computed. Owns the counts of tokens.
 
 A request is one sequence, or a group of sequences that grow from one prompt (parallel samples, beams). Queues hold one
 entry for a group, its first live member: what happens to that one happens to its `siblings` too.
@@ -8,31 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
-from enum import IntEnum
-from typing import Final
 
 from librt.vecs import append, vec
 from mypy_extensions import i32
 
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.core.outcome import Completion, Finished, FinishReason, TokenLogprobs
+from testbed.core.plan import PLACEHOLDER
 from testbed.core.request import Request
+from testbed.core.state import TRANSITIONS, SequenceState
 from testbed.errors import IllegalTransitionError
-
-
-class SequenceState(IntEnum):
-    WAITING = 0
-    RUNNING = 1
-    SWAPPED = 2
-    FINISHED = 3
-
-
-TRANSITIONS: Final[dict[SequenceState, tuple[SequenceState, ...]]] = {
-    SequenceState.WAITING: (SequenceState.RUNNING, SequenceState.FINISHED),
-    SequenceState.RUNNING: (SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED),
-    SequenceState.SWAPPED: (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED),
-    SequenceState.FINISHED: (),
-}
 
 
 class SequenceGroup:
@@ -63,7 +48,8 @@ class Sequence(KVSequence):
 
     `num_tokens` of `tokens` are known: the prompt and what was emitted; a forced sequence holds its future tokens too.
     `num_computed_tokens` of them have their KV in GPU blocks. A token is emitted whenever the computed tokens reach all
-    known ones.
+    known ones. Where a step is planned while another runs, both counts include what the plans in flight will bring:
+    `num_in_flight_tokens` are not computed yet, and the last `num_placeholders` are drawn by nobody yet.
     """
 
     def __init__(self, seq_id: int, request: Request, max_model_len: int, stop_token_ids: tuple[int, ...] = ()) -> None:
@@ -79,6 +65,7 @@ class Sequence(KVSequence):
         self.unit_id = seq_id  # the same for sequences that are scheduled together
         self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
+        self.num_in_flight_tokens = self.num_placeholders = 0
         self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
@@ -87,6 +74,9 @@ class Sequence(KVSequence):
         # the number of tokens at which the sequence ends; one token is always emitted, even at the model's length
         limit = max(max_model_len, self.num_prompt_tokens + 1)
         self.token_limit: int = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
+        # the end that is known beforehand: a forced output may be shorter than it has leave to be
+        leave = min(self.num_prompt_tokens + (sampling.max_tokens or 0), limit)
+        self.foreseen_end = max(self.token_limit, leave)
         # beams are searched: only their length is forced
         self.is_forced = forced is not None and sampling.beam_width <= 1
         self._tokens: array[int] | None = None  # None: nobody has read them
@@ -130,26 +120,67 @@ class Sequence(KVSequence):
         """The known tokens at positions start … stop - 1, as far as there are any."""
         return self.tokens[start : min(stop, self.num_tokens)]
 
-    def next_tokens(self, num_tokens: int) -> Seq[int]:
-        """The known tokens that are computed next."""
-        start = self.num_computed_tokens
-        if num_tokens == 1 and len(self._newest) and start == self.num_tokens - 1:
+    def next_tokens(self, start: int, num_tokens: int) -> Seq[int]:
+        """The tokens from position `start` on, which are computed next; PLACEHOLDER for one that is drawn by then."""
+        if num_tokens == 1 and len(self._newest) and start == self.num_known_tokens - 1:
             return (int(self._newest[-1]),)
-        return self.tokens[start : start + num_tokens]
+        tokens = self.tokens[start : start + num_tokens]
+        return tokens or (PLACEHOLDER,)
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        """Emitted ones."""
+        return self.num_known_tokens - self.num_prompt_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Those of `num_tokens` that are no placeholders."""
+        return self.num_tokens - self.num_placeholders
 
     # --- progress ---
 
     def restart(self, num_cached_tokens: int = 0) -> None:
         """Its computed tokens are those that were found in the cache."""
+        self.give_up_flight()
         self.num_computed_tokens = num_cached_tokens
 
-    def advance(self, num_tokens: int) -> None:
-        """So many tokens more are computed."""
+    def give_up_flight(self) -> None:
+        """What plans in flight compute of it is lost; the token that one of them draws is not."""
+        self.num_computed_tokens -= self.num_in_flight_tokens
+        self.num_tokens -= self.num_placeholders
+        self.num_in_flight_tokens = self.num_placeholders = 0
+
+    def advance(self, num_tokens: int) -> bool:
+        """So many tokens more are computed; whether that reaches all there are, so that one is emitted."""
         self.num_computed_tokens += num_tokens
+        return self.num_computed_tokens >= self.num_tokens
+
+    def advance_ahead(self, num_tokens: int) -> bool:
+        """The same before they are computed. Of the token to be emitted there is a placeholder."""
+        samples = self.advance(num_tokens)
+        self.num_in_flight_tokens += num_tokens
+        self.num_tokens += samples
+        self.num_placeholders += samples
+        return samples
+
+    def arrive(self, num_tokens: int, *, samples: bool) -> bool:
+        """What `advance_ahead` promised is there; False: it was given up since."""
+        if not self.num_in_flight_tokens:
+            return False
+        self.num_in_flight_tokens -= num_tokens
+        self.num_tokens -= samples
+        self.num_placeholders -= samples
+        return True
+
+    @property
+    def awaits_outcome(self) -> bool:
+        """Whether only what a plan in flight brings says how it goes on: it may end with it, or part into several; or
+        its next draw wants to know all tokens before."""
+        if not self.num_placeholders:
+            return False
+        if self.num_tokens >= self.foreseen_end or (self.needs_history and not self.is_forced):
+            return True
+        return self.may_part
 
     def emit(self, token: int) -> None:
         """One more known token; a forced sequence has it already."""
@@ -232,6 +263,11 @@ class Sequence(KVSequence):
         return self.group is not None
 
     @property
+    def may_part(self) -> bool:
+        """Whether others may part from it with its next token."""
+        return self.group is not None and (self.group.is_beam or not self.group.has_parted)
+
+    @property
     def num_samples(self) -> int:
         """Tokens to draw when it samples next: several where a group's members are about to part."""
         return self.group.num_seqs if self.group is not None and not self.group.has_parted else 1
@@ -239,7 +275,7 @@ class Sequence(KVSequence):
     def fork(self, seq_id: int, token: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Sequence:
         """A new member of the group: all that is computed of this one, and `token` after it, with its logprobs."""
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
-        child.token_limit = self.token_limit
+        child.token_limit, child.foreseen_end = self.token_limit, self.foreseen_end
         child.group, child.unit_id, child.siblings = self.group, self.unit_id, self.siblings
         child.state, child.last_step = self.state, self.last_step
         child.stuck_at, child.num_preemptions = self.stuck_at, self.num_preemptions
@@ -259,7 +295,5 @@ class Sequence(KVSequence):
         return child
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.seq_id}, {self.request.request_id!r}, {self.state.name}, "
-            f"{self.num_computed_tokens}/{self.num_tokens} computed)"
-        )
+        computed = f"{self.num_computed_tokens}/{self.num_tokens} computed"
+        return f"Sequence({self.seq_id}, {self.request.request_id!r}, {self.state.name}, {computed})"

@@ -1,7 +1,8 @@
 """The only loop: arrivals, plan, execute, commit. A generator that does no waiting and no work.
 
 Its driver is its clock: it yields commands (WaitUntil, Execute) and is resumed with the time. Requests are pulled at
-step boundaries only.
+step boundaries only. With asynchronous scheduling (`limits.max_num_plans` is 2) a plan is launched and the next one
+made before the first is waited for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Generator
 
 from testbed.core.commands import Arrive, Event, Execute, Resume, StepView, WaitUntil
 from testbed.core.interfaces import Inbox, Recorder
+from testbed.core.outcome import StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError
@@ -18,46 +21,75 @@ from testbed.foreign_text import some
 Loop = Generator[WaitUntil | Execute, Resume, None]
 
 
+class Planned:
+    """A plan in flight, when it was made, and what there was after it."""
+
+    def __init__(self, plan: BatchPlan, plan_ns: int, scheduler: Scheduler) -> None:
+        self.plan = plan
+        self.plan_ns = plan_ns
+        self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
+        self.num_swapped = scheduler.num_swapped
+        self.free_gpu_blocks, self.free_cpu_blocks = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
+
+
 def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
     """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move, or that goes
     round in circles."""
     thrash = Thrash()
+    in_flight: list[Planned] = []
     first_ns = inbox.next_ns()
     now_ns = 0 if first_ns is None else (yield WaitUntil(first_ns)).now_ns
     while True:
         for event in inbox.due(now_ns):
             _take(event, inbox, scheduler, recorder, now_ns)
-        if scheduler.has_work:
-            plan = scheduler.plan(now_ns)
-            if not plan.is_empty:
-                num_running, num_waiting = scheduler.num_running, scheduler.num_waiting
-                num_swapped = scheduler.num_swapped
-                free_gpu, free_cpu = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
-                resume = yield Execute(plan)
-                result, plan_ns, now_ns = resume.result, now_ns, resume.now_ns
-                assert result is not None, "an executed plan has a result"
-                finished = scheduler.commit(result, now_ns)
-                recorder.committed(
-                    StepView(
-                        plan, plan_ns, result, scheduler.digest_bytes, scheduler.emitters, num_running, num_waiting,
-                        num_swapped, free_gpu, free_cpu,
-                    )
-                )  # fmt: skip
-                if finished:
-                    recorder.ended(finished, now_ns)
-                    inbox.finished(finished, now_ns)
-                circle = thrash.committed(plan, scheduler, has_ended=bool(finished))
-                if inbox.is_open:  # what others do at this instant comes before the next plan
-                    now_ns = (yield WaitUntil(now_ns, circle is not None)).now_ns
-                if circle is not None and not inbox.is_open and inbox.next_ns() is None:
-                    raise LivelockError(circle)
-                continue
+        plan = _plan(scheduler, in_flight, now_ns) if scheduler.has_work else None
+        if in_flight:
+            is_ahead = plan is not None and len(in_flight) < scheduler.limits.max_num_plans
+            resume = yield Execute(plan, is_ahead)
+            now_ns = resume.now_ns
+            circle: str | None = None
+            if not is_ahead:
+                assert resume.result is not None, "a plan that was waited for has a result"
+                planned = in_flight.pop(0)
+                has_ended = _commit(planned, resume.result, inbox, scheduler, recorder, now_ns)
+                circle = thrash.committed(planned.plan, scheduler, has_ended=has_ended)
+            if inbox.is_open:  # what others do at this instant comes before the next plan
+                now_ns = (yield WaitUntil(now_ns, circle is not None)).now_ns
+            if circle is not None and not inbox.is_open and inbox.next_ns() is None:
+                raise LivelockError(circle)
+            continue
         next_ns = inbox.next_ns()
         if next_ns is None and not inbox.is_open:
             if scheduler.has_work:
                 raise LivelockError(_stuck(scheduler))
             return
         now_ns = (yield WaitUntil(next_ns)).now_ns
+
+
+def _plan(scheduler: Scheduler, in_flight: list[Planned], now_ns: int) -> BatchPlan | None:
+    """The next plan, now in flight; None if there is nothing to do."""
+    plan = scheduler.plan(now_ns)
+    if plan.is_empty:
+        return None
+    in_flight.append(Planned(plan, now_ns, scheduler))
+    return plan
+
+
+def _commit(
+    planned: Planned, result: StepResult, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int
+) -> bool:
+    """Commits the oldest plan in flight; whether a request ended with it."""
+    finished = scheduler.commit(result, now_ns)
+    recorder.committed(
+        StepView(
+            planned.plan, planned.plan_ns, result, scheduler.digest_bytes, scheduler.emitters, planned.num_running,
+            planned.num_waiting, planned.num_swapped, planned.free_gpu_blocks, planned.free_cpu_blocks,
+        )
+    )  # fmt: skip
+    if finished:
+        recorder.ended(finished, now_ns)
+        inbox.finished(finished, now_ns)
+    return bool(finished)
 
 
 def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int) -> None:

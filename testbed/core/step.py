@@ -20,11 +20,11 @@ from testbed.core.waiting import Waiting
 
 
 class Step:
-    """A step being decided at `now_ns`; number: how many were committed before it."""
+    """A step being decided at `now_ns`; number: how many were planned before it. is_ahead: another is in flight."""
 
     def __init__(
         self, number: int, now_ns: int, limits: Limits, blocks: BlockManager, running: Running, waiting: Waiting,
-        policies: Policies,
+        policies: Policies, *, is_ahead: bool,
     ) -> None:  # fmt: skip
         self.number = number
         self.now_ns = now_ns
@@ -40,7 +40,11 @@ class Step:
         self._running = running
         self._waiting = waiting
         self._policies = policies
-        self._leaving: Preempting | None = None  # made when somebody leaves, which few steps see
+        self._is_ahead = is_ahead
+        self.leaving = Preempting(
+            self.batch, blocks, running, waiting, policies.preemption,
+            holds=is_ahead or blocks.rules.victims_return == "next_step",
+        )  # fmt: skip
         self.deferred: tuple[Sequence, ...] = ()  # passed over, and then back in the queue too
 
     @property
@@ -59,20 +63,11 @@ class Step:
 
     @property
     def preempted(self) -> tuple[Preemption, ...]:
-        return () if self._leaving is None else self._leaving.preempted
-
-    @property
-    def swap_out(self) -> tuple[Pair, ...]:
-        return () if self._leaving is None else self._leaving.swap_out
+        return self.leaving.preempted
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        return () if self._leaving is None else self._leaving.ignored
-
-    @property
-    def ended(self) -> tuple[tuple[Sequence, str], ...]:
-        """Ignored sequences, with the reason."""
-        return () if self._leaving is None else self._leaving.ended
+        return self.leaving.ignored
 
     @property
     def num_running(self) -> int:
@@ -93,7 +88,12 @@ class Step:
         return self._running.prefilling
 
     def running(self) -> list[Sequence]:
-        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones."""
+        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones.
+
+        Without those of which a step in flight says how they go on.
+        """
+        if self._is_ahead:
+            return [seq for seq in self._running.units.values() if not seq.awaits_outcome]
         return list(self._running.units.values())
 
     def swapped(self) -> list[Sequence]:
@@ -125,7 +125,7 @@ class Step:
 
     def _schedule_one(self, seq: Sequence, num_tokens: int) -> None:
         self.batch.add(seq, num_tokens)
-        self.blocks.scheduled(seq, seq.num_computed_tokens + num_tokens)
+        self.blocks.scheduled(seq, min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens))
         seq.last_step = self.number
 
     def decode(self, min_budget: int = 1) -> None:
@@ -141,7 +141,7 @@ class Step:
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit. False: the
         sequence itself was preempted, now or as an earlier victim of this step."""
-        if self._leaving is not None and not self._running.has(seq):
+        if not self._running.has(seq):
             return False
         blocks = self.blocks
         if blocks.sliding_window is not None:
@@ -154,7 +154,7 @@ class Step:
             if len(self._running.units) == 1:
                 progress = seq.num_tokens, seq.num_computed_tokens
                 if progress <= seq.stuck_at:
-                    self.leaving().give_up(seq)
+                    self.leaving.give_up(seq)
                     return False
                 seq.stuck_at = progress
             self.preempt(victim)
@@ -165,26 +165,22 @@ class Step:
         return True
 
     def reorder(self, seqs: list[Sequence]) -> None:
-        """Gives the running sequences another order; `seqs` are all of them."""
+        """Gives the running sequences another order; `seqs` are all that `running` gives."""
+        if self._is_ahead:
+            seqs = [seq for seq in self._running.units.values() if seq.awaits_outcome] + seqs
         self._running.reorder(seqs)
 
     # --- preemption and swap ---
 
-    def leaving(self) -> Preempting:
-        """Where what leaves this step is noted."""
-        if self._leaving is None:
-            self._leaving = Preempting(self.batch, self.blocks, self._running, self._waiting, self._policies.preemption)
-        return self._leaving
-
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
-        self.leaving().preempt(seq)
+        self.leaving.preempt(seq)
 
     def can_swap_in(self, seq: Sequence) -> Verdict:
         """Whether a swapped-out sequence gets its blocks back. NEVER ends it as ignored, at once."""
         verdict = self.blocks.can_swap_in(seq)
         if verdict is Verdict.NEVER:
-            self.leaving().give_up_swapped(seq)
+            self.leaving.give_up_swapped(seq)
         return verdict
 
     def bring_in(self, seq: Sequence) -> None:
@@ -219,7 +215,7 @@ class Step:
             return 1 if self.token_budget >= seq.num_together else 0
         missing = seq.num_tokens - seq.num_computed_tokens
         if missing > self.limits.max_num_batched_tokens:
-            return min(missing, self.token_budget)
+            return min(missing, max(0, self.token_budget))
         return missing if missing <= self.token_budget else 0
 
     # --- admission ---
@@ -279,15 +275,18 @@ class Step:
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence that can never run."""
         self._waiting.remove(seq)
-        self.leaving().end(seq, reason)
+        self.leaving.end(seq, reason)
 
     def blocked(self, reason: BlockedBy) -> None:
         self.blocked_by = reason
 
-    def close(self) -> None:
-        """The step is decided: held sequences are in the queue again."""
+    def close(self) -> tuple[Sequence, ...]:
+        """The step is decided: held sequences are in the queue again. Returns victims that are not yet: their tokens
+        may be on their way."""
         for seq in reversed(self.deferred):
             self._waiting.push_back(seq)
-        if self._leaving is not None:
-            for seq in self._leaving.held:
-                self._waiting.push_back(seq)
+        if self._is_ahead:
+            return self.leaving.held
+        for seq in self.leaving.held:
+            self._waiting.push_back(seq)
+        return ()

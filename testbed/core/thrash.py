@@ -14,7 +14,7 @@ import xxhash
 
 from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
-from testbed.core.sequence import SequenceState
+from testbed.core.state import SequenceState
 from testbed.foreign_text import some
 
 

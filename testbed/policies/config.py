@@ -31,6 +31,7 @@ class SchedulerConfig:
     max_num_partial_prefills: int = 1  # prompts that may be part-way through their prefill (decode_first)
     max_long_partial_prefills: int = 1  # of them, longer than the threshold (decode_first)
     lookahead_slots: int = 0  # extra slots that a decoding sequence reserves, for studies of speculative decoding
+    async_scheduling: bool = False  # a step is planned while the one before it runs (vLLM's default on GPUs since 0.14)
     watermark: float = 0.01  # the preset's; cache.watermark overrides it
     kv_rules: KVRules = field(default_factory=KVRules)
 
@@ -72,4 +73,5 @@ def resolve_limits(config: SchedulerConfig, model_max_len: int) -> Limits:
         config.long_prefill_token_threshold,
         config.max_num_partial_prefills,
         config.max_long_partial_prefills,
+        2 if config.async_scheduling else 1,
     )

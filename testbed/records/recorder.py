@@ -57,6 +57,7 @@ class RunRecorder:
             self._worker, self._requests, self._steps = beside._worker, beside._requests, beside._steps
             self._decisions = beside._decisions
         self._token_times = token_times
+        self._end_ns = 0  # of the step before
         self._keeps_steps = steps
         self._open: dict[str, OpenRequest] = {}
 
@@ -73,10 +74,13 @@ class RunRecorder:
         if plan.preempted:
             num_recomputed, num_preempted = self._preempted(plan.preempted)
         for admission in plan.admitted:
-            self._open[admission.request_id].admitted(admission, step.plan_ns)
+            if (request := self._open.get(admission.request_id)) is not None:  # it may have ended with a step before
+                request.admitted(admission, step.plan_ns)
         self._emitted(step.emitters, step.end_ns)
         if self._keeps_steps:
-            self._steps.append(step, num_recomputed, num_preempted - num_recomputed, self._replica or 0)
+            start_ns = max(step.plan_ns, self._end_ns)
+            self._steps.append(step, start_ns, num_recomputed, num_preempted - num_recomputed, self._replica or 0)
+        self._end_ns = step.end_ns
         if self._decisions is not None:
             whose = {} if self._replica is None else {"replica": self._replica}
             self._decisions.write(json.dumps(whose | decision(step)) + "\n")
@@ -90,7 +94,8 @@ class RunRecorder:
         modes: dict[str, PreemptionMode] = {}
         for preemption in preempted:
             is_first = preemption.request_id not in modes
-            self._open[preemption.request_id].preempted(preemption, is_first)
+            if (request := self._open.get(preemption.request_id)) is not None:
+                request.preempted(preemption, is_first)
             modes[preemption.request_id] = preemption.mode
         return sum([1 for mode in modes.values() if mode is PreemptionMode.RECOMPUTE]), len(modes)
 

@@ -51,7 +51,7 @@ REQUEST_COLUMNS: dict[str, str] = {
 STEP_COLUMNS: dict[str, str] = {
     "replica": "int32",  # whose step it is; 0 where there is only one. Several are mixed, each in its own order
     "step": "int64",  # counted by each replica for itself
-    "start_ns": "int64",  # the instant given to plan
+    "start_ns": "int64",  # the instant given to plan, or the end of the step that was in flight then
     "end_ns": "int64",  # the instant given to commit
     "num_decodes": "int32",
     "num_prefills": "int32",  # prefill rows (whole prompts or chunks)
@@ -97,6 +97,7 @@ MANIFEST_KEYS = (
     "model",  # name
     "tensor_parallel_size",
     "scheduler",  # name
+    "async_scheduling",  # whether a step was planned while the one before it ran
     "device",  # name
     "attention",  # provider, real runs only
     "weights",  # safetensors, or dummy: random; real runs only

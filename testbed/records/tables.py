@@ -61,7 +61,7 @@ class StepTable:
         self._num_groups = 0
         self._rows = BytesWriter()
 
-    def append(self, step: StepView, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
+    def append(self, step: StepView, start_ns: int, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
         """Takes the step's numbers: its view, which holds much more, is not kept."""
         plan, shape, spans, rows = step.plan, step.plan.shape, step.spans, self._rows
         num_prefill_tokens = num_cached_tokens = 0
@@ -71,7 +71,7 @@ class StepTable:
             num_cached_tokens += admission.num_cached_tokens
         write_i64_le(rows, replica)
         write_i64_le(rows, plan.step)
-        write_i64_le(rows, step.plan_ns)
+        write_i64_le(rows, start_ns)
         write_i64_le(rows, step.end_ns)
         write_i64_le(rows, shape.num_decodes)
         write_i64_le(rows, len(shape.prefills))

@@ -11,8 +11,9 @@ from sim.backend import SimBackend
 from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
 from sim.cost.constant import ConstantCost
 from sim.cost.linear import LinearCost
-from sim.cost.recorded import RecordedBackend
+from sim.cost.recorded import RecordedDevice
 from sim.cost.roofline import KVLayout, RooflineCost
+from sim.driver import drive as drive_device
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
 from testbed.core.commands import Execute, Resume, StepView, WaitUntil
@@ -46,19 +47,31 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """Between driver and backend, and a recorder: reads every plan's rows in start(), as a device would."""
+    """Between driver and backend, and a recorder: reads every plan's rows in start(), as a device would.
+
+    backend: or a device of the simulator's driver.
+    """
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.seen = Seen([], [], {}, {})
 
     def start(self, plan: BatchPlan) -> Any:
+        self._read(plan)
+        return self.backend.start(plan)
+
+    def execute(self, command: Execute, now_ns: int) -> Resume:
+        if command.plan is not None:
+            self._read(command.plan)
+        answer: Resume = self.backend.execute(command, now_ns)
+        return answer
+
+    def _read(self, plan: BatchPlan) -> None:
         self.seen.rows.append(
             tuple(row.replace(tokens=list(row.tokens), block_table=list(row.block_table)) for row in plan.scheduled)
         )
         for item in plan.admitted:
             self.seen.cached.setdefault(item.request_id, item.num_cached_tokens)
-        return self.backend.start(plan)
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
@@ -112,19 +125,19 @@ class Simulated:
         """Plans made by hand, one after another."""
         return self._execute(plans, self.backend)
 
-    def _execute(self, plans: Sequence[BatchPlan], backend: Any) -> list[Resume]:
+    def _execute(self, plans: Sequence[BatchPlan], backend: Any, drive: Any = None) -> list[Resume]:
         resumes: list[Resume] = []
 
         def loop() -> Generator[WaitUntil | Execute, Resume, None]:
             for plan in plans:
                 resumes.append((yield Execute(plan)))  # noqa: PERF401  (a comprehension cannot yield)
 
-        self.drive(loop(), backend)
+        (drive or self.drive)(loop(), backend)
         return resumes
 
 
 class Recorded(Simulated):
-    """RecordedBackend on a tape that a simulated run of the same requests left."""
+    """RecordedDevice on a tape that a simulated run of the same requests left."""
 
     def __init__(self) -> None:
         super().__init__(LinearCost(LinearConfig()))
@@ -138,14 +151,14 @@ class Recorded(Simulated):
         tape = read_tape(tape_file)
         rows = {row.request_id: row for row in trace.rows}
         inbox = TapeInbox(tape, lambda name, arrival_ns: to_request(rows[name], VOCAB_SIZE, arrival_ns))
-        again = Watch(RecordedBackend(tape))
-        self.drive(serve(inbox, make(), again), again)
+        again = Watch(RecordedDevice(tape))
+        drive_device(serve(inbox, make(), again), again)
         assert [step.digest for step in again.seen.steps] == [step.digest for step in watch.seen.steps]
         return again.seen
 
     def execute(self, plans: Sequence[BatchPlan]) -> list[Resume]:
         steps = tuple(TapeStep(10 * i, 10 * i + 7, None, Spans(0, 1, 0, 5, 1), 0, {}) for i in range(len(plans)))
-        return self._execute(plans, RecordedBackend(Tape(steps, ())))
+        return self._execute(plans, RecordedDevice(Tape(steps, ())), drive_device)
 
 
 class Real(Simulated):

@@ -142,7 +142,7 @@ def test_the_example_of_the_documentation_is_true(tmp_path: Path, capsys: pytest
     assert "\n".join(lines) in text
 
 
-# --- the six systems: cases worked out by hand from their rules; `why` in each case says how ---
+# --- the systems: cases worked out by hand from their rules; `why` in each case says how ---
 
 BY_HAND = Path(__file__).parent / "conform_cases"
 MIRRORED = sorted(system.preset for system in SYSTEMS.values())
@@ -167,9 +167,10 @@ def test_a_preset_decides_what_its_system_does(preset: str, case: Case) -> None:
 
 @pytest.mark.parametrize("preset", MIRRORED)
 def test_the_cases_of_a_system_tell_it_from_every_other(preset: str) -> None:
-    """Otherwise a preset might be another one's copy and pass."""
+    """Otherwise a preset might be another one's copy and pass. (What `vllm_v1_async` adds to `vllm_v1` shows only where
+    a log says that a plan was ahead.)"""
     for other in MIRRORED:
-        if other != preset:
+        if other != preset and (preset, other) != ("vllm_v1", "vllm_v1_async"):
             found = (replay.replay_case(case, SYSTEMS[case.system], other) for case in cases_of(preset))
             assert any(mismatch is not None for mismatch in found), (
                 f"{other} decides all of {preset}'s cases as it does"

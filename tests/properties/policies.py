@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from testbed.blocks import eviction
-from testbed.blocks.cost_aware import CostAware
 from testbed.blocks.keys import TokenKeys
 from testbed.core.sequence import Sequence
 from testbed.policies import admission, oracle, orders, preemption, victim
@@ -16,6 +15,7 @@ from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSpli
 from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.compositions.static import Static
 from testbed.policies.compositions.unified import Unified
+from testbed.policies.cost_aware import CostAware
 from testbed.policies.queue_order import FCFS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -72,10 +73,12 @@ class Requests:
     def ended(self, finished, now_ns) -> None: ...
 
 
-def serve_on_engine(requests: list[Request], composition: str, num_blocks: int, caching: bool) -> Requests:
-    backend = tiny_backend(num_gpu_blocks=num_blocks)
+def serve_on_engine(
+    requests: list[Request], composition: str, num_blocks: int, caching: bool, plans: int = 1, **options: object
+) -> Requests:
+    backend = tiny_backend(num_gpu_blocks=num_blocks, **options)
     scheduler = make_scheduler(
-        composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256)
+        composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256, plans=plans)
     )
     inbox = Requests(requests)
     run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
@@ -94,8 +97,36 @@ def alone() -> dict[str, list[int]]:
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("num_blocks", [24, 128], ids=["tight", "roomy"])
 @pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])
-def test_every_request_gets_the_tokens_it_gets_alone(alone, composition, num_blocks, caching):
-    together = serve_on_engine(REQUESTS, composition, num_blocks, caching)
+@pytest.mark.parametrize("plans", [1, 2], ids=["one plan", "a plan ahead"])
+def test_every_request_gets_the_tokens_it_gets_alone(alone, plans, composition, num_blocks, caching):
+    together = serve_on_engine(REQUESTS, composition, num_blocks, caching, plans)
     assert together.outputs == alone
     assert (together.num_preemptions > 0) == (num_blocks == 24)
     assert (together.num_cached_tokens > 0) == caching
+
+
+def sampled(index: int, **changes: object) -> Request:
+    """Stops by surprise, and draws that want to know all tokens before."""
+    stops = tuple(range(0, 512, 9))
+    return replace(REQUESTS[index], sampling=replace(SAMPLING[index], stop_token_ids=stops, **changes))
+
+
+@pytest.mark.parametrize("num_blocks", [24, 128], ids=["tight", "roomy"])
+def test_stops_penalties_and_samples_come_out_the_same_with_a_plan_ahead(num_blocks):
+    requests = [
+        *(sampled(index) for index in range(5)),
+        sampled(5, temperature=0.9, repetition_penalty=1.5, presence_penalty=0.5),
+        sampled(6, n=2),
+        sampled(7, logprobs=2),
+    ]
+    outputs = [serve_on_engine(requests, "unified", num_blocks, True, plans).outputs for plans in (1, 2)]
+    assert outputs[0] == outputs[1]
+    assert any(len(output) < 14 for output in outputs[0].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+def test_a_gpu_feeds_tokens_that_the_host_has_not_seen_back(cuda_graphs):
+    options = {"device": "cuda", "dtype": "float32", "cuda_graphs": cuda_graphs}
+    outputs = [serve_on_engine(REQUESTS, "unified", 24, True, plans, **options).outputs for plans in (1, 2)]
+    assert outputs[0] == outputs[1]

@@ -40,10 +40,10 @@ PROVIDERS = ["triton", "torch"]
 # --- whole runs ---
 
 
-def served(backend: Any, num_blocks: int, num_cpu_blocks: int) -> Requests:
+def served(backend: Any, num_blocks: int, num_cpu_blocks: int, plans: int = 1) -> Requests:
     scheduler = make_scheduler(
         "unified", num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, caching=True, preemption=Swap(),
-        limits=make_limits(budget=24, seqs=4, model_len=64),
+        limits=make_limits(budget=24, seqs=4, model_len=64, plans=plans),
     )  # fmt: skip
     inbox = Requests(REQUESTS)
     run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
@@ -51,10 +51,11 @@ def served(backend: Any, num_blocks: int, num_cpu_blocks: int) -> Requests:
 
 
 @pytest.mark.parametrize("attention", PROVIDERS)
-def test_a_run_with_chunks_swaps_and_mixed_batches_gives_the_tokens_of_a_cpu(gpu, attention):
+@pytest.mark.parametrize("plans", [1, 2], ids=["one plan", "a plan ahead"])
+def test_a_run_with_chunks_swaps_and_mixed_batches_gives_the_tokens_of_a_cpu(gpu, plans, attention):
     expected = served(on_cpu(num_gpu_blocks=24), 24, 32)
     engine = on_gpu(gpu, attention=attention, num_gpu_blocks=24, num_cpu_blocks=32)
-    found = served(engine, 24, 32)
+    found = served(engine, 24, 32, plans)
     assert found.outputs == expected.outputs
     assert found.num_preemptions
     assert found.num_cached_tokens

@@ -86,9 +86,9 @@ def make_blocks(
 
 
 def make_limits(
-    *, seqs: int = 8, budget: int = 64, model_len: int = 512, threshold: int = 0, partial: int = 1
+    *, seqs: int = 8, budget: int = 64, model_len: int = 512, threshold: int = 0, partial: int = 1, plans: int = 1
 ) -> Limits:
-    return Limits(seqs, budget, model_len, threshold, partial)
+    return Limits(seqs, budget, model_len, threshold, partial, max_num_plans=plans)
 
 
 def make_scheduler(

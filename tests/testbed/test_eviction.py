@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.blocks.cost_aware import CostAware
 from testbed.blocks.eviction import FIFO, LFU, LRU, LRUByLastStep, evictor
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.errors import ConfigError
+from testbed.policies.cost_aware import CostAware
 
 BLOCK_SIZE = 16
 

@@ -9,7 +9,7 @@ from testbed.core.outcome import FinishReason, StepResult
 from testbed.core.plan import BlockedBy, PreemptionMode
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
-from testbed.core.sequence import SequenceState
+from testbed.core.state import SequenceState
 from testbed.policies.preemption import Auto, Recompute, Swap
 from tests.testbed.core_kit import (
     add,

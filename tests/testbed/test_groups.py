@@ -10,7 +10,7 @@ from testbed.core.outcome import FinishReason, Outcome, StepResult
 from testbed.core.plan import BlockedBy
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
-from testbed.core.sequence import SequenceState
+from testbed.core.state import SequenceState
 from testbed.policies.preemption import Recompute
 from tests.testbed.core_kit import (
     ALL_COMPOSITIONS,

@@ -211,17 +211,23 @@ def test_an_unknown_id_is_not_aborted() -> None:
     assert make_scheduler().abort("nobody") is None
 
 
-def test_nothing_is_aborted_while_a_plan_is_in_flight() -> None:
+def test_an_abort_while_a_plan_is_in_flight_ends_at_once_and_the_row_is_dropped() -> None:
     scheduler = never_planned()
-    scheduler.plan(0)
-    with pytest.raises(AssertionError, match="abort between steps"):
-        scheduler.abort("a")
+    free = scheduler.blocks.num_free_blocks
+    scheduler.abort("other")
+    plan = scheduler.plan(0)
+    assert [name for name, _ in plan.num_scheduled] == ["a"]
+    finished = scheduler.abort("a")
+    assert finished is not None
+    assert (finished.reason, scheduler.has_work, scheduler.blocks.num_free_blocks) == (FinishReason.ABORT, False, free)
+    assert scheduler.commit(StepResult(1), 1) == []
+    assert scheduler.emitters == []
 
 
 def test_one_plan_is_in_flight() -> None:
     scheduler = never_planned()
     plan = scheduler.plan(0)
-    with pytest.raises(AssertionError, match="one plan in flight"):
+    with pytest.raises(AssertionError, match="commit before planning more"):
         scheduler.plan(0)
     scheduler.commit(StepResult(1), 1)
     with pytest.raises(AssertionError, match="nothing is in flight"):

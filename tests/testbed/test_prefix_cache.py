@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.cost_aware import CostAware
 from testbed.blocks.eviction import LFU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
+from testbed.policies.cost_aware import CostAware
 from testbed.policies.oracle import NoOracle
 from tests.testbed.core_kit import (
     WeakKeys,

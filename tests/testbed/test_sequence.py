@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from testbed.core.request import SamplingParams
-from testbed.core.sequence import Sequence, SequenceState
+from testbed.core.sequence import Sequence
+from testbed.core.state import SequenceState
 from testbed.errors import IllegalTransitionError, RequestError
 from tests.testbed.core_kit import add, make_limits, make_request, make_scheduler, step
 

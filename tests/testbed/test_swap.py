@@ -11,7 +11,8 @@ from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PreemptionMode, PrefillChunk
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
-from testbed.core.sequence import Sequence, SequenceState
+from testbed.core.sequence import Sequence
+from testbed.core.state import SequenceState
 from testbed.policies.preemption import Swap
 from tests.testbed.core_kit import (
     ALL_COMPOSITIONS,

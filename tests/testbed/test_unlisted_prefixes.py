@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.cost_aware import CostAware
 from testbed.blocks.eviction import FIFO, LFU, LRU
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
@@ -19,6 +18,7 @@ from testbed.blocks.manager import BlockManager
 from testbed.blocks.verdict import Verdict
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
+from testbed.policies.cost_aware import CostAware
 from testbed.policies.oracle import NoOracle
 from tests.testbed.core_kit import make_blocks, make_limits, make_request
 from tests.testbed.kv_kit import compute, num_hit, sequence

@@ -18,6 +18,7 @@ class IterationLevel:
     """
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
+    splits_prompts = False
 
     def compose(self, step: Step) -> None:
         step.decode()

@@ -28,6 +28,7 @@ class PrefillFirst:
     )  # prompts are not split # fmt: skip
 
     own_rules = ("budget",)  # KV rules that no other part reads
+    splits_prompts = False
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ class Static:
     """
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
+    splits_prompts = False
 
     def compose(self, step: Step) -> None:
         if step.num_running or step.num_swapped:

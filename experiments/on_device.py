@@ -1,0 +1,49 @@
+"""What a device cannot do right although a simulator can say what it would cost: refused before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.config import RunConfig
+from experiments.settings import SimConfig
+from testbed.errors import ConfigError
+
+
+def check_plans_ahead(config: RunConfig) -> None:
+    """Refuses what cannot go with a plan in flight while the next is decided. Raises ConfigError."""
+    if not config.scheduler.async_scheduling:
+        return
+    if config.is_real and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "scheduler.async_scheduling=true needs device.tensor_parallel_size=1 with backend=real: ranks take one "
+            "step at a time"
+        )
+    if isinstance(config.backend, SimConfig) and config.backend.swap_overlap:
+        raise ConfigError(
+            "scheduler.async_scheduling=true needs backend.swap_overlap=false: transfers beside steps are simulated "
+            "for one step at a time"
+        )
+
+
+def check_hits(config: RunConfig, composition: Any) -> None:
+    """Refuses rules that count blocks as computed which nobody has computed: a quirk of vLLM 0.8.5 that its decisions
+    depend on, and with which a model reads wrong KV. Raises ConfigError.
+
+    A hit that was looked up once may be evicted before it is used; a block that is hit from its step's plan on may lie
+    in a chunk that is still to be computed.
+    """
+    rules = config.scheduler.kv_rules
+    if not (config.is_real and config.cache.prefix_caching):
+        return
+    name, key = config.scheduler.name, "scheduler.kv_rules"
+    if rules.hits_visible == "plan" and getattr(composition, "splits_prompts", True):
+        raise ConfigError(
+            f"{key}.hits_visible=plan counts chunks as cached before they are computed (as does {name}), and a "
+            "real engine would give wrong tokens: set cache.prefix_caching=false, or "
+            f"{key}={{hits_visible:commit,duplicates:listed,hits_frozen:false}}; or simulate it"
+        )
+    if rules.hits_frozen:
+        raise ConfigError(
+            f"{key}.hits_frozen=true counts blocks as cached that were evicted since (as does {name}), and a real "
+            f"engine would give wrong tokens: set {key}.hits_frozen=false or cache.prefix_caching=false; or simulate it"
+        )

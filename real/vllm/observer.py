@@ -1,0 +1,228 @@
+"""vLLM's own schedulers, with a log of what they are asked and what they decide, at each step.
+
+Set as `scheduler_cls`, in process or served; the log's file is the environment's TESTBED_OBSERVE, or
+`additional_config={"testbed": {"observe": "log.jsonl"}}`. One JSON object a line, flushed at each step: what was
+running when the engine was killed is there. `testbed observe import <log>` makes a run folder of it; docs/vllm.md
+describes the lines.
+
+Knows vLLM and the standard library only. A log that cannot be written any more is given up with a warning: serving goes
+on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from typing import Any, Final
+
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+VERSION: Final = 1
+VARIABLE: Final = "TESTBED_OBSERVE"
+SCHEDULER_FIELDS: Final = (
+    "max_num_seqs", "max_num_batched_tokens", "policy", "long_prefill_token_threshold", "max_num_partial_prefills",
+    "max_long_partial_prefills", "async_scheduling", "watermark", "scheduler_reserve_full_isl",
+)  # fmt: skip
+UNKNOWN_TO_US: Final = ("speculative_config", "lora_config", "kv_transfer_config", "ec_transfer_config")
+_logger = init_logger("vllm.testbed")
+
+
+class Log:
+    """Lines about one scheduler. ids: whether prompts and outputs are written as token ids, or as lengths."""
+
+    def __init__(self, scheduler: Any) -> None:
+        settings = (scheduler.vllm_config.additional_config or {}).get("testbed") or {}
+        path = settings.get("observe") or os.environ.get(VARIABLE)
+        if not path:
+            raise ValueError(
+                'tell the observer where to write: additional_config={"testbed": {"observe": "log.jsonl"}}, or '
+                f"{VARIABLE}=log.jsonl"
+            )
+        self._ids = settings.get("tokens", "ids") == "ids"
+        self._file: Any = open(path, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+        self._scheduler = scheduler
+        self._num_plans = self._num_commits = 0
+        self._in_flight: deque[int] = deque()
+        self._is_in: set[str] = set()  # requests that run, as far as plans say
+        self._write({"kind": "observed", "version": VERSION, **describe(scheduler)})
+
+    def added(self, request: Any) -> None:
+        prompt = request.prompt_token_ids or []
+        sampling = request.sampling_params
+        self._write(
+            {
+                "kind": "add", "id": request.request_id, "ns": time.monotonic_ns(),
+                "arrival_unix_ns": round(request.arrival_time * 1e9), "plans": self._num_plans,
+                "commits": self._num_commits, "prompt": list(prompt) if self._ids else len(prompt),
+                "max_tokens": request.max_tokens, "priority": request.priority, "salt": request.cache_salt or "",
+                "temperature": getattr(sampling, "temperature", None), "seed": getattr(sampling, "seed", None),
+            }
+        )  # fmt: skip
+
+    def planned(self, began_ns: int, output: Any) -> None:
+        if not output.total_num_scheduled_tokens and not output.preempted_req_ids:
+            return
+        scheduler, tokens = self._scheduler, output.num_scheduled_tokens
+        preempted = sorted(output.preempted_req_ids or ())
+        self._is_in.difference_update(preempted)
+        starts = {
+            name: scheduler.requests[name].num_computed_tokens - tokens[name]
+            for name in tokens
+            if name not in self._is_in
+        }
+        self._is_in.update(starts)
+        num_running, num_waiting = scheduler.get_request_counts()
+        self._write(
+            {
+                "kind": "plan", "step": self._num_plans, "began_ns": began_ns, "ns": time.monotonic_ns(),
+                "committed": self._num_commits, "scheduled": tokens, "admitted": starts, "preempted": preempted,
+                "free_blocks": free_blocks(scheduler), "num_running": num_running, "num_waiting": num_waiting,
+            }
+        )  # fmt: skip
+        self._in_flight.append(self._num_plans)
+        self._num_plans += 1
+        self._flush()
+
+    def committed(self, began_ns: int, output: Any, results: Any) -> None:
+        if not output.total_num_scheduled_tokens and not output.preempted_req_ids:
+            return
+        emitted, ended = {}, {}
+        for result in results.values():
+            for one in result.outputs:
+                if one.new_token_ids:
+                    emitted[one.request_id] = list(one.new_token_ids) if self._ids else len(one.new_token_ids)
+                if one.finish_reason is not None:
+                    ended[one.request_id] = str(one.finish_reason)
+        self._is_in.difference_update(ended)
+        self._num_commits += 1
+        self._write(
+            {
+                "kind": "commit", "step": self._in_flight.popleft(), "began_ns": began_ns, "ns": time.monotonic_ns(),
+                "emitted": emitted, "ended": ended, "free_blocks": free_blocks(self._scheduler),
+            }
+        )  # fmt: skip
+        self._flush()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happens between plans and commits."""
+        place = {"plans": self._num_plans, "commits": self._num_commits}
+        self._write({"kind": kind, "ns": time.monotonic_ns(), **place, **fields})
+
+    def aborted(self, request_id: str) -> None:
+        self._is_in.discard(request_id)
+        self.event("abort", id=request_id)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def _flush(self) -> None:
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        _logger.warning("the testbed's log is given up at step %d: %s", self._num_plans, error)
+        self._file = None
+
+
+def free_blocks(scheduler: Any) -> int:
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def describe(scheduler: Any) -> dict[str, Any]:
+    """What the scheduler was configured with; num_gpu_blocks without vLLM's null block."""
+    config = scheduler.vllm_config
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    has = [name for name in UNKNOWN_TO_US if getattr(config, name, None) is not None]
+    return {
+        "vllm": vllm.__version__,
+        "scheduler": type(scheduler).__name__,
+        "ns": time.monotonic_ns(),
+        "unix_ns": time.time_ns(),
+        "config": {name: getattr(scheduler.scheduler_config, name, None) for name in SCHEDULER_FIELDS}
+        | {
+            "block_size": scheduler.block_size,
+            "num_gpu_blocks": scheduler.kv_cache_config.num_blocks - 1,
+            "num_kv_cache_groups": len(scheduler.kv_cache_config.kv_cache_groups),
+            "max_model_len": scheduler.max_model_len,
+            "prefix_caching": bool(cache.enable_prefix_caching),
+            "kv_dtype": str(cache.cache_dtype),
+        },
+        "unknown": has,
+        "model": {"name": str(model.model), "dtype": str(model.dtype).removeprefix("torch."),
+                  "hf_config": json.loads(model.hf_text_config.to_json_string(use_diff=False))},
+        "device": {"type": str(config.device_config.device_type), "name": device_name(),
+                   "tensor_parallel_size": parallel.tensor_parallel_size,
+                   "pipeline_parallel_size": parallel.pipeline_parallel_size,
+                   "data_parallel_size": parallel.data_parallel_size},
+    }  # fmt: skip
+
+
+def device_name() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
+
+
+class _Observed:
+    """What is put before one of vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.testbed_log = Log(self)
+
+    def add_request(self, request: Any) -> None:
+        self.testbed_log.added(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        began_ns = time.monotonic_ns()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.testbed_log.planned(began_ns, output)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        began_ns = time.monotonic_ns()
+        results = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self.testbed_log.committed(began_ns, scheduler_output, results)
+        return results
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        named = [request_ids] if isinstance(request_ids, str) else request_ids
+        for name in list(self.requests) if named is None else named:  # type: ignore[attr-defined]
+            if name in self.requests:  # type: ignore[attr-defined]
+                self.testbed_log.aborted(name)
+        return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        self.testbed_log.event("reset_prefix_cache")
+        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        self.testbed_log.close()
+        super().shutdown()  # type: ignore[misc]
+
+
+class ObservedScheduler(_Observed, Scheduler):  # type: ignore[misc]
+    """vLLM's synchronous scheduler, observed."""
+
+
+class ObservedAsyncScheduler(_Observed, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler, observed. It takes no other: vLLM wants an AsyncScheduler where it runs so."""

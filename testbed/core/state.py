@@ -1,0 +1,21 @@
+"""The states of a sequence, and which lead to which."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class SequenceState(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    SWAPPED = 2
+    FINISHED = 3
+
+
+TRANSITIONS: Final[dict[SequenceState, tuple[SequenceState, ...]]] = {
+    SequenceState.WAITING: (SequenceState.RUNNING, SequenceState.FINISHED),
+    SequenceState.RUNNING: (SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED),
+    SequenceState.SWAPPED: (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED),  # to end as ignored
+    SequenceState.FINISHED: (),
+}

@@ -1,0 +1,130 @@
+"""Asynchronous scheduling in the simulator: who waits for whom; worlds of groups and turns, where nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sim.backend import SimBackend
+from sim.cost.recorded import RecordedDevice
+from sim.driver import drive, run
+from testbed.core.commands import StepView
+from testbed.core.outcome import FinishReason, Spans
+from testbed.core.plan import BatchShape
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
+from testbed.records.schema import decision
+from testbed.records.tape import TapeInbox, TapeWriter, read_tape
+from tests.properties.setups import EOS, VOCAB_SIZE, Setup, random_setup
+from tests.sim.worlds import Log, Sessions, price, world
+
+MS = 1_000_000
+ROOMY = Setup(limits=Setup().limits.replace(max_num_plans=2), num_blocks=40)
+
+
+class Parts:
+    """A cost model of constant parts, in ms."""
+
+    def __init__(self, schedule: int, prepare: int, forward: int) -> None:
+        self._spans = Spans(schedule * MS, prepare * MS, 0, forward * MS, 0)
+
+    def price(self, shape: BatchShape) -> Spans:
+        return self._spans
+
+
+def served(parts: Parts, max_num_plans: int, *, num_tokens: int = 5) -> Log:
+    request = Request(
+        "a", array("i", [1, 2, 3]), forced_output=array("i", [0] * num_tokens), sampling=SamplingParams(ignore_eos=True)
+    )
+    setup, log = replace(ROOMY, limits=ROOMY.limits.replace(max_num_plans=max_num_plans)), Log()
+    run(serve(Sessions([request], [], {}), setup.scheduler(), log), SimBackend(parts))
+    return log
+
+
+def instants(log: Log) -> list[tuple[int, int]]:
+    return [(step.plan_ns // MS, step.end_ns // MS) for step in log.views]
+
+
+def test_the_host_plans_while_the_device_computes() -> None:
+    assert instants(served(Parts(2, 1, 10), 1, num_tokens=3)) == [(0, 13), (13, 26), (26, 39)]
+    assert instants(served(Parts(2, 1, 10), 2, num_tokens=3)) == [(0, 13), (3, 23), (13, 33)]
+
+
+def test_a_slow_host_is_what_the_device_waits_for() -> None:
+    assert instants(served(Parts(8, 4, 5), 2, num_tokens=4)) == [(0, 24), (12, 36), (24, 48), (36, 53)]
+
+
+def test_the_throughput_is_that_of_the_slower_side() -> None:
+    ends = [step.end_ns for step in served(Parts(2, 1, 10), 2, num_tokens=50).views]
+    assert {after - before for before, after in pairwise(ends)} == {10 * MS}
+
+
+class Checked(Log):
+    def __init__(self, check: object) -> None:
+        super().__init__()
+        self._check = check
+
+    def committed(self, step: StepView) -> None:
+        super().committed(step)
+        self._check()  # type: ignore[operator]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_path: Path) -> None:
+    """And a tape of them, replayed, decides the same at the same instants."""
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    setup = replace(setup, limits=setup.limits.replace(max_num_plans=2))
+    requests, aborts, turns = world(seed)
+    scheduler = setup.scheduler()
+    log = Checked(scheduler.check_invariants)
+    tape_file = tmp_path / f"{seed}.jsonl"
+    writer = TapeWriter(tape_file, decision)
+    backend = SimBackend(price(rng), seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    try:
+        run(serve(Sessions(requests, aborts, turns), scheduler, Tee(log, writer)), backend)
+    except Exception as error:
+        if type(error).__name__ != "LivelockError":
+            raise
+        return
+    writer.close()
+    asked = {request.request_id: request for request in [*requests, *turns.values()]}
+    for name, reason, _message, tokens, _ns in [event for event in log.events if len(event) == 5]:
+        request = asked[str(name)]
+        if reason is FinishReason.LENGTH and not request.sampling.num_seqs > 1:
+            room = max(1, setup.limits.max_model_len - len(request.prompt_token_ids))
+            assert request.forced_output is not None
+            assert tokens == list(request.forced_output)[:room]
+    tape, again = read_tape(tape_file), Log()
+    inbox = TapeInbox(tape, lambda name, arrival_ns: replace(asked[name], arrival_ns=arrival_ns))
+    drive(serve(inbox, setup.scheduler(), again), RecordedDevice(tape))
+    seen = [(view.digest, view.plan_ns, view.end_ns, view.emitted) for view in log.views]
+    assert [(view.digest, view.plan_ns, view.end_ns, view.emitted) for view in again.views] == seen
+
+
+class Tee:
+    """Two recorders as one."""
+
+    def __init__(self, *recorders: object) -> None:
+        self._recorders = recorders
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> None:
+            for recorder in self._recorders:
+                getattr(recorder, name)(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("max_num_plans", [1, 2])
+def test_an_empty_inbox_ends_at_once(max_num_plans: int) -> None:
+    setup = replace(ROOMY, limits=ROOMY.limits.replace(max_num_plans=max_num_plans))
+    assert run(serve(Sessions([], [], {}), setup.scheduler(), Log()), SimBackend(Parts(1, 1, 1))) == 0

@@ -118,7 +118,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     cost model fits most real runs is taken, so that all pairs share their prices where they can.
     """
     sims = [run for run in runs if run.manifest.get("backend") == "sim"]
-    reals = [run for run in runs if run.manifest.get("backend") == "real"]
+    reals = [run for run in runs if run.manifest.get("backend") in ("real", "vllm")]
     keys = [key for key in swept_keys(runs) if key.startswith(_POLICY) and not key.endswith(_FROM_MEMORY)]
 
     def policy(run: Run) -> str:

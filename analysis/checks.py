@@ -4,7 +4,8 @@
                      (Little, 1961). L is integrated over the counts that each step recorded; lambda W over the
                      requests' own instants. Both are sums of ns, and must be equal to the ns; so must the counts at
                      each step's plan. A request enters at the first boundary at or after its arrival, and not later.
-                     Not of a run with asynchronous scheduling, whose steps count while the one before them runs.
+                     Not of a run with asynchronous scheduling, whose steps count while the one before them runs, nor of
+                     vLLM, whose front end stands before the scheduler: nor is that held to the third.
     work_conserved   The tokens that the steps computed are those that the requests needed: prompt - cached + output - 1
                      + recomputed. The tokens that the steps emitted are those that the requests got. With asynchronous
                      scheduling a step may compute a token more of a request whose end it could not know of.
@@ -44,10 +45,11 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
     seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
     from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
     replicas = _replicas(seen, step_rows)
-    is_ahead = bool(manifest.get("async_scheduling"))
+    is_ahead, has_front_end = bool(manifest.get("async_scheduling")), manifest.get("backend") == "vllm"
     if len(replicas) < 2:
         is_one = bool(replicas_of(step_rows))
-        engines = {0: EngineCheck(seen, from_arrival, is_one_engine=is_one, is_ahead=is_ahead)}
+        engine = EngineCheck(seen, from_arrival, is_one_engine=is_one, is_ahead=is_ahead, has_front_end=has_front_end)
+        engines = {0: engine}
     else:
         engines = {
             number: EngineCheck(seen.where(of_replica(number)), from_arrival, is_ahead=is_ahead) for number in replicas

@@ -40,14 +40,16 @@ class EngineCheck:
     requests: those that reached the scheduler. from_arrival: the engine may not be idle from a request's arrival on;
     else from the step boundary that first saw it. is_one_engine: the records say whose each step is, so that steps that
     overlap or last no time contradict themselves; else they may be those of several engines, and nothing is checked.
-    is_ahead: a step is planned while the one before it runs, and starts with that one's end.
+    is_ahead: a step is planned while the one before it runs, and starts with that one's end. has_front_end: of another
+    system's, which takes time between steps, and before a request reaches its scheduler.
     """
 
     def __init__(
-        self, requests: Requests, from_arrival: bool, *, is_one_engine: bool = True, is_ahead: bool = False
-    ) -> None:
+        self, requests: Requests, from_arrival: bool, *, is_one_engine: bool = True, is_ahead: bool = False,
+        has_front_end: bool = False,
+    ) -> None:  # fmt: skip
         self._requests, self._from_arrival = requests, from_arrival
-        self._is_one_engine, self._is_ahead = is_one_engine, is_ahead
+        self._is_one_engine, self._is_ahead, self._has_front_end = is_one_engine, is_ahead, has_front_end
         self.start_ns: int | None = None  # of the first step
         self.end_ns = 0  # of the newest one
         self._num_steps = 0
@@ -216,6 +218,9 @@ class EngineCheck:
         if self._is_ahead:
             why = "not applicable: asynchronous scheduling: a step's counts are of its plan, while the one before ran"
             return verdict(None, why, **numbers)
+        if self._has_front_end:
+            why = "not applicable: vLLM's front end stands between a request's arrival and the scheduler"
+            return verdict(None, why, **numbers)
         if self._num_late:
             why = f"{self._num_late} requests entered before their arrival, or after a step that could have seen them"
             return verdict(False, why, **numbers)
@@ -274,6 +279,8 @@ class EngineCheck:
         still_ns = [max(self.end_ns - self._busy_ns + until_ns, 0) for until_ns in self._idle_ns.values()]
         num_idle = self._num_idle + sum([ns > 0 for ns in still_ns])
         numbers = {"since": "arrival" if self._from_arrival else "queued", "num_requests_idle": num_idle}
+        if self._has_front_end:
+            return verdict(None, "not applicable: vLLM's front end takes time between steps", **numbers)
         if num_idle:
             worst_ns = max([self._worst_idle_ns, *still_ns], key=abs)
             why = (

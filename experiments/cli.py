@@ -19,6 +19,7 @@ USAGE = """usage: testbed <command> ...
   list [group]                 what there is to choose from
   parity <run folder>          replay a real run's tape through the simulator and compare every decision
   conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
+  observe import <log>         make a run folder of what vLLM's own scheduler did (docs/vllm.md)
   generate --model <folder> "..."  text from a local model; --model tiny needs none
   report <folder> ...          one HTML page about runs or sweeps
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
@@ -107,6 +108,12 @@ def _conform(arguments: list[str]) -> int:
     return check_file(options.file, options.case, options.preset)
 
 
+def _observe(arguments: list[str]) -> int:
+    from experiments.observe import main as observe
+
+    return observe(arguments)
+
+
 def _generate(arguments: list[str]) -> int:
     from experiments.generate_command import main as generate
 
@@ -173,6 +180,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "list": _list,
     "parity": _parity,
     "conform": _conform,
+    "observe": _observe,
     "generate": _generate,
     "report": _report,
     "costs": _costs,

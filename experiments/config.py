@@ -33,6 +33,7 @@ from experiments.settings import (
 )
 from experiments.structured import editable, freeze
 from real.config import RealConfig
+from real.vllm.config import VllmConfig
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
@@ -64,6 +65,7 @@ TRACE_PARTS: dict[str, tuple[type, ...]] = {  # what a trace's own component add
 COST_CONFIGS: dict[str, type] = {
     "roofline": RooflineConfig, "calibrated": CalibratedConfig, "linear": LinearConfig, "constant": ConstantConfig
 }  # fmt: skip
+BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record")
 
 
@@ -99,7 +101,7 @@ def register() -> None:
 def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
     """The classes whose fields an option has, by group and option; later classes win."""
     return {
-        "backend": {"sim": (SimConfig,), "real": (RealConfig, _Name)},
+        "backend": {"sim": (SimConfig,), "real": (RealConfig, _Name), "vllm": (VllmConfig, _Name)},
         "scheduler": {"_schema": (SchedulerConfig,)},
         "cache": {"default": (CacheConfig,)},
         "trace": {name: (*TRACE_PARTS.get(name, ()), cls) for name, cls in TRACE_CONFIGS.items()},
@@ -147,7 +149,7 @@ class RunConfig:
     overwrite and allow_ignored say how this command behaves, not what the run is: they are not kept.
     """
 
-    backend: SimConfig | RealConfig
+    backend: SimConfig | RealConfig | VllmConfig
     scheduler: SchedulerConfig
     cache: CacheConfig
     trace: TraceConfig
@@ -163,7 +165,13 @@ class RunConfig:
 
     @property
     def is_real(self) -> bool:
+        """Whether this testbed's engine runs it."""
         return isinstance(self.backend, RealConfig)
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether vLLM runs it."""
+        return isinstance(self.backend, VllmConfig)
 
     @classmethod
     def from_container(cls, raw: dict[str, Any]) -> RunConfig:
@@ -178,8 +186,8 @@ class RunConfig:
             if key not in tops:
                 raise ConfigError(unknown(f"unknown key {key!r}", key, tops))
         name = raw["backend"].get("name")
-        if name not in ("sim", "real"):
-            raise ConfigError(unknown(f"backend is {name!r}", str(name), ("sim", "real")))
+        if name not in BACKENDS:
+            raise ConfigError(unknown(f"backend is {name!r}", str(name), tuple(BACKENDS)))
         model = _model(raw["model"])
         cache = freeze(CacheConfig, "cache", raw["cache"])
         if cache.kv_dtype not in (None, *KV_DTYPE_BYTES):
@@ -189,9 +197,7 @@ class RunConfig:
         for group in GROUPS:
             _refuse_strays(group, raw[group])
         return cls(
-            backend=freeze(RealConfig, "backend", raw["backend"])
-            if name == "real"
-            else freeze(SimConfig, "backend", raw["backend"]),
+            backend=freeze(BACKENDS[name], "backend", raw["backend"]),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
             cache=cache,
             trace=freeze(trace_class, "trace", raw["trace"]),

@@ -14,7 +14,11 @@ from testbed.foreign_text import unknown
 from testbed.traces.transforms import TRANSFORMS
 
 DESCRIPTIONS = {
-    "backend": {"sim": "a SimPy model prices each step", "real": "the engine runs a model on CUDA or the CPU"},
+    "backend": {
+        "sim": "a SimPy model prices each step",
+        "real": "the engine runs a model on CUDA or the CPU",
+        "vllm": "vLLM runs it, with the scheduler that is chosen (docs/vllm.md)",
+    },
     "trace": {
         "synthetic": "generated: arrivals, lengths, sessions, users, shared prompts, RAG, agents, tenants",
         "azure": "Azure LLM inference trace, 2023 or 2024 CSV (trace.path)",

@@ -1,0 +1,34 @@
+"""`testbed observe import`: what vLLM's own scheduler did, logged by real.vllm.observer, as a run folder of ours."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from testbed.errors import ConfigError
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    from experiments.observe.importing import import_log
+
+    parser = argparse.ArgumentParser(
+        "testbed observe import",
+        description="Make a run folder of a log that vLLM left with scheduler_cls=real.vllm.ObservedScheduler.",
+    )
+    parser.add_argument("log", type=Path, help="the log, plain or packed (docs/vllm.md)")
+    parser.add_argument("--out", type=Path, help="the run folder (runs/observed-<log's name>)")
+    parser.add_argument("--device", help="its name in the device library, where the log's is not found there")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run that the folder holds")
+    if not arguments or arguments[0] not in ("import", "-h", "--help"):
+        raise ConfigError("testbed observe has one command: testbed observe import <log>")
+    options = parser.parse_args(arguments[1:] if arguments[0] == "import" else ["--help"])
+    out = options.out or Path("runs") / f"observed-{options.log.name.split('.')[0]}"
+    imported = import_log(
+        options.log, out, device=options.device, overwrite=options.overwrite,
+        command=shlex.join(["testbed", "observe", *arguments]),
+    )  # fmt: skip
+    for line in imported.lines:
+        print(line)
+    return 0

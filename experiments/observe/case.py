@@ -1,0 +1,103 @@
+"""An observed run as a case for `testbed conform`: its configuration, requests and decisions in the words of cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
+from testbed.core.request import Request
+
+
+def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
+    """One object of a file of cases. Request ids are numbers there: the order in which the scheduler got them."""
+    config, requests = log.header["config"], log.requests
+    first: set[str] = set()
+    steps = [_step(number, step, requests, first, is_ahead=_is_ahead(log)) for number, step in enumerate(log.steps)]
+    aborts = [
+        {"request_id": str(one.number), "planned": one.aborted[0], "committed": one.aborted[1]}
+        for one in requests.values()
+        if one.aborted is not None
+    ]
+    return {
+        "case": name,
+        "system": "vllm_v1_0.32_async" if _is_ahead(log) else "vllm_v1_0.33",
+        "config": {
+            "block_size": config["block_size"],
+            "num_gpu_blocks": config["num_gpu_blocks"],
+            "max_num_seqs": config["max_num_seqs"],
+            "max_num_batched_tokens": config["max_num_batched_tokens"],
+            "max_model_len": config["max_model_len"],
+            "prefix_caching": config["prefix_caching"],
+            "queue_order": config["policy"],
+            "long_prefill_token_threshold": config["long_prefill_token_threshold"] or 0,
+            "watermark": config["watermark"] or 0.0,
+            "async_scheduling": _is_ahead(log),
+        },
+        "requests": [_request(one) for one in requests.values()],
+        "aborts": aborts,
+        "steps": steps,
+    }
+
+
+def why_no_case(log: ObservedLog) -> str:
+    """What keeps the log from being compared step for step; empty: nothing."""
+    config = log.header["config"]
+    if log.header["unknown"]:
+        return f"vLLM ran with {', '.join(log.header['unknown'])}, which this testbed has not"
+    if config["num_kv_cache_groups"] != 1:
+        return f"vLLM had {config['num_kv_cache_groups']} groups of KV caches, this testbed has one"
+    if log.header["device"]["pipeline_parallel_size"] != 1:
+        return "pipeline parallelism plans several batches at a time"
+    if log.resets:
+        return f"the prefix cache was reset {log.resets} times"
+    if config["prefix_caching"] and any(isinstance(one.prompt, int) for one in log.requests.values()):
+        return "prefix caching was on, and the log has lengths in place of token ids"
+    if log.is_cut:
+        return "the log is cut: its last steps are not known"
+    return ""
+
+
+def _is_ahead(log: ObservedLog) -> bool:
+    return bool(log.header["config"]["async_scheduling"])
+
+
+def _request(one: ObservedRequest) -> dict[str, Any]:
+    prompt = [one.number + 1] * one.prompt if isinstance(one.prompt, int) else one.prompt.tolist()
+    return {
+        "request_id": str(one.number),
+        "arrival_step": one.place[0],
+        "prompt_token_ids": prompt,
+        "output_token_ids": one.wanted or [0],
+        "max_tokens": one.max_tokens,
+        "priority": one.priority,
+    }
+
+
+def _step(
+    number: int, step: ObservedStep, requests: dict[str, ObservedRequest], first: set[str], *, is_ahead: bool
+) -> dict[str, Any]:
+    def id_of(name: str) -> str:
+        return str(requests[name].number)
+
+    decision: dict[str, Any] = {"step": number}
+    if is_ahead:
+        decision["committed"] = step.num_committed
+    hits = {id_of(name): start for name, start in step.admitted.items() if name not in first}
+    first.update(step.admitted)
+    return decision | {
+        "scheduled": {id_of(name): tokens for name, tokens in step.scheduled.items()},
+        "preempted": [id_of(name) for name in step.preempted],
+        "cached_tokens": hits,
+        "free_blocks": step.free_blocks,
+        "free_blocks_after_commit": step.free_after,
+        "num_waiting": step.num_waiting,
+    }
+
+
+def request_of(one: ObservedRequest) -> Request:
+    """The request as the recorder is told of it."""
+    prompt = [0] * one.prompt if isinstance(one.prompt, int) else one.prompt
+    return Request(
+        one.name, prompt, arrival_ns=one.arrival_ns, forced_output=one.output or [0], priority=one.priority,
+        cache_salt=one.salt,
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""From an observer's log to a run folder: configuration, records, trace, case, profile."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from analysis.load import Run
+from experiments.compose import compose_config, to_overrides
+from experiments.config import RunConfig
+from experiments.environment import describe_versions
+from experiments.messages import options
+from experiments.observe.case import case_of, why_no_case
+from experiments.observe.log import ObservedLog, ObservedRequest, read_log
+from experiments.observe.records import Measured, replay
+from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
+from testbed.errors import ConfigError, RunFolderError
+from testbed.records.recorder import RunRecorder
+from testbed.specs.model import DTYPE_BYTES
+from testbed.specs.profiles import ProfileManifest, number_repeats, write_profile
+from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
+from testbed.traces.serialize import write_jsonl
+
+CASE_FILE, PROFILE_FILE, MODEL_FOLDER = "case.jsonl", "profile.parquet", "model"
+
+
+class Imported(NamedTuple):
+    """A folder, and what to say of it."""
+
+    folder: Path
+    lines: tuple[str, ...]
+
+
+def import_log(
+    file: Path, folder: Path, *, device: str | None = None, overwrite: bool = False, command: str = ""
+) -> Imported:
+    """Makes the folder of a log. Raises TestbedError in one line; then nothing was written."""
+    folder = folder.absolute()
+    refuse_overwrite(folder, overwrite)
+    log = read_log(file)
+    if not log.steps:
+        raise RunFolderError(f"{file} has no step that was finished: nothing to import")
+    trace = trace_of(log, file.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(log, folder, device or device_of(log))
+    claim(folder, config)
+    write_jsonl(trace, folder / TRACE_FILE)
+    recorder = RunRecorder(folder)
+    try:
+        measured = replay(log, recorder)
+    finally:
+        recorder.close()
+    lines = [*_write_case(log, folder, file), *_write_profile(log, folder, config, measured, command)]
+    manifest = _manifest(log, config, trace, recorder, command)
+    write_json(folder / "manifest.json", manifest)
+    write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
+    if not log.is_cut:
+        (folder / "done").write_text("observed\n")
+    num_preempted = sum(len(step.preempted) for step in log.steps)
+    cut = "; the log is cut: what was in flight at its end is left out" if log.is_cut else ""
+    head = f"{len(log.requests)} requests, {len(log.steps)} steps, {num_preempted} preemptions{cut}"
+    return Imported(folder, (head, *lines, f"imported     {folder}"))
+
+
+def trace_of(log: ObservedLog, name: str) -> Trace:
+    """The requests as they came, with the outputs that vLLM gave; what had emitted nothing by the end is left out."""
+    rows = [_row(one) for one in log.requests.values() if one.wanted]
+    missing = len(log.requests) - len(rows)
+    notes = [f"{missing} requests that emitted nothing were left out"] if missing else []
+    return arrange(name, rows, notes)
+
+
+def _row(one: ObservedRequest) -> TraceRequest:
+    prompt = Span(one.number + 1, 0, one.prompt) if isinstance(one.prompt, int) else TokenIds(one.prompt)
+    cancelled_ns = None if one.aborted is None else max(1, (one.ended_ns or 0) - one.arrival_ns)
+    return TraceRequest(
+        one.name, one.arrival_ns, (prompt,), TokenIds(array("i", one.wanted)), priority=one.priority,
+        cache_salt=one.salt or None, cancel_after_ns=cancelled_ns,
+    )  # fmt: skip
+
+
+def device_of(log: ObservedLog) -> str:
+    """The entry of the device library that the log's device is. Raises ConfigError where that cannot be told."""
+    said = log.header["device"]
+    if said["type"] == "cpu":
+        return "cpu"
+    words = re.sub(r"[^a-z0-9]", "", said["name"].lower())
+    found = [name for name in options("device") if name.replace("_", "") in words]
+    if len(found) != 1:
+        raise ConfigError(
+            f"the log's device is {said['name']!r}, which the device library does not have; say which is nearest with "
+            f"--device ({', '.join(options('device'))})"
+        )
+    return found[0]
+
+
+def config_of(log: ObservedLog, folder: Path, device: str) -> RunConfig:
+    """The configuration that a run of ours of these requests would have. The model's shape is written beside it."""
+    said, model = log.header["config"], log.header["model"]
+    (folder / MODEL_FOLDER).mkdir(exist_ok=True)
+    write_json(folder / MODEL_FOLDER / "config.json", model["hf_config"])
+    preset = "vllm_v1_async" if said["async_scheduling"] else "vllm_v1"
+    settings: dict[str, Any] = {
+        "scheduler": {
+            "name": preset, "max_num_seqs": said["max_num_seqs"],
+            "max_num_batched_tokens": said["max_num_batched_tokens"], "max_model_len": said["max_model_len"],
+            "queue_order": said["policy"], "long_prefill_token_threshold": said["long_prefill_token_threshold"] or 0,
+        },
+        "cache": {
+            "block_size": said["block_size"], "num_gpu_blocks": said["num_gpu_blocks"], "num_cpu_blocks": 0,
+            "prefix_caching": said["prefix_caching"], "watermark": said["watermark"] or 0.0,
+        },
+        "model": {"path": str(folder / MODEL_FOLDER), "dtype": _dtype(model["dtype"])},
+        "device": {"name": device, "tensor_parallel_size": log.header["device"]["tensor_parallel_size"]},
+        "trace": {"name": "jsonl", "path": str(folder / TRACE_FILE)},
+        "backend": {"name": "vllm"},
+    }  # fmt: skip
+    return compose_config(to_overrides(settings))
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPE_BYTES:
+        raise ConfigError(f"the log's model computes in {name!r}; this testbed knows {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def _write_case(log: ObservedLog, folder: Path, file: Path) -> list[str]:
+    why = why_no_case(log)
+    if why:
+        return [f"no case      {why}: `testbed conform` has nothing to compare"]
+    (folder / CASE_FILE).write_text(json.dumps(case_of(log, file.name.split(".")[0]), separators=(",", ":")) + "\n")
+    return [f"case         testbed conform {folder / CASE_FILE}"]
+
+
+def _write_profile(
+    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str
+) -> list[str]:
+    """Of a synchronous run: with a plan ahead nothing tells the device's time from the host's."""
+    if log.header["config"]["async_scheduling"]:
+        return ["no profile   asynchronous steps overlap: what each costs by itself is not known"]
+    said = log.header["device"]
+    kv_dtype = log.header["config"]["kv_dtype"]
+    manifest = ProfileManifest(
+        device=config.device.name, model=asdict(config.model), block_size=config.cache.block_size,
+        dtype=config.model.dtype or "", tensor_parallel_size=said["tensor_parallel_size"],
+        kv_dtype=None if kv_dtype == "auto" else kv_dtype, attention="vllm", device_description=said["name"],
+        versions={"vllm": log.header["vllm"]}, date=_date(log), command=command,
+    )  # fmt: skip
+    steps = [(one.shape, one.spans, one.period_ns) for one in measured if not one.shape.is_empty]
+    write_profile(folder / PROFILE_FILE, manifest, number_repeats(steps))
+    return [f"profile      testbed calibrate fit {folder / PROFILE_FILE} --out fit.json"]
+
+
+def _date(log: ObservedLog) -> str:
+    return datetime.fromtimestamp(int(log.header["unix_ns"]) / 1e9, UTC).isoformat(timespec="seconds")
+
+
+def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRecorder, command: str) -> dict[str, Any]:
+    said = log.header
+    queried = sum(len(prompt) if isinstance(prompt := one.prompt, array) else prompt for one in log.requests.values())
+    first: dict[str, int] = {}
+    for step in log.steps:
+        for name, start in step.admitted.items():
+            first.setdefault(name, start)
+    return {
+        "status": "partial" if log.is_cut else "complete",
+        "backend": "vllm",
+        "created": _date(log),
+        "wall_s": round(log.steps[-1].end_ns / 1e9, 3),
+        "versions": {**describe_versions(), "vllm": said["vllm"]},
+        "code_version": describe_versions()["llm-serving-testbed"],
+        "core": None, "compiler": None,
+        "machine": {"gpu": said["device"]["name"]},
+        "command": command,
+        "seed": config.seed,
+        "trace": {
+            "name": trace.name, "num_requests": trace.num_requests, "fingerprint": fingerprint(trace),
+            "notes": list(trace.notes),
+        },
+        "model": config.model.name,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "scheduler": config.scheduler.name,
+        "async_scheduling": config.scheduler.async_scheduling,
+        "device": said["device"]["name"],
+        "attention": None, "weights": None, "cost": None, "estimator": None,
+        "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
+        "block_size": said["config"]["block_size"],
+        "num_replicas": 1, "router": None,
+        "num_steps": len(log.steps),
+        "num_sent": recorder.num_sent, "num_unsent": 0,
+        "prefix_cache": {"queried_tokens": queried, "hit_tokens": sum(first.values())},
+        "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [],
+    }  # fmt: skip

@@ -1,0 +1,178 @@
+"""The lines of an observer's log, read and checked: requests, and steps with what was planned, emitted and ended."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from testbed.errors import RunFolderError, TraceError
+from testbed.foreign_text import shown
+from testbed.traces.readers.fields import json_object
+from testbed.traces.readers.open_text import read_lines
+
+VERSION = 1
+Place = tuple[int, int]  # steps planned and committed before
+
+
+@dataclass(slots=True)
+class ObservedRequest:
+    """One request. arrival_ns, queued_ns: on the log's clock, when the front end had it, and the scheduler."""
+
+    name: str
+    number: int  # in the order in which the scheduler got them
+    place: Place
+    arrival_ns: int
+    queued_ns: int
+    prompt: array[int] | int  # ids, or how many
+    max_tokens: int | None
+    priority: int
+    salt: str
+    output: list[int] = field(default_factory=list)  # emitted ids, or as many zeros
+    reason: str | None = None
+    ended_ns: int | None = None
+    aborted: Place | None = None
+
+    @property
+    def wanted(self) -> list[int]:
+        """What it emitted; of an aborted one what it had leave for, as it would have gone on."""
+        if self.aborted is None or self.max_tokens is None:
+            return self.output
+        return self.output + [0] * max(2, self.max_tokens - len(self.output))
+
+
+class ObservedStep(NamedTuple):
+    """One step. began_ns, planned_ns: of the plan; taken_ns, end_ns: of its commit. admitted: where each begins."""
+
+    scheduled: dict[str, int]
+    admitted: dict[str, int]
+    preempted: tuple[str, ...]
+    num_committed: int
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+    began_ns: int
+    planned_ns: int
+    taken_ns: int
+    end_ns: int
+    emitted: dict[str, list[int]]
+    ended: dict[str, str]
+    free_after: int
+
+
+@dataclass(slots=True)
+class ObservedLog:
+    """A whole log. header: its first line. steps: those that were committed. is_cut: it ends in the middle."""
+
+    header: dict[str, Any]
+    requests: dict[str, ObservedRequest]
+    steps: list[ObservedStep]
+    resets: int
+    is_cut: bool
+
+
+def read_log(file: Path) -> ObservedLog:
+    """Reads a log. A last line that was cut is left out. Raises RunFolderError naming the line that is none."""
+    reader: _Reader | None = None
+    bad: RunFolderError | None = None
+    try:
+        for number, line in read_lines(file):
+            if bad is not None:
+                raise bad  # it was not the last one
+            place = f"{file}:{number}"
+            try:
+                fields = json_object(line, place)
+                if reader is None:
+                    reader = _Reader(_header(fields, place))
+                else:
+                    reader.take(fields)
+            except TraceError as error:
+                bad = RunFolderError(f"{error}; an observer's log has one JSON object on each line")
+            except (KeyError, TypeError, ValueError) as error:
+                raise RunFolderError(f"{place}: not a line of an observer's log ({shown(error)})") from None
+    except TraceError as error:
+        raise RunFolderError(str(error)) from None
+    if reader is None:
+        raise bad or RunFolderError(f"{file} is empty; an observer's log begins with a line about its engine")
+    return reader.log(is_torn=bad is not None)
+
+
+def _header(fields: dict[str, Any], place: str) -> dict[str, Any]:
+    if fields.get("kind") != "observed":
+        raise RunFolderError(
+            f"{place}: not the first line of an observer's log: its kind is {shown(fields.get('kind'))}"
+        )
+    if fields.get("version") != VERSION:
+        raise RunFolderError(f"{place}: a log of version {shown(fields.get('version'))}; this code reads {VERSION}")
+    return fields
+
+
+class _Reader:
+    """Puts the lines together."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self._header = header
+        self._zero_ns = int(header["ns"])  # the log's clock starts with its header
+        self._unix_ns = int(header["unix_ns"]) - self._zero_ns
+        self._requests: dict[str, ObservedRequest] = {}
+        self._plans: dict[int, dict[str, Any]] = {}
+        self._steps: list[ObservedStep] = []
+        self._num_resets = 0
+
+    def take(self, fields: dict[str, Any]) -> None:
+        kind = fields["kind"]
+        if kind == "add":
+            self._add(fields)
+        elif kind == "plan":
+            self._plans[int(fields["step"])] = fields
+        elif kind == "commit":
+            self._commit(fields)
+        elif kind == "abort":
+            request = self._requests.get(fields["id"])
+            if request is not None and request.reason is None:
+                request.aborted = int(fields["plans"]), int(fields["commits"])
+                request.reason, request.ended_ns = "abort", self._at(fields["ns"])
+        elif kind == "reset_prefix_cache":
+            self._num_resets += 1
+        else:
+            raise ValueError(f"a line of kind {kind!r}")
+
+    def _at(self, ns: Any) -> int:
+        """An instant on the log's clock."""
+        return max(0, int(ns) - self._zero_ns)
+
+    def _add(self, fields: dict[str, Any]) -> None:
+        name, prompt, queued_ns = fields["id"], fields["prompt"], self._at(fields["ns"])
+        if name in self._requests:
+            raise ValueError(f"request {name!r} is added twice")
+        arrival_ns = min(max(0, int(fields["arrival_unix_ns"]) - self._unix_ns - self._zero_ns), queued_ns)
+        prompt = array("i", prompt) if isinstance(prompt, list) else int(prompt)
+        self._requests[name] = ObservedRequest(
+            name, len(self._requests), (int(fields["plans"]), int(fields["commits"])), arrival_ns, queued_ns, prompt,
+            fields["max_tokens"], int(fields["priority"]), str(fields["salt"]),
+        )  # fmt: skip
+
+    def _commit(self, fields: dict[str, Any]) -> None:
+        plan = self._plans.pop(int(fields["step"]))
+        emitted = {
+            name: tokens if isinstance(tokens, list) else [0] * tokens for name, tokens in fields["emitted"].items()
+        }
+        for name, tokens in emitted.items():
+            self._requests[name].output += tokens
+        for name, reason in fields["ended"].items():
+            request = self._requests[name]
+            if request.reason is None:
+                request.reason, request.ended_ns = reason, self._at(fields["ns"])
+        self._steps.append(
+            ObservedStep(
+                plan["scheduled"], plan["admitted"], tuple(plan["preempted"]), int(plan["committed"]),
+                int(plan["num_running"]), int(plan["num_waiting"]), int(plan["free_blocks"]),
+                self._at(plan["began_ns"]), self._at(plan["ns"]), self._at(fields["began_ns"]), self._at(fields["ns"]),
+                emitted, fields["ended"], int(fields["free_blocks"]),
+            )
+        )  # fmt: skip
+
+    def log(self, *, is_torn: bool) -> ObservedLog:
+        is_open = bool(self._plans) or any(request.reason is None for request in self._requests.values())
+        return ObservedLog(self._header, self._requests, self._steps, self._num_resets, is_torn or is_open)

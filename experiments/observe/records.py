@@ -1,0 +1,132 @@
+"""An observed run as the recorder would have seen it: arrivals, steps, ends, in the order in which they happened."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
+
+from experiments.observe.case import request_of
+from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
+from testbed.core.batch import Batch
+from testbed.core.commands import StepView
+from testbed.core.interfaces import Recorder
+from testbed.core.outcome import Finished, FinishReason, Spans, StepResult
+from testbed.core.plan import Admission, BatchPlan, BatchShape, Preemption, PreemptionMode
+from testbed.core.sequence import Sequence
+
+REASONS = {
+    "stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT,
+    "error": FinishReason.ABORT, "repetition": FinishReason.STOP,
+}  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """What a step was and took, for a profile. period_ns: to the plan of the next one, where the engine was busy."""
+
+    shape: BatchShape
+    spans: Spans
+    period_ns: int
+
+
+def replay(log: ObservedLog, recorder: Recorder) -> list[Measured]:
+    """Tells the recorder everything; what each step was and took, in order."""
+    told = _Told(log, recorder)
+    aborts = [one for one in log.requests.values() if one.aborted is not None]
+    happened: list[tuple[int, int, Callable[[], None]]] = [
+        *((one.queued_ns, 0, partial(told.arrived, one)) for one in log.requests.values()),
+        *((step.planned_ns, 1, partial(told.planned, step)) for step in log.steps),
+        *((step.end_ns, 2, partial(told.committed, step)) for step in log.steps),
+        *((one.ended_ns or 0, 3, partial(told.aborted, one)) for one in aborts),
+    ]
+    for _, _, tell in sorted(happened, key=itemgetter(0, 1)):
+        tell()
+    return told.measured
+
+
+class _Told:
+    """Sequences with the counts that the log implies, and what the recorder was told of them."""
+
+    def __init__(self, log: ObservedLog, recorder: Recorder) -> None:
+        self.measured: list[Measured] = []
+        self._log = log
+        self._recorder = recorder
+        self._max_model_len = int(log.header["config"]["max_model_len"])
+        self._seqs: dict[str, Sequence] = {}
+        self._plans: deque[BatchPlan] = deque()  # in flight
+        self._num_plans = self._num_steps = 0
+
+    def arrived(self, one: ObservedRequest) -> None:
+        self._seqs[one.name] = Sequence(one.number, request_of(one), self._max_model_len)
+        self._recorder.arrived(self._seqs[one.name].request, one.queued_ns, self._num_steps)
+
+    def aborted(self, one: ObservedRequest) -> None:
+        assert one.ended_ns is not None
+        self._recorder.aborted(one.name, one.ended_ns, self._num_steps)
+        self._end([(one.name, FinishReason.ABORT)], one.ended_ns)
+
+    def planned(self, step: ObservedStep) -> None:
+        self._plans.append(self._plan(step))
+        self._num_plans += 1
+
+    def committed(self, step: ObservedStep) -> None:
+        plan = self._plans.popleft()
+        spans = Spans(
+            schedule_ns=step.planned_ns - step.began_ns,
+            forward_ns=max(0, step.taken_ns - max(step.planned_ns, self._last_taken_ns())),
+            sample_ns=step.end_ns - step.taken_ns,
+        )
+        emitters = [self._seqs[name] for name, tokens in step.emitted.items() if name in self._seqs for _ in tokens]
+        result = StepResult(step.end_ns, None, spans)
+        self._recorder.committed(
+            StepView(
+                plan, step.began_ns, result, bytes(8), emitters, step.num_running, step.num_waiting, 0,
+                step.free_blocks, 0,
+            )
+        )  # fmt: skip
+        self.measured.append(Measured(plan.shape, spans, self._period_ns(step)))
+        self._num_steps += 1
+        self._end([(name, REASONS.get(reason, FinishReason.STOP)) for name, reason in step.ended.items()], step.end_ns)
+
+    def _last_taken_ns(self) -> int:
+        return self._log.steps[self._num_steps - 1].taken_ns if self._num_steps else 0
+
+    def _period_ns(self, step: ObservedStep) -> int:
+        """From plan to plan while there is work; of the last step before a pause to its end."""
+        later = self._log.steps[self._num_steps + 1 : self._num_steps + 2]
+        left = step.num_running + step.num_waiting - len(step.ended)
+        is_busy = bool(later) and left > 0
+        return (later[0].began_ns if is_busy else step.end_ns) - step.began_ns
+
+    def _plan(self, step: ObservedStep) -> BatchPlan:
+        preempted = []
+        for name in step.preempted:
+            seq = self._seqs[name]
+            preempted.append(Preemption(seq.seq_id, name, PreemptionMode.RECOMPUTE, seq.num_computed_tokens))
+            seq.restart()
+            seq.num_preemptions += 1
+        admitted = []
+        for name, start in step.admitted.items():
+            seq = self._seqs[name]
+            seq.restart(start)
+            admitted.append(Admission(seq.seq_id, name, start, seq.num_preemptions > 0))
+        batch = Batch(0)
+        for name, num_tokens in step.scheduled.items():
+            batch.add(self._seqs[name], num_tokens)
+        shape = batch.shape(None, 0, 0, 0)
+        for seq, num_tokens in zip(batch.seqs, batch.counts, strict=True):
+            if seq.advance(num_tokens):
+                seq.num_tokens += 1  # what it emits is there when the next step is planned, or a placeholder is
+        return BatchPlan(self._num_plans, shape, batch, tuple(admitted), tuple(preempted))
+
+    def _end(self, ended: list[tuple[str, FinishReason]], now_ns: int) -> None:
+        finished = []
+        for name, reason in ended:
+            seq = self._seqs.pop(name, None)
+            if seq is not None:
+                output = self._log.requests[name].output
+                finished.append(Finished(seq.request, reason, "", len(output), output))
+        if finished:
+            self._recorder.ended(finished, now_ns)

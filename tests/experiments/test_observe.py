@@ -1,0 +1,171 @@
+"""`testbed observe import` on logs of real vLLM 0.32 (CPU build, a random model of 4 layers, a pool of 8 blocks)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.load import load_run
+from experiments.cli import main
+from experiments.conform.cases import read_cases
+from experiments.conform.replay import replay_case
+from experiments.conform.systems import SYSTEMS
+from experiments.observe.importing import device_of, import_log
+from experiments.observe.log import read_log
+from testbed.errors import ConfigError, RunFolderError
+from testbed.specs.profiles import read_profile
+
+LOGS = Path(__file__).parent / "observed"
+NAMES = ["sync", "async"]
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    with gzip.open(LOGS / f"{name}.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def written(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_vllm_decided_is_decided_here_step_for_step(tmp_path: Path, name: str) -> None:
+    import_log(LOGS / f"{name}.jsonl.gz", tmp_path / "run")
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    system = SYSTEMS[case.system]
+    assert system.preset == {"sync": "vllm_v1", "async": "vllm_v1_async"}[name]
+    assert sum(len(step["preempted"]) for step in case.steps) >= 3
+    assert len(case.aborts) >= 2
+    assert replay_case(case, system, system.preset) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_decision_does_not_conform(tmp_path: Path, name: str) -> None:
+    lines = lines_of(name)
+    plan = next(line for line in lines if line["kind"] == "plan" and len(line["scheduled"]) > 2)
+    plan["free_blocks"] += 1
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    system = SYSTEMS[case.system]
+    mismatch = replay_case(case, system, system.preset)
+    assert mismatch is not None
+    assert mismatch.reason == "differing after the plan: free_blocks"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
+    import_log(LOGS / f"{name}.jsonl.gz", tmp_path / "run")
+    lines, run = lines_of(name), load_run(tmp_path / "run")
+    commits = [line for line in lines if line["kind"] == "commit"]
+    requests, steps = run.requests, run.steps
+    assert len(steps) == len(commits)
+    assert steps["num_emitted"].tolist() == [sum(map(len, line["emitted"].values())) for line in commits]
+    tokens = [sum(line["scheduled"].values()) for line in lines if line["kind"] == "plan"]
+    assert (steps["num_prefill_tokens"] + steps["num_decode_tokens"]).tolist() == tokens
+    emitted: dict[str, int] = {}
+    for line in commits:
+        for request_id, ids in line["emitted"].items():
+            emitted[request_id] = emitted.get(request_id, 0) + len(ids)
+    assert dict(zip(requests["request_id"], requests["num_output_tokens"], strict=True)) == {
+        line["id"]: emitted.get(line["id"], 0) for line in lines if line["kind"] == "add"
+    }
+    assert set(requests["finish_reason"]) <= {"stop", "length", "abort"}
+    assert run.summary["checks"]["work_conserved"]["holds"] is True
+    assert run.manifest["backend"] == "vllm"
+
+
+def test_the_profile_can_be_fitted_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
+    assert "60 steps, 4 preemptions" in capsys.readouterr().out
+    profile = read_profile(folder / "profile.parquet")
+    assert profile.manifest.versions == {"vllm": "0.32.0"}
+    assert min(step.total_ns for step in profile.steps) > 0
+    sim = tmp_path / "sim"
+    assert main(["run", f"from={folder}", "backend=sim", "cost=constant", f"hydra.run.dir={sim}"]) == 0
+    assert load_run(sim).fingerprint == load_run(folder).fingerprint
+    assert main(["report", str(folder), str(sim), "--out", str(tmp_path / "report.html")]) == 0
+
+
+def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    for line in lines:
+        if line["kind"] == "add":
+            line["prompt"] = len(line["prompt"])
+        if line["kind"] == "commit":
+            line["emitted"] = {name: len(ids) for name, ids in line["emitted"].items()}
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    assert any("lengths in place of token ids" in line for line in said)
+    assert not (tmp_path / "run" / "case.jsonl").exists()
+    assert len(load_run(tmp_path / "run").steps) == 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_of_a_log_that_is_cut_all_is_kept_that_was_finished(tmp_path: Path, name: str, share: float) -> None:
+    with gzip.open(LOGS / f"{name}.jsonl.gz", "rb") as file:
+        text = file.read()
+    (tmp_path / "log.jsonl").write_bytes(text[: int(len(text) * share)])
+    num_steps = text[: int(len(text) * share)].count(b'"kind":"commit"')
+    said = import_log(tmp_path / "log.jsonl", tmp_path / "run").lines
+    assert "the log is cut" in said[0]
+    run = load_run(tmp_path / "run")
+    assert num_steps - 1 <= len(run.steps) <= num_steps
+    assert run.manifest["status"] == "partial"
+    assert not (tmp_path / "run" / "done").exists()
+
+
+Change = Callable[[list[dict[str, Any]]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: lines.clear(), "is empty"),
+        (lambda lines: lines.pop(0), "not the first line of an observer's log"),
+        (lambda lines: lines[0].update(version=9), "a log of version 9"),
+        (lambda lines: lines[3].update(kind="surprise"), "log.jsonl:4: not a line of an observer's log"),
+        (lambda lines: lines[1].pop("prompt"), "log.jsonl:2: not a line of an observer's log"),
+        (lambda lines: lines.__delitem__(slice(2, None)), "has no step that was finished"),
+    ],
+)
+def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, change: Change, message: str) -> None:
+    lines = lines_of("sync")
+    change(lines)
+    with pytest.raises(RunFolderError) as refused:
+        import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+def test_a_line_in_the_middle_that_is_no_json_is_named(tmp_path: Path) -> None:
+    lines = [json.dumps(line) for line in lines_of("sync")]
+    lines[5] = lines[5][:20]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    with pytest.raises(RunFolderError, match=r"log\.jsonl:6"):
+        import_log(tmp_path / "log.jsonl", tmp_path / "run")
+
+
+def test_a_gpu_is_found_in_the_device_library_or_asked_for(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    lines[0]["device"] |= {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    assert device_of(read_log(written(tmp_path / "log.jsonl", lines))) == "h100"
+    lines[0]["device"]["name"] = "NVIDIA Nothing 9000"
+    log = written(tmp_path / "log.jsonl", lines)
+    with pytest.raises(ConfigError, match="say which is nearest with --device"):
+        import_log(log, tmp_path / "run")
+    import_log(log, tmp_path / "run", device="a100")
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
+    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run", overwrite=True)

@@ -22,6 +22,7 @@ from experiments.traces import build_source as build_source
 from experiments.traces import build_trace as build_trace
 from experiments.traces import vocab_size as vocab_size
 from real.config import RealConfig
+from real.vllm.config import VllmConfig
 from sim.backend import SimBackend, refuse_unforced
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep
@@ -286,6 +287,34 @@ def check_token_ids(config: RunConfig, trace: Trace) -> None:
                         f"vocabulary of model {config.model.name} (0 to {config.model.vocab_size - 1}); choose a model "
                         "that has it, or give prompt_tokens, a count"
                     )
+
+
+def build_vllm_backend(config: RunConfig) -> Any:
+    """Starts vLLM in this process. Whoever gets it closes it. Raises ConfigError for what it, or this testbed in it,
+    cannot do."""
+    assert isinstance(config.backend, VllmConfig)
+    check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
+    check_plans_ahead(config)
+    if config.model.path is None:
+        raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
+    if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:
+        raise ConfigError("backend=vllm has no CPU blocks to swap to: leave cache.num_cpu_blocks out, or set it to 0")
+    from real.vllm.backend import VllmBackend
+
+    bounds = limits(config)
+    return VllmBackend(
+        str(config.model.path),
+        config.backend,
+        block_size=config.cache.block_size,
+        max_num_batched_tokens=bounds.max_num_batched_tokens,
+        max_num_seqs=bounds.max_num_seqs,
+        max_model_len=bounds.max_model_len,
+        num_gpu_blocks=config.cache.num_gpu_blocks,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        kv_dtype=config.cache.kv_dtype,
+        seed=config.seed,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
 
 
 def build_real_backend(config: RunConfig) -> Any:

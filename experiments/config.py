@@ -169,6 +169,20 @@ class RunConfig:
         return isinstance(self.backend, RealConfig)
 
     @property
+    def is_simulated(self) -> bool:
+        return isinstance(self.backend, SimConfig)
+
+    @property
+    def backend_name(self) -> str:
+        """sim, real or vllm."""
+        return next(name for name, kind in BACKENDS.items() if isinstance(self.backend, kind))
+
+    @property
+    def forced(self) -> str:
+        """What of the outputs is forced: of vLLM's no tokens can be, but as many."""
+        return "lengths" if self.is_vllm and self.trace.forced == "tokens" else self.trace.forced
+
+    @property
     def is_vllm(self) -> bool:
         """Whether vLLM runs it."""
         return isinstance(self.backend, VllmConfig)

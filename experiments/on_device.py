@@ -13,6 +13,11 @@ def check_plans_ahead(config: RunConfig) -> None:
     """Refuses what cannot go with a plan in flight while the next is decided. Raises ConfigError."""
     if not config.scheduler.async_scheduling:
         return
+    if config.is_vllm:
+        raise ConfigError(
+            "scheduler.async_scheduling=true is not driven from here with backend=vllm: serve vLLM with "
+            "scheduler_cls=real.vllm.TestbedScheduler, or set it to false"
+        )
     if config.is_real and config.tensor_parallel_size > 1:
         raise ConfigError(
             "scheduler.async_scheduling=true needs device.tensor_parallel_size=1 with backend=real: ranks take one "
@@ -33,7 +38,7 @@ def check_hits(config: RunConfig, composition: Any) -> None:
     in a chunk that is still to be computed.
     """
     rules = config.scheduler.kv_rules
-    if not (config.is_real and config.cache.prefix_caching):
+    if config.is_simulated or not config.cache.prefix_caching:
         return
     name, key = config.scheduler.name, "scheduler.kv_rules"
     if rules.hits_visible == "plan" and getattr(composition, "splits_prompts", True):

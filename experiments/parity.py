@@ -11,7 +11,7 @@ from typing import Any
 from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
-from experiments.forcing import FORCED, forcing
+from experiments.forcing import forcing
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView
@@ -110,8 +110,10 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
 def check_parity(folder: Path) -> ParityReport:
     """Replays the tape of a real run's folder and compares every step. Raises RunFolderError for another folder."""
     config = RunConfig.from_container(read_config(folder))
-    if not config.is_real:
-        raise RunFolderError(f"{folder} is a simulated run; parity replays the tape of a run with backend=real")
+    if config.is_simulated:
+        raise RunFolderError(
+            f"{folder} is a simulated run; parity replays the tape of a run with backend=real or backend=vllm"
+        )
     inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"))
     scheduler = build.build_scheduler(config, inputs.pools)
     checker = inputs.checker
@@ -199,7 +201,7 @@ def _plan_part(plan: BatchPlan) -> dict[str, Any]:
 
 def _forced(folder: Path) -> str:
     """What of the outputs the real run forced: its tape has the rest."""
-    return str(read_config(folder)["trace"].get("forced", FORCED[0]))
+    return RunConfig.from_container(read_config(folder)).forced
 
 
 def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[str, int], Request]:

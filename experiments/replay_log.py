@@ -6,6 +6,7 @@ from typing import Any
 
 from real.config import RealConfig
 from real.replay import HostTimes, ReplayLag
+from real.vllm.config import VllmConfig
 from testbed.errors import ConfigError
 from testbed.traces.schema import Trace
 from testbed.traces.transforms import speed_up
@@ -27,7 +28,7 @@ NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest 
 class ReplayLog:
     """What is measured beside the records. lag: a `Recorder`; host: the driver's."""
 
-    def __init__(self, options: RealConfig) -> None:
+    def __init__(self, options: RealConfig | VllmConfig) -> None:
         self._options = options
         self.lag = ReplayLag()
         self.host = HostTimes()

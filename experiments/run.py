@@ -24,6 +24,7 @@ from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
 from experiments.settings import TraceConfig
 from real.config import RealConfig
+from real.vllm.config import VllmConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
 from testbed import compiled
@@ -72,7 +73,7 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
         given: _Trace = trace
     else:
         given = _own_trace(config)
-    prepared = _prepare_real(config, whole(given)) if config.is_real else _prepare_sim(config, given)
+    prepared = _prepare_sim(config, given) if config.is_simulated else _prepare_engine(config, whole(given))
     with closing(prepared):
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
         claim(folder, config)
@@ -83,7 +84,7 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
 
 def _own_trace(config: RunConfig) -> _Trace:
     """The configuration's trace: whole, or read row by row in a simulation where that is wanted and possible."""
-    if config.is_real or build.recorded_run(config) is not None:
+    if not config.is_simulated or build.recorded_run(config) is not None:
         return build.build_trace(config)  # a tape names any request
     source = build.build_source(config)
     return source if isinstance(source, Trace) else CountedTrace(source, build.check_simulated)
@@ -142,19 +143,21 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
     )
 
 
-def _prepare_real(config: RunConfig, trace: Trace) -> _Prepared:
+def _prepare_engine(config: RunConfig, trace: Trace) -> _Prepared:
+    """This testbed's engine, or vLLM's."""
     build.check_token_ids(config, trace)
-    backend = build.build_real_backend(config)
+    backend = build.build_vllm_backend(config) if config.is_vllm else build.build_real_backend(config)
     from real.driver import run as drive
 
-    assert isinstance(config.backend, RealConfig)
+    assert isinstance(config.backend, RealConfig | VllmConfig)
     options = config.backend
     description = {
         "cost": None, "attention": backend.attention_name, "weights": backend.load_format,
         "device": backend.device_description,
     }  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-    inboxes = [_trace_inbox(config, at_speed(trace, options.speed))]
+    inbox = _trace_inbox(config, at_speed(trace, options.speed))
+    inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
     log = ReplayLog(options)
     return _Prepared(
         pools, lambda loops, _: drive(loops[0], backend, options, log=log.host), inboxes, description, replay=log,
@@ -167,7 +170,7 @@ def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
     inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     if needs_seed(sampling):
         inbox = SeededInbox(inbox, config.seed)
-    return ForcedInbox(inbox, config.trace.forced) if config.is_real else inbox
+    return inbox if config.is_simulated else ForcedInbox(inbox, config.forced)
 
 
 def _run(
@@ -186,7 +189,7 @@ def _run(
     for note in trace.notes:
         log.info("trace: %s", note)
     records = engines.RunRecords(config, folder, len(schedulers))
-    tape = TapeWriter(folder / "tape.jsonl", decision) if config.is_real else None
+    tape = None if config.is_simulated else TapeWriter(folder / "tape.jsonl", decision)
     if tape is not None or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     bar = ProgressBar(trace.num_requests, manifest["backend"])
@@ -206,7 +209,7 @@ def _run(
     began = time.monotonic()
     failure: BaseException | None = None
     try:
-        with fewer_collections(is_simulation=not config.is_real), interruptible(loops) as watched:
+        with fewer_collections(is_simulation=config.is_simulated), interruptible(loops) as watched:
             prepared.drive(watched, schedulers)
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         failure = error
@@ -325,7 +328,7 @@ def _read_at_last(trace: _Trace) -> dict[str, Any]:
 def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: str) -> dict[str, Any]:
     return {
         "status": "partial",
-        "backend": "real" if config.is_real else "sim",
+        "backend": config.backend_name,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": describe_versions(),
         "core": compiled.current().mode,

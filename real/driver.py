@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from real.config import RealConfig
 from real.replay import HostTimes
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
@@ -61,6 +60,13 @@ class SkippingClock(RealTimeClock):
         self._origin_ns -= max(0, until_ns - self.now_ns())
 
 
+class Paced(Protocol):
+    """Configuration that says how time passes: real_time, or as_fast_as_possible."""
+
+    @property
+    def pace(self) -> str: ...
+
+
 class RunningWork(Protocol):
     """A plan that was launched."""
 
@@ -81,7 +87,7 @@ class RunningBackend(Protocol):
 def run(
     loop: Generator[WaitUntil | Execute, Resume, Result],
     backend: RunningBackend,
-    config: RealConfig,
+    config: Paced,
     clock: Clock | None = None,
     log: HostTimes | None = None,
 ) -> Result:

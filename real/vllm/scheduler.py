@@ -1,0 +1,304 @@
+"""This testbed's core as vLLM's scheduler: implements vllm.v1.core.sched.interface.SchedulerInterface.
+
+It decides nothing: plans come from a `Steering`, a loop of ours in this process. What vLLM has and we have not is
+refused by name: at the start where a whole engine is configured so, and where a request asks for it with that request.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import FinishReason as Reason
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.request import RequestStatus
+
+from real.vllm.told import Launched, Told, Translator
+from real.vllm.versions import check_version
+from testbed.core.outcome import Outcome
+from testbed.core.plan import BatchPlan
+from testbed.errors import ConfigError
+
+_logger = init_logger("vllm.testbed")
+
+
+class Steering(Protocol):
+    """Where plans come from, and outcomes go."""
+
+    def added(self, name: str, request: Any) -> None:
+        """vLLM has a request of ours, or of its own clients."""
+        ...
+
+    def aborted(self, name: str) -> None: ...
+
+    def next_plan(self) -> BatchPlan | None:
+        """The plan to launch now; None: nothing to do."""
+        ...
+
+    def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
+        """What came of the oldest plan in flight; (id, message) of requests that we end because they can never fit."""
+        ...
+
+    def num_requests(self) -> tuple[int, int]:
+        """Running and waiting."""
+        ...
+
+    def kv_usage(self) -> float:
+        """Share of the KV blocks in use."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
+    """See the module's docstring. A subclass says who steers (`make_steering`).
+
+    num_gpu_blocks: without vLLM's null block. Raises ConfigError at the start for what cannot be had.
+    """
+
+    connector = None  # EngineCore looks at both
+    ec_connector = None
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        structured_output_manager: Any,
+        block_size: int,
+        *more: Any,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+        **options: Any,
+    ) -> None:
+        check_version(vllm.__version__)
+        check_engine(vllm_config, kv_cache_config)
+        self.vllm_config = vllm_config
+        self.block_size = block_size
+        self.num_gpu_blocks = int(kv_cache_config.num_blocks) - 1
+        self.max_model_len = int(vllm_config.model_config.max_model_len)
+        self._log_stats = log_stats
+        self._pause_state = PauseState.UNPAUSED
+        self._translator = Translator(
+            max_model_len=self.max_model_len,
+            sends_resumed_as_new=bool(getattr(vllm_config, "use_v2_model_runner", False)),
+        )
+        self._names: dict[str, str] = {}  # ours by vLLM's, which have a suffix
+        self._launched: dict[int, Launched] = {}  # by the output that the workers were told of it
+        self._refused: list[tuple[Any, str]] = []  # ended here; reported with the next step
+        self._finished_sets: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
+        self._salt_epoch = 0  # raised when the prefix cache is reset: what was cached before is found no more
+        self.steering = self.make_steering()
+
+    def make_steering(self) -> Steering:
+        raise NotImplementedError
+
+    # --- requests ---
+
+    def name_of(self, request: Any) -> str:
+        """Our id of a request that vLLM adds."""
+        return str(request.request_id)
+
+    def add_request(self, request: Any) -> None:
+        name = self.name_of(request)
+        why = unknown_to_us(request)
+        self._names[request.request_id] = name
+        if why:
+            self._refuse(request, f"this testbed's scheduler has no {why}")
+            return
+        if self._salt_epoch:
+            request.cache_salt = f"{self._salt_epoch}:{request.cache_salt or ''}"
+        self._translator.live[name] = Told(request)
+        self.steering.added(name, request)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
+        """Aborts, also while a plan is in flight: what that brings of them is dropped."""
+        if request_ids is None:
+            request_ids = list(self._names)
+        ended = []
+        for vllm_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            name = self._names.pop(vllm_id, "")
+            told = self._translator.live.get(name)
+            if told is None:
+                continue
+            told.request.status = finished_status
+            ended.append(told.request)
+            self._translator.forget(name)
+            self._note_finished(told.request)
+            self.steering.aborted(name)
+        return ended
+
+    def _refuse(self, request: Any, message: str) -> None:
+        _logger.error("request %s ends with an error: %s", request.request_id, message)
+        self._refused.append((request, message))
+
+    # --- steps ---
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        plan = None if self._pause_state == PauseState.PAUSED_ALL else self.steering.next_plan()
+        if plan is None:
+            return self._translator.empty()
+        output, launched = self._translator.scheduled(plan)
+        self._launched[id(output)] = launched
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        launched = self._launched.pop(id(scheduler_output), None)
+        outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        if launched is not None:
+            outcomes, outputs = self._translator.outcomes(launched, model_runner_output)
+            for name, message in self.steering.took(outcomes):
+                told = self._translator.live.get(name)
+                if told is not None:
+                    self._translator.forget(name)
+                    self._refuse(told.request, message)
+        for request, _ in self._refused:
+            request.status = RequestStatus.FINISHED_ABORTED
+            outputs[request.client_index].append(
+                EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=Reason.ERROR)
+            )
+        for request, _ in self._refused:
+            self._names.pop(request.request_id, None)
+        self._refused = []
+        for made in outputs.values():
+            for one in made:
+                if one.finish_reason is not None:
+                    self._names.pop(one.request_id, None)
+        return self._grouped(outputs)
+
+    def _grouped(self, outputs: dict[int, list[EngineCoreOutput]]) -> dict[int, EngineCoreOutputs]:
+        """By client, with statistics for the first."""
+        grouped = {client: EngineCoreOutputs(outputs=made) for client, made in outputs.items()}
+        if self._finished_sets is not None:
+            for client, made in outputs.items():
+                self._finished_sets[client].update(one.request_id for one in made if one.finish_reason is not None)
+            for client, names in self._finished_sets.items():
+                grouped.setdefault(client, EngineCoreOutputs()).finished_requests = names
+            self._finished_sets = defaultdict(set)
+        stats = self.make_stats()
+        if stats is not None:
+            if not grouped:
+                grouped[0] = EngineCoreOutputs()
+            next(iter(grouped.values())).scheduler_stats = stats
+        return grouped
+
+    def _note_finished(self, request: Any) -> None:
+        if self._finished_sets is not None:
+            self._finished_sets[request.client_index].add(request.request_id)
+
+    # --- state ---
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._translator.live) + len(self._refused)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0 or bool(self._launched)
+
+    def has_finished_requests(self) -> bool:
+        return bool(self._translator.finished)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self.steering.num_requests()
+
+    def get_kv_cache_usage(self) -> float:
+        return self.steering.kv_usage()
+
+    def make_stats(self, *given: Any, **more: Any) -> SchedulerStats | None:
+        if not self._log_stats:
+            return None
+        num_running, num_waiting = self.steering.num_requests()
+        return SchedulerStats(
+            num_running_reqs=num_running, num_waiting_reqs=num_waiting, kv_cache_usage=self.steering.kv_usage(),
+            prefix_cache_stats=PrefixCacheStats(),
+        )  # fmt: skip
+
+    @property
+    def pause_state(self) -> Any:
+        return self._pause_state
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        self._pause_state = pause_state
+
+    def reset_prefix_cache(self, *given: Any, **more: Any) -> bool:
+        """Prefixes from before are found no more; False while requests live, as in vLLM."""
+        if self._translator.live:
+            _logger.warning("the prefix cache is not reset while requests are served")
+            return False
+        self._salt_epoch += 1
+        return True
+
+    def shutdown(self) -> None:
+        self.steering.close()
+
+    # --- what we have not ---
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
+        return None
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """There are none."""
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        """There are none."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is none."""
+
+    def get_kv_connector(self) -> None:
+        return None
+
+    def get_ec_connector(self) -> None:
+        return None
+
+    def get_kv_event_publisher_config(self) -> None:
+        return None
+
+
+def check_engine(config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError naming what of vLLM's configuration this scheduler has not."""
+    groups = kv_cache_config.kv_cache_groups
+    model = config.model_config
+    wanted = {
+        "speculative decoding": config.speculative_config is not None,
+        "LoRA": config.lora_config is not None,
+        "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+        "KV connectors": config.kv_transfer_config is not None,
+        "encoder-cache connectors": getattr(config, "ec_transfer_config", None) is not None,
+        "KV events": getattr(config.kv_events_config, "enable_kv_cache_events", False),
+        "multimodal models": bool(getattr(model, "is_multimodal_model", False)),
+        "encoder-decoder models": bool(getattr(model, "is_encoder_decoder", False)),
+        "pooling models": getattr(model, "runner_type", "generate") != "generate",
+        f"{len(groups)} groups of KV caches": len(groups) != 1,
+        "KV caches other than of full attention": any(
+            type(group.kv_cache_spec) is not FullAttentionSpec for group in groups
+        ),
+    }
+    found = [name for name, is_wanted in wanted.items() if is_wanted]
+    if found:
+        raise ConfigError(
+            f"this testbed's scheduler has no {', no '.join(found)}: run vLLM without, or with its own scheduler "
+            "(real.vllm.ObservedScheduler logs what that does)"
+        )
+
+
+def unknown_to_us(request: Any) -> str:
+    """What a request asks for that we have not; empty: nothing."""
+    params = request.sampling_params
+    if params is None:
+        return "pooling"
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "prompts of embeddings"
+    if getattr(request, "structured_output_request", None) is not None:
+        return "structured output"
+    if request.lora_request is not None:
+        return "LoRA"
+    if request.mm_features:
+        return "multimodal inputs"
+    if getattr(request, "resumable", False):
+        return "streaming sessions"
+    return ""

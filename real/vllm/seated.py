@@ -1,0 +1,44 @@
+"""The scheduler's seat in vLLM's engine, for plans that are laid into it from outside."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from real.vllm.backend import Seat
+from real.vllm.observer import device_name
+from real.vllm.scheduler import CoreInVllm, Steering
+
+
+class SeatedScheduler(CoreInVllm):
+    """Made by vLLM; steered by a VllmBackend. planned_ns, taken_ns: of the last step."""
+
+    planned_ns = taken_ns = 0
+
+    def make_steering(self) -> Steering:
+        self.seat = Seat()
+        self.device_name = device_name()
+        return self.seat
+
+    def name_of(self, request: Any) -> str:
+        return self.seat.expected
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        output = super().schedule(throttle_prefills)
+        self.planned_ns = time.perf_counter_ns()
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.taken_ns = time.perf_counter_ns()
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.seat.plan is not None or super().has_unfinished_requests()
+
+    def abort(self, name: str) -> None:
+        """Ends a request of ours, if it is live."""
+        told = self._translator.live.get(name)
+        if told is not None:
+            self.finish_requests(told.request.request_id, RequestStatus.FINISHED_ABORTED)

@@ -1,0 +1,185 @@
+"""From our plans to what vLLM's workers are told, and from what they answer to our outcomes. Knows vLLM's types.
+
+A worker keeps a block table for each request and appends to it; it is told the whole table of a request that is new,
+was preempted, or whose table changed before its end (a merged block): such a one is sent as resumed. vLLM's block 0 is
+its null block, so our block b is its b + 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import RequestStatus
+
+from testbed.core.outcome import FinishReason, Outcome
+from testbed.core.plan import BatchPlan, ScheduledSequence
+
+_FIELDS = {item.name for item in fields(SchedulerOutput)}
+
+
+@dataclass(slots=True)
+class Told:
+    """What a worker knows of a live request. table: our blocks; None: it must be told all of it. step: that had it
+    last. num_in_flight: tokens that are being drawn for it."""
+
+    request: Any
+    has_run: bool = False
+    table: list[int] | None = None
+    step: int = -1
+    num_in_flight: int = 0
+
+
+@dataclass(slots=True)
+class Launched:
+    """A plan in flight: (our id, sequence, whether it samples) of each row."""
+
+    plan: BatchPlan
+    rows: list[tuple[str, int, bool]] = field(default_factory=list)
+
+
+class Translator:
+    """Of one engine. live: by our ids. sends_resumed_as_new: whether the newer model runner reads what is told."""
+
+    def __init__(self, *, max_model_len: int, sends_resumed_as_new: bool) -> None:
+        self.live: dict[str, Told] = {}
+        self.finished: set[str] = set()  # vLLM's ids, which the workers are to forget
+        self._max_model_len = max_model_len
+        self._sends_resumed_as_new = sends_resumed_as_new
+        self._step = 0
+
+    # --- to the workers ---
+
+    def empty(self) -> SchedulerOutput:
+        return self._output([], CachedRequestData.make_empty(), {}, set())
+
+    def scheduled(self, plan: BatchPlan) -> tuple[SchedulerOutput, Launched]:
+        """What the workers are told of a plan."""
+        self._step += 1
+        preempted = set()
+        for victim in plan.preempted:
+            told = self.live.get(victim.request_id)
+            if told is not None:
+                told.table, told.num_in_flight = None, 0
+                told.request.status = RequestStatus.PREEMPTED
+                told.request.num_preemptions += 1
+                preempted.add(told.request.request_id)
+        new: list[NewRequestData] = []
+        cached, launched, counts = CachedRequestData.make_empty(), Launched(plan), dict[str, int]()
+        for (name, num_tokens), row in zip(plan.num_scheduled, plan.scheduled, strict=True):
+            told = self.live[name]
+            request, is_changed = told.request, told.table is not None and not _continues(row.block_table, told.table)
+            request.status = RequestStatus.RUNNING
+            request.num_computed_tokens = row.start
+            counts[request.request_id] = num_tokens
+            launched.rows.append((name, row.seq_id, row.samples))
+            if told.table is None and (not told.has_run or self._sends_resumed_as_new):
+                new.append(self._new(told, row))
+            elif is_changed and self._sends_resumed_as_new:
+                preempted.add(request.request_id)
+                new.append(self._new(told, row))
+            else:
+                self._add(cached, told, row, is_resumed=told.table is None or is_changed)
+            told.has_run, told.table, told.step = True, list(row.block_table), self._step
+            told.num_in_flight += row.samples
+        return self._output(new, cached, counts, preempted), launched
+
+    def _new(self, told: Told, row: ScheduledSequence) -> NewRequestData:
+        tokens = list(told.request.all_token_ids) if self._sends_resumed_as_new else None
+        return NewRequestData.from_request(told.request, (_blocks(row.block_table),), tokens)
+
+    def _add(self, cached: CachedRequestData, told: Told, row: ScheduledSequence, *, is_resumed: bool) -> None:
+        request = told.request
+        blocks = _blocks(row.block_table if is_resumed or told.table is None else row.block_table[len(told.table) :])
+        cached.req_ids.append(request.request_id)
+        if is_resumed:
+            cached.resumed_req_ids.add(request.request_id)
+        if told.step != self._step - 1 and not self._sends_resumed_as_new:
+            cached.all_token_ids[request.request_id] = list(request.all_token_ids)
+        cached.new_block_ids.append((blocks,) if blocks else None)
+        cached.num_computed_tokens.append(row.start)
+        cached.num_output_tokens.append(request.num_output_tokens + told.num_in_flight)
+
+    def _output(
+        self, new: list[NewRequestData], cached: CachedRequestData, counts: dict[str, int], preempted: set[str]
+    ) -> SchedulerOutput:
+        finished, self.finished = self.finished, set()
+        given: dict[str, Any] = {
+            "scheduled_new_reqs": new,
+            "scheduled_cached_reqs": cached,
+            "num_scheduled_tokens": counts,
+            "total_num_scheduled_tokens": sum(counts.values()),
+            "scheduled_spec_decode_tokens": {},
+            "scheduled_encoder_inputs": {},
+            "num_common_prefix_blocks": [0],
+            "finished_req_ids": finished,
+            "free_encoder_mm_hashes": [],
+            "preempted_req_ids": preempted,
+        }
+        return SchedulerOutput(**{name: value for name, value in given.items() if name in _FIELDS})
+
+    # --- from the workers ---
+
+    def outcomes(
+        self, launched: Launched, answer: Any
+    ) -> tuple[tuple[Outcome, ...], dict[int, list[EngineCoreOutput]]]:
+        """What came of a plan, for us and for vLLM's clients. vLLM's own check says who stops."""
+        outcomes: list[Outcome] = []
+        outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for name, seq_id, samples in launched.rows:
+            told = self.live.get(name)
+            if not samples:
+                continue
+            if told is None or told.request.is_finished():  # aborted since: what came is dropped
+                outcomes.append(Outcome(seq_id, (0,)))
+                continue
+            request = told.request
+            index = answer.req_id_to_index[request.request_id]
+            token = int(answer.sampled_token_ids[index][0])
+            told.num_in_flight = max(0, told.num_in_flight - 1)
+            request.append_output_token_ids(token)
+            stopped = check_stop(request, self._max_model_len)
+            outcomes.append(Outcome(seq_id, (token,), _reason(request) if stopped else None))
+            outputs[request.client_index].append(_output_of(request, index, token, answer))
+            if stopped:
+                self.forget(name)
+        return tuple(outcomes), outputs
+
+    def forget(self, name: str) -> None:
+        """The request has ended: the workers are told with the next step."""
+        told = self.live.pop(name, None)
+        if told is not None:
+            self.finished.add(told.request.request_id)
+
+
+def _continues(table: Sequence[int], told: list[int]) -> bool:
+    return list(table[: len(told)]) == told
+
+
+def _blocks(table: Sequence[int]) -> list[int]:
+    return [block + 1 for block in table]
+
+
+def _reason(request: Any) -> FinishReason:
+    return FinishReason.LENGTH if request.status == RequestStatus.FINISHED_LENGTH_CAPPED else FinishReason.STOP
+
+
+def _output_of(request: Any, index: int, token: int, answer: Any) -> EngineCoreOutput:
+    logprobs = None
+    if request.sampling_params.logprobs is not None and answer.logprobs:
+        logprobs = answer.logprobs.slice_request(index, 1)
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[token],
+        new_logprobs=logprobs,
+        new_prompt_logprobs_tensors=answer.prompt_logprobs_dict.get(request.request_id),
+        finish_reason=request.get_finished_reason(),
+        stop_reason=request.stop_reason,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )

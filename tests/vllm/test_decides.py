@@ -1,0 +1,65 @@
+"""This testbed's scheduler inside vLLM: the tokens are stock vLLM's, in pools so small that it preempts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
+
+from experiments.build import Pools, build_scheduler, build_vllm_backend
+from experiments.compose import compose_config
+from real.driver import run
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
+from tests.real.test_engine_under_core import Requests, TickingClock
+
+POLICIES = {
+    "vllm_v1": ["scheduler=vllm_v1"],
+    "sarathi": ["scheduler=sarathi", "scheduler.max_num_seqs=16", "scheduler.max_num_batched_tokens=128"],
+    "decode_first, sjf, longest remaining": [
+        "scheduler=decode_first", "scheduler.queue_order=sjf", "scheduler.victim=longest_remaining",
+        "scheduler.oracle=perfect",
+    ],
+    "lpm, least progress": ["scheduler=sglang_lpm"],
+    "prefill_first": ["scheduler=prefill_first", "scheduler.max_num_batched_tokens=256"],
+    "merged blocks": ["scheduler=vllm_v0", "scheduler.kv_rules.hits_frozen=false"],
+    "nano_vllm": ["scheduler=nano_vllm"],
+}  # fmt: skip
+ENGINE = [
+    "backend=vllm", "backend.enforce_eager=true", "backend.dtype=float32", "device=cpu", "cache.block_size=32",
+    "cache.num_gpu_blocks=40", "cache.num_cpu_blocks=0", "scheduler.max_num_seqs=16",
+    "scheduler.max_num_batched_tokens=512", "scheduler.max_model_len=512", "cache.watermark=0.0",
+    "scheduler.preemption=recompute",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Any]:
+    backend = build_vllm_backend(compose_config([*ENGINE, f"model.path={model}"]))
+    yield backend
+    backend.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_tokens_are_those_of_stock_vllm(
+    engine: Any, model: Path, stock: list[list[int]], prompts: list[list[int]], num_tokens: list[int], policy: str,
+    caching: bool,
+) -> None:  # fmt: skip
+    settings = [*ENGINE, f"model.path={model}", *POLICIES[policy], f"cache.prefix_caching={str(caching).lower()}"]
+    scheduler = build_scheduler(compose_config(settings), Pools(40, 0))
+    requests = [
+        Request(f"r{i}", prompt, arrival_ns=2_000_000 * i, sampling=SamplingParams(max_tokens=num, ignore_eos=True))
+        for i, (prompt, num) in enumerate(zip(prompts, num_tokens, strict=True))
+    ]
+    source = Requests(requests)
+    run(serve(engine.inbox(source), scheduler, source), engine, compose_config(settings).backend, TickingClock())
+    different = [i for i in range(len(requests)) if source.outputs[f"r{i}"] != stock[i]]
+    assert not different, f"{len(requests) - len(different)} of {len(requests)} equal"
+    assert source.num_preemptions > 0
+    assert (source.num_cached_tokens > 0) == caching

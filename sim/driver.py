@@ -26,9 +26,13 @@ class PricedBackend(Protocol):
 
 
 class Executor(Protocol):
-    """Answers the loop's commands to execute, given at `now_ns`: a Device, or a tape."""
+    """Answers the loop's commands, given at `now_ns`: a Device, or a tape."""
 
     def execute(self, command: Execute, now_ns: int) -> Resume: ...
+
+    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
+        """When a loop that waits goes on; None: nobody would wake it."""
+        ...
 
 
 def run(loop: Loop, backend: PricedBackend) -> int:
@@ -54,9 +58,10 @@ def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]
                 now_ns = resume.now_ns
                 command = loop.send(resume)
                 continue
-            if command.until_ns is None:
+            resume_ns = device.resume_ns(command.until_ns, now_ns)
+            if resume_ns is None:
                 raise LivelockError("the loop waits to be woken, and nobody is there to do it")
-            now_ns = max(now_ns, command.until_ns)
+            now_ns = resume_ns
             yield env.timeout(now_ns - int(env.now))
             command = loop.send(Resume(now_ns))
     except StopIteration:
@@ -77,6 +82,9 @@ class Device:
         self._backend = backend
         self._in_flight: deque[tuple[int, SimWork]] = deque()  # with the instant at which the device is done
         self._free_ns = self._answered_ns = 0
+
+    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
+        return None if until_ns is None else max(now_ns, until_ns)
 
     def execute(self, command: Execute, now_ns: int) -> Resume:
         """The answer to a command of `now_ns`. Raises ConfigError for a price that leads beyond what instants say."""

@@ -78,7 +78,8 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
     ) -> None:
         check_version(vllm.__version__)
         check_engine(vllm_config, kv_cache_config)
-        self.vllm_config = vllm_config
+        self.vllm_config, self.kv_cache_config = vllm_config, kv_cache_config
+        self.scheduler_config = vllm_config.scheduler_config
         self.block_size = block_size
         self.num_gpu_blocks = int(kv_cache_config.num_blocks) - 1
         self.max_model_len = int(vllm_config.model_config.max_model_len)

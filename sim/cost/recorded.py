@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import attrgetter
+
 from testbed.core.commands import Execute, Resume
 from testbed.core.outcome import StepResult
 from testbed.errors import RunFolderError
@@ -18,6 +21,7 @@ class RecordedDevice:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._in_flight: list[int] = []
+        self._num_started = 0
 
     def execute(self, command: Execute, now_ns: int) -> Resume:
         if command.plan is not None:
@@ -25,15 +29,29 @@ class RecordedDevice:
             if number >= len(self._tape.steps):
                 raise RunFolderError(f"the tape ends after {number} steps, but the replay goes on")
             self._in_flight.append(number)
+            self._num_started = number + 1
             if command.is_ahead:
                 return Resume(max(now_ns, self._looked_again_ns(number)))
         step = self._tape.steps[self._in_flight.pop(0)]
         return Resume(step.commit_ns, StepResult(step.commit_ns, step.outcomes, step.spans))
 
+    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
+        """The instant until which the loop waits; of a live tape when it was asked for something again."""
+        if not self._tape.is_live:
+            return None if until_ns is None else max(now_ns, until_ns)
+        steps, events = self._tape.steps, self._tape.events
+        known = [step.plan_ns for step in steps[self._num_started : self._num_started + 1]]
+        known += [steps[number].commit_ns for number in self._in_flight[:1]]
+        first = bisect_right(events, now_ns, key=attrgetter("now_ns"))
+        known += [event.now_ns for event in events[first : first + 1]]
+        return min([ns for ns in known if ns >= now_ns], default=until_ns)
+
     def _looked_again_ns(self, number: int) -> int:
         """When the loop planned again after a launch that it did not wait for. If there was nothing to plan then, what
         is known of that instant is what it saw arrive."""
         step = self._tape.steps[number]
+        if self._tape.is_live:
+            return step.plan_ns + 1  # then it waits to be asked
         if number + 1 < len(self._tape.steps) and self._tape.steps[number + 1].plan_ns < step.commit_ns:
             return self._tape.steps[number + 1].plan_ns
         seen = [event.now_ns for event in self._tape.events if step.plan_ns < event.now_ns < step.commit_ns]

@@ -48,19 +48,27 @@ class TapeEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """What a run recorded, to be replayed."""
+    """What a run recorded, to be replayed. is_live: its loop was asked for each step from outside."""
 
     steps: tuple[TapeStep, ...]
     events: tuple[TapeEvent, ...]
+    is_live: bool = False
+
+    @property
+    def last_ns(self) -> int:
+        """When the loop was last asked for anything."""
+        steps = max((step.plan_ns for step in self.steps), default=0)
+        return max(steps, max((event.now_ns for event in self.events), default=0))
 
 
 class TapeWriter:
     """Records a run, as a `Recorder`. One line an event, flushed at each step."""
 
-    def __init__(self, path: Path, decide: Callable[[StepView], dict[str, Any]]) -> None:
+    def __init__(self, path: Path, decide: Callable[[StepView], dict[str, Any]], *, is_live: bool = False) -> None:
         self._file = path.open("w", encoding="utf-8")
         self._decide = decide
-        self._write({"kind": "tape", "version": VERSION, "digest_version": DIGEST_VERSION})
+        live = {"is_live": True} if is_live else {}
+        self._write({"kind": "tape", "version": VERSION, "digest_version": DIGEST_VERSION, **live})
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         self._write(
@@ -101,7 +109,7 @@ def read_tape(path: Path) -> Tape:
         raise RunFolderError(f"no tape at {path}: only runs with backend=real have one")
     steps: list[TapeStep] = []
     events: list[TapeEvent] = []
-    is_tape = False
+    is_tape = is_live = False
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -122,7 +130,7 @@ def read_tape(path: Path) -> Tape:
                         f"{path} has digests of version {item['digest_version']}, and this code makes version "
                         f"{DIGEST_VERSION}; replay it with the code that its manifest names"
                     )
-                is_tape = True
+                is_tape, is_live = True, bool(item.get("is_live"))
             else:
                 numbers = (item["step"], item["ns"], item.get("arrival_ns", item["ns"]))
                 _check_numbers("step, ns, arrival_ns", numbers)
@@ -133,7 +141,7 @@ def read_tape(path: Path) -> Tape:
             raise RunFolderError(f"{path}:{number}: not a line of a tape ({error})") from None
     if not is_tape:
         raise RunFolderError(f"{path} is not a tape: the line that says so and gives the version is missing")
-    return Tape(tuple(steps), tuple(events))
+    return Tape(tuple(steps), tuple(events), is_live)
 
 
 def _step(item: dict[str, Any]) -> TapeStep:
@@ -180,14 +188,19 @@ class TapeInbox:
     make_request: builds the request of an id, with the arrival instant that was recorded.
     """
 
-    is_open = False
-
     def __init__(self, tape: Tape, make_request: Callable[[str, int], Request]) -> None:
         self._events = tape.events
-        self._next = 0
+        self._open_until_ns = tape.last_ns if tape.is_live else -1
+        self._next = self._now_ns = 0
         self._make_request = make_request
 
+    @property
+    def is_open(self) -> bool:
+        """Of a live one until it was asked for the last time."""
+        return self._now_ns < self._open_until_ns
+
     def due(self, now_ns: int) -> list[Event]:
+        self._now_ns = now_ns
         events: list[Event] = []
         while self._next < len(self._events) and self._events[self._next].now_ns <= now_ns:
             event = self._events[self._next]

@@ -66,6 +66,10 @@ class Watch:
         answer: Resume = self.backend.execute(command, now_ns)
         return answer
 
+    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
+        found: int | None = self.backend.resume_ns(until_ns, now_ns)
+        return found
+
     def _read(self, plan: BatchPlan) -> None:
         self.seen.rows.append(
             tuple(row.replace(tokens=list(row.tokens), block_table=list(row.block_table)) for row in plan.scheduled)

@@ -1,0 +1,210 @@
+"""This testbed's scheduler for a vLLM of one's own: what `scheduler_cls=real.vllm.TestbedScheduler` means.
+
+`additional_config={"testbed": {...}}` has the keys of `testbed run` (scheduler, cache, seed), and `out`: a run folder
+to write, with tape. What vLLM has decided already (pool, lengths, budgets) is taken from vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from analysis.load import Run
+from experiments.build import Pools, build_scheduler
+from experiments.compose import compose_config, to_overrides
+from experiments.config import RunConfig
+from experiments.environment import describe_machine, describe_versions
+from experiments.observe.importing import MODEL_FOLDER
+from experiments.recorders import together
+from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
+from real.vllm.observer import describe
+from real.vllm.own_loop import OwnLoop
+from real.vllm.scheduler import CoreInVllm, Steering
+from testbed import compiled
+from testbed.core.commands import StepView
+from testbed.core.outcome import Finished
+from testbed.core.request import Request, SamplingParams
+from testbed.core.scheduler import Scheduler
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+from testbed.records.recorder import RunRecorder
+from testbed.records.schema import decision
+from testbed.records.tape import TapeWriter
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.readers.own import read_jsonl
+from testbed.traces.schema import Span, TokenIds, TraceRequest
+from testbed.traces.serialize import row_to_json
+
+KEYS = ("scheduler", "cache", "seed", "out", "device")
+_logger = init_logger("vllm.testbed")
+
+
+class TestbedScheduler(CoreInVllm):
+    """Made by vLLM. Raises ConfigError, before vLLM serves anything, for settings that cannot be."""
+
+    def make_steering(self) -> Steering:
+        settings = (self.vllm_config.additional_config or {}).get("testbed") or {}
+        for key in settings:
+            if key not in KEYS:
+                raise ConfigError(unknown(f'additional_config["testbed"] has an unknown key {key!r}', key, KEYS))
+        config = config_in_vllm(settings, self)
+        scheduler = build_scheduler(config, Pools(self.num_gpu_blocks, 0))
+        records = _Folder(Path(settings["out"]), config, scheduler, self) if settings.get("out") else _Nothing()
+        _logger.info("the testbed decides: scheduler=%s", config.scheduler.name)
+        return OwnLoop(scheduler, records, _request_of, records.finish)
+
+
+def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm) -> RunConfig:
+    """The run's configuration: what was asked for, within what vLLM's workers were sized for."""
+    said, cache = engine.vllm_config.scheduler_config, dict(settings.get("cache") or {})
+    chosen = settings.get("scheduler", "vllm_v1")
+    scheduler = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    fixed = {"block_size": engine.block_size, "num_gpu_blocks": engine.num_gpu_blocks, "num_cpu_blocks": 0}
+    for key, value in fixed.items():
+        if cache.get(key, value) != value:
+            raise ConfigError(f"cache.{key} is {cache[key]}, and vLLM's is {value}: set it there, leave it out here")
+    if scheduler.get("async_scheduling", said.async_scheduling) != said.async_scheduling:
+        raise ConfigError(
+            f"scheduler.async_scheduling is {scheduler['async_scheduling']}, and vLLM's is {said.async_scheduling}"
+        )
+    overrides = {"scheduler": scheduler, "cache": {"prefix_caching": True} | cache | fixed, "backend": {"name": "vllm"}}
+    free = compose_config(to_overrides({**overrides, "device": {"name": settings.get("device", "h100")}}))
+    for key, most in (("max_num_seqs", said.max_num_seqs), ("max_num_batched_tokens", said.max_num_batched_tokens)):
+        wanted = scheduler.get(key)
+        if wanted is not None and wanted > most:
+            raise ConfigError(f"scheduler.{key} is {wanted}, and vLLM was started for {most}: raise it there")
+        own = getattr(free.scheduler, key)
+        scheduler[key] = most if own is None else min(own, most)
+    scheduler |= {"max_model_len": engine.max_model_len, "async_scheduling": bool(said.async_scheduling)}
+    return compose_config(
+        to_overrides(
+            {
+                **overrides, "device": {"name": settings.get("device", "h100")}, "seed": settings.get("seed", 0),
+                "model": {"max_position_embeddings": engine.max_model_len},
+                "trace": {"name": "jsonl", "path": TRACE_FILE, "forced": "lengths"},
+            }
+        )
+    )  # fmt: skip
+
+
+def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
+    """Ours of one of vLLM's. vLLM judges who stops; the length it may have at most is known."""
+    salt = request.cache_salt or ""
+    if request.sampling_params.prompt_logprobs is not None:  # it reads no prefix of another
+        salt = f"{salt} prompt logprobs of {name}"
+    return Request(
+        name, array("i", request.prompt_token_ids), arrival_ns=arrival_ns,
+        sampling=SamplingParams(max_tokens=request.max_tokens, ignore_eos=True), priority=request.priority,
+        cache_salt=salt,
+    )  # fmt: skip
+
+
+class _Nothing:
+    """A recorder that keeps nothing."""
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+class _Trace:
+    """trace.jsonl, a row for each request as it comes, with as many tokens of output as it had leave for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._num = 0
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        self._num += 1
+        row = TraceRequest(
+            request.request_id, request.arrival_ns, (TokenIds(array("i", request.prompt_token_ids)),),
+            Span(self._num, 0, request.sampling.max_tokens or 1), priority=request.priority,
+            cache_salt=request.cache_salt or None,
+        )  # fmt: skip
+        fields = row_to_json(row)
+        fields.pop("place", None)
+        self._file.write(json.dumps(fields, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Folder:
+    """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed."""
+
+    def __init__(self, folder: Path, config: RunConfig, scheduler: Scheduler, engine: CoreInVllm) -> None:
+        self._folder, self._config, self._scheduler = folder.absolute(), config, scheduler
+        refuse_overwrite(self._folder, overwrite=False)
+        raw = config.raw
+        raw["trace"]["path"] = str(self._folder / TRACE_FILE)
+        raw["model"]["path"] = str(self._folder / MODEL_FOLDER)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / MODEL_FOLDER).mkdir(exist_ok=True)
+        said = describe(engine)
+        write_json(self._folder / MODEL_FOLDER / "config.json", said["model"]["hf_config"])
+        claim(self._folder, config)
+        self._recorder = RunRecorder(self._folder)
+        self._tape = TapeWriter(self._folder / "tape.jsonl", decision, is_live=True)
+        self._trace = _Trace(self._folder / TRACE_FILE)
+        self._all = together([self._recorder, self._tape, self._trace])
+        self.arrived, self.aborted = self._all.arrived, self._all.aborted
+        self.committed, self.ended = self._all.committed, self._all.ended
+        self._manifest = self._describe(said)
+        write_json(self._folder / "manifest.json", self._manifest)
+
+    def finish(self) -> None:
+        """vLLM shuts down: the folder is closed."""
+        for file in (self._recorder, self._tape, self._trace):
+            file.close()
+        is_whole, scheduler, prefixes = not self._scheduler.has_work, self._scheduler, self._scheduler.blocks.prefixes
+        rows = self._folder / TRACE_FILE
+        trace = read_jsonl(rows) if rows.stat().st_size else None
+        self._manifest |= {
+            "status": "complete" if is_whole else "partial",
+            "trace": {
+                "name": TRACE_FILE, "num_requests": 0 if trace is None else trace.num_requests,
+                "fingerprint": None if trace is None else fingerprint(trace), "notes": [],
+            },
+            "num_steps": scheduler.num_steps,
+            "num_sent": self._recorder.num_sent,
+            "prefix_cache": {
+                "queried_tokens": prefixes.num_queried_tokens, "hit_tokens": prefixes.num_hit_tokens
+            },
+            "digest": f"{scheduler.digest:016x}",
+        }  # fmt: skip
+        write_json(self._folder / "manifest.json", self._manifest)
+        if trace is not None:
+            write_json(self._folder / "summary.json", Run(self._folder, self._config.raw, self._manifest).summarise())
+        if is_whole:
+            (self._folder / "done").write_text(f"{scheduler.digest:016x}\n")
+
+    def _describe(self, said: dict[str, Any]) -> dict[str, Any]:
+        config, core = self._config, compiled.current()
+        return {
+            "status": "partial", "backend": "vllm",
+            "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "versions": {**describe_versions(), "vllm": said["vllm"]},
+            "core": core.mode, "compiler": core.why if core.mode == "compiled" else None,
+            "code_version": describe_versions()["llm-serving-testbed"], "machine": describe_machine(),
+            "command": "scheduler_cls=real.vllm.TestbedScheduler", "seed": config.seed,
+            "trace": {"name": TRACE_FILE, "num_requests": None, "fingerprint": None, "notes": []},
+            "model": Path(said["model"]["name"]).name, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
+            "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
+            "estimator": None, "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
+            "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None,
+            "device": said["device"]["name"], "attention": "vllm", "weights": None, "cost": None, "cost_notes": [],
+            "num_steps": 0, "num_sent": 0, "num_unsent": 0, "prefix_cache": None, "digest": None, "replay": None,
+            "host": None, "replicas": None,
+        }  # fmt: skip

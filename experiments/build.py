@@ -289,9 +289,9 @@ def check_token_ids(config: RunConfig, trace: Trace) -> None:
                     )
 
 
-def build_vllm_backend(config: RunConfig) -> Any:
-    """Starts vLLM in this process. Whoever gets it closes it. Raises ConfigError for what it, or this testbed in it,
-    cannot do."""
+def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
+    """Starts vLLM in this process. Whoever gets it closes it. observe: vLLM's own scheduler decides, and leaves a log
+    there. Raises ConfigError for what it, or this testbed in it, cannot do."""
     assert isinstance(config.backend, VllmConfig)
     check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
     if config.scheduler.async_scheduling:
@@ -318,6 +318,8 @@ def build_vllm_backend(config: RunConfig) -> Any:
         kv_dtype=config.cache.kv_dtype,
         seed=config.seed,
         tensor_parallel_size=config.tensor_parallel_size,
+        prefix_caching=config.cache.prefix_caching,
+        observe=None if observe is None else str(observe),
     )
 
 

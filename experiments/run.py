@@ -73,6 +73,8 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
         given: _Trace = trace
     else:
         given = _own_trace(config)
+    if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
+        return _stock(config, folder, whole(given), command)
     prepared = _prepare_sim(config, given) if config.is_simulated else _prepare_engine(config, whole(given))
     with closing(prepared):
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
@@ -80,6 +82,22 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
         manifest = _manifest(config, given, prepared, command)
         with log_to(folder / "run.log"):
             return _run(config, folder, given, prepared, schedulers, manifest)
+
+
+def _stock(config: RunConfig, folder: Path, trace: Trace, command: str) -> RunResult:
+    """vLLM's own scheduler decides; its log becomes the folder."""
+    from analysis.load import load_run  # not at the top: Arrow is slow to import
+    from experiments.observe.stock import replay_stock
+
+    build.check_token_ids(config, trace)
+    status, message, exit_status = "complete", "", 0
+    speed = config.backend.speed if isinstance(config.backend, VllmConfig) else 1.0
+    try:
+        replay_stock(config, trace, _trace_inbox(config, at_speed(trace, speed)), folder, command)
+    except KeyboardInterrupt:
+        status, message, exit_status = "partial", f"interrupted; partial results kept in {folder}", INTERRUPTED
+    run = load_run(folder)
+    return RunResult(folder, status, exit_status, message, run.summary, config.raw, run.manifest)
 
 
 def _own_trace(config: RunConfig) -> _Trace:

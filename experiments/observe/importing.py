@@ -16,7 +16,7 @@ from experiments.config import RunConfig
 from experiments.environment import describe_versions
 from experiments.messages import options
 from experiments.observe.case import case_of, why_no_case
-from experiments.observe.log import ObservedLog, ObservedRequest, read_log
+from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
 from testbed.errors import ConfigError, RunFolderError
@@ -38,18 +38,31 @@ class Imported(NamedTuple):
     lines: tuple[str, ...]
 
 
+class Replayed(NamedTuple):
+    """What is known of a log that a run of ours left: its configuration and trace, who sent the requests, how."""
+
+    config: RunConfig
+    trace: Trace
+    sender: Sender
+    replay: dict[str, Any]
+    is_cut: bool
+
+
 def import_log(
-    file: Path, folder: Path, *, device: str | None = None, overwrite: bool = False, command: str = ""
-) -> Imported:
+    file: Path, folder: Path, *, device: str | None = None, overwrite: bool = False, command: str = "",
+    replayed: Replayed | None = None,
+) -> Imported:  # fmt: skip
     """Makes the folder of a log. Raises TestbedError in one line; then nothing was written."""
     folder = folder.absolute()
-    refuse_overwrite(folder, overwrite)
-    log = read_log(file)
+    if replayed is None:
+        refuse_overwrite(folder, overwrite)
+    log = read_log(file, None if replayed is None else replayed.sender)
     if not log.steps:
         raise RunFolderError(f"{file} has no step that was finished: nothing to import")
-    trace = trace_of(log, file.name)
+    log.is_cut = log.is_cut or (replayed is not None and replayed.is_cut)
+    trace = trace_of(log, file.name) if replayed is None else replayed.trace
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(log, folder, device or device_of(log))
+    config = config_of(log, folder, device or device_of(log)) if replayed is None else replayed.config
     claim(folder, config)
     write_jsonl(trace, folder / TRACE_FILE)
     recorder = RunRecorder(folder)
@@ -59,6 +72,8 @@ def import_log(
         recorder.close()
     lines = [*_write_case(log, folder, file), *_write_profile(log, folder, config, measured, command)]
     manifest = _manifest(log, config, trace, recorder, command)
+    if replayed is not None:
+        manifest["replay"] = replayed.replay
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
     if not log.is_cut:

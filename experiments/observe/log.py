@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from testbed.core.request import Request
 from testbed.errors import RunFolderError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers.fields import json_object
@@ -42,6 +43,14 @@ class ObservedRequest:
         return self.output + [0] * max(2, self.max_tokens - len(self.output))
 
 
+class Sender(NamedTuple):
+    """Who sent the requests knows more of them than vLLM: ours in the order sent, and the instant, on the machine's
+    monotonic clock, at which their clock began."""
+
+    requests: list[Request]
+    origin_ns: int
+
+
 class ObservedStep(NamedTuple):
     """One step. began_ns, planned_ns: of the plan; taken_ns, end_ns: of its commit. admitted: where each begins."""
 
@@ -72,7 +81,7 @@ class ObservedLog:
     is_cut: bool
 
 
-def read_log(file: Path) -> ObservedLog:
+def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
     """Reads a log. A last line that was cut is left out. Raises RunFolderError naming the line that is none."""
     reader: _Reader | None = None
     bad: RunFolderError | None = None
@@ -84,7 +93,7 @@ def read_log(file: Path) -> ObservedLog:
             try:
                 fields = json_object(line, place)
                 if reader is None:
-                    reader = _Reader(_header(fields, place))
+                    reader = _Reader(_header(fields, place), sender)
                 else:
                     reader.take(fields)
             except TraceError as error:
@@ -111,10 +120,13 @@ def _header(fields: dict[str, Any], place: str) -> dict[str, Any]:
 class _Reader:
     """Puts the lines together."""
 
-    def __init__(self, header: dict[str, Any]) -> None:
+    def __init__(self, header: dict[str, Any], sender: Sender | None) -> None:
         self._header = header
-        self._zero_ns = int(header["ns"])  # the log's clock starts with its header
-        self._unix_ns = int(header["unix_ns"]) - self._zero_ns
+        self._sender = sender
+        # the log's clock starts with its header, or with the sender's
+        self._zero_ns = int(header["ns"]) if sender is None else sender.origin_ns
+        self._unix_ns = int(header["unix_ns"]) - int(header["ns"]) + self._zero_ns
+        self._names: dict[str, str] = {}  # ours by vLLM's; the same without a sender
         self._requests: dict[str, ObservedRequest] = {}
         self._plans: dict[int, dict[str, Any]] = {}
         self._steps: list[ObservedStep] = []
@@ -129,7 +141,7 @@ class _Reader:
         elif kind == "commit":
             self._commit(fields)
         elif kind == "abort":
-            request = self._requests.get(fields["id"])
+            request = self._requests.get(self._names.get(fields["id"], ""))
             if request is not None and request.reason is None:
                 request.aborted = int(fields["plans"]), int(fields["commits"])
                 request.reason, request.ended_ns = "abort", self._at(fields["ns"])
@@ -143,35 +155,43 @@ class _Reader:
         return max(0, int(ns) - self._zero_ns)
 
     def _add(self, fields: dict[str, Any]) -> None:
-        name, prompt, queued_ns = fields["id"], fields["prompt"], self._at(fields["ns"])
-        if name in self._requests:
-            raise ValueError(f"request {name!r} is added twice")
-        arrival_ns = min(max(0, int(fields["arrival_unix_ns"]) - self._unix_ns - self._zero_ns), queued_ns)
+        vllm_id, prompt, queued_ns = fields["id"], fields["prompt"], self._at(fields["ns"])
+        if vllm_id in self._names:
+            raise ValueError(f"request {vllm_id!r} is added twice")
+        number = len(self._requests)
+        name, arrival_ns = vllm_id, int(fields["arrival_unix_ns"]) - self._unix_ns
+        if self._sender is not None:
+            name, arrival_ns = self._sender.requests[number].request_id, self._sender.requests[number].arrival_ns
+        self._names[vllm_id] = name
         prompt = array("i", prompt) if isinstance(prompt, list) else int(prompt)
         self._requests[name] = ObservedRequest(
-            name, len(self._requests), (int(fields["plans"]), int(fields["commits"])), arrival_ns, queued_ns, prompt,
-            fields["max_tokens"], int(fields["priority"]), str(fields["salt"]),
+            name, number, (int(fields["plans"]), int(fields["commits"])), min(max(0, arrival_ns), queued_ns), queued_ns,
+            prompt, fields["max_tokens"], int(fields["priority"]), str(fields["salt"]),
         )  # fmt: skip
 
     def _commit(self, fields: dict[str, Any]) -> None:
         plan = self._plans.pop(int(fields["step"]))
-        emitted = {
-            name: tokens if isinstance(tokens, list) else [0] * tokens for name, tokens in fields["emitted"].items()
-        }
+        emitted = self._named(fields["emitted"])
         for name, tokens in emitted.items():
-            self._requests[name].output += tokens
-        for name, reason in fields["ended"].items():
+            emitted[name] = tokens if isinstance(tokens, list) else [0] * tokens
+            self._requests[name].output += emitted[name]
+        ended = self._named(fields["ended"])
+        for name, reason in ended.items():
             request = self._requests[name]
             if request.reason is None:
                 request.reason, request.ended_ns = reason, self._at(fields["ns"])
         self._steps.append(
             ObservedStep(
-                plan["scheduled"], plan["admitted"], tuple(plan["preempted"]), int(plan["committed"]),
+                self._named(plan["scheduled"]), self._named(plan["admitted"]),
+                tuple([self._names[name] for name in plan["preempted"]]), int(plan["committed"]),
                 int(plan["num_running"]), int(plan["num_waiting"]), int(plan["free_blocks"]),
                 self._at(plan["began_ns"]), self._at(plan["ns"]), self._at(fields["began_ns"]), self._at(fields["ns"]),
-                emitted, fields["ended"], int(fields["free_blocks"]),
+                emitted, ended, int(fields["free_blocks"]),
             )
         )  # fmt: skip
+
+    def _named(self, by_id: dict[str, Any]) -> dict[str, Any]:
+        return {self._names[vllm_id]: value for vllm_id, value in by_id.items()}
 
     def log(self, *, is_torn: bool) -> ObservedLog:
         is_open = bool(self._plans) or any(request.reason is None for request in self._requests.values())

@@ -68,7 +68,7 @@ class VllmBackend:
     def __init__(
         self, model_path: str, config: VllmConfig, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int,
         max_model_len: int, num_gpu_blocks: int | None, gpu_memory_utilization: float, kv_dtype: str | None, seed: int,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int = 1, prefix_caching: bool = False, observe: str | None = None,
     ) -> None:  # fmt: skip
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
@@ -78,18 +78,21 @@ class VllmBackend:
         from real.vllm.versions import check_version
 
         check_version(vllm.__version__)
+        from real.vllm.observer import device_name
         from real.vllm.seated import SeatedScheduler
 
         options: dict[str, Any] = {
             "model": model_path, "skip_tokenizer_init": True, "load_format": config.load_format,
             "enforce_eager": config.enforce_eager, "block_size": block_size, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
-            "gpu_memory_utilization": gpu_memory_utilization, "seed": seed, "scheduler_cls": SeatedScheduler,
+            "gpu_memory_utilization": gpu_memory_utilization, "seed": seed,
+            "scheduler_cls": SeatedScheduler if observe is None else "real.vllm.ObservedScheduler",
             "async_scheduling": False, "tensor_parallel_size": tensor_parallel_size,
-            "enable_prefix_caching": False,  # ours; vLLM need not hash
+            "enable_prefix_caching": prefix_caching and observe is not None,  # where it is ours, vLLM need not hash
             **({} if num_gpu_blocks is None else {"num_gpu_blocks_override": num_gpu_blocks + 1}),
             **({} if config.dtype is None else {"dtype": config.dtype}),
             **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
+            **({} if observe is None else {"additional_config": {"testbed": {"observe": observe}}}),
             **(config.options or {}),
         }  # fmt: skip
         try:
@@ -100,13 +103,11 @@ class VllmBackend:
             raise DeviceError(f"vLLM {vllm.__version__} did not start: {_first_line(error)}") from error
         self._engine = self._llm.llm_engine
         scheduler = self._engine.engine_core.engine_core.scheduler
-        assert isinstance(scheduler, SeatedScheduler)
-        self._scheduler, self._seat = scheduler, scheduler.seat
-        self.num_gpu_blocks, self.num_cpu_blocks = scheduler.num_gpu_blocks, 0
+        self._scheduler: Any = scheduler
+        self._seat = scheduler.seat if isinstance(scheduler, SeatedScheduler) else Seat()
+        self.num_gpu_blocks, self.num_cpu_blocks = int(scheduler.kv_cache_config.num_blocks) - 1, 0
         self.attention_name, self.load_format = "vllm", config.load_format
-        self.device_description = scheduler.device_name
-        self.version = str(vllm.__version__)
-        self._ids: dict[str, str] = {}  # vLLM's by ours
+        self.device_description = device_name()
 
     def inbox(self, source: Inbox) -> VllmInbox:
         """The same events, which vLLM is told of as the loop is."""
@@ -137,7 +138,14 @@ class VllmBackend:
         )  # fmt: skip
 
     def abort(self, request_id: str) -> None:
-        self._scheduler.abort(request_id)
+        if hasattr(self._scheduler, "abort"):
+            self._scheduler.abort(request_id)
+        else:
+            self._engine.abort_request([request_id])
+
+    def step_alone(self) -> list[str]:
+        """One step that vLLM's own scheduler decides; ids of the requests that ended with it."""
+        return [one.request_id for one in self._engine.step() if one.finished]
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

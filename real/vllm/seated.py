@@ -8,7 +8,6 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from real.vllm.backend import Seat
-from real.vllm.observer import device_name
 from real.vllm.scheduler import CoreInVllm, Steering
 
 
@@ -19,7 +18,6 @@ class SeatedScheduler(CoreInVllm):
 
     def make_steering(self) -> Steering:
         self.seat = Seat()
-        self.device_name = device_name()
         return self.seat
 
     def name_of(self, request: Any) -> str:

@@ -147,12 +147,19 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     return [Pair(label, sim, real) for label, (sim, real) in zip(labels, pairs, strict=True)]
 
 
+def engine_of(run: Run) -> str:
+    """What ran it, in a word or two: sim, real, vllm, or vllm's own where its scheduler decided."""
+    backend, decides = run.manifest.get("backend"), run.flat_config.get("backend.decides")
+    return "vllm's own" if backend == "vllm" and decides == "vllm" else str(backend)
+
+
 def split_repeats(pairs: Sequence[Pair]) -> tuple[list[Pair], list[tuple[Run, Run]]]:
-    """The first pair of each simulated run, and (first real, further real) of those with more: equal real runs."""
-    first: dict[Path, Pair] = {}
+    """The first pair of each simulated run and engine, and (first real, further real) of those with more: equal real
+    runs."""
+    first: dict[tuple[Path, str], Pair] = {}
     repeats = []
     for pair in pairs:
-        known = first.setdefault(pair.sim.path, pair)
+        known = first.setdefault((pair.sim.path, engine_of(pair.real)), pair)
         if known is not pair:
             repeats.append((known.real, pair.real))
     return list(first.values()), repeats

@@ -22,6 +22,7 @@ from analysis.arms import (
     Pair,
     by_load,
     comparable,
+    engine_of,
     find_arm,
     infer_arms,
     infer_pairs,
@@ -297,13 +298,16 @@ def _fidelity(report: ReportInput, sections: _Sections) -> dict[str, Any]:
     matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
     errors = {pair.label: fidelity.error_table(pair.sim, pair.real) for pair in report.pairs}
     noise = fidelity.real_noise(report.repeats)
+    engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
     ranking: pd.DataFrame | None = None
-    if len(report.pairs) > 1 and len({pair.real.fingerprint for pair in report.pairs}) == 1:
+    if len(report.pairs) > 1 and len(engines) == 1 and len({pair.real.fingerprint for pair in report.pairs}) == 1:
         labelled = {pair.label: (pair.sim, pair.real) for pair in report.pairs}
         ranking = fidelity.ranking_agreement(labelled, noise=noise, margin=report.margin)
     result["said"] = findings.fidelity_findings(report.pairs, errors, ranking, report.margin, noise)
     result["warnings"] = findings.smaller_than_error(sections.comparisons, errors)
     result["tables"] = [tables.error_tables(errors)]
+    if len(engines) > 1:
+        result["tables"].insert(0, tables.side_by_side(report.pairs, engines))
     result["tables"].append(
         tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()})
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, factor_name, replicates
+from analysis.arms import Arm, Pair, engine_of, factor_name, infer_arms, replicates
 from analysis.checks import outline
 from analysis.compare import Comparison, Metric, mean_over_replicates
 from analysis.effects import Effect, by_factor
-from analysis.fidelity import RATES
+from analysis.fidelity import RATES, summary_value
 from analysis.findings import interval_text, metric_name, verdict_text
 from analysis.load import Run, num_replicas
 from analysis.metrics import SLO
@@ -162,6 +163,25 @@ def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
         rows.append(tuple(cells))
     caption = "Each metric, real → simulated, and below it the signed relative error, (sim − real) / real"
     return Table(caption, ("metric", *labels), tuple(rows))
+
+
+_SIDE_BY_SIDE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "tpot_s.p99", "e2e_s.mean", "e2e_s.p99")
+
+
+def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
+    """Policies and metrics x engines: what the simulator says, and what each engine did."""
+    found: dict[Path, dict[str, Run]] = {}
+    for pair in pairs:
+        found.setdefault(pair.sim.path, {"sim": pair.sim})[engine_of(pair.real)] = pair.real
+    names = {id(run): arm.name for arm in infer_arms([runs["sim"] for runs in found.values()]) for run in arm.runs}
+    rows = []
+    for runs in found.values():
+        for path in _SIDE_BY_SIDE:
+            values = [summary_value(runs[name].summary, path) if name in runs else None for name in ("sim", *engines)]
+            cells = [Cell(fmt.NOTHING if value is None else fmt.seconds(value)) for value in values]
+            policy = (names[id(runs["sim"])],) if len(found) > 1 else ()
+            rows.append((Cell(metric_name(path), policy, "head"), *cells))
+    return Table("The same trace and policy, simulated and on each engine", ("metric", "sim", *engines), tuple(rows))
 
 
 def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:

@@ -11,7 +11,7 @@ DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_NAMES = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-PACES = ("real_time", "as_fast_as_possible")
+PACES = ("real_time", "as_fast_as_possible", "cpu_time")
 MAX_NUM_THREADS = 1024  # torch does not survive many more
 
 
@@ -22,11 +22,12 @@ class RealConfig:
     device: `auto` takes CUDA where there is a GPU. dtype: of weights and KV; None takes the model's. attention: `auto`
     takes the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors when
     the model's path is a folder and draws random weights otherwise. cpu_kv_bytes: KV memory when the device is the CPU.
-    num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals,
-    `as_fast_as_possible` moves the clock forward instead of waiting. speed: 2.0 replays a trace twice as fast: arrivals
-    and think times are divided by it; all that is recorded stays in the engine's own time. cuda_graphs: steps of
-    decodes only, up to max_captured_size rows, are captured when the engine starts and replayed (CUDA only). k_scale,
-    v_scale: what keys and values are divided by before they are stored as cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
+    num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals, `cpu_time` does
+    by the CPU time of this process, `as_fast_as_possible` moves the clock forward instead. speed: 2.0 replays a trace
+    twice as fast: arrivals and think times are divided by it; all that is recorded stays in the engine's own time.
+    cuda_graphs: steps of decodes only, up to max_captured_size rows, are captured when the engine starts and replayed
+    (CUDA only). k_scale, v_scale: what keys and values are divided by before they are stored as
+    cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
     rank_timeout_s: under tensor parallelism, how long one rank waits for another before the run is given up.
     """
 

@@ -9,14 +9,14 @@ from testbed import compiled
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
-BENCHES = ("core", "simulator", "engine")
+BENCHES = ("core", "simulator", "engine", "vllm")
 
 
 def main(arguments: list[str]) -> int:
-    """`testbed bench [core|simulator|engine] [options]`; without a name all, with their defaults."""
-    from experiments.bench import core, engine, simulator
+    """`testbed bench [core|simulator|engine|vllm] [options]`; without a name all but vllm, with their defaults."""
+    from experiments.bench import core, engine, simulator, vllm
 
-    mains = {"core": core.main, "simulator": simulator.main, "engine": engine.main}
+    mains = {"core": core.main, "simulator": simulator.main, "engine": engine.main, "vllm": vllm.main}
     name = arguments[0] if arguments else None
     if name in ("-h", "--help"):
         print(f"usage: testbed bench [{'|'.join(BENCHES)}] [options]; `testbed bench <name> --help` lists them")
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         print(f"{where}, {time.strftime('%Y-%m-%d')}; {compiled.describe()}\n", flush=True)
     if name is not None:
         return mains[name](arguments[1:])
-    for run in mains.values():
-        run([])
+    for each in ("core", "simulator", "engine"):  # vLLM wants an environment of its own
+        mains[each]([])
         print()
     return 0

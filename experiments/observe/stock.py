@@ -10,7 +10,7 @@ from experiments import build
 from experiments.config import RunConfig
 from experiments.observe.importing import Imported, Replayed, import_log
 from experiments.observe.log import Sender
-from real.driver import RealTimeClock
+from real.driver import CLOCKS, RealTimeClock
 from real.vllm.config import VllmConfig
 from testbed.core.commands import Abort, Arrive
 from testbed.core.interfaces import Inbox
@@ -25,14 +25,15 @@ LOG_FILE = "observed.jsonl"
 def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str) -> Imported:
     """Runs the trace to its end and makes the folder a run's; after Ctrl-C, of what was finished, and raises it."""
     assert isinstance(config.backend, VllmConfig)
-    if config.backend.pace != "real_time":
+    if config.backend.pace == "as_fast_as_possible":
         raise ConfigError("backend.pace=as_fast_as_possible moves a clock that vLLM's own scheduler does not look at")
     folder.mkdir(parents=True, exist_ok=True)
     backend = build.build_vllm_backend(config, observe=folder / LOG_FILE)
-    sender = Sender([], time.monotonic_ns())
+    is_cpu_time = config.backend.pace == "cpu_time"
+    sender = Sender([], (time.process_time_ns if is_cpu_time else time.monotonic_ns)())
     stop: KeyboardInterrupt | None = None
     try:
-        _serve(backend, inbox, sender.requests)
+        _serve(backend, inbox, CLOCKS[config.backend.pace](), sender.requests)
     except KeyboardInterrupt as pressed:
         stop = pressed
     finally:
@@ -47,10 +48,9 @@ def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, co
     return imported
 
 
-def _serve(backend: Any, inbox: Inbox, sent: list[Request]) -> None:
+def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request]) -> None:
     """The loop of a server: what is due is added, then vLLM takes a step."""
     live: dict[str, Request] = {}
-    clock = RealTimeClock()
     clock.start()
     while True:
         for event in inbox.due(clock.now_ns()):

@@ -3,23 +3,24 @@
     TESTBED_OBSERVE=log.jsonl vllm serve MODEL --scheduler-cls real.vllm.ObservedScheduler
 
 ObservedScheduler, ObservedAsyncScheduler: vLLM's own schedulers, with a log of what they decide. TestbedScheduler: this
-testbed's scheduler decides (it is configured where all of the testbed is, in experiments).
+testbed's scheduler decides. It is configured where all of the testbed is, and registered from there (the entry points
+of pyproject.toml).
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
-_HOMES = {
-    "ObservedScheduler": "real.vllm.observer",
-    "ObservedAsyncScheduler": "real.vllm.observer",
-    "TestbedScheduler": "experiments.inside_vllm",
-}
+GROUP = "testbed.vllm"
 
 
 def __getattr__(name: str) -> Any:
     """Loads a class when vLLM asks for it: without vLLM none of them can be."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in ("ObservedScheduler", "ObservedAsyncScheduler"):
+        from real.vllm import observer
+
+        return getattr(observer, name)
+    for entry in entry_points(group=GROUP, name=name):
+        return entry.load()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -81,6 +81,7 @@ class VllmBackend:
         from real.vllm.observer import device_name
         from real.vllm.seated import SeatedScheduler
 
+        clock = "cpu" if config.pace == "cpu_time" else "wall"
         options: dict[str, Any] = {
             "model": model_path, "skip_tokenizer_init": True, "load_format": config.load_format,
             "enforce_eager": config.enforce_eager, "block_size": block_size, "max_num_seqs": max_num_seqs,
@@ -92,7 +93,7 @@ class VllmBackend:
             **({} if num_gpu_blocks is None else {"num_gpu_blocks_override": num_gpu_blocks + 1}),
             **({} if config.dtype is None else {"dtype": config.dtype}),
             **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
-            **({} if observe is None else {"additional_config": {"testbed": {"observe": observe}}}),
+            **({} if observe is None else {"additional_config": {"testbed": {"observe": observe, "clock": clock}}}),
             **(config.options or {}),
         }  # fmt: skip
         try:

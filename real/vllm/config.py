@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from real.config import PACES
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
-PACES = ("real_time", "as_fast_as_possible")
 LOAD_FORMATS = ("auto", "dummy")
 DECIDERS = ("testbed", "vllm")
 

@@ -44,19 +44,20 @@ class Log:
                 f"{VARIABLE}=log.jsonl"
             )
         self._ids = settings.get("tokens", "ids") == "ids"
+        self._now_ns = time.process_time_ns if settings.get("clock") == "cpu" else time.monotonic_ns
         self._file: Any = open(path, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
         self._scheduler = scheduler
         self._num_plans = self._num_commits = 0
         self._in_flight: deque[int] = deque()
         self._is_in: set[str] = set()  # requests that run, as far as plans say
-        self._write({"kind": "observed", "version": VERSION, **describe(scheduler)})
+        self._write({"kind": "observed", "version": VERSION, **describe(scheduler), "ns": self._now_ns()})
 
     def added(self, request: Any) -> None:
         prompt = request.prompt_token_ids or []
         sampling = request.sampling_params
         self._write(
             {
-                "kind": "add", "id": request.request_id, "ns": time.monotonic_ns(),
+                "kind": "add", "id": request.request_id, "ns": self._now_ns(),
                 "arrival_unix_ns": round(request.arrival_time * 1e9), "plans": self._num_plans,
                 "commits": self._num_commits, "prompt": list(prompt) if self._ids else len(prompt),
                 "max_tokens": request.max_tokens, "priority": request.priority, "salt": request.cache_salt or "",
@@ -79,7 +80,7 @@ class Log:
         num_running, num_waiting = scheduler.get_request_counts()
         self._write(
             {
-                "kind": "plan", "step": self._num_plans, "began_ns": began_ns, "ns": time.monotonic_ns(),
+                "kind": "plan", "step": self._num_plans, "began_ns": began_ns, "ns": self._now_ns(),
                 "committed": self._num_commits, "scheduled": tokens, "admitted": starts, "preempted": preempted,
                 "free_blocks": free_blocks(scheduler), "num_running": num_running, "num_waiting": num_waiting,
             }
@@ -102,7 +103,7 @@ class Log:
         self._num_commits += 1
         self._write(
             {
-                "kind": "commit", "step": self._in_flight.popleft(), "began_ns": began_ns, "ns": time.monotonic_ns(),
+                "kind": "commit", "step": self._in_flight.popleft(), "began_ns": began_ns, "ns": self._now_ns(),
                 "emitted": emitted, "ended": ended, "free_blocks": free_blocks(self._scheduler),
             }
         )  # fmt: skip
@@ -111,11 +112,15 @@ class Log:
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happens between plans and commits."""
         place = {"plans": self._num_plans, "commits": self._num_commits}
-        self._write({"kind": kind, "ns": time.monotonic_ns(), **place, **fields})
+        self._write({"kind": kind, "ns": self._now_ns(), **place, **fields})
 
     def aborted(self, request_id: str) -> None:
         self._is_in.discard(request_id)
         self.event("abort", id=request_id)
+
+    def now_ns(self) -> int:
+        """The log's clock: monotonic, or the process's CPU time (`"clock": "cpu"`, for a shared host)."""
+        return self._now_ns()
 
     def close(self) -> None:
         if self._file is not None:
@@ -154,7 +159,6 @@ def describe(scheduler: Any) -> dict[str, Any]:
     return {
         "vllm": vllm.__version__,
         "scheduler": type(scheduler).__name__,
-        "ns": time.monotonic_ns(),
         "unix_ns": time.time_ns(),
         "config": {name: getattr(scheduler.scheduler_config, name, None) for name in SCHEDULER_FIELDS}
         | {
@@ -193,13 +197,13 @@ class _Observed:
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        began_ns = time.monotonic_ns()
+        began_ns = self.testbed_log.now_ns()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.testbed_log.planned(began_ns, output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        began_ns = time.monotonic_ns()
+        began_ns = self.testbed_log.now_ns()
         results = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self.testbed_log.committed(began_ns, scheduler_output, results)
         return results

@@ -19,7 +19,7 @@ from experiments.observe.case import case_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
-from testbed.errors import ConfigError, RunFolderError
+from testbed.errors import ConfigError, ModelError, RunFolderError
 from testbed.records.recorder import RunRecorder
 from testbed.specs.model import DTYPE_BYTES
 from testbed.specs.profiles import ProfileManifest, number_repeats, write_profile
@@ -62,7 +62,7 @@ def import_log(
     log.is_cut = log.is_cut or (replayed is not None and replayed.is_cut)
     trace = trace_of(log, file.name) if replayed is None else replayed.trace
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(log, folder, device or device_of(log)) if replayed is None else replayed.config
+    config, unpriced = (replayed.config, "") if replayed is not None else _config(log, folder, device or device_of(log))
     claim(folder, config)
     write_jsonl(trace, folder / TRACE_FILE)
     recorder = RunRecorder(folder)
@@ -70,7 +70,8 @@ def import_log(
         measured = replay(log, recorder)
     finally:
         recorder.close()
-    lines = [*_write_case(log, folder, file), *_write_profile(log, folder, config, measured, command)]
+    lines = _write_case(log, folder, file)
+    lines += [f"no profile   {unpriced}"] if unpriced else _write_profile(log, folder, config, measured, command)
     manifest = _manifest(log, config, trace, recorder, command)
     if replayed is not None:
         manifest["replay"] = replayed.replay
@@ -116,11 +117,23 @@ def device_of(log: ObservedLog) -> str:
     return found[0]
 
 
-def config_of(log: ObservedLog, folder: Path, device: str) -> RunConfig:
-    """The configuration that a run of ours of these requests would have. The model's shape is written beside it."""
-    said, model = log.header["config"], log.header["model"]
+def _config(log: ObservedLog, folder: Path, device: str) -> tuple[RunConfig, str]:
+    """The configuration, and why its model has no price; empty: it has. All else is kept of such a run too."""
+    said = log.header["model"]
     (folder / MODEL_FOLDER).mkdir(exist_ok=True)
-    write_json(folder / MODEL_FOLDER / "config.json", model["hf_config"])
+    write_json(folder / MODEL_FOLDER / "config.json", said["hf_config"])
+    try:
+        if said["dtype"] not in DTYPE_BYTES:
+            raise ModelError(f"the model computes in {said['dtype']!r}, not in one of {', '.join(DTYPE_BYTES)}")
+        return config_of(log, folder, device, {"path": str(folder / MODEL_FOLDER), "dtype": said["dtype"]}), ""
+    except ModelError as error:
+        length = {"max_position_embeddings": log.header["config"]["max_model_len"]}
+        return config_of(log, folder, device, length), f"{said['name']} has no price here: {error}"
+
+
+def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]) -> RunConfig:
+    """The configuration that a run of ours of these requests would have."""
+    said = log.header["config"]
     preset = "vllm_v1_async" if said["async_scheduling"] else "vllm_v1"
     settings: dict[str, Any] = {
         "scheduler": {
@@ -132,18 +145,12 @@ def config_of(log: ObservedLog, folder: Path, device: str) -> RunConfig:
             "block_size": said["block_size"], "num_gpu_blocks": said["num_gpu_blocks"], "num_cpu_blocks": 0,
             "prefix_caching": said["prefix_caching"], "watermark": said["watermark"] or 0.0,
         },
-        "model": {"path": str(folder / MODEL_FOLDER), "dtype": _dtype(model["dtype"])},
+        "model": model,
         "device": {"name": device, "tensor_parallel_size": log.header["device"]["tensor_parallel_size"]},
         "trace": {"name": "jsonl", "path": str(folder / TRACE_FILE)},
         "backend": {"name": "vllm"},
     }  # fmt: skip
     return compose_config(to_overrides(settings))
-
-
-def _dtype(name: str) -> str:
-    if name not in DTYPE_BYTES:
-        raise ConfigError(f"the log's model computes in {name!r}; this testbed knows {', '.join(DTYPE_BYTES)}")
-    return name
 
 
 def _write_case(log: ObservedLog, folder: Path, file: Path) -> list[str]:

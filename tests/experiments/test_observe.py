@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -169,3 +170,45 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="already holds a run"):
         import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
     import_log(LOGS / "sync.jsonl.gz", tmp_path / "run", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hf_config": {"architectures": ["Strange"], "layers": 3}}, "is not supported"),
+        ({"dtype": "float4"}, "the model computes in 'float4'"),
+    ],
+)
+def test_of_a_model_without_a_price_all_else_is_kept(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    lines = lines_of("sync")
+    lines[0]["model"] |= change
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    (line,) = [line for line in said if line.startswith("no profile")]
+    assert reason in line
+    assert len(load_run(tmp_path / "run").steps) == 60
+    assert (tmp_path / "run" / "case.jsonl").exists()
+
+
+def test_without_vllm_a_run_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is here")
+    (tmp_path / "config.json").write_text(json.dumps(lines_of("sync")[0]["model"]["hf_config"]))
+    settings = ["run", "backend=vllm", f"model.path={tmp_path}", "device=cpu", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert main([*settings, "cache.num_cpu_blocks=0"]) == 1
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: backend=vllm needs vLLM in this environment")
+    assert "\n" not in said
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+def test_engines_stand_side_by_side_in_a_report(tmp_path: Path) -> None:
+    for name, backend in (("vllm", "vllm"), ("real", "real")):
+        import_log(LOGS / "sync.jsonl.gz", tmp_path / name)
+        file = tmp_path / name / "manifest.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"backend": backend}))
+    sim = tmp_path / "sim"
+    assert main(["run", f"from={tmp_path / 'vllm'}", "backend=sim", "cost=constant", f"hydra.run.dir={sim}"]) == 0
+    folders = [str(tmp_path / name) for name in ("vllm", "real", "sim")]
+    assert main(["report", *folders, "--out", str(tmp_path / "report.html")]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "| metric | sim | vllm | real |" in text or "| metric | sim | real | vllm |" in text

@@ -218,7 +218,7 @@ VLLM_V1 = KVRules(
 )  # fmt: skip
 
 
-def core(composition: str, *, num_blocks: int = 60, caching: bool = True) -> Core:
+def core(composition: str, *, num_blocks: int = 60, caching: bool = True, plans: int = 1) -> Core:
     """The scheduler that all backends serve. vllm_v1: the preset's rules, a step hits blocks that it fills."""
     is_preset = composition == "vllm_v1"
     return lambda: make_scheduler(
@@ -227,5 +227,5 @@ def core(composition: str, *, num_blocks: int = 60, caching: bool = True) -> Cor
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         caching=caching,
-        limits=make_limits(budget=BUDGET, model_len=256),
+        limits=make_limits(budget=BUDGET, model_len=256, plans=plans),
     )

@@ -14,7 +14,7 @@ from testbed.core.plan import BatchPlan, BatchShape, MadeRows, Preemption, Preem
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.inbox import to_request
 from testbed.traces.schema import Trace
-from tests.conformance.harness import BACKENDS, VOCAB_SIZE, Seen, Simulated, core
+from tests.conformance.harness import BACKENDS, VOCAB_SIZE, RealRanks, Seen, Simulated, core
 
 MARKS: dict[str, list[pytest.MarkDecorator]] = {
     "real-cpu": [pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")],
@@ -101,6 +101,21 @@ def test_forced_outputs_are_emitted_exactly(served: Seen) -> None:
         forced = to_request(row, VOCAB_SIZE).forced_output
         assert forced is not None
         assert list(served.ended[row.request_id].output_token_ids) == list(forced)
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_with_a_plan_ahead_all_gets_done_too(backend: Simulated, composition: str, tmp_path: Path) -> None:
+    """Ranks take one step at a time, and are asked for no other (experiments/on_device.py)."""
+    if isinstance(backend, RealRanks):
+        pytest.skip("one step at a time")
+    trace = TRACES["all at once"]
+    seen = backend.serve(trace, core(composition, num_blocks=TIGHT, plans=2), tmp_path)
+    for row in trace:
+        forced = to_request(row, VOCAB_SIZE).forced_output
+        assert forced is not None
+        assert list(seen.ended[row.request_id].output_token_ids) == list(forced)
+    overlaps = [after.plan_ns < before.end_ns for before, after in pairwise(seen.steps)]
+    assert sum(overlaps) > len(overlaps) / 2, "a step is planned while the one before it runs"
 
 
 def test_spans_have_one_schema_and_fit_into_their_step(served: Seen, backend: Simulated) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator
 from decimal import Decimal
 from typing import Any, Final, Protocol
@@ -80,7 +79,7 @@ class Device:
 
     def __init__(self, backend: PricedBackend) -> None:
         self._backend = backend
-        self._in_flight: deque[tuple[int, SimWork]] = deque()  # with the instant at which the device is done
+        self._in_flight: list[tuple[int, SimWork]] = []  # with the instant at which the device is done
         self._free_ns = self._answered_ns = 0
 
     def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
@@ -100,7 +99,7 @@ class Device:
         if command.is_ahead:
             self._answered_ns = now_ns
             return Resume(now_ns)
-        done_ns, work = self._in_flight.popleft()
+        done_ns, work = self._in_flight.pop(0)
         self._answered_ns = now_ns = max(now_ns, done_ns)
         return Resume(now_ns, StepResult(now_ns, work.outcomes, work.spans))
 

@@ -5,6 +5,8 @@ Owns who emitted. Ends nothing itself: it says which sequences have reached thei
 
 from __future__ import annotations
 
+from typing import Final
+
 from testbed.blocks.manager import BlockManager
 from testbed.core.batch import Batch
 from testbed.core.digest import Digest
@@ -14,6 +16,8 @@ from testbed.core.sequence import Sequence, SequenceGroup
 from testbed.core.state import SequenceState
 
 Ending = tuple[Sequence, FinishReason]
+_RUNNING: Final = SequenceState.RUNNING  # asked for each row
+_FINISHED: Final = SequenceState.FINISHED
 
 
 class Commit:
@@ -54,7 +58,7 @@ class Commit:
             else:
                 samples = batch.samples[index]
                 is_there = seq.arrive(batch.counts[index], samples=samples)
-            if is_there and seq.state is SequenceState.RUNNING:
+            if is_there and seq.state is _RUNNING:
                 self._blocks.computed(seq, seq.num_computed_tokens - seq.num_in_flight_tokens)
             if not samples:
                 continue
@@ -64,7 +68,7 @@ class Commit:
                 outcome = outcomes[num_taken]
                 num_taken += 1
                 assert outcome.seq_id == seq.seq_id, "outcomes come in the order scheduled"
-            if seq.state is SequenceState.FINISHED or (not is_there and seq.may_part):
+            if seq.state is _FINISHED or (not is_there and seq.may_part):
                 continue  # who was preempted draws again what others part with
             if seq.is_prefilling:
                 self._running.prefilled(seq)

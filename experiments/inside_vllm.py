@@ -20,6 +20,8 @@ from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from experiments.observe.importing import MODEL_FOLDER
+from experiments.on_device import check_hits
+from experiments.policies import make_policy
 from experiments.recorders import together
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
 from real.vllm.observer import describe
@@ -53,6 +55,7 @@ class TestbedScheduler(CoreInVllm):
             if key not in KEYS:
                 raise ConfigError(unknown(f'additional_config["testbed"] has an unknown key {key!r}', key, KEYS))
         config = config_in_vllm(settings, self)
+        check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
         scheduler = build_scheduler(config, Pools(self.num_gpu_blocks, 0))
         records = _Folder(Path(settings["out"]), config, scheduler, self) if settings.get("out") else _Nothing()
         _logger.info("the testbed decides: scheduler=%s", config.scheduler.name)

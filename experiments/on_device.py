@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.config import RunConfig
 from experiments.settings import SimConfig
+from real.vllm.config import VllmConfig
 from testbed.errors import ConfigError
 
 
@@ -22,6 +23,14 @@ def check_plans_ahead(config: RunConfig) -> None:
         raise ConfigError(
             "scheduler.async_scheduling=true needs backend.swap_overlap=false: transfers beside steps are simulated "
             "for one step at a time"
+        )
+    is_merged = config.scheduler.kv_rules.duplicates == "merged" and config.cache.prefix_caching
+    if isinstance(config.backend, VllmConfig) and is_merged:
+        raise ConfigError(
+            "scheduler.kv_rules.duplicates=merged changes block tables while a token is on its way, and vLLM's workers "
+            f"take a new table only with all tokens (as scheduler={config.scheduler.name} has it): set "
+            "scheduler.kv_rules={hits_visible:commit,duplicates:listed,hits_frozen:false}, cache.prefix_caching=false, "
+            "or vLLM's async_scheduling=False"
         )
 
 

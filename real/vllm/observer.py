@@ -123,9 +123,12 @@ class Log:
         return self._now_ns()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            if self._file is not None:
+                self._file.close()  # writes what is left: that may fail too
+        except OSError as error:
+            self._give_up(error)
+        self._file = None
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
@@ -209,8 +212,9 @@ class _Observed:
         return results
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        named = [request_ids] if isinstance(request_ids, str) else request_ids
-        for name in list(self.requests) if named is None else named:  # type: ignore[attr-defined]
+        if request_ids is not None:
+            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)  # it is read twice
+        for name in list(self.requests) if request_ids is None else request_ids:  # type: ignore[attr-defined]
             if name in self.requests:  # type: ignore[attr-defined]
                 self.testbed_log.aborted(name)
         return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]

@@ -92,6 +92,7 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
         self._names: dict[str, str] = {}  # ours by vLLM's, which have a suffix
         self._launched: dict[int, Launched] = {}  # by the output that the workers were told of it
         self._refused: list[tuple[Any, str]] = []  # ended here; reported with the next step
+        self._held: dict[str, Any] = {}  # by our ids, what came while vLLM is paused
         self._finished_sets: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._salt_epoch = 0  # raised when the prefix cache is reset: what was cached before is found no more
         self.steering = self.make_steering()
@@ -112,9 +113,15 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
         if why:
             self._refuse(request, f"this testbed's scheduler has no {why}")
             return
+        if self._pause_state == PauseState.UNPAUSED:
+            self._take(name, request)
+        else:
+            self._held[name] = request
+
+    def _take(self, name: str, request: Any) -> None:
         if self._salt_epoch:
             request.cache_salt = f"{self._salt_epoch}:{request.cache_salt or ''}"
-        self._translator.live[name] = Told(request)
+        self._translator.live[name] = Told(name, request)
         self.steering.added(name, request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
@@ -125,13 +132,15 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
         for vllm_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             name = self._names.pop(vllm_id, "")
             told = self._translator.live.get(name)
-            if told is None:
+            request = self._held.pop(name, None) if told is None else told.request
+            if request is None:
                 continue
-            told.request.status = finished_status
-            ended.append(told.request)
-            self._translator.forget(name)
-            self._note_finished(told.request)
-            self.steering.aborted(name)
+            request.status = finished_status
+            ended.append(request)
+            self._note_finished(request)
+            if told is not None:
+                self._translator.forget(name)
+                self.steering.aborted(name)
         return ended
 
     def _refuse(self, request: Any, message: str) -> None:
@@ -141,7 +150,7 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
     # --- steps ---
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        plan = None if self._pause_state == PauseState.PAUSED_ALL else self.steering.next_plan()
+        plan = None if self._is_still else self.steering.next_plan()
         if plan is None:
             return self._translator.empty()
         output, launched = self._translator.scheduled(plan)
@@ -195,13 +204,19 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
     # --- state ---
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._translator.live) + len(self._refused)
+        """Of those that steps are wanted for. While all is paused there are none: vLLM waits for that."""
+        return 0 if self._is_still else len(self._translator.live) + len(self._refused)
 
     def has_unfinished_requests(self) -> bool:
-        return self.get_num_unfinished_requests() > 0 or bool(self._launched)
+        return self.get_num_unfinished_requests() > 0 or (bool(self._launched) and not self._is_still)
 
     def has_finished_requests(self) -> bool:
-        return bool(self._translator.finished)
+        """Whether the workers are to forget somebody. After a pause: then the steering is asked, and sees it too."""
+        return bool(self._translator.finished) and not self._is_still
+
+    @property
+    def _is_still(self) -> bool:
+        return bool(self._pause_state == PauseState.PAUSED_ALL)
 
     def get_request_counts(self) -> tuple[int, int]:
         return self.steering.num_requests()
@@ -223,7 +238,12 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
         return self._pause_state
 
     def set_pause_state(self, pause_state: Any) -> None:
+        """What comes during a pause is held back until its end; what was there before goes on, unless all is paused."""
         self._pause_state = pause_state
+        if pause_state == PauseState.UNPAUSED:
+            held, self._held = self._held, {}
+            for name, request in held.items():
+                self._take(name, request)
 
     def reset_prefix_cache(self, *given: Any, **more: Any) -> bool:
         """Prefixes from before are found no more; False while requests live, as in vLLM."""

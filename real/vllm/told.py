@@ -25,9 +25,10 @@ _FIELDS = {item.name for item in fields(SchedulerOutput)}
 
 @dataclass(slots=True)
 class Told:
-    """What a worker knows of a live request. table: our blocks; None: it must be told all of it. step: that had it
-    last. num_in_flight: tokens that are being drawn for it."""
+    """What a worker knows of a live request. name: our id. table: our blocks; None: it must be told all of it. step:
+    the last one that had it. num_in_flight: tokens that are being drawn for it."""
 
+    name: str
     request: Any
     has_run: bool = False
     table: list[int] | None = None
@@ -37,10 +38,10 @@ class Told:
 
 @dataclass(slots=True)
 class Launched:
-    """A plan in flight: (our id, sequence, whether it samples) of each row."""
+    """A plan in flight: (whose it is, sequence, whether it samples) of each row. None: it ended before the launch."""
 
     plan: BatchPlan
-    rows: list[tuple[str, int, bool]] = field(default_factory=list)
+    rows: list[tuple[Told | None, int, bool]] = field(default_factory=list)
 
 
 class Translator:
@@ -56,6 +57,8 @@ class Translator:
     # --- to the workers ---
 
     def empty(self) -> SchedulerOutput:
+        """A step without requests. Workers take them all out of their batch then, as with any step."""
+        self._step += 1
         return self._output([], CachedRequestData.make_empty(), {}, set())
 
     def scheduled(self, plan: BatchPlan) -> tuple[SchedulerOutput, Launched]:
@@ -72,12 +75,14 @@ class Translator:
         new: list[NewRequestData] = []
         cached, launched, counts = CachedRequestData.make_empty(), Launched(plan), dict[str, int]()
         for (name, num_tokens), row in zip(plan.num_scheduled, plan.scheduled, strict=True):
-            told = self.live[name]
+            told = self.live.get(name)
+            launched.rows.append((told, row.seq_id, row.samples))
+            if told is None:  # the plan was made while vLLM stood still
+                continue
             request, is_changed = told.request, told.table is not None and not _continues(row.block_table, told.table)
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = row.start
             counts[request.request_id] = num_tokens
-            launched.rows.append((name, row.seq_id, row.samples))
             if told.table is None and (not told.has_run or self._sends_resumed_as_new):
                 new.append(self._new(told, row))
             elif is_changed and self._sends_resumed_as_new:
@@ -131,8 +136,7 @@ class Translator:
         """What came of a plan, for us and for vLLM's clients. vLLM's own check says who stops."""
         outcomes: list[Outcome] = []
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
-        for name, seq_id, samples in launched.rows:
-            told = self.live.get(name)
+        for told, seq_id, samples in launched.rows:
             if not samples:
                 continue
             if told is None or told.request.is_finished():  # aborted since: what came is dropped
@@ -147,7 +151,7 @@ class Translator:
             outcomes.append(Outcome(seq_id, (token,), _reason(request) if stopped else None))
             outputs[request.client_index].append(_output_of(request, index, token, answer))
             if stopped:
-                self.forget(name)
+                self.forget(told.name)
         return tuple(outcomes), outputs
 
     def forget(self, name: str) -> None:

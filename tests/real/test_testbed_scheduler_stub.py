@@ -1,0 +1,128 @@
+"""TestbedScheduler as vLLM makes it, without vLLM: its settings, what it refuses, and the run folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from analysis.load import load_run
+from experiments.parity import check_parity
+from testbed.errors import ConfigError, RunFolderError
+from tests.real import vllm_stub_types as vllm
+from tests.real.vllm_stub import stub_vllm
+from tests.real.vllm_stub_worker import VOCAB_SIZE, Memory, NewerRunner, OlderRunner
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 17
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "eos_token_id": 2, "head_dim": 32, "hidden_size": 128, "hidden_act": "silu",
+    "intermediate_size": 256, "max_position_embeddings": 2048, "model_type": "qwen3", "num_attention_heads": 4,
+    "num_hidden_layers": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "tie_word_embeddings": True, "torch_dtype": "float32", "vocab_size": VOCAB_SIZE,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stub() -> Iterator[None]:
+    with stub_vllm():
+        yield
+
+
+def made(settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: bool = False) -> Any:
+    from experiments.inside_vllm import TestbedScheduler
+    from tests.real.vllm_stub_engine import engine_config
+
+    config = engine_config(
+        num_blocks=NUM_BLOCKS, is_newer=is_newer, additional_config={"testbed": settings},
+        scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=32, async_scheduling=is_async),
+        model_config=SimpleNamespace(
+            model="/models/tiny", dtype="torch.float32", max_model_len=64, runner_type="generate",
+            hf_text_config=SimpleNamespace(to_json_string=lambda use_diff: json.dumps(MODEL)),
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )  # fmt: skip
+    return TestbedScheduler(*config, None, BLOCK_SIZE, BLOCK_SIZE)
+
+
+def served(scheduler: Any, worker: Any, *, is_async: bool) -> dict[str, vllm.Request]:
+    """Every request comes while others run; one is aborted."""
+    from tests.real.vllm_stub_engine import Engine
+
+    engine, rng, requests = Engine(scheduler, worker, is_async=is_async), random.Random(5), dict[str, vllm.Request]()
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(12)]
+    for number in range(12):
+        prompt = shared + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
+        request = vllm.Request(f"r{number}", prompt, vllm.SamplingParams(rng.randrange(8, 20), stop_token_ids=[3]))
+        requests[f"r{number}"] = request
+        scheduler.add_request(request)
+        engine.step()
+        if number == 9:
+            engine.aborts.append("r8")
+    while engine.has_work:
+        engine.step()
+    scheduler.shutdown()
+    return requests
+
+
+@pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool, is_newer: bool) -> None:
+    from tests.real.vllm_stub_engine import written
+
+    folder = tmp_path / "run"
+    scheduler = made({"out": str(folder), "device": "cpu"}, is_async=is_async, is_newer=is_newer)
+    memory = Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True)
+    worker = NewerRunner(memory) if is_newer else OlderRunner(memory, is_async=is_async)
+    requests = served(scheduler, worker, is_async=is_async)
+    assert requests.pop("r8").status == vllm.RequestStatus.FINISHED_ABORTED
+    for request in requests.values():
+        assert request.output_token_ids == written(request, 64)
+    run = load_run(folder)
+    assert run.manifest["status"] == "complete"
+    assert run.requests["num_preemptions"].sum() > 0
+    assert (
+        dict(zip(run.requests["request_id"], run.requests["num_output_tokens"], strict=True)).items()
+        >= {name: request.num_output_tokens for name, request in requests.items()}.items()
+    )
+    report = check_parity(folder)
+    assert report.divergence is None, report.divergence
+    assert report.num_steps == run.manifest["num_steps"]
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        made({"out": str(folder)})
+
+
+FROZEN = {"name": "vllm_v0", "preemption": "recompute"}
+MERGED = FROZEN | {"kv_rules": {"hits_frozen": False}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_async", "message"),
+    [
+        ({"schedular": "sarathi"}, False, "unknown key 'schedular'; did you mean 'scheduler'"),
+        ({"scheduler": "sarathy"}, False, "did you mean 'sarathi'"),
+        ({"scheduler": {"name": "sarathi", "max_num_seqs": 99}}, False, "is 99, and vLLM was started for 6"),
+        ({"cache": {"block_size": 16}}, False, "cache.block_size is 16, and vLLM's is 4"),
+        ({"scheduler": {"name": "vllm_v1", "preemption": "swap"}}, False, "needs CPU blocks"),
+        ({"scheduler": {"name": "vllm_v1", "async_scheduling": True}}, False, "is True, and vLLM's is False"),
+        ({"scheduler": FROZEN}, False, "hits_frozen=true counts blocks as cached that were evicted"),
+        ({"scheduler": "vllm_v0_chunked"}, False, "hits_visible=plan counts chunks as cached"),
+        ({"scheduler": MERGED}, True, "duplicates=merged changes block tables while a token is on its way"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_served(
+    settings: dict[str, Any], is_async: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(settings, is_async=is_async)
+
+
+def test_merged_blocks_go_where_no_token_is_on_its_way() -> None:
+    made({"scheduler": MERGED})
+    made({"scheduler": MERGED, "cache": {"prefix_caching": False}}, is_async=True)

@@ -81,9 +81,15 @@ class Tree:
         return done.stdout.strip()
 
     @property
-    def library(self) -> Path:
-        folder = compiled.folder_in(str(self.root))
-        return Path(compiled.file_of(folder, compiled.read_manifest(folder)["library"]))
+    def folder(self) -> str:
+        return compiled.folder_in(str(self.root))
+
+    @property
+    def library(self) -> str:
+        return str(compiled.read_manifest(self.folder)["library"])
+
+    def file_of(self, module: str) -> Path:
+        return Path(compiled.file_of(self.folder, module))
 
 
 def plant(root: Path) -> Tree:
@@ -162,11 +168,34 @@ def test_a_source_that_is_gone_counts_as_changed(tree: Tree) -> None:
 
 
 def test_a_library_that_does_not_load_is_not_used(tree: Tree) -> None:
-    tree.library.write_bytes(b"")
+    file = tree.file_of(tree.library)
+    file.write_bytes(bytes(file.stat().st_size))
     done = tree.python("-c", f"{SHOW}; {USE}")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("the compiled core is not loadable (")
     assert "counter.py" in done.stdout
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+@pytest.mark.parametrize("name", ["library", "testbed.counter"])
+def test_a_module_that_is_gone_or_cut_short_is_not_used_and_is_built_anew(tree: Tree, name: str, is_gone: bool) -> None:
+    name = tree.library if name == "library" else name
+    file = tree.file_of(name)
+    if is_gone:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:1000])
+    done = tree.python("-c", f"{SHOW}; {USE}")
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        f"the compiled core is not as it was built ({name}): running interpreted; "
+        "`make compile` or `pip install` builds it anew"
+    )
+    assert "counter.py" in done.stdout
+    done = tree.python("-c", SHOW, TESTBED_COMPILED="1")
+    assert done.stderr.startswith("error: TESTBED_COMPILED=1, but the core is not as it was built (")
+    assert tree.build().startswith("compiled core: built")
+    assert tree.mode().startswith("core: compiled")
 
 
 def test_the_variable_forces_either(tree: Tree) -> None:

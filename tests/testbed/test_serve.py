@@ -10,9 +10,11 @@ from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, StepVie
 from testbed.core.outcome import Finished, StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence
 from testbed.core.serve import serve
 from testbed.core.step import Step
 from testbed.errors import LivelockError
+from testbed.policies.queue_order import FCFS
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler, scheduled
 
 
@@ -131,6 +133,24 @@ def test_an_abort_takes_effect_at_the_next_boundary_and_is_told_to_all() -> None
     assert ("aborted", "a", 10, 1) in log.seen
     assert inbox.ended == [("a", 10), ("b", 20)]
     assert [scheduled(view.plan) for view in log.steps] == [{"a": 4, "b": 4}, {"b": 1}]
+
+
+class Leaving(FCFS):
+    """Keeps who left, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, int]] = []
+
+    def left(self, seq: Sequence, now_ns: int) -> None:
+        self.noted.append((seq.request_id, now_ns))
+
+
+def test_a_queue_order_is_told_when_a_request_ended_and_when_one_was_aborted() -> None:
+    queue = Leaving()
+    inbox = ListInbox(arrive("a", 0, output=9), arrive("b", 0, output=3), arrive("late", 7), abort("a", 5))
+    drive(inbox, make_scheduler(queue=queue))
+    assert queue.noted == [("a", 10), ("b", 30), ("late", 30)]
 
 
 def test_an_abort_of_a_finished_request_is_nothing() -> None:

@@ -30,10 +30,7 @@ class Preempting:
         self.held: tuple[Sequence, ...] = ()  # victims that are back in the queue when the step is decided
         self.ignored: tuple[Ignored, ...] = ()
         self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
-        self._batch = batch
-        self._blocks = blocks
-        self._running = running
-        self._waiting = waiting
+        self._batch, self._blocks, self._running, self._waiting = batch, blocks, running, waiting
         self._policy = policy
         self._holds = holds
 

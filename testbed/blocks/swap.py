@@ -103,8 +103,7 @@ class Swapping:
         watermark_blocks: int, counts_all: bool,
     ) -> None:  # fmt: skip
         self._gpu, self._cpu, self._prefixes, self._copies, self._demand = gpu, cpu, prefixes, copies, demand
-        self._watermark_blocks = watermark_blocks
-        self._counts_all = counts_all
+        self._watermark_blocks, self._counts_all = watermark_blocks, counts_all
 
     # --- out ---
 

@@ -41,10 +41,8 @@ class Step:
         self._waiting = waiting
         self._policies = policies
         self._is_ahead = is_ahead
-        self.leaving = Preempting(
-            self.batch, blocks, running, waiting, policies.preemption,
-            holds=is_ahead or blocks.rules.victims_return == "next_step",
-        )  # fmt: skip
+        holds = is_ahead or blocks.rules.victims_return == "next_step"
+        self.leaving = Preempting(self.batch, blocks, running, waiting, policies.preemption, holds=holds)
         self.deferred: tuple[Sequence, ...] = ()  # passed over, and then back in the queue too
 
     @property

@@ -37,12 +37,10 @@ class Step:
         self.free_gpu_blocks = self.free_cpu_blocks = 0  # once it is planned
         self.blocked_by: BlockedBy | None = None  # what keeps the head of the queue out
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
-        self._running = running
-        self._waiting = waiting
-        self._policies = policies
+        self._running, self._waiting, self._policies = running, waiting, policies
         self._is_ahead = is_ahead
         holds = is_ahead or blocks.rules.victims_return == "next_step"
-        self.leaving = Preempting(self.batch, blocks, running, waiting, policies.preemption, holds=holds)
+        self.leaving = Preempting(self.batch, blocks, running, waiting, policies, holds=holds)
         self.deferred: tuple[Sequence, ...] = ()  # passed over, and then back in the queue too
 
     @property

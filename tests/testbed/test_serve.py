@@ -185,7 +185,7 @@ def test_a_committed_step_shows_the_state_after_its_plan() -> None:
     first = log.steps[0]
     assert (first.num_running, first.num_waiting, first.num_swapped) == (1, 1, 0)
     assert (first.free_gpu_blocks, first.free_cpu_blocks) == (8, 0)
-    assert first.emitted == ["a"]
+    assert [seq.request_id for seq in first.emitters] == ["a"]
     assert log.steps[1].free_gpu_blocks == 7  # the last token's position is in a second block, freed by the commit
 
 

@@ -5,6 +5,7 @@ Most of it is shown on a core of one small file, built in a folder of its own; s
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -283,12 +284,17 @@ def test_a_wrong_type_is_one_line(tree: Tree) -> None:
 
 
 def test_what_is_listed_lies_where_the_choice_is_made_first() -> None:
-    """Importing from these packages begins with `testbed/__init__.py`; nothing else does."""
+    """Importing from a package begins with its `__init__.py`."""
     import tomllib
 
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["testbed"]["compile"]
     assert patterns
-    assert all(pattern.removeprefix("!").startswith(("testbed/", "sim/", "experiments/")) for pattern in patterns)
+    for package in {pattern.removeprefix("!").partition("/")[0] for pattern in patterns}:
+        statements = [ast.unparse(node) for node in ast.parse((ROOT / package / "__init__.py").read_text()).body]
+        place = statements.index("compiled.decide()")
+        before = [line for line in statements[:place] if line.startswith(("import ", "from "))]
+        assert before[-1] == "from testbed import compiled", package
+        assert all(line.startswith(("from __future__ ", "from typing ")) for line in before[:-1]), package
     taken = [pattern for pattern in patterns if not pattern.startswith("!") and fnmatch("testbed/compiled.py", pattern)]
     assert not taken or "!testbed/compiled.py" in patterns
 

@@ -208,8 +208,17 @@ def test_a_noisy_machine_is_told_first(tmp_path):
     calm = findings.fidelity_findings([pair], errors, None, 0.02, {"ttft_s.p99": 0.1})
     noisy = findings.fidelity_findings([pair], errors, None, 0.02, {"ttft_s.p99": 0.8})
     assert "can be expected to come closer" in calm[-1]
-    assert "differed by up to 80 %. Run it again" in noisy[0]
     assert not any("come closer" in text for text in noisy)
+    assert findings.too_noisy({"ttft_s.p99": 0.1}) == findings.too_noisy({}) == []
+    for chunked in (False, True):
+        write_run(tmp_path / "all" / f"{chunked}", chunked=chunked, num_requests=10)
+    for name, noise in (("real", 0.1), ("real-again", 0.8)):
+        write_run(tmp_path / "all" / name, "real", num_requests=10, noise=noise)
+    path = report_from_folders([tmp_path / "all"], tmp_path / "report.html")
+    said = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("- ")]
+    assert re.search(r"two equal real runs differed by up to .* %\. Run it again", said[0])
+    text = Page(path.read_text()).text
+    assert text.index("Run it again") < text.index("On this one trace")
 
 
 def test_a_real_engine_that_tells_no_policies_apart_is_said_so(tmp_path):

@@ -113,6 +113,7 @@ def test_the_page_says_what_it_compared_and_what_it_left_out(page):
     assert "The real runs used another trace than the ablation" in text
     assert "testbed run seed=2" in text
     assert "trace fingerprint" in text
+    assert "core compiled core compiled by mypyc 1.0" in text
 
 
 def test_figures_lie_beside_the_page_in_both_formats(page):

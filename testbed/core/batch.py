@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
-from testbed.core.state import SequenceState
+from testbed.core.state import RUNNING
 
 # (seq, start, num_tokens): num_tokens tokens of seq from position start are computed
 Row = tuple[Sequence, int, int]
@@ -24,7 +24,7 @@ class Batch(Rows):
         self.is_over = False
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
-        assert seq.state is SequenceState.RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
+        assert seq.state is RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
         check_count(seq, seq.num_computed_tokens, num_tokens)
         self.seqs.append(seq)
         self.counts.append(num_tokens)

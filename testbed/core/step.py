@@ -26,10 +26,7 @@ class Step:
         self, number: int, now_ns: int, limits: Limits, blocks: BlockManager, running: Running, waiting: Waiting,
         policies: Policies, *, is_ahead: bool,
     ) -> None:  # fmt: skip
-        self.number = number
-        self.now_ns = now_ns
-        self.limits = limits
-        self.blocks = blocks
+        self.number, self.now_ns, self.limits, self.blocks = number, now_ns, limits, blocks
         self.batch = Batch(limits.max_num_batched_tokens)
         self.admitted: tuple[Admission, ...] = ()
         self.swap_in: tuple[Pair, ...] = ()

@@ -112,6 +112,7 @@ def outcome(root: Path) -> tuple[str, bool]:
     files = listed()
     made = compiled.read_manifest(str(folder))
     is_whole = made.get("modules") == [module_of(file) for file in files] and made.get("recipe") == RECIPE
+    is_whole = is_whole and not compiled.damaged_modules(str(folder), made)
     if is_whole and not compiled.changed_sources(".", made):
         return f"fresh ({made['compiler']})", True
     work = Path("build") / f"compiled-{folder.name}"

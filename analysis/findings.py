@@ -158,6 +158,22 @@ _TOO_NOISY = 0.3  # two equal real runs this far apart in a told metric: their d
 _ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
 
 
+def too_noisy(noise: Mapping[str, float]) -> list[str]:
+    """A warning, one sentence: what real runs say rests on them. noise: of each metric, as `fidelity.real_noise`."""
+    largest = _largest(noise)
+    if largest <= _TOO_NOISY:
+        return []
+    return [
+        "The machine was too noisy for a comparison with the real engine: two equal real runs differed by up to "
+        f"{fmt.significant(100 * largest, 2)} %. Run it again when the machine is idle."
+    ]
+
+
+def _largest(noise: Mapping[str, float]) -> float:
+    """Of the metrics that are told."""
+    return max((noise[path] for path in _ERRORS_TOLD if path in noise), default=0.0)
+
+
 def fidelity_findings(
     pairs: Sequence[Pair],
     tables: Mapping[str, pd.DataFrame],
@@ -168,12 +184,6 @@ def fidelity_findings(
     """What the pairs show: the error of each latency and rate, the machine's own noise, the order of the policies."""
     said = []
     known = [path for path in _ERRORS_TOLD if path in noise]
-    largest = max((noise[path] for path in known), default=0.0)
-    if largest > _TOO_NOISY:
-        said.append(
-            "The machine was too noisy for this comparison: two equal real runs differed by up to "
-            f"{fmt.significant(100 * largest, 2)} %. Run it again when the machine is idle."
-        )
     for pair in pairs:
         errors = tables[pair.label].set_index("metric")["error"].dropna()
         shown = [
@@ -183,7 +193,7 @@ def fidelity_findings(
             said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
     if known:
         told = fmt.listing([f"{metric_name(path)} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
-        reach = "" if largest > _TOO_NOISY else ": no simulator can be expected to come closer"
+        reach = "" if _largest(noise) > _TOO_NOISY else ": no simulator can be expected to come closer"
         said.append(f"The real engine itself, run twice on one trace under one policy, differed by {told}{reach}.")
     if ranking is not None:
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())

@@ -289,7 +289,7 @@ def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
     return {name: base} | (dict([max(others, key=distance)]) if others else {})
 
 
-def _fidelity(report: ReportInput, sections: _Sections) -> dict[str, Any]:
+def _fidelity(report: ReportInput, sections: _Sections, noise: Mapping[str, float]) -> dict[str, Any]:
     """The section on the real engine: tables, plot, sentences, and what was not measured."""
     result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": []}
     result["not_measured"] = findings.not_measured(report.arms, report.pairs)
@@ -297,7 +297,6 @@ def _fidelity(report: ReportInput, sections: _Sections) -> dict[str, Any]:
         return result
     matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
     errors = {pair.label: fidelity.error_table(pair.sim, pair.real) for pair in report.pairs}
-    noise = fidelity.real_noise(report.repeats)
     engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
     ranking: pd.DataFrame | None = None
     if len(report.pairs) > 1 and len(engines) == 1 and len({pair.real.fingerprint for pair in report.pairs}) == 1:
@@ -328,16 +327,17 @@ def _context(report: ReportInput, sections: _Sections, baseline: Arm, slo: SLO |
     runs = [run for arm in report.arms for run in arm.runs]
     everything = [*runs, *[run for pair in report.pairs for run in (pair.sim, pair.real)]]
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
+    noise = fidelity.real_noise(report.repeats) if report.pairs else {}
     commands = report.commands or [str(run.manifest.get("command") or "") for run in everything]
     return {
         "title": report.title,
         "question": report.question or _default_question(report.arms, baseline),
-        "findings": [*findings.failed_checks(links, everything), *sections.findings],
+        "findings": [*findings.failed_checks(links, everything), *findings.too_noisy(noise), *sections.findings],
         "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
         "plots": sections.plots,
-        "fidelity": {"warnings": [], "setup": None} | _fidelity(report, sections),
+        "fidelity": {"warnings": [], "setup": None} | _fidelity(report, sections, noise),
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
         "commands": list(dict.fromkeys(command for command in commands if command)),

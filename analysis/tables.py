@@ -129,6 +129,8 @@ def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Tabl
         *(_fleet_facts(values("num_replicas"), values("router")) if any(num_replicas(run) > 1 for run in runs) else []),
         ("machine that ran it", values("machine")),
         ("code version", values("code_version")),
+        ("core", values("core")),
+        ("core compiled by", values("compiler")),
         ("packages", values("versions")),
         ("time base of rates", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
         ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),

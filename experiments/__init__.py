@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import testbed  # noqa: F401 imported for what it does: it finds the compiled modules, the one of this package too
+from testbed import compiled
+
+compiled.decide()  # before any module of this package that may be compiled
 
 if TYPE_CHECKING:
     from experiments.api import replay, simulate

@@ -185,7 +185,7 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
     """Refuses settings that contradict each other. Raises ConfigError with the reason."""
     cache, scheduler = config.cache, config.scheduler
     share = scheduler.watermark if cache.watermark is None else cache.watermark
-    watermark = int(share * (pools.num_gpu_blocks + scheduler.kv_rules.watermark_extra_blocks))
+    watermark = scheduler.kv_rules.watermark_blocks(share, pools.num_gpu_blocks)
     if watermark >= pools.num_gpu_blocks:
         raise ConfigError(
             f"a watermark of {share} leaves {watermark} of {pools.num_gpu_blocks} KV blocks free: no prompt could ever "

@@ -13,7 +13,7 @@ from experiments.config import RunConfig
 from experiments.costs import itemise
 from experiments.policies import make_policy
 from experiments.settings import SimConfig
-from sim.backend import SimBackend
+from sim.backend import SimBackend, scheduling_ns
 from sim.cost.base import CostModel
 from sim.fleet import Fleet
 from sim.routers import RouterContext
@@ -71,7 +71,7 @@ def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:
         return of_cost
 
     def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
-        own_ns = ns + (shape.num_decodes + len(shape.prefills)) * ns_per_seq
+        own_ns = scheduling_ns(shape, ns, ns_per_seq)
         parts = of_cost(shape, spans.replace(schedule_ns=spans.schedule_ns - own_ns))
         return parts | {"scheduler": parts.get("scheduler", 0) + own_ns}
 

@@ -51,7 +51,8 @@ def describe_device(device: torch.device) -> str:
     """One line for manifests: the GPU's name, or the CPU's with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"{_cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
 def _cpu_name() -> str:

@@ -67,7 +67,7 @@ class SimBackend:
         cost: Any = self.cost  # a user's model may answer anything
         priced = cost.price(shape)
         spans = priced if isinstance(priced, Spans) and _is_whole(priced) else self._checked(priced)
-        own_ns = self._schedule_ns + (shape.num_decodes + len(shape.prefills)) * self._schedule_ns_per_seq
+        own_ns = scheduling_ns(shape, self._schedule_ns, self._schedule_ns_per_seq)
         if not own_ns:
             return spans
         return Spans(spans.schedule_ns + own_ns, spans.prepare_ns, spans.swap_ns, spans.forward_ns, spans.sample_ns)
@@ -137,6 +137,11 @@ class SimBackend:
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
+
+
+def scheduling_ns(shape: BatchShape, ns: int, ns_per_seq: int) -> int:
+    """What the scheduler itself costs in a step: `ns`, and `ns_per_seq` for each of its rows."""
+    return ns + (shape.num_decodes + len(shape.prefills)) * ns_per_seq
 
 
 def _is_whole(spans: Spans) -> bool:

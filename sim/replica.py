@@ -152,14 +152,14 @@ class Replica:
                     yield self._boundary(self._command.until_ns)
                     self._phases.planning()
                     self._resume(Resume(int(env.now)))
-                elif self._answer is not None:
-                    yield self._phases.at_commit(self._answer.now_ns, self.number)
-                    self._resume(self._answer)
                 else:
-                    assert self._command.plan is not None
-                    result = yield from self._step_beside_transfers(self._command.plan)
-                    yield self._phases.at_commit(result.end_ns, self.number)
-                    self._resume(Resume(result.end_ns, result))
+                    answer = self._answer
+                    if answer is None:
+                        assert self._command.plan is not None
+                        result = yield from self._step_beside_transfers(self._command.plan)
+                        answer = Resume(result.end_ns, result)
+                    yield self._phases.at_commit(answer.now_ns, self.number)
+                    self._resume(answer)
             except simpy.Interrupt:  # something has changed: look again
                 continue
 
@@ -190,15 +190,17 @@ class Replica:
     @property
     def is_idle(self) -> bool:
         """Whether only an event would get the loop on, and none has come."""
-        command = self._command
-        is_waiting = isinstance(command, WaitUntil) and command.until_ns is None
-        return (is_waiting or self._is_stuck) and self._inbox.next_ns() is None
+        return (self._is_waiting or self._is_stuck) and self._inbox.next_ns() is None
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the loop has nothing to do, and knows of no instant at which it will."""
+        return isinstance(self._command, WaitUntil) and self._command.until_ns is None
 
     def wake(self) -> None:
         """Something came to the inbox now, or it was closed: a loop that waits goes on; a step is not cut."""
         self._is_stuck = False
-        is_waiting = isinstance(self._command, WaitUntil) and self._command.until_ns is None
-        if is_waiting and self.process is not None and self.process is not self._env.active_process:
+        if self._is_waiting and self.process is not None and self.process is not self._env.active_process:
             self.process.interrupt()
 
     # --- what a router sees ---

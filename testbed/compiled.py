@@ -2,8 +2,9 @@
 
 Both are the same source. mypyc makes extension modules of the files that pyproject.toml lists (`[tool.testbed]`);
 setup.py puts them into `testbed/_compiled/<tag>/`, where Python finds them only through the finder below, with a
-manifest of what they were made from. If one of these files has changed since, all run interpreted, and one line says
-so: never is a compiled module older than its source used in silence, nor are the two mixed.
+manifest of what they were made from, and how large they came out. If one of these files has changed since, or one of
+the modules is gone or cut short, all run interpreted, and one line says so: never is a compiled module older than its
+source used in silence, nor are the two mixed.
 
 TESTBED_COMPILED=0: interpreted. =1: compiled, or not at all. Not set: compiled where it is there and fresh.
 """
@@ -97,7 +98,10 @@ def _problem(root: str, made: dict[str, Any]) -> str | None:
     changed = changed_sources(root, made)
     if changed:
         return f"older than its source ({changed[0]}{' …' if len(changed) > 1 else ''})"
-    finder = _Finder(folder_in(root), (made["library"], *made["modules"]))
+    damaged = damaged_modules(folder_in(root), made)
+    if damaged:
+        return f"not as it was built ({damaged[0]}{' …' if len(damaged) > 1 else ''})"
+    finder = _Finder(folder_in(root), _built(made))
     sys.meta_path.insert(0, finder)
     try:
         import_module(made["library"])
@@ -136,10 +140,11 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def write_manifest(root: str, folder: str, sources: Iterable[str], **described: Any) -> None:
-    """Notes what the modules in `folder` were made from. sources: files, relative to root."""
+    """Notes what the modules in `folder` were made from, and their sizes. sources: files, relative to root."""
     found = {source: _state(os.path.join(root, source)) for source in sources}
+    sizes = {name: _size_of(folder, name) for name in _built(described)}
     with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
-        json.dump(described | {"sources": found}, file, indent=1)
+        json.dump(described | {"sizes": sizes, "sources": found}, file, indent=1)
 
 
 def changed_sources(root: str, made: dict[str, Any]) -> list[str]:
@@ -155,6 +160,24 @@ def changed_sources(root: str, made: dict[str, Any]) -> list[str]:
         if not is_same:
             changed.append(source)
     return changed
+
+
+def damaged_modules(folder: str, made: dict[str, Any]) -> list[str]:
+    """Of what was built, the library first, that which is not there or has another size by now."""
+    sizes = made.get("sizes", {})
+    return [name for name in _built(made) if sizes.get(name, -1) != _size_of(folder, name)]
+
+
+def _built(made: dict[str, Any]) -> tuple[str, ...]:
+    return (made["library"], *made["modules"]) if made.get("modules") else ()
+
+
+def _size_of(folder: str, module: str) -> int | None:
+    """In bytes; None: it is not there."""
+    try:
+        return os.stat(file_of(folder, module)).st_size
+    except OSError:
+        return None
 
 
 def _state(path: str) -> tuple[int, int, str]:

@@ -8,15 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
+from tests.source_tree import FILES, ROOMS, ROOT, relative, tree_of
+
 FLOORS = {"testbed": 0, "sim": 1, "real": 1, "analysis": 1, "experiments": 2, "tests": 3}
-FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,6 @@ class Import:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} imports {self.module}"
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def imports_of(path: Path) -> Iterator[Import]:
@@ -92,10 +85,6 @@ def imports_in(room: str) -> list[Import]:
 
 def is_part_of(item: Import, *packages: str) -> bool:
     return any(item.module == package or item.module.startswith(f"{package}.") for package in packages)
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 def refused(imports: list[Import], *packages: str) -> list[str]:
@@ -302,56 +291,6 @@ def test_hydra_stays_at_the_edge() -> None:
         assert not refused(imports_in(room), "hydra", "omegaconf")
 
 
-# --- a house that can be read ---
-
-SMALL = [path for path in FILES if path.parent in (ROOT / "testbed" / "core", ROOT / "testbed" / "blocks")]
-APART = (  # tables and seams
-    "testbed/core/sampling.py", "testbed/core/interfaces.py", "testbed/core/commands.py",
-    "testbed/blocks/eviction.py", "testbed/blocks/interfaces.py",
-)  # fmt: skip
-
-
-def num_lines(path: Path) -> int:
-    return path.read_text(encoding="utf-8").count("\n")
-
-
-@pytest.mark.parametrize("path", SMALL, ids=relative)
-def test_a_file_of_the_core_is_read_in_one_sitting_and_a_function_at_a_glance(path: Path) -> None:
-    assert num_lines(path) <= 300
-    functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)]
-    assert not [f"{node.name}, line {node.lineno}" for node in functions if (node.end_lineno or 0) - node.lineno >= 50]
-
-
-def test_the_core_stays_small() -> None:
-    """With comments, docstrings and blank lines; 4,470 when it had two ways of doing each thing."""
-    counts = {relative(path): num_lines(path) for path in SMALL}
-    assert set(APART) < set(counts)
-    assert sum(count for name, count in counts.items() if name not in APART) <= 3800
-
-
-GONE = (
-    r"fast.?forward", r"is_time_dependent", r"price_decodes", r"plan\.num_steps", r"shape_of\b", r"later_spans",
-    r"RunSpans", r"DecodeBatch", r"\blent\b", r"\blend\b", r"lone_?prefix", r"(add|pop)_run\b", r"\bsteps_of\b",
-    r"durations_ns", r"seq\.num_slots", r"record_decisions", r"plan\.each\(",
-)  # fmt: skip
-REFUSES = '"backend.fast_forward": "is gone'  # the one line that says why nobody needs it any more
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_what_is_gone_stays_gone(room: str) -> None:
-    """There is one way of doing each thing: a plan is one step, and each block is counted by itself."""
-    gone = re.compile("|".join(GONE), re.IGNORECASE)
-    files = [path for path in sorted((ROOT / room).rglob("*")) if path.suffix in (".py", ".yaml")]
-    assert len(files) > 5, "nothing was looked at"
-    lines = [
-        f"{relative(path)}:{number}: {line.strip()}"
-        for path in files
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if gone.search(line) and REFUSES not in line
-    ]
-    assert not lines, lines
-
-
 # --- what is really loaded ---
 
 
@@ -377,80 +316,3 @@ def test_a_process_loads_no_more_than_it_may(program: str, absent: tuple[str, ..
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
-
-
-# --- determinism ---
-
-IN_ORDER = ("list", "tuple", "iter", "enumerate", "zip", "map", "filter", "reversed", "dict", "array")
-SET_METHODS = ("union", "intersection", "difference", "symmetric_difference")
-
-
-def makes_a_set(node: ast.expr) -> bool:
-    """A set literal, a set comprehension, set(…), or an operation that plainly gives a set."""
-    if isinstance(node, ast.Set | ast.SetComp):
-        return True
-    if isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Name):
-            return node.func.id in ("set", "frozenset")
-        return isinstance(node.func, ast.Attribute) and node.func.attr in SET_METHODS
-    return isinstance(node, ast.BinOp) and (makes_a_set(node.left) or makes_a_set(node.right))
-
-
-def iterated(tree: ast.AST) -> Iterator[ast.expr]:
-    """What for loops, comprehensions, and the calls that keep an order go through."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            yield node.iter
-        elif isinstance(node, ast.Starred):
-            yield node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IN_ORDER:
-            yield from node.args
-
-
-def set_names(tree: ast.AST) -> set[str]:
-    """Names and attributes that are given a set somewhere in the file."""
-    found = set()
-    for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        value = getattr(node, "value", None)
-        annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
-        if (value is not None and makes_a_set(value)) or annotation.startswith(("set[", "frozenset[")):
-            found.update(ast.unparse(target) for target in targets)
-    return found
-
-
-DECIDING = [path for path in FILES if path.parts[len(ROOT.parts)] in ("testbed", "sim")]
-
-
-@pytest.mark.parametrize("path", DECIDING, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_decision_depends_on_the_order_of_a_set_or_on_a_hash_seed(path: Path) -> None:
-    tree = tree_of(path)
-    names = set_names(tree)
-    bad = [node.lineno for node in iterated(tree) if makes_a_set(node) or ast.unparse(node) in names]
-    assert not bad, f"a set is iterated at lines {bad}"
-    own = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__hash__"]
-    says_its_own = {call for function in own for call in ast.walk(function)}  # of values that compare by their fields
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    bad = [node.lineno for node in calls if node.func.id in ("hash", "id") and node not in says_its_own]
-    assert not bad, f"hash() or id() at lines {bad}"
-
-
-@pytest.mark.parametrize(
-    ("source", "is_bad"),
-    [
-        ("for x in {1, 2}: pass", True),
-        ("[x for x in set(y)]", True),
-        ("list(a | {1})", True),
-        ("a = set()\nfor x in a: pass", True),
-        ("self.a: set[int] = f()\n[*self.a]", True),
-        ("for x in sorted({1, 2}): pass", False),
-        ("a = set()\nif 1 in a: pass", False),
-        ("for x in {1: 2}: pass", False),
-    ],
-)
-def test_the_rule_about_sets_sees_what_it_should(source: str, is_bad: bool) -> None:
-    tree = ast.parse(source)
-    names = set_names(tree)
-    assert any(makes_a_set(node) or ast.unparse(node) in names for node in iterated(tree)) is is_bad

@@ -5,6 +5,7 @@ Most of it is shown on a core of one small file, built in a folder of its own; s
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -81,9 +82,15 @@ class Tree:
         return done.stdout.strip()
 
     @property
-    def library(self) -> Path:
-        folder = compiled.folder_in(str(self.root))
-        return Path(compiled.file_of(folder, compiled.read_manifest(folder)["library"]))
+    def folder(self) -> str:
+        return compiled.folder_in(str(self.root))
+
+    @property
+    def library(self) -> str:
+        return str(compiled.read_manifest(self.folder)["library"])
+
+    def file_of(self, module: str) -> Path:
+        return Path(compiled.file_of(self.folder, module))
 
 
 def plant(root: Path) -> Tree:
@@ -162,11 +169,34 @@ def test_a_source_that_is_gone_counts_as_changed(tree: Tree) -> None:
 
 
 def test_a_library_that_does_not_load_is_not_used(tree: Tree) -> None:
-    tree.library.write_bytes(b"")
+    file = tree.file_of(tree.library)
+    file.write_bytes(bytes(file.stat().st_size))
     done = tree.python("-c", f"{SHOW}; {USE}")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("the compiled core is not loadable (")
     assert "counter.py" in done.stdout
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+@pytest.mark.parametrize("name", ["library", "testbed.counter"])
+def test_a_module_that_is_gone_or_cut_short_is_not_used_and_is_built_anew(tree: Tree, name: str, is_gone: bool) -> None:
+    name = tree.library if name == "library" else name
+    file = tree.file_of(name)
+    if is_gone:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:1000])
+    done = tree.python("-c", f"{SHOW}; {USE}")
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        f"the compiled core is not as it was built ({name}): running interpreted; "
+        "`make compile` or `pip install` builds it anew"
+    )
+    assert "counter.py" in done.stdout
+    done = tree.python("-c", SHOW, TESTBED_COMPILED="1")
+    assert done.stderr.startswith("error: TESTBED_COMPILED=1, but the core is not as it was built (")
+    assert tree.build().startswith("compiled core: built")
+    assert tree.mode().startswith("core: compiled")
 
 
 def test_the_variable_forces_either(tree: Tree) -> None:
@@ -254,12 +284,17 @@ def test_a_wrong_type_is_one_line(tree: Tree) -> None:
 
 
 def test_what_is_listed_lies_where_the_choice_is_made_first() -> None:
-    """Importing from these packages begins with `testbed/__init__.py`; nothing else does."""
+    """Importing from a package begins with its `__init__.py`."""
     import tomllib
 
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["testbed"]["compile"]
     assert patterns
-    assert all(pattern.removeprefix("!").startswith(("testbed/", "sim/", "experiments/")) for pattern in patterns)
+    for package in {pattern.removeprefix("!").partition("/")[0] for pattern in patterns}:
+        statements = [ast.unparse(node) for node in ast.parse((ROOT / package / "__init__.py").read_text()).body]
+        place = statements.index("compiled.decide()")
+        before = [line for line in statements[:place] if line.startswith(("import ", "from "))]
+        assert before[-1] == "from testbed import compiled", package
+        assert all(line.startswith(("from __future__ ", "from typing ")) for line in before[:-1]), package
     taken = [pattern for pattern in patterns if not pattern.startswith("!") and fnmatch("testbed/compiled.py", pattern)]
     assert not taken or "!testbed/compiled.py" in patterns
 

@@ -11,6 +11,7 @@ import time
 from tqdm import tqdm
 
 from experiments import build
+from experiments.bench import check_at_least
 from experiments.collector import fewer_collections
 from experiments.compose import compose_config
 from testbed.core.outcome import Outcome, StepResult
@@ -32,11 +33,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("testbed bench core", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="of the scheduler's measurements; the best counts (5)")
     options = parser.parse_args(arguments)
-    _bench_scheduler(max(1, options.repeats))
+    check_at_least(1, repeats=options.repeats)
+    _bench_scheduler(options.repeats)
     print()
-    _bench_queues(max(1, options.repeats))
+    _bench_queues(options.repeats)
     print()
-    _bench_pools(max(1, options.repeats))
+    _bench_pools(options.repeats)
     return 0
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments.bench import check_at_least
 from experiments.bench import engine_steps as steps
 from real.config import RealConfig
 from real.replay import HostTimes
@@ -49,8 +50,7 @@ def main(arguments: list[str]) -> int:
     for part in parts:
         if part not in ("decode", "prefill", "offline"):
             raise ConfigError(f"--parts names {part!r}; choose of decode, prefill, offline")
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats is {options.repeats}; it must be at least 1")
+    check_at_least(1, repeats=options.repeats)
     try:
         import torch
 

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.bench import check_at_least
 from testbed.errors import ConfigError, TestbedError
 
 NUM_ROWS, DURATION_S = 10_000, 1_250
@@ -58,8 +59,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.trace is not None and not options.trace.is_file():
         raise ConfigError(f"--trace: no file {options.trace}; give the Azure 2023 conversation CSV, or leave it out")
-    if options.rows < 1:
-        raise ConfigError(f"--rows is {options.rows}; it must be at least 1")
+    check_at_least(1, rows=options.rows, repeats=options.repeats)
+    check_at_least(0, requests=options.requests)
     num_rows = options.rows
     rows = [*LOOK_ALIKE, f"trace.num_requests={num_rows}"]
     if options.trace is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from testbed.core.request import Request, SamplingParams
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import json_object, present, refuse, token_ids
-from testbed.traces.readers.open_text import read_lines
+from testbed.traces.readers.open_text import existing_file, read_lines
 
 SECOND_NS = 10**9
 Decision = dict[str, Any]  # field -> value, "step" first; `scheduled` keeps the system's order
@@ -35,9 +35,7 @@ class Case:
 
 def read_cases(file: Path) -> list[Case]:
     """Reads all cases. Raises TraceError "file:line: reason" on the first that is malformed."""
-    if not file.is_file():
-        what = "is a folder; name a file" if file.is_dir() else "does not exist; name a file of cases"
-        raise TraceError(f"{file}: {what}")
+    existing_file(file, "a file of cases")
     cases: dict[str, Case] = {}
     for number, line in read_lines(file):
         case = _case(line, f"{file}:{number}")

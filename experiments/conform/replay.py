@@ -83,7 +83,7 @@ class Feed:
     def _abort(self) -> None:
         """What was aborted by now."""
         while self._aborts and self._aborts[0][:2] <= (self.num_planned, self.num_committed):
-            self.scheduler.abort(self._aborts.popleft()[2])
+            self.scheduler.abort(self._aborts.popleft()[2], max(0, self.second) * SECOND_NS)
 
     def _arrive(self) -> None:
         for request in self._requests[self._num_arrived :]:

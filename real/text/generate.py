@@ -73,9 +73,14 @@ def generate(
         except KeyboardInterrupt:
             printer.flush()
             kept = f"; what is finished is in {output}" if num_done and output is not None else ""
-            raise KeyboardInterrupt(f"interrupted after {num_done} of {len(asked)} prompts{kept}") from None
+            raise KeyboardInterrupt(f"interrupted after {num_done} of {_counted(len(asked), 'prompt')}{kept}") from None
     span_s = time.monotonic() - began
-    return f"{len(asked)} prompts, {num_tokens:,} tokens generated in {span_s:.2f} s ({num_tokens / span_s:,.1f} tok/s)"
+    said = f"{_counted(len(asked), 'prompt')}, {_counted(num_tokens, 'token')} generated in {span_s:.2f} s"
+    return f"{said} ({num_tokens / span_s:,.1f} tok/s)"
+
+
+def _counted(num: int, what: str) -> str:
+    return f"{num:,} {what}{'' if num == 1 else 's'}"
 
 
 def _messages(asked: Asked) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sim.cost.base import attention_pairs_doubled
 from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality
-from sim.cost.profiled_range import REGIONS, profiled_ranges, region_of
+from sim.cost.profiled_range import REGIONS, profiled_ranges
 from testbed.core.plan import BatchShape
 from testbed.errors import ProfileError
 from testbed.specs.profiles import MeasuredStep, Profile, ProfileManifest
@@ -57,7 +57,7 @@ def calibrate(profile: Profile, num_folds: int = 5) -> Calibration:
 def _quality(steps: Sequence[MeasuredStep], predicted: Floats) -> dict[str, Quality]:
     """Errors of all steps and of each region."""
     measured = np.array([step.total_ns for step in steps], dtype=np.float64)
-    regions = np.array([region_of(step.shape) for step in steps])
+    regions = np.array([step.shape.kind for step in steps])
     found = {}
     for name in ("all", *REGIONS):
         of_region = np.full(len(steps), True) if name == "all" else regions == name

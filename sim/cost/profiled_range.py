@@ -11,7 +11,7 @@ from testbed.core.plan import BatchShape
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 
-REGIONS = ("decode", "prefill", "mixed", "moves")  # decodes only, prefills only, both, only blocks moved
+REGIONS = ("decode", "prefill", "mixed", "moves")  # the kinds of a shape
 
 Ranges = dict[str, dict[str, tuple[int, int]]]  # region -> feature -> lowest and highest that was profiled
 
@@ -39,12 +39,6 @@ class Outside(NamedTuple):
         return f"{self.feature} {side} {self.value:,} (profiled: {low:,} to {high:,}; {self.excess:.3g} x outside)"
 
 
-def region_of(shape: BatchShape) -> str:
-    if shape.prefills:
-        return "mixed" if shape.num_decodes else "prefill"
-    return "decode" if shape.num_decodes else "moves"
-
-
 def features_of(shape: BatchShape) -> dict[str, int]:
     """What of a shape has a range, beside its blocks."""
     features = {}
@@ -70,7 +64,7 @@ def profiled_ranges(shapes: Iterable[BatchShape]) -> Ranges:
     """The ranges of a profile's shapes; a region without steps is absent."""
     ranges: Ranges = {"moves": dict.fromkeys(moves_of(BatchShape(0, 0, (), 0)), (0, 0))}
     for shape in shapes:
-        region = ranges.setdefault(region_of(shape), {})
+        region = ranges.setdefault(shape.kind, {})
         for name, value in features_of(shape).items():
             low, high = region.get(name, (value, value))
             region[name] = min(low, value), max(high, value)
@@ -83,7 +77,7 @@ def profiled_ranges(shapes: Iterable[BatchShape]) -> Ranges:
 def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
     """The features of a shape that leave the profiled range."""
     found = []
-    region = region_of(shape)
+    region = shape.kind
     bounds = ranges.get(region)
     if bounds is None:
         found.append(Outside(f"{region} steps", shape.num_tokens, None))

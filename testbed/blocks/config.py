@@ -118,6 +118,10 @@ class KVRules:
     # whether, with prefix caching, a chunk that leaves a prompt unfinished must fill its last block
     chunks_fill_blocks: bool = False
 
+    def watermark_blocks(self, share: float, num_gpu_blocks: int) -> int:
+        """GPU blocks that admissions leave free."""
+        return int(share * (num_gpu_blocks + self.watermark_extra_blocks))
+
     def __post_init__(self) -> None:
         key = "scheduler.kv_rules"
         if not 0 <= self.watermark_extra_blocks <= MAX_NUM_BLOCKS:

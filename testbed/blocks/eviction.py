@@ -101,15 +101,6 @@ class LRU(Evictor):
         self.remove(block)
         return block
 
-    def blocks(self) -> list[int]:
-        """In the order in which they would be given up. For checks and tests."""
-        blocks: list[int] = []
-        place = self._behind[0]
-        while place:
-            blocks.append(int(place) - 1)
-            place = self._behind[place]
-        return blocks
-
     def __len__(self) -> int:
         return self._num_blocks
 

@@ -36,10 +36,8 @@ class BlockManager:
         lookahead_slots: int = 0, sliding_window: int | None = None,
     ) -> None:  # fmt: skip
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
-        self.block_size = block_size
-        self.num_gpu_blocks = num_gpu_blocks
-        self.num_cpu_blocks = num_cpu_blocks
-        self.watermark_blocks = int(watermark * (num_gpu_blocks + rules.watermark_extra_blocks))
+        self.block_size, self.num_gpu_blocks, self.num_cpu_blocks = block_size, num_gpu_blocks, num_cpu_blocks
+        self.watermark_blocks = rules.watermark_blocks(watermark, num_gpu_blocks)
         self.rules = rules
         self.lookahead_slots = lookahead_slots
         self.sliding_window = sliding_window

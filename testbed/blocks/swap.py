@@ -102,13 +102,8 @@ class Swapping:
         self, gpu: GPUBlocks, cpu: SwapSpace, prefixes: Prefixes, copies: CopyOnWrite, demand: Demand, *,
         watermark_blocks: int, counts_all: bool,
     ) -> None:  # fmt: skip
-        self._gpu = gpu
-        self._cpu = cpu
-        self._prefixes = prefixes
-        self._copies = copies
-        self._demand = demand
-        self._watermark_blocks = watermark_blocks
-        self._counts_all = counts_all
+        self._gpu, self._cpu, self._prefixes, self._copies, self._demand = gpu, cpu, prefixes, copies, demand
+        self._watermark_blocks, self._counts_all = watermark_blocks, counts_all
 
     # --- out ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
+from testbed.core.state import RUNNING
 
 # (seq, start, num_tokens): num_tokens tokens of seq from position start are computed
 Row = tuple[Sequence, int, int]
@@ -23,7 +24,8 @@ class Batch(Rows):
         self.is_over = False
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
-        assert num_tokens > 0, f"{seq.request_id} is scheduled for {num_tokens} tokens; a row computes at least one"
+        assert seq.state is RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
+        check_count(seq, seq.num_computed_tokens, num_tokens)
         self.seqs.append(seq)
         self.counts.append(num_tokens)
         self.token_budget -= num_tokens
@@ -49,8 +51,7 @@ class Batch(Rows):
         self.is_over = True
 
     def rows(self) -> list[Row]:
-        pairs = zip(self.seqs, self.counts, strict=True)
-        return [(seq, seq.num_computed_tokens, num_tokens) for seq, num_tokens in pairs]
+        return [(seq, seq.num_computed_tokens, self.counts[index]) for index, seq in enumerate(self.seqs)]
 
     def shape(self, window: int | None, num_out: int, num_in: int, num_copied: int) -> BatchShape:
         """What is priced. window: as far as attention looks back, in tokens; beside it the blocks that move."""
@@ -86,3 +87,9 @@ class Batch(Rows):
 
     def num_scheduled(self) -> list[tuple[str, int]]:
         return [(seq.request_id, self.counts[index]) for index, seq in enumerate(self.seqs)]
+
+
+def check_count(seq: Sequence, start: int, num_tokens: int) -> None:
+    """Asserts that so many tokens of a sequence, from position `start` on, are there to be computed."""
+    lacks = seq.num_tokens - start
+    assert 0 < num_tokens <= lacks, f"{seq.request_id} is scheduled for {num_tokens} tokens; it may be for 1 to {lacks}"

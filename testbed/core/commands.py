@@ -104,8 +104,3 @@ class StepView(Value):
     def digest(self) -> int:
         """The decision digest after the step."""
         return int.from_bytes(self.digest_bytes, "big")
-
-    @property
-    def emitted(self) -> list[str]:
-        """Ids of the requests that emitted a token, once for each."""
-        return [seq.request_id for seq in self.emitters]

@@ -5,19 +5,15 @@ Owns who emitted. Ends nothing itself: it says which sequences have reached thei
 
 from __future__ import annotations
 
-from typing import Final
-
 from testbed.blocks.manager import BlockManager
 from testbed.core.batch import Batch
 from testbed.core.digest import Digest
 from testbed.core.outcome import FinishReason, Outcome, PromptLogprobs
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence, SequenceGroup
-from testbed.core.state import SequenceState
+from testbed.core.state import FINISHED, RUNNING
 
 Ending = tuple[Sequence, FinishReason]
-_RUNNING: Final = SequenceState.RUNNING  # asked for each row
-_FINISHED: Final = SequenceState.FINISHED
 
 
 class Commit:
@@ -58,7 +54,7 @@ class Commit:
             else:
                 samples = batch.samples[index]
                 is_there = seq.arrive(batch.counts[index], samples=samples)
-            if is_there and seq.state is _RUNNING:
+            if is_there and seq.state is RUNNING:
                 self._blocks.computed(seq, seq.num_computed_tokens - seq.num_in_flight_tokens)
             if not samples:
                 continue
@@ -68,7 +64,7 @@ class Commit:
                 outcome = outcomes[num_taken]
                 num_taken += 1
                 assert outcome.seq_id == seq.seq_id, "outcomes come in the order scheduled"
-            if seq.state is _FINISHED or (not is_there and seq.may_part):
+            if seq.state is FINISHED or (not is_there and seq.may_part):
                 continue  # who was preempted draws again what others part with
             if seq.is_prefilling:
                 self._running.prefilled(seq)

@@ -75,7 +75,7 @@ class WaitingQueue(Protocol):
         ...
 
     def push_preempted(self, seq: Sequence) -> None:
-        """A sequence that was running."""
+        """A sequence that was running, or that was in the queue and was passed over by a step (`Step.defer`)."""
         ...
 
     def head(self, now_ns: int) -> Sequence | None:

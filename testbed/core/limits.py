@@ -22,10 +22,8 @@ class Limits(Value):
         self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, long_prefill_token_threshold: int,
         max_num_partial_prefills: int, max_long_partial_prefills: int = 1, max_num_plans: int = 1,
     ) -> None:  # fmt: skip
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len, self.long_prefill_token_threshold = max_model_len, long_prefill_token_threshold
         self.max_num_partial_prefills = max_num_partial_prefills
         self.max_long_partial_prefills = max_long_partial_prefills
         self.max_num_plans = max_num_plans

@@ -139,6 +139,13 @@ class BatchShape(Value):
         return self.num_blocks_swapped_out + self.num_blocks_swapped_in + self.num_blocks_copied
 
     @property
+    def kind(self) -> str:
+        """What is computed: `decode` or `prefill`, `mixed` for both; `moves` for nothing: blocks are moved at most."""
+        if self.prefills:
+            return "mixed" if self.num_decodes else "prefill"
+        return "decode" if self.num_decodes else "moves"
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is computed or moved: the step only preempts, or ends requests as ignored."""
         return not (self.num_decodes or self.prefills or self.num_blocks_moved)

@@ -5,13 +5,12 @@ Owns what a step takes away from sequences; gives their blocks up through the bl
 
 from __future__ import annotations
 
-from typing import Any
-
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.swap import num_distinct
 from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch
 from testbed.core.plan import Ignored, Pair, Preemption, PreemptionMode
+from testbed.core.policies import Policies
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence
 from testbed.core.state import SequenceState
@@ -19,30 +18,25 @@ from testbed.core.waiting import Waiting
 
 
 class Preempting:
-    """Of one step. A sequence stands for its group. policy: a PreemptionChoice, whose answer may be a mode's name.
-    holds: victims are not back in the queue before the step is decided."""
+    """Of one step. A sequence stands for its group. holds: victims are not back in the queue before it is decided."""
 
     def __init__(
-        self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policy: Any, *, holds: bool
+        self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policies: Policies, *, holds: bool
     ) -> None:
         self.preempted: tuple[Preemption, ...] = ()
         self.swap_out: tuple[Pair, ...] = ()
         self.held: tuple[Sequence, ...] = ()  # victims that are back in the queue when the step is decided
         self.ignored: tuple[Ignored, ...] = ()
         self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
-        self._batch = batch
-        self._blocks = blocks
-        self._running = running
-        self._waiting = waiting
-        self._policy = policy
-        self._holds = holds
+        self._batch, self._blocks, self._running, self._waiting = batch, blocks, running, waiting
+        self._policies, self._holds = policies, holds
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
         blocks = self._blocks
         was_scheduled = self._withdraw(seq)
         self._running.stop(seq)
-        wish = PreemptionMode(self._policy.mode(seq, blocks.num_held_blocks(seq)))
+        wish = self._policies.mode(seq, blocks.num_held_blocks(seq))
         can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
         # what was merged in this step is computed after the swap out, by others

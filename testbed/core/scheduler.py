@@ -134,7 +134,7 @@ class Scheduler:
             return self.limits.too_long_reason(seq.num_prompt_tokens)
         return self.blocks.never_fits_reason(seq) if self.blocks.never_fits(seq) else ""
 
-    def abort(self, request_id: str) -> Finished | None:
+    def abort(self, request_id: str, now_ns: int) -> Finished | None:
         """Ends a request in any state and frees all it held. None if it is not live (it may have just finished)."""
         first = self._live.get(request_id)
         if first is None:
@@ -145,7 +145,7 @@ class Scheduler:
                 continue  # a plan in flight ends it as ignored
             self._digest.aborted(seq.seq_id)
             self._leave(seq)
-            self._end(seq, FinishReason.ABORT, "aborted", 0, finished)
+            self._end(seq, FinishReason.ABORT, "aborted", now_ns, finished)
         self.blocks.reuse_cpu_blocks()
         return finished[0] if finished else None
 

@@ -97,7 +97,7 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
         recorder.arrived(event.request, now_ns, scheduler.num_steps)
         scheduler.add(event.request)
         return
-    finished = scheduler.abort(event.request_id)
+    finished = scheduler.abort(event.request_id, now_ns)
     if finished is not None:
         recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
         recorder.ended([finished], now_ns)

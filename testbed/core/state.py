@@ -13,6 +13,9 @@ class SequenceState(IntEnum):
     FINISHED = 3
 
 
+RUNNING: Final = SequenceState.RUNNING  # asked for each row
+FINISHED: Final = SequenceState.FINISHED
+
 TRANSITIONS: Final[dict[SequenceState, tuple[SequenceState, ...]]] = {
     SequenceState.WAITING: (SequenceState.RUNNING, SequenceState.FINISHED),
     SequenceState.RUNNING: (SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED),

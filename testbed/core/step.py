@@ -9,7 +9,7 @@ from __future__ import annotations
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
-from testbed.core.batch import Batch, Row
+from testbed.core.batch import Batch, Row, check_count
 from testbed.core.limits import Limits
 from testbed.core.plan import Admission, BlockedBy, Ignored, Pair, Preemption
 from testbed.core.policies import Policies
@@ -26,10 +26,7 @@ class Step:
         self, number: int, now_ns: int, limits: Limits, blocks: BlockManager, running: Running, waiting: Waiting,
         policies: Policies, *, is_ahead: bool,
     ) -> None:  # fmt: skip
-        self.number = number
-        self.now_ns = now_ns
-        self.limits = limits
-        self.blocks = blocks
+        self.number, self.now_ns, self.limits, self.blocks = number, now_ns, limits, blocks
         self.batch = Batch(limits.max_num_batched_tokens)
         self.admitted: tuple[Admission, ...] = ()
         self.swap_in: tuple[Pair, ...] = ()
@@ -37,14 +34,10 @@ class Step:
         self.free_gpu_blocks = self.free_cpu_blocks = 0  # once it is planned
         self.blocked_by: BlockedBy | None = None  # what keeps the head of the queue out
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
-        self._running = running
-        self._waiting = waiting
-        self._policies = policies
+        self._running, self._waiting, self._policies = running, waiting, policies
         self._is_ahead = is_ahead
-        self.leaving = Preempting(
-            self.batch, blocks, running, waiting, policies.preemption,
-            holds=is_ahead or blocks.rules.victims_return == "next_step",
-        )  # fmt: skip
+        holds = is_ahead or blocks.rules.victims_return == "next_step"
+        self.leaving = Preempting(self.batch, blocks, running, waiting, policies, holds=holds)
         self.deferred: tuple[Sequence, ...] = ()  # passed over, and then back in the queue too
 
     @property
@@ -124,6 +117,8 @@ class Step:
                 self._schedule_one(one, num_tokens)
 
     def _schedule_one(self, seq: Sequence, num_tokens: int) -> None:
+        is_twice = seq.last_step == self.number and self.batch.num_tokens_of(seq) > 0  # or it was withdrawn since
+        assert not is_twice, f"{seq.request_id} is scheduled twice in step {self.number}"
         self.batch.add(seq, num_tokens)
         self.blocks.scheduled(seq, min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens))
         seq.last_step = self.number
@@ -201,6 +196,7 @@ class Step:
     def resume(self, seq: Sequence, num_tokens: int) -> None:
         """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was
         part of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
+        check_count(seq, seq.num_computed_tokens, num_tokens)
         is_new = seq.num_computed_tokens + num_tokens > len(seq.block_table) * self.blocks.block_size
         if seq.is_prefilling and is_new and not self.blocks.can_grow(seq, num_tokens):
             return
@@ -240,6 +236,7 @@ class Step:
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
         """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
+        check_count(seq, hit.num_tokens, num_tokens)
         self._waiting.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
         self._running.admit(seq)

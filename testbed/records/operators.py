@@ -25,7 +25,7 @@ from testbed.core.request import Request
 FORMAT = 1
 OPERATORS_FILE = "operators.json"
 PARTS = ("operators", "spans")
-PHASES = ("prefill", "decode", "mixed", "moves")
+PHASES = ("prefill", "decode", "mixed", "moves")  # the kinds of a shape, as they are shown
 Itemise = Callable[[BatchShape, Spans], dict[str, int]]
 
 
@@ -40,7 +40,7 @@ class OperatorLedger:
 
     def committed(self, step: StepView) -> None:
         shape, spans = step.plan.shape, step.spans
-        phase = self._phases.setdefault(_phase(shape), {"num_steps": 0, "duration_ns": 0, "ns": {}})
+        phase = self._phases.setdefault(shape.kind, {"num_steps": 0, "duration_ns": 0, "ns": {}})
         phase["num_steps"] += 1
         phase["duration_ns"] += step.end_ns - step.plan_ns
         parts = self._itemise(shape, spans) if self._itemise is not None else _by_span(spans)
@@ -59,12 +59,6 @@ class OperatorLedger:
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
     def ended(self, finished: list[Finished], now_ns: int) -> None: ...
-
-
-def _phase(shape: BatchShape) -> str:
-    if shape.prefills:
-        return "mixed" if shape.num_decodes else "prefill"
-    return "decode" if shape.num_decodes else "moves"
 
 
 def _by_span(spans: Spans) -> dict[str, int]:

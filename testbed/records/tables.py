@@ -18,7 +18,22 @@ from testbed.records.schema import STEP_COLUMNS
 _REASONS: Final[tuple[str | None, ...]] = (None, *[reason.value for reason in BlockedBy])
 _REASON_CODES: Final = {reason: code for code, reason in enumerate(BlockedBy, 1)}
 _ROW_BYTES: Final = 8 * len(STEP_COLUMNS)
-_SMALL_GROUPS: Final = 64  # after these, groups are larger: what Parquet says of each stays in memory to the end
+_SMALL_GROUPS: Final = 64
+
+
+class GroupSize:
+    """At how much a table writes a group, in whatever it counts: more after many groups, as what Parquet says of each
+    stays in memory to the end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._num_groups = 0
+
+    def written(self) -> None:
+        """One more group is."""
+        self._num_groups += 1
+        if self._num_groups == _SMALL_GROUPS:
+            self.size *= 8
 
 
 class RowTable:
@@ -29,20 +44,17 @@ class RowTable:
 
         self._file = ParquetFile(path, columns, worker)
         self._rows: list[tuple[Any, ...]] = []
-        self._flush_rows = flush_rows
-        self._num_groups = 0
+        self._group = GroupSize(flush_rows)
 
     def append(self, row: tuple[Any, ...]) -> None:
         self._rows.append(row)
-        if len(self._rows) >= self._flush_rows:
+        if len(self._rows) >= self._group.size:
             self._flush()
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
         self._file.write(list(zip(*rows, strict=True)))
-        self._num_groups += 1
-        if self._num_groups == _SMALL_GROUPS:
-            self._flush_rows *= 8
+        self._group.written()
 
     def close(self) -> None:
         if self._rows:
@@ -57,8 +69,7 @@ class StepTable:
         from testbed.records.parquet import ParquetFile  # not at the top, as above
 
         self._file = ParquetFile(path, STEP_COLUMNS, worker)
-        self._flush_bytes = flush_rows * _ROW_BYTES
-        self._num_groups = 0
+        self._group = GroupSize(flush_rows * _ROW_BYTES)
         self._rows = BytesWriter()
 
     def append(self, step: StepView, start_ns: int, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
@@ -97,7 +108,7 @@ class StepTable:
         write_i64_le(rows, spans.forward_ns)
         write_i64_le(rows, spans.sample_ns)
         write_i64_le(rows, read_i64_be(step.digest_bytes, 0))
-        if len(rows) >= self._flush_bytes:
+        if len(rows) >= self._group.size:
             self._flush()
 
     def _flush(self) -> None:
@@ -106,9 +117,7 @@ class StepTable:
         data = self._rows.getvalue()
         self._rows.truncate(0)
         self._file.write(columns_of(data, STEP_COLUMNS, _REASONS))
-        self._num_groups += 1
-        if self._num_groups == _SMALL_GROUPS:
-            self._flush_bytes *= 8
+        self._group.written()
 
     def close(self) -> None:
         if len(self._rows):

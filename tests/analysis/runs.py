@@ -103,6 +103,8 @@ def simulate(
         "created": "2025-01-01T00:00:00+00:00",
         "wall_s": 1.5,
         "code_version": "abc1234",
+        "core": "compiled",
+        "compiler": "mypyc 1.0",
         "versions": {"numpy": np.__version__, "llm-serving-testbed": "0.1.0"},
         "machine": {"platform": "Linux-x86_64", "cpu": "test", "num_cores": 2, "gpu": None},
         "command": f"testbed run seed={seed} trace.rate={rate}",

@@ -85,6 +85,21 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
     assert "no file" in say(capsys, "bench", "simulator", "--trace", "nowhere.csv").error()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("core", "--repeats", "0"), "--repeats is 0; it must be at least 1"),
+        (("simulator", "--repeats", "-1"), "--repeats is -1; it must be at least 1"),
+        (("simulator", "--rows", "0"), "--rows is 0; it must be at least 1"),
+        (("simulator", "--requests", "-5"), "--requests is -5; it must be at least 0"),
+    ],
+)
+def test_a_bench_of_less_than_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert say(capsys, "bench", *arguments).error() == words
+
+
 def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
     assert "testbed <command>" in say(capsys, "--help").out
     done = subprocess.run(

@@ -335,6 +335,47 @@ class SaysSwap:
         return "swap"
 
 
+class SchedulesWaiting:
+    def compose(self, step):
+        step.schedule(step.head(), 5)
+
+
+class SchedulesTooMany:
+    def compose(self, step):
+        if not step.running():
+            seq = step.head()
+            step.admit(seq, step.blocks.lookup(seq), 1)
+            step.preempt(seq)
+            return step.admit(seq, step.blocks.lookup(seq), 1)  # again, which it may
+        step.schedule(step.running()[0], 500)
+
+
+class SchedulesTwice:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 1)
+        step.schedule(seq, 1)
+
+
+class AdmitsTooMany:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 10**6)
+
+
+class SchedulesNothing:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 0)
+
+
+class ResumesTooMany:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 1)
+        step.resume(seq, 10**6)
+
+
 class NoMode:
     def mode(self, seq, num_blocks):
         return None
@@ -380,6 +421,31 @@ def test_a_class_that_fails_is_named_in_one_line(
     assert said.status == 1
     for word in words:
         assert word in said.error()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SchedulesWaiting", ("r0 is scheduled, and does not run: Sequence(0, ", "WAITING")),
+        ("SchedulesTooMany", ("r0 is scheduled for 500 tokens; it may be for 1 to ",)),
+        ("SchedulesTwice", ("r0 is scheduled twice in step 0",)),
+        ("AdmitsTooMany", ("r0 is scheduled for 1000000 tokens; it may be for 1 to ",)),
+        ("SchedulesNothing", ("r0 is scheduled for 0 tokens; it may be for 1 to ")),
+        ("ResumesTooMany", ("r0 is scheduled for 1000000 tokens; it may be for 1 to ",)),
+    ],
+)
+def test_a_composition_that_schedules_what_it_may_not_is_named_with_file_and_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, name: str, words: tuple[str, ...]
+) -> None:
+    said = say(
+        capsys, "run", *SHORT, *TINY, f"scheduler.composition={{_target_: {misbehaving}.{name}}}",
+        "trace.arrival=all_at_once", f"hydra.run.dir={tmp_path}/run",
+    )  # fmt: skip
+    error = said.error()
+    lines = MISBEHAVING[: MISBEHAVING.index("\n\n\n", MISBEHAVING.index(f"class {name}:"))].splitlines()
+    assert f"misbehaving.py:{len(lines)}: AssertionError: " in error, "the last line of the method is to blame"
+    for word in words:
+        assert word in error
 
 
 def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Path, misbehaving: str) -> None:

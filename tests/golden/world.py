@@ -137,7 +137,7 @@ class World:
     def _abort(self, name: str) -> None:
         self._tell(f"abort {name}, {self._places[name]}")
         self._flags.add(_OF_PLACE[self._places[name]])
-        self.scheduler.abort(name)
+        self.scheduler.abort(name, self._now_ns)
         del self._live[name], self._places[name]
 
     def _step(self) -> None:

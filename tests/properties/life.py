@@ -52,11 +52,11 @@ class Life:
 
     def abort(self) -> None:
         if not self.shadow.jobs:
-            assert self.scheduler.abort("nobody") is None
+            assert self.scheduler.abort("nobody", self.now_ns) is None
             return
         name = self._rng.choice(list(self.shadow.jobs))
         self.calls.append(("abort", name, self.now_ns))
-        self.shadow.aborted(name, self.scheduler.abort(name))
+        self.shadow.aborted(name, self.scheduler.abort(name, self.now_ns))
         self._check()
 
     def step(self) -> None:
@@ -135,7 +135,7 @@ def repeat(scheduler: Scheduler, calls: list[Call]) -> list[int]:
         if isinstance(what, Request):
             scheduler.add(what)
         elif kind == "abort":
-            scheduler.abort(str(what))
+            scheduler.abort(str(what), now_ns)
         else:
             assert isinstance(what, StepResult)
             scheduler.plan(now_ns)

@@ -129,7 +129,7 @@ class AsyncLife:
         if not self.live or len(self._in_flight) > 1:
             return
         name = self._rng.choice(list(self.live))
-        finished = self.scheduler.abort(name)
+        finished = self.scheduler.abort(name, self.now_ns)
         if finished is not None:  # else a plan in flight ends it
             del self.live[name]
             self.counts["aborts in flight"] += bool(self._in_flight)

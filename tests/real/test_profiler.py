@@ -16,7 +16,7 @@ from real.profiler.grid import Episode, Moves, Room, design, ladder
 from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
 from sim.cost.calibration import calibrate
-from sim.cost.profiled_range import profiled_ranges, region_of
+from sim.cost.profiled_range import profiled_ranges
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.core.request import GREEDY
@@ -172,7 +172,7 @@ def test_the_grid_tells_every_coefficient_apart(is_quick):
     found = calibrate(Profile(manifest(block_size=4), steps))
     for name, value in asdict(found.coefficients).items():
         assert value == pytest.approx(getattr(known, name), rel=0.05), name
-    assert {region_of(shape) for shape in shapes} == {"decode", "prefill", "mixed"}
+    assert {shape.kind for shape in shapes} == {"decode", "prefill", "mixed"}
 
 
 def test_a_ladder_has_both_ends_and_a_size_between_any_two():

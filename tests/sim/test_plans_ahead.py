@@ -23,7 +23,7 @@ from testbed.core.serve import serve
 from testbed.records.schema import decision
 from testbed.records.tape import TapeInbox, TapeWriter, read_tape
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup, random_setup
-from tests.sim.worlds import Log, Sessions, price, world
+from tests.sim.worlds import Log, Sessions, emitted, price, world
 
 MS = 1_000_000
 ROOMY = Setup(limits=Setup().limits.replace(max_num_plans=2), num_blocks=40)
@@ -106,8 +106,8 @@ def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_pat
     tape, again = read_tape(tape_file), Log()
     inbox = TapeInbox(tape, lambda name, arrival_ns: replace(asked[name], arrival_ns=arrival_ns))
     drive(serve(inbox, setup.scheduler(), again), RecordedDevice(tape))
-    seen = [(view.digest, view.plan_ns, view.end_ns, view.emitted) for view in log.views]
-    assert [(view.digest, view.plan_ns, view.end_ns, view.emitted) for view in again.views] == seen
+    seen = [(view.digest, view.plan_ns, view.end_ns, emitted(view)) for view in log.views]
+    assert [(view.digest, view.plan_ns, view.end_ns, emitted(view)) for view in again.views] == seen
 
 
 class Tee:

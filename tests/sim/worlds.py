@@ -68,6 +68,11 @@ class Sessions:
 MAX_STEPS = 50_000  # of a world that takes some hundreds
 
 
+def emitted(step: StepView) -> list[str]:
+    """Ids of the requests that emitted a token, once for each."""
+    return [seq.request_id for seq in step.emitters]
+
+
 class Log:
     """A recorder of everything, step by step."""
 
@@ -87,7 +92,7 @@ class Log:
         self.views.append(step)
         self.steps.append(
             (
-                decision(step), step.plan_ns, step.result, step.digest, step.emitted, step.plan.shape,
+                decision(step), step.plan_ns, step.result, step.digest, emitted(step), step.plan.shape,
                 step.num_running, step.num_waiting, step.num_swapped, step.plan.blocked_by,
             )
         )  # fmt: skip

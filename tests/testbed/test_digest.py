@@ -100,7 +100,7 @@ def test_an_abort_counts_in_the_step_after_it() -> None:
         add(scheduler, make_request("a", 4, 3), make_request("b", 4, 3))
         step(scheduler)
         if aborts:
-            scheduler.abort("b")
+            scheduler.abort("b", 0)
         step(scheduler)  # the same row either way: b was waiting
         values.append(scheduler.digest)
     assert values[0] != values[1]
@@ -193,7 +193,7 @@ def test_it_is_made_as_its_module_says(composition: str) -> None:
         events: list[int] = []
         if scheduler.num_steps == 9:
             (aborted,) = [seq.seq_id for seq in scheduler.unfinished() if seq.request_id == "r7"]
-            scheduler.abort("r7")
+            scheduler.abort("r7", 0)
             events += (5, aborted)
         plan = scheduler.plan(0)
         rows = plan.scheduled

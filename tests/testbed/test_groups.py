@@ -285,12 +285,12 @@ def test_an_abort_ends_every_member_and_touches_nobody_else(state: Callable[[], 
     seqs = [seq for seq in scheduler.unfinished() if seq.request.request_id == "a"]
     outputs = [list(seq.output_token_ids) for seq in seqs]
     ended = [list(seq.output_token_ids) for seq in seqs[0].group.finished]  # type: ignore[union-attr]
-    finished = scheduler.abort("a")
+    finished = scheduler.abort("a", 0)
     scheduler.check_invariants()
     assert finished is not None
     assert finished.reason is FinishReason.ABORT
     assert [list(output) for output in finished.outputs] == ended + outputs
     assert all(seq.state is SequenceState.FINISHED for seq in seqs)
-    assert scheduler.abort("a") is None
+    assert scheduler.abort("a", 0) is None
     assert [item.request.request_id for item in drain(scheduler)] == ["other"]
     assert_nothing_held(scheduler)

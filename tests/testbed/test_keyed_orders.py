@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -212,8 +213,24 @@ def test_hrrn_lets_a_short_job_pass_a_long_one_until_that_has_waited_enough() ->
     assert queue.head(2010 * NS_PER_S) is long
 
 
-@pytest.mark.parametrize("key", [0, None, "a", [1]])
-def test_a_key_that_is_no_tuple_is_refused_in_either_build(key: Any) -> None:
+@pytest.mark.parametrize("key", [0, None, "a", [1], (0.5, 1), (float("nan"),), (1, "a"), (None, 0), (Fraction(2), 0)])
+def test_a_key_that_is_no_tuple_of_whole_numbers_is_refused_in_either_build(key: Any) -> None:
     queue = orders.KeyedQueue(lambda seq: key)
     with pytest.raises(TypeError, match=r"the key of a KeyedQueue is .*; it must be a tuple of whole numbers"):
         queue.push(make_seq(0))
+    assert len(queue) == 0
+
+
+def test_what_is_no_whole_number_in_a_key_is_named_with_the_class_of_the_queue() -> None:
+    class ByWeight(orders.KeyedQueue):
+        """A user's own."""
+
+    queue = ByWeight(lambda seq: (seq.num_prompt_tokens * 0.5, seq.seq_id))
+    with pytest.raises(TypeError, match=r"the key of a ByWeight is \(4\.0, 0\); .*: 'float' object cannot be"):
+        queue.push(make_seq(0, 8))
+
+
+def test_whole_numbers_of_numpy_make_a_key() -> None:
+    queue = orders.KeyedQueue(lambda seq: (np.int64(-seq.seq_id),))
+    assert drain(pushed(queue, make_seq(0), make_seq(1))) == [1, 0]
+    assert type(queue.rank(make_seq(0), 0)[0]) is int

@@ -191,33 +191,33 @@ def rejected() -> Scheduler:
 def test_an_abort_in_any_state_frees_everything_and_touches_nobody_else(state) -> None:  # type: ignore[no-untyped-def]
     scheduler = state()
     num_output = next(seq.num_output_tokens for seq in scheduler.unfinished() if seq.request.request_id == "a")
-    finished = scheduler.abort("a")
+    finished = scheduler.abort("a", 0)
     assert finished is not None
     assert (finished.reason, finished.num_output_tokens) == (FinishReason.ABORT, num_output)
     scheduler.check_invariants()
-    assert scheduler.abort("a") is None, "it is gone"
+    assert scheduler.abort("a", 0) is None, "it is gone"
     assert [item.request.request_id for item in drain(scheduler)] == ["other"]
     assert_nothing_held(scheduler)
 
 
 def test_aborting_all_leaves_an_idle_scheduler() -> None:
     scheduler = decoding()
-    scheduler.abort("a")
-    scheduler.abort("other")
+    scheduler.abort("a", 0)
+    scheduler.abort("other", 0)
     assert_nothing_held(scheduler)
 
 
 def test_an_unknown_id_is_not_aborted() -> None:
-    assert make_scheduler().abort("nobody") is None
+    assert make_scheduler().abort("nobody", 0) is None
 
 
 def test_an_abort_while_a_plan_is_in_flight_ends_at_once_and_the_row_is_dropped() -> None:
     scheduler = never_planned()
     free = scheduler.blocks.num_free_blocks
-    scheduler.abort("other")
+    scheduler.abort("other", 0)
     plan = scheduler.plan(0)
     assert [name for name, _ in plan.num_scheduled] == ["a"]
-    finished = scheduler.abort("a")
+    finished = scheduler.abort("a", 0)
     assert finished is not None
     assert (finished.reason, scheduler.has_work, scheduler.blocks.num_free_blocks) == (FinishReason.ABORT, False, free)
     assert scheduler.commit(StepResult(1), 1) == []

@@ -339,9 +339,9 @@ def test_sharing_costs_no_blocks_and_ends_with_the_last_user() -> None:
     add(scheduler, make_request("b", range(9), 9))
     step(scheduler)  # 2 of them shared, 1 its own
     assert scheduler.blocks.num_free_blocks == 8 - 4
-    scheduler.abort("a")
+    scheduler.abort("a", 0)
     assert scheduler.blocks.num_free_blocks == 8 - 3
-    scheduler.abort("b")
+    scheduler.abort("b", 0)
     assert scheduler.blocks.num_free_blocks == 8
 
 

@@ -149,7 +149,7 @@ def test_ignored_and_aborted_requests_are_recorded_with_their_reason(tmp_path: P
     recorder = RunRecorder(tmp_path)
     scheduler = make_scheduler(limits=make_limits(model_len=8))
     run_steps(recorder, scheduler, [make_request("long", 9, 1), make_request("a", 4, 9)], max_steps=2)
-    finished = scheduler.abort("a")
+    finished = scheduler.abort("a", 25)
     assert finished is not None
     recorder.ended([finished], 25)
     recorder.close()

@@ -10,9 +10,11 @@ from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, StepVie
 from testbed.core.outcome import Finished, StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence
 from testbed.core.serve import serve
 from testbed.core.step import Step
 from testbed.errors import LivelockError
+from testbed.policies.queue_order import FCFS
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler, scheduled
 
 
@@ -133,6 +135,24 @@ def test_an_abort_takes_effect_at_the_next_boundary_and_is_told_to_all() -> None
     assert [scheduled(view.plan) for view in log.steps] == [{"a": 4, "b": 4}, {"b": 1}]
 
 
+class Leaving(FCFS):
+    """Keeps who left, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, int]] = []
+
+    def left(self, seq: Sequence, now_ns: int) -> None:
+        self.noted.append((seq.request_id, now_ns))
+
+
+def test_a_queue_order_is_told_when_a_request_ended_and_when_one_was_aborted() -> None:
+    queue = Leaving()
+    inbox = ListInbox(arrive("a", 0, output=9), arrive("b", 0, output=3), arrive("late", 7), abort("a", 5))
+    drive(inbox, make_scheduler(queue=queue))
+    assert queue.noted == [("a", 10), ("b", 30), ("late", 30)]
+
+
 def test_an_abort_of_a_finished_request_is_nothing() -> None:
     inbox = ListInbox(arrive("a", 0, output=1), abort("a", 10), arrive("b", 10))
     log, _ = drive(inbox, make_scheduler())
@@ -165,7 +185,7 @@ def test_a_committed_step_shows_the_state_after_its_plan() -> None:
     first = log.steps[0]
     assert (first.num_running, first.num_waiting, first.num_swapped) == (1, 1, 0)
     assert (first.free_gpu_blocks, first.free_cpu_blocks) == (8, 0)
-    assert first.emitted == ["a"]
+    assert [seq.request_id for seq in first.emitters] == ["a"]
     assert log.steps[1].free_gpu_blocks == 7  # the last token's position is in a second block, freed by the commit
 
 

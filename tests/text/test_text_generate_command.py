@@ -34,7 +34,7 @@ def test_one_prompt_prints_its_text_bare(
     wanted = llm.generate(PROMPTS[0], greedy(9, ignore_eos=False))[0].outputs[0]
     said = generate(capsys, folder, PROMPTS[0], "--temperature", "0", "--max-tokens", "9", *stream)
     assert (said.status, said.out) == (0, wanted.text + "\n")
-    assert said.lines[-1].startswith("1 prompts, 9 tokens generated in ")
+    assert said.lines[-1].startswith("1 prompt, 9 tokens generated in ")
     assert said.lines[-1].endswith("vllm_v1, attention torch")
 
 

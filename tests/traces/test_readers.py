@@ -128,6 +128,8 @@ def test_absent_files_and_folders_are_refused(tmp_path):
         read_azure(tmp_path / "nowhere.csv")
     with pytest.raises(TraceError, match="is a folder; expected a file"):
         read_azure(tmp_path)
+    with pytest.raises(TraceError, match="/dev/null: is no plain file; expected the path of a trace file"):
+        read_azure("/dev/null")
 
 
 # --- compression ---

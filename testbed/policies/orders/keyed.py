@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
+from operator import index
 from typing import Any
 
 from mypy_extensions import mypyc_attr
@@ -59,11 +60,15 @@ class KeyedQueue:
         self._heap.remove(seq.seq_id)
 
     def rank(self, seq: Sequence, now_ns: int) -> Rank:
-        """Raises TypeError for a key that is no tuple, which could not be compared with others'."""
-        rank = self._key(seq)
+        """Raises TypeError for a key that is no tuple of whole numbers: a NaN has no place in an order, and what is
+        computed of floats may differ between machines."""
+        rank, must = self._key(seq), "it must be a tuple of whole numbers"
         if not isinstance(rank, tuple):
-            raise TypeError(f"the key of a KeyedQueue is {rank!r}; it must be a tuple of whole numbers")
-        return rank
+            raise TypeError(f"the key of a {type(self).__name__} is {rank!r}; {must}")
+        try:
+            return tuple([index(number) for number in rank])
+        except TypeError as error:
+            raise TypeError(f"the key of a {type(self).__name__} is {rank!r}; {must}: {error}") from None
 
     def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
         """The running sequence that would be served last, if the head goes strictly before it."""

@@ -29,13 +29,15 @@ def watching(told: Callable[[int], object]) -> Iterator[None]:
         _watcher.reset(token)
 
 
-def existing_file(path: str | Path) -> Path:
-    """`path` as a Path. Raises TraceError if no file is there."""
+def existing_file(path: str | Path, wanted: str = "a trace file") -> Path:
+    """`path` as a Path. Raises TraceError if no plain file is there: a device or a pipe could not be read twice."""
     file = Path(path)
     if file.is_file():
         return file
-    what = "is a folder; expected a file" if file.is_dir() else "does not exist; expected the path of a trace file"
-    raise TraceError(f"{path}: {what}")
+    if file.is_dir():
+        raise TraceError(f"{path}: is a folder; expected a file")
+    what = "is no plain file" if file.exists() else "does not exist"
+    raise TraceError(f"{path}: {what}; expected the path of {wanted}")
 
 
 def format_suffix(path: str | Path) -> str:

@@ -145,8 +145,8 @@ class _Checker:
             self._check(command.plan)
         return self._device.execute(command, now_ns)
 
-    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
-        return self._device.resume_ns(until_ns, now_ns)
+    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
+        return self._device.resume(until_ns, now_ns)
 
     def _check(self, plan: BatchPlan) -> None:
         if plan.step >= len(self._tape.steps):

@@ -29,8 +29,8 @@ class Executor(Protocol):
 
     def execute(self, command: Execute, now_ns: int) -> Resume: ...
 
-    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
-        """When a loop that waits goes on; None: nobody would wake it."""
+    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
+        """With what a loop that waits goes on; None: nobody would wake it."""
         ...
 
 
@@ -57,12 +57,12 @@ def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]
                 now_ns = resume.now_ns
                 command = loop.send(resume)
                 continue
-            resume_ns = device.resume_ns(command.until_ns, now_ns)
-            if resume_ns is None:
+            woken = device.resume(command.until_ns, now_ns)
+            if woken is None:
                 raise LivelockError("the loop waits to be woken, and nobody is there to do it")
-            now_ns = resume_ns
+            now_ns = woken.now_ns
             yield env.timeout(now_ns - int(env.now))
-            command = loop.send(Resume(now_ns))
+            command = loop.send(woken)
     except StopIteration:
         yield env.timeout(now_ns - int(env.now))
     finally:
@@ -82,8 +82,8 @@ class Device:
         self._in_flight: list[tuple[int, SimWork]] = []  # with the instant at which the device is done
         self._free_ns = self._answered_ns = 0
 
-    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
-        return None if until_ns is None else max(now_ns, until_ns)
+    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
+        return None if until_ns is None else Resume(max(now_ns, until_ns))
 
     def execute(self, command: Execute, now_ns: int) -> Resume:
         """The answer to a command of `now_ns`. Raises ConfigError for a price that leads beyond what instants say."""

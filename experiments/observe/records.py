@@ -16,6 +16,7 @@ from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished, FinishReason, Spans, StepResult
 from testbed.core.plan import Admission, BatchPlan, BatchShape, Preemption, PreemptionMode
 from testbed.core.sequence import Sequence
+from testbed.core.state import SequenceState
 
 REASONS = {
     "stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT,
@@ -106,11 +107,13 @@ class _Told:
             seq = self._seqs[name]
             preempted.append(Preemption(seq.seq_id, name, PreemptionMode.RECOMPUTE, seq.num_computed_tokens))
             seq.restart()
+            seq.enter(SequenceState.WAITING)
             seq.num_preemptions += 1
         admitted = []
         for name, start in step.admitted.items():
             seq = self._seqs[name]
             seq.restart(start)
+            seq.enter(SequenceState.RUNNING)
             admitted.append(Admission(seq.seq_id, name, start, seq.num_preemptions > 0))
         batch = Batch(0)
         for name, num_tokens in step.scheduled.items():

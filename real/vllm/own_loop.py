@@ -27,6 +27,10 @@ class ServedInbox:
         self.ignored: list[tuple[str, str]] = []  # (id, message) of what can never fit
         self._events: list[Event] = []
 
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
     def put(self, event: Event) -> None:
         self._events.append(event)
 
@@ -58,7 +62,6 @@ class OwnLoop:
         self._loop = serve(self._inbox, scheduler, recorder)
         self._origin_ns, self._last_ns = read_ns(), -1
         self._launched_ns: list[tuple[int, int]] = []  # of plans in flight: when they were handed out, how long decided
-        self._kept: BatchPlan | None = None  # decided, not yet asked for
         self._command: WaitUntil | Execute = next(self._loop)
 
     def added(self, name: str, request: Any) -> None:
@@ -68,15 +71,10 @@ class OwnLoop:
         self._inbox.put(Abort(name))
 
     def next_plan(self) -> BatchPlan | None:
-        if self._kept is not None:
-            plan, self._kept = self._kept, None
-            return plan
         assert isinstance(self._command, WaitUntil), "vLLM asks for a step while it owes the outcome of another"
         return self._ask()
 
     def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
-        if isinstance(self._command, WaitUntil):  # vLLM waits for a step although it has asked for no other
-            self._kept = self._ask()
         now_ns = self._now_ns()
         launched_ns, schedule_ns = self._launched_ns.pop(0)
         spans = Spans(schedule_ns=schedule_ns, forward_ns=max(0, now_ns - launched_ns))
@@ -92,6 +90,9 @@ class OwnLoop:
         return 1.0 - blocks.num_free_blocks / blocks.num_gpu_blocks
 
     def close(self) -> None:
+        """What was aborted last is still taken in."""
+        if self._inbox.has_events and isinstance(self._command, WaitUntil):
+            self._ask()
         self._inbox.is_open = False
         self._loop.close()
         self._close()

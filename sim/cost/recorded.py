@@ -32,19 +32,25 @@ class RecordedDevice:
             self._num_started = number + 1
             if command.is_ahead:
                 return Resume(max(now_ns, self._looked_again_ns(number)))
-        step = self._tape.steps[self._in_flight.pop(0)]
-        return Resume(step.commit_ns, StepResult(step.commit_ns, step.outcomes, step.spans))
+        return self._end_oldest()
 
-    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
-        """The instant until which the loop waits; of a live tape when it was asked for something again."""
+    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
+        """When the loop goes on; of a live tape when it was asked for something again, or told how a step ended."""
         if not self._tape.is_live:
-            return None if until_ns is None else max(now_ns, until_ns)
+            return None if until_ns is None else Resume(max(now_ns, until_ns))
         steps, events = self._tape.steps, self._tape.events
         known = [step.plan_ns for step in steps[self._num_started : self._num_started + 1]]
-        known += [steps[number].commit_ns for number in self._in_flight[:1]]
         first = bisect_right(events, now_ns, key=attrgetter("now_ns"))
         known += [event.now_ns for event in events[first : first + 1]]
-        return min([ns for ns in known if ns >= now_ns], default=until_ns)
+        next_ns = min([ns for ns in known if ns >= now_ns], default=None)
+        if self._in_flight and (next_ns is None or steps[self._in_flight[0]].commit_ns < next_ns):
+            return self._end_oldest()
+        next_ns = until_ns if next_ns is None else next_ns
+        return None if next_ns is None else Resume(next_ns)
+
+    def _end_oldest(self) -> Resume:
+        step = self._tape.steps[self._in_flight.pop(0)]
+        return Resume(step.commit_ns, StepResult(step.commit_ns, step.outcomes, step.spans))
 
     def _looked_again_ns(self, number: int) -> int:
         """When the loop planned again after a launch that it did not wait for. If there was nothing to plan then, what

@@ -48,13 +48,16 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
             resume = yield Execute(plan, is_ahead)
             now_ns = resume.now_ns
             circle: str | None = None
-            if not is_ahead:
-                assert resume.result is not None, "a plan that was waited for has a result"
+            if resume.result is not None:
                 planned = in_flight.pop(0)
                 has_ended = _commit(planned, resume.result, inbox, scheduler, recorder, now_ns)
                 circle = thrash.committed(planned.plan, scheduler, has_ended=has_ended)
             if inbox.is_open:  # what others do at this instant comes before the next plan
-                now_ns = (yield WaitUntil(now_ns, circle is not None)).now_ns
+                resume = yield WaitUntil(now_ns, circle is not None)
+                while resume.result is not None:  # a step in flight has ended, and nobody asks for another yet
+                    _commit(in_flight.pop(0), resume.result, inbox, scheduler, recorder, resume.now_ns)
+                    resume = yield WaitUntil(resume.now_ns)
+                now_ns = resume.now_ns
             if circle is not None and not inbox.is_open and inbox.next_ns() is None:
                 raise LivelockError(circle)
             continue

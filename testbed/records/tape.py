@@ -56,8 +56,8 @@ class Tape:
 
     @property
     def last_ns(self) -> int:
-        """When the loop was last asked for anything."""
-        steps = max((step.plan_ns for step in self.steps), default=0)
+        """When the loop was last asked or told anything."""
+        steps = max((step.commit_ns for step in self.steps), default=0)
         return max(steps, max((event.now_ns for event in self.events), default=0))
 
 

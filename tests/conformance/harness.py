@@ -66,8 +66,8 @@ class Watch:
         answer: Resume = self.backend.execute(command, now_ns)
         return answer
 
-    def resume_ns(self, until_ns: int | None, now_ns: int) -> int | None:
-        found: int | None = self.backend.resume_ns(until_ns, now_ns)
+    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
+        found: Resume | None = self.backend.resume(until_ns, now_ns)
         return found
 
     def _read(self, plan: BatchPlan) -> None:

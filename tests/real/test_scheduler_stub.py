@@ -324,7 +324,7 @@ def test_plans_that_are_laid_into_the_seat_are_carried_out() -> None:
     for number in range(4):
         if number == 2:
             scheduler.abort("bb")
-            core.abort("bb")
+            core.abort("bb", 0)
         seat.plan = core.plan(number)
         assert scheduler.has_unfinished_requests()
         engine.step()

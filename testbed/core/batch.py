@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
-from testbed.core.state import RUNNING
 
 # (seq, start, num_tokens): num_tokens tokens of seq from position start are computed
 Row = tuple[Sequence, int, int]
@@ -24,8 +23,7 @@ class Batch(Rows):
         self.is_over = False
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
-        assert seq.state is RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
-        check_count(seq, seq.num_computed_tokens, num_tokens)
+        assert num_tokens > 0, f"{seq.request_id} is scheduled for {num_tokens} tokens; a row computes at least one"
         self.seqs.append(seq)
         self.counts.append(num_tokens)
         self.token_budget -= num_tokens
@@ -87,9 +85,3 @@ class Batch(Rows):
 
     def num_scheduled(self) -> list[tuple[str, int]]:
         return [(seq.request_id, self.counts[index]) for index, seq in enumerate(self.seqs)]
-
-
-def check_count(seq: Sequence, start: int, num_tokens: int) -> None:
-    """Asserts that so many tokens of a sequence, from position `start` on, are there to be computed."""
-    lacks = seq.num_tokens - start
-    assert 0 < num_tokens <= lacks, f"{seq.request_id} is scheduled for {num_tokens} tokens; it may be for 1 to {lacks}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
-from testbed.core.batch import Batch, Row, check_count
+from testbed.core.batch import Batch, Row
 from testbed.core.limits import Limits
 from testbed.core.plan import Admission, BlockedBy, Ignored, Pair, Preemption
 from testbed.core.policies import Policies
 from testbed.core.preempting import Preempting
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence
+from testbed.core.state import RUNNING
 from testbed.core.waiting import Waiting
 
 
@@ -117,6 +118,8 @@ class Step:
                 self._schedule_one(one, num_tokens)
 
     def _schedule_one(self, seq: Sequence, num_tokens: int) -> None:
+        assert seq.state is RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
+        _check_count(seq, seq.num_computed_tokens, num_tokens)
         is_twice = seq.last_step == self.number and self.batch.num_tokens_of(seq) > 0  # or it was withdrawn since
         assert not is_twice, f"{seq.request_id} is scheduled twice in step {self.number}"
         self.batch.add(seq, num_tokens)
@@ -196,7 +199,7 @@ class Step:
     def resume(self, seq: Sequence, num_tokens: int) -> None:
         """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was
         part of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
-        check_count(seq, seq.num_computed_tokens, num_tokens)
+        _check_count(seq, seq.num_computed_tokens, num_tokens)
         is_new = seq.num_computed_tokens + num_tokens > len(seq.block_table) * self.blocks.block_size
         if seq.is_prefilling and is_new and not self.blocks.can_grow(seq, num_tokens):
             return
@@ -236,7 +239,7 @@ class Step:
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
         """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
-        check_count(seq, hit.num_tokens, num_tokens)
+        _check_count(seq, hit.num_tokens, num_tokens)
         self._waiting.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
         self._running.admit(seq)
@@ -287,3 +290,9 @@ class Step:
         for seq in self.leaving.held:
             self._waiting.push_back(seq)
         return ()
+
+
+def _check_count(seq: Sequence, start: int, num_tokens: int) -> None:
+    """Asserts that so many tokens of a sequence, from position `start` on, are there to be computed."""
+    lacks = seq.num_tokens - start
+    assert 0 < num_tokens <= lacks, f"{seq.request_id} is scheduled for {num_tokens} tokens; it may be for 1 to {lacks}"

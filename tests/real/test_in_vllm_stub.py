@@ -24,6 +24,9 @@ from tests.real.vllm_stub import stub_vllm
 
 RUNNERS = pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
 LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+# A tape does not say when the loop looked for a plan beside one in flight and found none. A replay looks at the instant
+# of that one's commit, where these may have another head.
+GO_BY_TIME = ("hrrn", "priority, ageing", "mlfq")
 SPLIT_NO_PROMPT = ("prefill_first", "iteration_level", "static")
 
 
@@ -39,6 +42,8 @@ def setup_in_vllm(rng: random.Random, *, is_async: bool) -> Setup:
         setup = random_setup(rng)
         is_merged = setup.rules.duplicates == "merged"
         if is_merged and (is_async or setup.composition not in SPLIT_NO_PROMPT):
+            continue
+        if is_async and setup.queue in GO_BY_TIME:
             continue
         return replace(
             setup,
@@ -63,7 +68,7 @@ def lived(setup: Setup, rng: random.Random, folder: Path, *, is_newer: bool, num
 
 @RUNNERS
 @LOOPS
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 @example(0)
 def test_every_request_gets_the_tokens_that_it_gets_alone(

@@ -139,7 +139,7 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
             ended.append(request)
             self._note_finished(request)
             if told is not None:
-                self._translator.abort(name)
+                self._translator.forget(name)
                 self.steering.aborted(name)
         return ended
 
@@ -152,7 +152,7 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
     def schedule(self, throttle_prefills: bool = False) -> Any:
         plan = None if self._is_still else self.steering.next_plan()
         if plan is None:
-            return self._translator.empty(tells_ends=not self._is_still)
+            return self._translator.empty()
         output, launched = self._translator.scheduled(plan)
         self._launched[id(output)] = launched
         return output

@@ -50,32 +50,20 @@ class Translator:
     def __init__(self, *, max_model_len: int, sends_resumed_as_new: bool) -> None:
         self.live: dict[str, Told] = {}
         self.finished: set[str] = set()  # vLLM's ids, which the workers are to forget
-        self._gone: dict[str, Told] = {}  # by our ids, aborted since the last launch
         self._max_model_len = max_model_len
         self._sends_resumed_as_new = sends_resumed_as_new
         self._step = 0
 
     # --- to the workers ---
 
-    def empty(self, *, tells_ends: bool = True) -> SchedulerOutput:
+    def empty(self) -> SchedulerOutput:
         """A step without requests. Workers take them all out of their batch then, as with any step."""
         self._step += 1
-        kept = set() if tells_ends else set(self.finished)
-        self.finished -= kept
-        output = self._output([], CachedRequestData.make_empty(), {}, set())
-        self.finished |= kept
-        return output
+        return self._output([], CachedRequestData.make_empty(), {}, set())
 
     def scheduled(self, plan: BatchPlan) -> tuple[SchedulerOutput, Launched]:
-        """What the workers are told of a plan. One that was made before a pause may have requests that ended since.
-        Who was aborted is computed too, as others may find its blocks, and forgotten a step later."""
+        """What the workers are told of a plan."""
         self._step += 1
-        gone, self._gone = self._gone, {}
-        late = {
-            told.request.request_id
-            for name, _ in plan.num_scheduled
-            if (told := gone.get(name)) and name not in self.live
-        }
         preempted = set()
         for victim in plan.preempted:
             told = self.live.get(victim.request_id)
@@ -87,13 +75,12 @@ class Translator:
         new: list[NewRequestData] = []
         cached, launched, counts = CachedRequestData.make_empty(), Launched(plan), dict[str, int]()
         for (name, num_tokens), row in zip(plan.num_scheduled, plan.scheduled, strict=True):
-            told = self.live.get(name) or gone.get(name)
+            told = self.live.get(name)
             launched.rows.append((told, row.seq_id, row.samples))
-            if told is None:  # it ended with the step before, and has no blocks any more
+            if told is None:  # the plan was made while vLLM stood still
                 continue
             request, is_changed = told.request, told.table is not None and not _continues(row.block_table, told.table)
-            if not request.is_finished():
-                request.status = RequestStatus.RUNNING
+            request.status = RequestStatus.RUNNING
             request.num_computed_tokens = row.start
             counts[request.request_id] = num_tokens
             if told.table is None and (not told.has_run or self._sends_resumed_as_new):
@@ -105,11 +92,7 @@ class Translator:
                 self._add(cached, told, row, is_resumed=told.table is None or is_changed)
             told.has_run, told.table, told.step = True, list(row.block_table), self._step
             told.num_in_flight += row.samples
-        late &= counts.keys()
-        self.finished -= late
-        output = self._output(new, cached, counts, preempted)
-        self.finished |= late
-        return output, launched
+        return self._output(new, cached, counts, preempted), launched
 
     def _new(self, told: Told, row: ScheduledSequence) -> NewRequestData:
         tokens = list(told.request.all_token_ids) if self._sends_resumed_as_new else None
@@ -176,11 +159,6 @@ class Translator:
         told = self.live.pop(name, None)
         if told is not None:
             self.finished.add(told.request.request_id)
-
-    def abort(self, name: str) -> None:
-        """The same, from outside: a plan that is made already may have it."""
-        self._gone[name] = self.live[name]
-        self.forget(name)
 
 
 def _continues(table: Sequence[int], told: list[int]) -> bool:

@@ -38,10 +38,10 @@ class Told:
 
 @dataclass(slots=True)
 class Launched:
-    """A plan in flight: (whose it is, sequence, whether it samples) of each row. None: it ended before the launch."""
+    """A plan in flight: (whose it is, sequence, whether it samples) of each row."""
 
     plan: BatchPlan
-    rows: list[tuple[Told | None, int, bool]] = field(default_factory=list)
+    rows: list[tuple[Told, int, bool]] = field(default_factory=list)
 
 
 class Translator:
@@ -75,10 +75,8 @@ class Translator:
         new: list[NewRequestData] = []
         cached, launched, counts = CachedRequestData.make_empty(), Launched(plan), dict[str, int]()
         for (name, num_tokens), row in zip(plan.num_scheduled, plan.scheduled, strict=True):
-            told = self.live.get(name)
+            told = self.live[name]
             launched.rows.append((told, row.seq_id, row.samples))
-            if told is None:  # the plan was made while vLLM stood still
-                continue
             request, is_changed = told.request, told.table is not None and not _continues(row.block_table, told.table)
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = row.start
@@ -139,7 +137,7 @@ class Translator:
         for told, seq_id, samples in launched.rows:
             if not samples:
                 continue
-            if told is None or told.request.is_finished():  # aborted since: what came is dropped
+            if told.request.is_finished():  # aborted since: what came is dropped
                 outcomes.append(Outcome(seq_id, (0,)))
                 continue
             request = told.request

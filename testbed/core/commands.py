@@ -57,8 +57,7 @@ class Execute(Value):
 
 
 class Resume(Value):
-    """The driver's answer to a command: the time, and the result of a plan if it waited for one. (A wait of an open
-    inbox may be answered with a result too: the oldest plan in flight has come to its end meanwhile.)"""
+    """The driver's answer to a command: the time, and a result if it waited for one, or one came during a wait."""
 
     FIELDS: ClassVar = ("now_ns", "result")
     __slots__ = FIELDS

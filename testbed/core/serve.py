@@ -1,8 +1,7 @@
 """The only loop: arrivals, plan, execute, commit. A generator that does no waiting and no work.
 
 Its driver is its clock: it yields commands (WaitUntil, Execute) and is resumed with the time. Requests are pulled at
-step boundaries only. With asynchronous scheduling (`limits.max_num_plans` is 2) a plan is launched and the next one
-made before the first is waited for.
+step boundaries only. Where `limits.max_num_plans` is 2, a plan is launched and the next made before it is waited for.
 """
 
 from __future__ import annotations

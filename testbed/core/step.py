@@ -82,10 +82,8 @@ class Step:
         return self._running.prefilling
 
     def running(self) -> list[Sequence]:
-        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones.
-
-        Without those of which a step in flight says how they go on.
-        """
+        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones. Without
+        those of which a step in flight says how they go on."""
         if self._is_ahead:
             return [seq for seq in self._running.units.values() if not seq.awaits_outcome]
         return list(self._running.units.values())
@@ -281,8 +279,7 @@ class Step:
         self.blocked_by = reason
 
     def close(self) -> tuple[Sequence, ...]:
-        """The step is decided: held sequences are in the queue again. Returns victims that are not yet: their tokens
-        may be on their way."""
+        """The step is decided: held sequences are in the queue again, but the victims returned: tokens may come."""
         for seq in reversed(self.deferred):
             self._waiting.push_back(seq)
         if self._is_ahead:

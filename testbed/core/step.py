@@ -82,8 +82,8 @@ class Step:
         return self._running.prefilling
 
     def running(self) -> list[Sequence]:
-        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones. Without
-        those of which a step in flight says how they go on."""
+        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones.
+        Without those of which a step in flight says how they go on."""
         if self._is_ahead:
             return [seq for seq in self._running.units.values() if not seq.awaits_outcome]
         return list(self._running.units.values())

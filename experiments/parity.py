@@ -92,7 +92,7 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
     tape = read_tape(folder / "tape.jsonl")
     manifest = _manifest(folder)
     recorded, given = manifest["trace"]["fingerprint"], fingerprint(trace)
-    if recorded != given:
+    if recorded is not None and recorded != given:  # of a served run that was killed it is not known
         raise RunFolderError(
             f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it with its own: "
             f"trace=jsonl trace.path={folder / 'trace.jsonl'}"

@@ -12,41 +12,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from real.vllm.config import VllmConfig
+from real.vllm.seat import Seat
 from testbed.core.commands import Abort, Arrive, Event
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, Outcome, PromptLogprobs, Spans
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
-
-
-class Seat:
-    """Where plans are laid from outside for vLLM to carry out. Implements real.vllm.scheduler.Steering."""
-
-    def __init__(self) -> None:
-        self.expected = ""  # our id of the request that is being added
-        self.plan: BatchPlan | None = None
-        self.outcomes: tuple[Outcome, ...] = ()
-        self.planned_ns = self.taken_ns = 0  # when the last plan was translated, when its answer came
-
-    def added(self, name: str, request: Any) -> None: ...
-    def aborted(self, name: str) -> None: ...
-
-    def next_plan(self) -> BatchPlan | None:
-        plan, self.plan = self.plan, None
-        return plan
-
-    def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
-        self.outcomes = outcomes
-        return []
-
-    def num_requests(self) -> tuple[int, int]:
-        return 0, 0
-
-    def kv_usage(self) -> float:
-        return 0.0
-
-    def close(self) -> None: ...
 
 
 class VllmWork:

@@ -188,8 +188,8 @@ def device_name() -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
 
-class _Observed:
-    """What is put before one of vLLM's schedulers."""
+class ObservedScheduler(Scheduler):
+    """vLLM's synchronous scheduler, observed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -197,40 +197,36 @@ class _Observed:
 
     def add_request(self, request: Any) -> None:
         self.testbed_log.added(request)
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         began_ns = self.testbed_log.now_ns()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         self.testbed_log.planned(began_ns, output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         began_ns = self.testbed_log.now_ns()
-        results = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        results = super().update_from_output(scheduler_output, model_runner_output)
         self.testbed_log.committed(began_ns, scheduler_output, results)
         return results
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         if request_ids is not None:
             request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)  # it is read twice
-        for name in list(self.requests) if request_ids is None else request_ids:  # type: ignore[attr-defined]
-            if name in self.requests:  # type: ignore[attr-defined]
+        for name in list(self.requests) if request_ids is None else request_ids:
+            if name in self.requests:
                 self.testbed_log.aborted(name)
-        return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        return super().finish_requests(request_ids, finished_status)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         self.testbed_log.event("reset_prefix_cache")
-        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def shutdown(self) -> None:
         self.testbed_log.close()
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
 
 
-class ObservedScheduler(_Observed, Scheduler):  # type: ignore[misc]
-    """vLLM's synchronous scheduler, observed."""
-
-
-class ObservedAsyncScheduler(_Observed, AsyncScheduler):  # type: ignore[misc]
+class ObservedAsyncScheduler(ObservedScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler, observed. It takes no other: vLLM wants an AsyncScheduler where it runs so."""

@@ -56,7 +56,7 @@ class Steering(Protocol):
     def close(self) -> None: ...
 
 
-class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
+class CoreInVllm(SchedulerInterface):
     """See the module's docstring. A subclass says who steers (`make_steering`).
 
     num_gpu_blocks: without vLLM's null block. Raises ConfigError at the start for what cannot be had.
@@ -172,8 +172,6 @@ class CoreInVllm(SchedulerInterface):  # type: ignore[misc]
             outputs[request.client_index].append(
                 EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=Reason.ERROR)
             )
-        for request, _ in self._refused:
-            self._names.pop(request.request_id, None)
         self._refused = []
         for made in outputs.values():
             for one in made:

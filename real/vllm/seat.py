@@ -1,0 +1,36 @@
+"""The seat of a scheduler in vLLM's engine, without vLLM: what a backend of ours and its scheduler there share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testbed.core.outcome import Outcome
+from testbed.core.plan import BatchPlan
+
+
+class Seat:
+    """Where plans are laid from outside for vLLM to carry out. Implements real.vllm.scheduler.Steering."""
+
+    def __init__(self) -> None:
+        self.expected = ""  # our id of the request that is being added
+        self.plan: BatchPlan | None = None
+        self.outcomes: tuple[Outcome, ...] = ()
+
+    def added(self, name: str, request: Any) -> None: ...
+    def aborted(self, name: str) -> None: ...
+
+    def next_plan(self) -> BatchPlan | None:
+        plan, self.plan = self.plan, None
+        return plan
+
+    def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
+        self.outcomes = outcomes
+        return []
+
+    def num_requests(self) -> tuple[int, int]:
+        return 0, 0
+
+    def kv_usage(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...

@@ -1,0 +1,175 @@
+"""A user's own class that misbehaves is named in one line, with its file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.run import execute
+from tests.experiments.kit import SHORT, TINY, config_of, say, table_of
+
+MISBEHAVING = """
+from testbed.blocks.eviction import LRU
+from testbed.policies.queue_order import FCFS
+
+
+class HeadRaises(FCFS):
+    def head(self, now_ns):
+        raise ValueError("no head today")
+
+
+class HeadIsText(FCFS):
+    def head(self, now_ns):
+        return "a"
+
+
+class BindRaises(FCFS):
+    def bind(self, context):
+        raise KeyError("nothing")
+
+
+class Exits(FCFS):
+    def head(self, now_ns):
+        raise SystemExit(0)
+
+
+class ForgetsToAnswer:
+    def allows(self, seq, running):
+        pass
+
+
+class SaysSwap:
+    def mode(self, seq, num_blocks):
+        return "swap"
+
+
+class SchedulesWaiting:
+    def compose(self, step):
+        step.schedule(step.head(), 5)
+
+
+class SchedulesTooMany:
+    def compose(self, step):
+        if not step.running():
+            seq = step.head()
+            step.admit(seq, step.blocks.lookup(seq), 1)
+            step.preempt(seq)
+            return step.admit(seq, step.blocks.lookup(seq), 1)  # again, which it may
+        step.schedule(step.running()[0], 500)
+
+
+class SchedulesTwice:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 1)
+        step.schedule(seq, 1)
+
+
+class AdmitsTooMany:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 10**6)
+
+
+class SchedulesNothing:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 0)
+
+
+class ResumesTooMany:
+    def compose(self, step):
+        seq = step.head()
+        step.admit(seq, step.blocks.lookup(seq), 1)
+        step.resume(seq, 10**6)
+
+
+class NoMode:
+    def mode(self, seq, num_blocks):
+        return None
+
+
+class Counting(LRU):
+    calls = {"add": 0, "hit": 0}
+
+    def add(self, block, depth, last_step):
+        self.calls["add"] += 1
+        super().add(block, depth, last_step)
+
+    def hit(self, block):
+        self.calls["hit"] += 1
+"""
+
+
+@pytest.fixture
+def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "misbehaving.py").write_text(MISBEHAVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "misbehaving"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("queue_order", "HeadRaises", ("misbehaving.py:8", "ValueError: no head today", "partial results kept")),
+        ("queue_order", "HeadIsText", ("queue_order=misbehaving.HeadIsText", "docs/extending.md")),
+        ("queue_order", "BindRaises", ("misbehaving.py:18", "KeyError")),
+        ("queue_order", "Exits", ("misbehaving.py:23", "SystemExit")),
+        ("admission", "ForgetsToAnswer", ("allows() returned None", "misbehaving.ForgetsToAnswer")),
+        ("preemption", "NoMode", ("not a valid PreemptionMode", "misbehaving.NoMode")),
+    ],
+)
+def test_a_class_that_fails_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, key: str, name: str, words: tuple[str, ...]
+) -> None:
+    said = say(
+        capsys, "run", *SHORT, *TINY, f"scheduler.{key}={{_target_: {misbehaving}.{name}}}", "cache.num_gpu_blocks=20",
+        "cache.block_size=4", "trace.arrival=all_at_once", "trace.num_requests=20", f"hydra.run.dir={tmp_path}/run",
+    )  # fmt: skip
+    assert said.status == 1
+    for word in words:
+        assert word in said.error()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SchedulesWaiting", ("r0 is scheduled, and does not run: Sequence(0, ", "WAITING")),
+        ("SchedulesTooMany", ("r0 is scheduled for 500 tokens; it may be for 1 to ",)),
+        ("SchedulesTwice", ("r0 is scheduled twice in step 0",)),
+        ("AdmitsTooMany", ("r0 is scheduled for 1000000 tokens; it may be for 1 to ",)),
+        ("SchedulesNothing", ("r0 is scheduled for 0 tokens; it may be for 1 to ")),
+        ("ResumesTooMany", ("r0 is scheduled for 1000000 tokens; it may be for 1 to ",)),
+    ],
+)
+def test_a_composition_that_schedules_what_it_may_not_is_named_with_file_and_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, name: str, words: tuple[str, ...]
+) -> None:
+    said = say(
+        capsys, "run", *SHORT, *TINY, f"scheduler.composition={{_target_: {misbehaving}.{name}}}",
+        "trace.arrival=all_at_once", f"hydra.run.dir={tmp_path}/run",
+    )  # fmt: skip
+    error = said.error()
+    lines = MISBEHAVING[: MISBEHAVING.index("\n\n\n", MISBEHAVING.index(f"class {name}:"))].splitlines()
+    assert f"misbehaving.py:{len(lines)}: AssertionError: " in error, "the last line of the method is to blame"
+    for word in words:
+        assert word in error
+
+
+def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Path, misbehaving: str) -> None:
+    options = (
+        "scheduler.preemption={_target_: misbehaving.SaysSwap}",
+        "cache.eviction={_target_: misbehaving.Counting}",
+    )
+    config = config_of(
+        (*SHORT, *TINY, *options), trace__arrival="all_at_once", trace__num_system_prompts=1,
+        trace__system_prompt_tokens=8, trace__num_requests=20, cache__block_size=4, cache__num_gpu_blocks=20,
+        cache__num_cpu_blocks=90,
+    )  # fmt: skip
+    result = execute(config, tmp_path / "run")
+    assert result.exit_status == 0, result.message
+    assert sum(table_of(tmp_path / "run", "steps").to_pydict()["num_swapped_out"]) > 0
+    import misbehaving as module  # type: ignore[import-not-found]  # written by the fixture
+
+    assert min(module.Counting.calls.values()) > 0

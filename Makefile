@@ -8,7 +8,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 # What runs a second time, with the compiled core.
 COMPILED_SUITES := tests/conformance tests/properties tests/parity tests/golden tests/test_compiled.py \
-  tests/experiments/test_own_classes.py tests/cost/test_own_prices.py
+  tests/experiments/test_own_classes.py tests/experiments/test_misbehaving_classes.py tests/cost/test_own_prices.py
 
 # vLLM's CPU build, of each of these versions, in an environment of its own: 3.4 GB each.
 VLLM_VERSIONS ?= 0.28.0 0.32.0

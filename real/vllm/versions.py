@@ -11,7 +11,7 @@ NEWEST: Final = (0, 33)
 
 
 def check_version(version: str) -> None:
-    """Raises ConfigError for a vLLM that nobody has tried."""
+    """Raises ConfigError for a vLLM that this was not written for."""
     parts = version.split(".")
     try:
         found = int(parts[0]), int(parts[1])

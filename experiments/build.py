@@ -305,18 +305,11 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
         raise ConfigError("backend=vllm has no CPU blocks to swap to: leave cache.num_cpu_blocks out, or set it to 0")
     from real.vllm.backend import VllmBackend
 
-    bounds = limits(config)
     return VllmBackend(
         str(config.model.path),
         config.backend,
-        block_size=config.cache.block_size,
-        max_num_batched_tokens=bounds.max_num_batched_tokens,
-        max_num_seqs=bounds.max_num_seqs,
-        max_model_len=bounds.max_model_len,
-        num_gpu_blocks=config.cache.num_gpu_blocks,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        **_bounds_of_engine(config),
         kv_dtype=config.cache.kv_dtype,
-        seed=config.seed,
         tensor_parallel_size=config.tensor_parallel_size,
         prefix_caching=config.cache.prefix_caching,
         observe=None if observe is None else str(observe),
@@ -338,22 +331,30 @@ def build_real_backend(config: RunConfig) -> Any:
         raise ConfigError(
             f"backend=real needs the package {error.name!r}: pip install 'llm-serving-testbed[real]' (or `make demo`)"
         ) from None
-    bounds, num_ranks = limits(config), config.tensor_parallel_size
+    num_ranks = config.tensor_parallel_size
     make: Any = RealBackend if num_ranks == 1 else partial(RankedBackend, num_ranks=num_ranks)
     return make(
         config.model,
         config.backend,
-        block_size=config.cache.block_size,
-        max_num_batched_tokens=bounds.max_num_batched_tokens,
-        max_num_seqs=bounds.max_num_seqs,
-        max_model_len=bounds.max_model_len,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        num_gpu_blocks=config.cache.num_gpu_blocks,
+        **_bounds_of_engine(config),
         num_cpu_blocks=num_cpu_blocks(config),
         sliding_window=sliding_window(config),
         kv_dtype=_kv_dtype(config, config.backend),
-        seed=config.seed,
     )
+
+
+def _bounds_of_engine(config: RunConfig) -> dict[str, Any]:
+    """What any engine of this machine is made with: the bounds of its steps, its memory for KV, and the seed."""
+    bounds = limits(config)
+    return {
+        "block_size": config.cache.block_size,
+        "max_num_batched_tokens": bounds.max_num_batched_tokens,
+        "max_num_seqs": bounds.max_num_seqs,
+        "max_model_len": bounds.max_model_len,
+        "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+        "num_gpu_blocks": config.cache.num_gpu_blocks,
+        "seed": config.seed,
+    }
 
 
 def _kv_dtype(config: RunConfig, backend: RealConfig) -> str | None:

@@ -10,8 +10,20 @@ import numpy as np
 import pyarrow.compute as pc
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
-from analysis.style import GREY, grid, legend_below, legend_height, line_handle, marker, save, series_style, styled
+from analysis.style import (
+    GREY,
+    grid,
+    legend_below,
+    legend_height,
+    line_handle,
+    marker,
+    save,
+    series_style,
+    set_log,
+    styled,
+)
 from experiments.tables.devices import device_spec, library_model, model_spec
 from experiments.tables.roofline import bounds_ns, has_bound
 from testbed.specs.device import DeviceSpec
@@ -19,6 +31,7 @@ from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables
 
 _MAX_LINES = 6
+_MARKER, _SMALL_MARKER, _MANY = 3.4, 2.2, 80  # points of a line from which on their markers are small
 _AXES = {  # operator: what grows along a line, its label, what tells lines apart
     "gemm": ("m", "rows m", ("n", "k")),
     "attention_prefill": ("new_tokens", "new tokens of each prompt or chunk", ("batch", "context")),
@@ -56,20 +69,21 @@ def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, she
         for index, (_, line) in enumerate(lines):
             style, mark = series_style(index), marker(index)
             x, time_us = line[axis].to_numpy(), line["time_ns"].to_numpy() / 1e3
-            left.plot(x, time_us, mark, color=style["color"], markersize=3.4)
+            size = _SMALL_MARKER if len(x) > _MANY else _MARKER
+            left.plot(x, time_us, mark, color=style["color"], markersize=size)
             if has_sheet and sheet is not None:
                 bound_us = bounds_ns(operator, line, sheet) / 1e3
                 left.plot(x, bound_us, **style, linewidth=1.0)
-                axes[0][1].plot(x, time_us / bound_us, mark, **style, markersize=3.4, linewidth=0.6)
+                axes[0][1].plot(x, time_us / bound_us, mark, **style, markersize=size, linewidth=0.6)
             handles.append(line_handle(**style, marker=mark))
         left.set_ylabel("time of one call (µs)")
+        if has_sheet:
+            left.set_title("points: measured; lines: data sheet")
+            axes[0][1].axhline(1.0, color=GREY, linewidth=1.0)
+            axes[0][1].set_ylabel("measured time / data sheet's")
+            axes[0][1].set_title("1: as fast as the data sheet's full rates")
         for panel in axes[0]:
             _log(panel, says)
-        if has_sheet:
-            left.set_title("points: measured; lines: least time of the data sheet")
-            axes[0][1].axhline(1.0, color=GREY, linewidth=1.0)
-            axes[0][1].set_ylabel("measured / least time of the data sheet")
-            axes[0][1].set_title("1: the data sheet's full rates")
         engines = ", ".join(pc.unique(rows["engine"]).to_pylist())
         figure.suptitle(f"{operator} on {tables.device}, {dtype}{about}; {engines}", fontsize=9)
         legend_below(figure, handles, labels)
@@ -77,9 +91,19 @@ def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, she
 
 
 def _log(panel: Axes, says: str) -> None:
+    """Logarithmic axes with plain numbers: sizes in powers of two (1k is 1,024), times and factors in decades."""
     panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
     panel.set_xlabel(says)
+    low, high = panel.dataLim.intervaly
+    set_log(panel.yaxis, low, high)
+
+
+def _size(value: float) -> str:
+    for power, letter in ((30, "G"), (20, "M"), (10, "k")):
+        if value >= 2**power:
+            return f"{value / 2**power:g}{letter}"
+    return f"{value:g}"
 
 
 def _of_model(rows: Any, operator: str, model: ModelSpec) -> tuple[Any, str]:
@@ -110,8 +134,13 @@ def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, An
     groups = [group for group in counted if group["count_all"] >= most / 3]
     if operator == "gemm":
         groups = list(_nearest_products(groups, model))
-    elif len(groups) > _MAX_LINES:
-        groups.sort(key=lambda group: tuple(group[key] for key in keys))
+    elif operator == "elementwise":
+        groups = list(_of_each_kernel(groups, model))
+    elif operator == "attention_mixed":  # one chunk, beside more and more decodes
+        chunk = min(((g["new_tokens"], g["context"]) for g in groups), key=lambda c: (c[1], abs(np.log(c[0] / 512))))
+        groups = [group for group in groups if (group["new_tokens"], group["context"]) == chunk]
+    groups.sort(key=lambda group: tuple(group[key] for key in keys))
+    if len(groups) > _MAX_LINES:
         places = np.linspace(0, len(groups) - 1, _MAX_LINES).round().astype(int)
         groups = [groups[place] for place in places]
     for group in groups:
@@ -138,3 +167,11 @@ def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterato
         if group not in seen:
             seen.append(group)
             yield group
+
+
+def _of_each_kernel(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
+    """For each layer the row that is as wide as one of the model's, else its widest."""
+    q_size, kv_size = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    own = (model.hidden_size, model.intermediate_size, q_size + kv_size)
+    for kernel in sorted({group["kernel"] for group in groups}):
+        yield max((g for g in groups if g["kernel"] == kernel), key=lambda group: (group["n"] in own, group["n"]))

@@ -48,8 +48,10 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
             raise ProfileError(f"{folder} holds tables of several devices ({', '.join(described)}); give one's folder")
         spec = model_spec(library_model(meta["model"], model))
         only = folder if folder.parent == file.parent else None
-        for ranks in [only] if only is not None else sorted(file.parent.glob("tp*")):
-            tables += _of_ranks(ranks, meta, spec)
+        folders = [only] if only is not None else sorted(file.parent.glob("tp*"))
+        for ranks in folders:
+            is_copy = ranks.name != "tp1" and any(other.name == "tp1" for other in folders)
+            tables += _of_ranks(ranks, meta, spec, without=_STABLE if is_copy else ())
             if (ranks / "skew_fit.csv").is_file():
                 notes.setdefault(_SKEW, []).append(f"{spec.name} {ranks.name}")
         num_runs = meta.get("measurement_iterations", "?")
@@ -77,8 +79,8 @@ def _meta(file: Path) -> dict[str, Any]:
     return meta
 
 
-def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> list[Any]:
-    """The tables of one degree of tensor parallelism, `tp<n>`."""
+def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec, without: tuple[str, ...]) -> list[Any]:
+    """The tables of one degree of tensor parallelism, `tp<n>`. without: layers that are not taken."""
     text = folder.name.removeprefix("tp")
     size = int(text) if text.isdigit() else 0
     if not whole(1, 1024)(size):
@@ -91,11 +93,12 @@ def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> list[Any]:
         source=f"llmservingsim {version}", licence=LICENCE,
     )  # fmt: skip
     widths = _widths(spec, size)
-    tables = [_layers(folder / name, column, widths, label) for name, column in _LAYER_FILES]
+    tables = [_layers(folder / name, column, widths, label, without) for name, column in _LAYER_FILES]
     return [*tables, *_attention(folder / "attention.csv", spec, size, label)]
 
 
 _LAYER_FILES = (("dense.csv", "tokens"), ("per_sequence.csv", "sequences"))
+_STABLE = ("layernorm", "final_layernorm", "qk_norm", "sampler")  # the profiler copies these of one rank to all tp<n>
 
 
 def _check_shape(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> None:
@@ -115,7 +118,7 @@ def _widths(spec: ModelSpec, size: int) -> dict[str, tuple[str, int, int | None]
     hidden, inner = spec.hidden_size, spec.intermediate_size // size
     q_size = spec.num_attention_heads * spec.head_dim // size
     kv_size = spec.num_kv_heads_per_rank(size) * spec.head_dim
-    vocab = -(-spec.vocab_size // size)
+    vocab, all_heads = -(-spec.vocab_size // size), spec.num_attention_heads + spec.num_key_value_heads
     return {
         "qkv_proj": ("gemm", q_size + 2 * kv_size, hidden),
         "o_proj": ("gemm", hidden, q_size),
@@ -126,13 +129,15 @@ def _widths(spec: ModelSpec, size: int) -> dict[str, tuple[str, int, int | None]
         "embedding": ("elementwise", hidden, None),
         "layernorm": ("elementwise", hidden, None),
         "final_layernorm": ("elementwise", hidden, None),
-        "qk_norm": ("elementwise", q_size + kv_size, None),
+        "qk_norm": ("elementwise", all_heads * spec.head_dim, None),  # see _STABLE
         "rotary_emb": ("elementwise", q_size + kv_size, None),
-        "sampler": ("sampler", vocab, None),
+        "sampler": ("sampler", spec.vocab_size, None),
     }
 
 
-def _layers(file: Path, column: str, widths: dict[str, tuple[str, int, int | None]], label: Rows) -> Any:
+def _layers(
+    file: Path, column: str, widths: dict[str, tuple[str, int, int | None]], label: Rows, without: tuple[str, ...]
+) -> Any:
     """column: the number of rows that a layer computes."""
     csv = CsvTable(file, ("layer", column, "time_us"))
     names = csv.texts("layer")
@@ -142,10 +147,11 @@ def _layers(file: Path, column: str, widths: dict[str, tuple[str, int, int | Non
     found, index = np.unique(names, return_inverse=True)
     operators = pa.array([widths[name][0] for name in found]).take(pa.array(index))
     inner = pa.array([widths[name][2] for name in found], pa.int64()).take(pa.array(index))
-    return label(
+    rows = label(
         csv.num_rows, operator=operators, kernel=pa.array(names.astype(str)), m=csv.counts(column),
         n=np.array([widths[name][1] for name in found])[index], k=inner, time_ns=csv.times("time_us", "us"),
     )  # fmt: skip
+    return rows.filter(pa.array(~np.isin(names, without)))
 
 
 def _attention(file: Path, spec: ModelSpec, size: int, label: Rows) -> list[Any]:

@@ -143,7 +143,10 @@ class _Points:
 
 
 def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
-    """Compares each point that has a neighbour on both sides with the line between them, sizes and times in logs."""
+    """Compares each point that has a neighbour on both sides with the line between them, sizes and times in logs.
+
+    A point that is off makes its neighbours look so as well: of points side by side the one that is off most counts.
+    """
     order, line = points.along(axis)
     size = points.sizes[order, _KEYS.index(axis)].astype(np.float64)
     time_ns = np.log(points.time_ns[order])
@@ -153,7 +156,10 @@ def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
     inner, left, here, right = inner[near], left[near], here[near], right[near]
     between = time_ns[inner - 1] + (time_ns[inner + 1] - time_ns[inner - 1]) * (here - left) / (right - left)
     factor = np.exp(np.abs(time_ns[inner] - between))
-    found.add(points, order[inner], factor, OFF)
+    factors = np.zeros(len(order))
+    factors[inner] = factor
+    is_most = (factor >= factors[inner - 1]) & (factor >= factors[inner + 1])
+    found.add(points, order[inner[is_most]], factor[is_most], OFF)
 
 
 def _falling(points: _Points, axis: str, found: _Found) -> None:

@@ -305,5 +305,9 @@ def _standing_doubts(rows: Any) -> list[str]:
     if own_heads.num_rows:
         most = pc.max(own_heads["num_heads"]).as_py()
         doubts.append(f"attention_decode: with as many KV heads as heads (no GQA) up to {most} heads a rank only")
+    eager = rows.filter(pc.and_(pc.equal(rows["operator"], "all_reduce"), pc.ends_with(rows["kernel"], "_eager")))
+    if eager.num_rows:
+        least_us = pc.min(eager["time_ns"]).as_py() / 1e3
+        doubts.append(f"all_reduce: eager calls are timed with the host's launches, never below {least_us:.3g} us")
     doubts.append("no embedding, norms, rotary, activation, sampler or host time: kernels of these tables only")
     return doubts

@@ -38,12 +38,13 @@ def range_lines(tables: OperatorTables, operators: Iterable[str]) -> Iterator[st
     for operator in operators:
         rows = tables.select(operator)
         yield f"{operator}: {rows.num_rows:,} points, {_names(rows, 'dtype')}"
-        yield f"{_LEFT}kernels  {_names(rows, 'kernel')}"
+        yield f"{_LEFT}{'kernels':<15} {_names(rows, 'kernel')}"
         for name in (*SIZES[operator], "window"):
             span = pc.min_max(rows[name]).as_py()
             if span["min"] is not None:
                 num = pc.count_distinct(rows[name]).as_py()
-                yield f"{_LEFT}{name:<15} {span['min']:,} to {span['max']:,} ({num:,} sizes)"
+                spread = f"{span['min']:,}" if num == 1 else f"{span['min']:,} to {span['max']:,} ({num:,} sizes)"
+                yield f"{_LEFT}{name:<15} {spread}"
         span = pc.min_max(rows["time_ns"]).as_py()
         yield f"{_LEFT}{'time':<15} {span['min'] / 1e3:,.4g} us to {span['max'] / 1e3:,.6g} us"
 

@@ -22,7 +22,7 @@ from experiments.tables.columns import rows_of, times_ns
 from experiments.tables.devices import OUR_DEVICES, THEIR_DEVICES
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import unknown
-from testbed.specs.operator_tables import OperatorTables
+from testbed.specs.operator_tables import OperatorTables, check_rows
 
 PACKAGE = "aiconfigurator_core"
 ENGINES = ("vllm", "sglang", "trtllm")
@@ -83,6 +83,7 @@ def load(
     if nccl is not None:
         tables += _nccl(nccl, partial(label, engine=f"nccl {nccl.parent.name}"))
     rows = pa.concat_tables(tables).combine_chunks()
+    check_rows(rows, f"{source}, {system}")
     doubts += _standing_doubts(rows)
     return OperatorTables(OUR_DEVICES.get(system, system), _description(gemm), rows, tuple(doubts))
 
@@ -93,7 +94,7 @@ def coverage(systems: Path | None = None) -> list[Coverage]:
     for system in _systems(root):
         for engine in ENGINES:
             folder = root / "data" / system
-            versions = _versions(folder / "gemm" / engine, "gemm_perf.parquet")
+            versions = _whole_versions(folder, engine)
             if not versions:
                 continue
             chosen = versions[-1]
@@ -168,10 +169,15 @@ def _versions(folder: Path, file: str) -> list[str]:
     return sorted((found.parent.name for found in folder.glob(f"*/{file}")), key=_version_key)
 
 
-def _version(folder: Path, engine: str, wanted: str | None) -> str:
-    """The wanted version, or the newest, of those that have products and attention."""
+def _whole_versions(folder: Path, engine: str) -> list[str]:
+    """Those that have products and attention, the newest last."""
     versions = _versions(folder / "gemm" / engine, "gemm_perf.parquet")
-    whole = [name for name in versions if (folder / "attention" / engine / name).is_dir()]
+    return [name for name in versions if (folder / "attention" / engine / name).is_dir()]
+
+
+def _version(folder: Path, engine: str, wanted: str | None) -> str:
+    """The wanted version, or the newest, of those that are whole."""
+    whole = _whole_versions(folder, engine)
     if not whole:
         raise ConfigError(f"aiconfigurator-core has no tables of {engine} on {folder.name}")
     if wanted is None:
@@ -193,7 +199,8 @@ def _nearest(folder: Path, file: str, version: str | None) -> Path | None:
 
 
 def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
-    """The columns of a Parquet file. Raises ProfileError if one is missing, or the file."""
+    """The columns of a Parquet file, with `time_ns` of its latencies. Raises ProfileError if one is missing, or the
+    file."""
     if not file.is_file():
         raise ProfileError(f"no file at {file}; the package was expected to have it")
     try:
@@ -201,19 +208,16 @@ def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
         missing = [name for name in columns if name not in names]
         if missing:
             raise ProfileError(f"{file} lacks the column {missing[0]!r}; it has {', '.join(names)}")
-        return pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)])
+        table = pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)])
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    return table.append_column("time_ns", times_ns(table["latency"], "ms", str(file), "latency"))
 
 
 def _description(file: Path) -> str:
     """What the source calls the device."""
     names = pq.read_schema(file).names
     return str(pq.read_table(file, columns=["device"])["device"][0]) if "device" in names else ""
-
-
-def _times(table: Any, file: Path) -> Any:
-    return times_ns(table["latency"], "ms", str(file), "latency")
 
 
 def _dtypes(column: Any) -> Any:
@@ -226,11 +230,11 @@ def _gemm(file: Path, label: Any) -> Any:
     table = _read(file, _GEMM)
     return label(
         table.num_rows, operator="gemm", kernel=table["kernel_source"], dtype=_dtypes(table["gemm_dtype"]),
-        m=table["m"], n=table["n"], k=table["k"], time_ns=_times(table, file),
+        m=table["m"], n=table["n"], k=table["k"], time_ns=table["time_ns"],
     )  # fmt: skip
 
 
-def _attention(file: Path, label: Any, operator: str) -> tuple[Any, dict[str, Any]]:
+def _attention(file: Path, operator: str) -> tuple[Any, dict[str, Any]]:
     """A table of attention, and the columns that prompts and decodes have in common."""
     table = _read(file, _ATTENTION, "window_size")
     table = table.filter(pc.equal(table["beam_width"], 1))
@@ -242,17 +246,17 @@ def _attention(file: Path, label: Any, operator: str) -> tuple[Any, dict[str, An
         "operator": operator, "kernel": table["kernel_source"], "dtype": _dtypes(table["attn_dtype"]),
         "kv_dtype": _dtypes(table["kv_cache_dtype"]), "num_heads": heads, "head_dim": table["head_dim"],
         "num_kv_heads": pc.if_else(pc.equal(kv_heads, 0), heads, kv_heads),  # 0: as many as heads
-        "window": windows, "batch": table["batch_size"], "time_ns": _times(table, file),
+        "window": windows, "batch": table["batch_size"], "time_ns": table["time_ns"],
     }  # fmt: skip
 
 
 def _prefill(file: Path, label: Any) -> Any:
-    table, shared = _attention(file, label, "attention_prefill")
+    table, shared = _attention(file, "attention_prefill")
     return label(table.num_rows, **shared, new_tokens=table["isl"], context=table["step"])
 
 
 def _decode(file: Path, label: Any) -> Any:
-    table, shared = _attention(file, label, "attention_decode")
+    table, shared = _attention(file, "attention_decode")
     return label(table.num_rows, **shared, context=pc.add(table["isl"], table["step"]))
 
 
@@ -273,7 +277,7 @@ def _all_reduce(file: Path, label: Any) -> Any:
     return label(
         table.num_rows, operator="all_reduce", kernel=table["kernel_source"], dtype=_dtypes(dtypes),
         num_bytes=_num_bytes(table["message_size"], dtypes, file), num_ranks=table["num_gpus"],
-        time_ns=_times(table, file),
+        time_ns=table["time_ns"],
     )  # fmt: skip
 
 
@@ -287,7 +291,7 @@ def _nccl(file: Path, label: Any) -> list[Any]:
             "operator": operator, "kernel": table["kernel_source"], "dtype": _dtypes(dtypes),
             "num_bytes": _num_bytes(table["message_size"], dtypes, file), "num_ranks": table["num_gpus"],
         }  # fmt: skip
-        tables.append(label(table.num_rows, **columns, time_ns=_times(table, file)))
+        tables.append(label(table.num_rows, **columns, time_ns=table["time_ns"]))
     return tables
 
 

@@ -54,13 +54,23 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
             tables += _of_ranks(ranks, meta, spec, without=_STABLE if is_copy else ())
             if (ranks / "skew_fit.csv").is_file():
                 notes.setdefault(_SKEW, []).append(f"{spec.name} {ranks.name}")
-        num_runs = meta.get("measurement_iterations", "?")
-        notes.setdefault(f"each time is the mean of {num_runs} runs of an eager engine", []).append(spec.name)
+        notes.setdefault(_how_often(meta), []).append(spec.name)
     if not tables:
         raise ProfileError(f"{folder} holds no tp<n>/dense.csv; see docs/tables.md")
     [(name, gpu)] = described.items()
     doubts = (f"{', '.join(of)}: {note}" for note, of in notes.items())
     return OperatorTables(name, gpu, pa.concat_tables(tables).combine_chunks(), (_ALONE, *doubts))
+
+
+def _how_often(meta: dict[str, Any]) -> str:
+    kind = "an eager engine" if _engine(meta).get("enforce_eager") else "an engine"
+    return f"each time is the mean of {meta.get('measurement_iterations', 'some')} runs of {kind}"
+
+
+def _engine(meta: dict[str, Any]) -> dict[str, Any]:
+    """How vLLM was configured."""
+    engine = meta.get("engine_effective")
+    return engine if isinstance(engine, dict) else {}
 
 
 def _meta(file: Path) -> dict[str, Any]:
@@ -87,14 +97,14 @@ def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec, without: tupl
         raise ProfileError(f"{folder}: expected a folder named tp<n>, n ranks")
     check_ranks(spec, size)
     _check_shape(folder, meta, spec)
-    version = str(meta.get("profiler_version", "of unknown version"))
+    version, dtype = str(meta.get("profiler_version", "of unknown version")), _DTYPES[meta["variant"]]
     label = partial(
-        rows_of, dtype=_DTYPES[meta["variant"]], engine=f"vllm {meta['vllm_version']}",
+        rows_of, dtype=dtype, engine=f"vllm {meta['vllm_version']}",
         source=f"llmservingsim {version}", licence=LICENCE,
     )  # fmt: skip
     widths = _widths(spec, size)
     tables = [_layers(folder / name, column, widths, label, without) for name, column in _LAYER_FILES]
-    return [*tables, *_attention(folder / "attention.csv", spec, size, label)]
+    return [*tables, *_attention(folder / "attention.csv", spec, size, partial(label, kv_dtype=dtype))]
 
 
 _LAYER_FILES = (("dense.csv", "tokens"), ("per_sequence.csv", "sequences"))
@@ -103,7 +113,9 @@ _STABLE = ("layernorm", "final_layernorm", "qk_norm", "sampler")  # the profiler
 
 def _check_shape(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> None:
     """Raises ProfileError where the shape that ran is no share of the model's."""
-    ran = meta.get("engine_effective", {}).get("hf_overrides", {})
+    ran = _engine(meta).get("hf_overrides")
+    if not isinstance(ran, dict):
+        return
     for name in ("intermediate_size", "num_attention_heads"):
         has, value = getattr(spec, name), ran.get(name)
         if isinstance(value, int) and value > 0 and has % value:
@@ -161,9 +173,9 @@ def _attention(file: Path, spec: ModelSpec, size: int, label: Rows) -> list[Any]
     empty = np.flatnonzero((chunk == 0) & (decodes == 0))
     if len(empty):
         raise csv.refused("prefill_chunk", int(empty[0]), "a chunk or decodes")
-    time_ns, dtype = csv.times("time_us", "us"), label.keywords["dtype"] if isinstance(label, partial) else ""
+    time_ns = csv.times("time_us", "us")
     shared: dict[str, Any] = {
-        "kernel": "attention", "kv_dtype": dtype, "num_heads": spec.num_attention_heads // size,
+        "kernel": "attention", "num_heads": spec.num_attention_heads // size,
         "num_kv_heads": spec.num_kv_heads_per_rank(size), "head_dim": spec.head_dim, "window": spec.sliding_window,
     }  # fmt: skip
     alone, whole_chunk, both = chunk == 0, decodes == 0, (chunk > 0) & (decodes > 0)

@@ -124,7 +124,12 @@ def test_an_absent_package_is_one_line(capsys: pytest.CaptureFixture[str], monke
     ("name", "change", "message"),
     [
         ("gemm", {"latency": 1e-9}, r"gemm_perf.parquet, row 1: latency is 1e-09; expected ms, from 0.0001 to 1e\+06"),
-        ("gemm", {"latency": None}, "row 1: latency is None; expected ms"),
+        ("gemm", {"latency": None}, "row 1: latency is null; expected ms"),
+        (
+            "gemm",
+            {"k": None},
+            r"aiconfigurator-core 0.12.3, h200_sxm, row 1: k is null; expected at least 1: gemm needs",
+        ),
         ("decode", {"latency": -1.0}, r"generation_attention_perf.parquet, row 1: latency is -1\.0; expected ms"),
         ("reduce", {"allreduce_dtype": "fp3"}, "custom_allreduce_perf.parquet: messages of dtype 'fp3'; did you mean"),
     ],

@@ -24,6 +24,7 @@ USAGE = """usage: testbed <command> ...
   report <folder> ...          one HTML page about runs or sweeps
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
+  tables list                  measured operator tables: what there is; `testbed tables` also imports and draws them
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
   bench [core|simulator|engine] how fast scheduler, simulator and engine are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
@@ -142,6 +143,12 @@ def _trace(arguments: list[str]) -> int:
     return trace(arguments)
 
 
+def _tables(arguments: list[str]) -> int:
+    from experiments.tables import main as tables
+
+    return tables(arguments)
+
+
 def _costs(arguments: list[str]) -> int:
     from analysis.operators import format_operators, load_operators, operator_bars
     from analysis.style import save
@@ -185,6 +192,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "costs": _costs,
     "calibrate": _calibrate,
+    "tables": _tables,
     "trace": _trace,
     "bench": _bench,
     "demo": _demo,

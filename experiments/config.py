@@ -34,7 +34,7 @@ from experiments.settings import (
 from experiments.structured import editable, freeze
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
-from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig
+from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from testbed.blocks.config import CacheConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed, unknown
@@ -63,7 +63,8 @@ TRACE_PARTS: dict[str, tuple[type, ...]] = {  # what a trace's own component add
     "synthetic": (SyntheticConfig,), "lengths": (ArrivalConfig,), "agentic": (ArrivalConfig,)
 }  # fmt: skip
 COST_CONFIGS: dict[str, type] = {
-    "roofline": RooflineConfig, "calibrated": CalibratedConfig, "linear": LinearConfig, "constant": ConstantConfig
+    "roofline": RooflineConfig, "tables": TablesConfig, "calibrated": CalibratedConfig, "linear": LinearConfig,
+    "constant": ConstantConfig,
 }  # fmt: skip
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from experiments.config import COST_CONFIGS, RunConfig
 from experiments.policies import instantiate
@@ -13,16 +13,22 @@ from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import COEFFICIENTS as LINEAR_COEFFICIENTS
-from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig
+from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from sim.cost.constant import ConstantCost
 from sim.cost.linear import LinearCost
 from sim.cost.roofline import KVLayout, RooflineCost
+from sim.cost.tables import Measured, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.records.operators import Itemise
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
+from testbed.specs.operator_tables import OperatorTables, read_operator_tables
 from testbed.specs.profiles import read_profile
+
+_Cost = TypeVar("_Cost", bound=RooflineCost)
 
 
 def block_bytes(config: RunConfig) -> int:
@@ -52,13 +58,9 @@ def build_cost(config: RunConfig) -> CostModel:
     if name == "calibrated":
         return _calibrated(config, freeze(CalibratedConfig, "cost", values))
     if name == "roofline":
-        return RooflineCost(
-            config.model,
-            config.device,
-            freeze(RooflineConfig, "cost", values),
-            tensor_parallel_size=config.tensor_parallel_size,
-            kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, sliding_window(config)),
-        )
+        return _roofline(RooflineCost, config, freeze(RooflineConfig, "cost", values))
+    if name == "tables":
+        return _tables(config, freeze(TablesConfig, "cost", values))
     raise ConfigError(unknown(f"cost is {name!r}", name, [*COST_CONFIGS, "recorded"]))
 
 
@@ -99,7 +101,7 @@ def unread_settings(config: RunConfig) -> list[str]:
     values = config.raw["cost"]
     if values.get("name") == "linear" and values.get("path") is not None:
         return _changed(values, LinearConfig(), LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
-    if values.get("name") != "roofline":
+    if values.get("name") not in ("roofline", "tables"):
         return []
     notes, is_cpu = [], config.device.kind == "cpu"
     if is_cpu:
@@ -120,6 +122,57 @@ def _changed(values: dict[str, Any], standard: object, names: tuple[str, ...], w
         for name in names
         if values.get(name, getattr(standard, name)) != getattr(standard, name)
     ]
+
+
+def _roofline(kind: type[_Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
+    return kind(
+        config.model,
+        config.device,
+        options,
+        tensor_parallel_size=config.tensor_parallel_size,
+        kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, sliding_window(config)),
+    )
+
+
+def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
+    """Prices looked up in operator tables of the device. Raises TestbedError where there are none, or of another."""
+    file, device = options.path, config.device
+    modified_ns = Path(file).stat().st_mtime_ns if file is not None and Path(file).is_file() else 0
+    tables = _operator_tables(file, device.name, options.engine, options.version, modified_ns)
+    if tables.device != device.name:
+        raise ConfigError(
+            f"cost.path: {file} has tables of {tables.device}, and the run's device is {device.name}; choose "
+            f"device={tables.device}, or import tables of {device.name}"
+        )
+    cost = _roofline(TablesCost, config, options)
+    window = sliding_window(config)
+    cost.fill(_measured(tables, config.model, device, config.tensor_parallel_size, config.cache.kv_dtype, window))
+    return cost
+
+
+@lru_cache(maxsize=4)
+def _operator_tables(
+    file: str | None, device: str, engine: str, version: str | None, modified_ns: int
+) -> OperatorTables:
+    if file is not None:
+        return read_operator_tables(file)
+    from experiments.tables.aiconfigurator import load
+
+    return load(device, engine, version)
+
+
+@lru_cache(maxsize=64)
+def _measured(
+    tables: OperatorTables, model: ModelSpec, device: DeviceSpec, size: int, kv_dtype: str | None, window: int | None
+) -> Measured:
+    """Looked up once for all points of a sweep: policies change no operator."""
+    from sim.cost.measured import measure
+
+    def make(of: ModelSpec, ranks: int) -> RooflineCost:
+        layout = KVLayout(kv_dtype=kv_dtype, sliding_window=window)
+        return RooflineCost(of, device, tensor_parallel_size=ranks, kv_layout=layout)
+
+    return measure(tables, model, size, kv_dtype, window, make)
 
 
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:

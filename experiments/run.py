@@ -27,6 +27,7 @@ from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
+from sim.cost.tables import TablesCost
 from sim.front_end import FrontEnd
 from testbed import compiled
 from testbed.core.interfaces import Inbox, Recorder
@@ -215,7 +216,7 @@ def _run(
         write_jsonl(trace, folder / TRACE_FILE)
     bar = ProgressBar(trace.num_requests, manifest["backend"])
     write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
-    watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost) else None
+    watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
     lag = None if prepared.replay is None else prepared.replay.lag
     more = [extra for extra in (tape, prepared.checker, watch, ledger, lag) if extra is not None]

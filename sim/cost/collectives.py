@@ -36,10 +36,9 @@ class Collectives:
     """Times in ns (floats, to be rounded once by the caller) of one call between `size` ranks."""
 
     def __init__(self, size: int, link_bytes_per_s: float, latency_ns: int, *, is_switched: bool = False) -> None:
-        self.size = size
-        self._is_switched = is_switched
+        self.size, self.link_bytes_per_s, self.latency_ns = size, link_bytes_per_s, latency_ns
+        self.is_switched = is_switched
         self._ns_per_byte = 1e9 / link_bytes_per_s
-        self._latency_ns = latency_ns
         self._depth = (size - 1).bit_length()  # ceil(log2 size)
 
     def all_reduce_ns(self, num_bytes: int) -> float:
@@ -47,19 +46,19 @@ class Collectives:
         if self.size == 1:
             return 0.0
         hops = self.size - 1
-        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + 2 * hops * self._latency_ns
-        tree = 2 * num_bytes * self._ns_per_byte + 2 * self._depth * self._latency_ns
-        if not self._is_switched:
+        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + 2 * hops * self.latency_ns
+        tree = 2 * num_bytes * self._ns_per_byte + 2 * self._depth * self.latency_ns
+        if not self.is_switched:
             return min(ring, tree)
-        whole = hops * num_bytes * self._ns_per_byte + 2 * self._latency_ns
-        halves = 2 * hops * num_bytes / self.size * self._ns_per_byte + 4 * self._latency_ns
+        whole = hops * num_bytes * self._ns_per_byte + 2 * self.latency_ns
+        halves = 2 * hops * num_bytes / self.size * self._ns_per_byte + 4 * self.latency_ns
         return min(ring, tree, whole, halves)
 
     def all_gather_ns(self, num_bytes: int) -> float:
         """num_bytes: of the gathered whole. The tree's volume is the ring's, and its hops are fewer."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) * num_bytes / self.size * self._ns_per_byte + self._depth * self._latency_ns
+        return (self.size - 1) * num_bytes / self.size * self._ns_per_byte + self._depth * self.latency_ns
 
     def gather_ns(self, num_bytes: int) -> float:
         """num_bytes: of the gathered whole, at one rank. The root's link carries as much as in an all-gather."""
@@ -70,6 +69,6 @@ class Collectives:
         if self.size == 1:
             return 0.0
         hops = self.size - 1
-        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + (hops + self._depth) * self._latency_ns
-        tree = self._depth * num_bytes * self._ns_per_byte + self._depth * self._latency_ns
+        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + (hops + self._depth) * self.latency_ns
+        tree = self._depth * num_bytes * self._ns_per_byte + self._depth * self.latency_ns
         return min(ring, tree)

@@ -39,6 +39,19 @@ class RooflineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TablesConfig(RooflineConfig):
+    """Beside what the roofline has, which fills what tables lack.
+
+    path: a file of `testbed tables import`; null: those of the installed package aiconfigurator-core, of the device, of
+    `engine` and its version (null: the newest).
+    """
+
+    path: str | None = None
+    engine: str = "vllm"
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CalibratedConfig:
     """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote."""
 

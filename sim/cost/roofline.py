@@ -185,26 +185,46 @@ class RooflineCost:
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
         return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
 
+    def product_ns(self, num_rows: int, num_in: int, num_out: int) -> int:
+        """[num_rows, num_in] x [num_in, num_out], once, by the roofline."""
+        return RooflineCost._matmul_ns(self, 1, num_rows, num_in, num_out, self._model.dtype_bytes)
+
+    def products(self) -> list[tuple[str, int, int]]:
+        """(name, num_in, num_out) of each matrix product on one rank; the last, the LM head, is once a step."""
+        model, hidden = self._model, self._model.hidden_size
+        inner = -(-model.intermediate_size // self._size)
+        return [
+            ("qkv", hidden, self._q_size + 2 * self._kv_size),
+            ("o", self._q_size, hidden),
+            ("gate_up", hidden, (model.num_mlp_matrices - 1) * inner),
+            ("down", inner, hidden),
+            ("lm_head", model.embedding_size, -(-model.vocab_size // self._size)),
+        ]
+
     def _dense_parts(self, num_tokens: int) -> dict[str, int]:
         """The operators that depend on the number of tokens only."""
-        model, size, layers, width = self._model, self._size, self._model.num_hidden_layers, self._model.dtype_bytes
-        hidden, inner = model.hidden_size, -(-model.intermediate_size // size)
-        act_bytes = num_tokens * model.activation_dtype_bytes
-        qkv, num_up = self._q_size + 2 * self._kv_size, model.num_mlp_matrices - 1
-        norm, rotary, activation = 4 * hidden, 2 * qkv, (num_up + 1) * inner  # elements read and written for a token
-        moved = 2 * self._beyond_cache(act_bytes * norm) + self._beyond_cache(act_bytes * rotary)
-        moved += self._beyond_cache(act_bytes * activation)
+        layers, width, hidden = self._model.num_hidden_layers, self._model.dtype_bytes, self._model.hidden_size
+        act_bytes = num_tokens * self._model.activation_dtype_bytes
+        products = {
+            name: self._matmul_ns(layers, num_tokens, num_in, num_out, width)
+            for name, num_in, num_out in self.products()[:-1]
+        }
         reduced = self._collectives.all_reduce_ns(act_bytes * hidden)
-        floor = self._kernel_floor_ns
         return {
-            "embedding": to_ns(floor + 2 * act_bytes * hidden * self._ns_per_byte),
-            "qkv": self._matmul_ns(layers, num_tokens, hidden, qkv, width),
-            "o": self._matmul_ns(layers, num_tokens, self._q_size, hidden, width),
-            "gate_up": self._matmul_ns(layers, num_tokens, hidden, num_up * inner, width),
-            "down": self._matmul_ns(layers, num_tokens, inner, hidden, width),
-            "elementwise": to_ns(layers * (_SMALL_KERNELS * floor + moved * self._ns_per_byte)),
+            "embedding": to_ns(self._kernel_floor_ns + 2 * act_bytes * hidden * self._ns_per_byte),
+            **products,
+            "elementwise": to_ns(layers * self._elementwise_ns(num_tokens)),
             "all_reduce": to_ns((2 * layers + 1) * reduced),  # after o, after the MLP, after the embedding
         }
+
+    def _elementwise_ns(self, num_tokens: int) -> float:
+        """Two norms with residual, rotary embedding and store, activation, of one layer."""
+        model, inner = self._model, -(-self._model.intermediate_size // self._size)
+        act_bytes = num_tokens * model.activation_dtype_bytes
+        norm, rotary = 4 * model.hidden_size, 2 * (self._q_size + 2 * self._kv_size)  # elements read and written
+        moved = 2 * self._beyond_cache(act_bytes * norm) + self._beyond_cache(act_bytes * rotary)
+        moved += self._beyond_cache(act_bytes * model.num_mlp_matrices * inner)
+        return _SMALL_KERNELS * self._kernel_floor_ns + moved * self._ns_per_byte
 
     def _beyond_cache(self, num_bytes: int) -> int:
         """Of what a kernel without arithmetic moves: the kernel before it has left some in the cache."""
@@ -214,16 +234,21 @@ class RooflineCost:
         """LM head, gathering its logits, and the sampler, which passes over the logits twice; in ns."""
         if num_samples == 0:
             return {"lm_head": 0, "gather": 0, "sampler": 0}
-        model, vocab, links = self._model, -(-self._model.vocab_size // self._size), self._collectives
-        logit_bytes = num_samples * model.vocab_size * _LOGIT_BYTES
-        head = self._matmul_ns(1, num_samples, model.embedding_size, vocab, model.activation_dtype_bytes)
-        sampler = _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
+        links, logit_bytes = self._collectives, num_samples * self._model.vocab_size * _LOGIT_BYTES
+        _, num_in, num_out = self.products()[-1]
+        head = self._matmul_ns(1, num_samples, num_in, num_out, self._model.activation_dtype_bytes)
+        sampler = self._sampler_ns(num_samples)
         if self.config.logits == "gather":
             gathered = links.gather_ns(logit_bytes)
             sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
         else:
             gathered = links.all_gather_ns(logit_bytes)
         return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler)}
+
+    def _sampler_ns(self, num_samples: int) -> float:
+        """Its kernels pass over the logits twice."""
+        logit_bytes = num_samples * self._model.vocab_size * _LOGIT_BYTES
+        return _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
         """One kernel over all rows: it takes the longer of their arithmetic and of their traffic, each summed exactly.

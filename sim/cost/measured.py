@@ -1,0 +1,341 @@
+"""Grids of one model's operators, made of a device's operator tables. Reads tables with pyarrow and numpy, once a run.
+
+A table has other sizes than a model. Along the sizes that a step varies (rows, contexts, bytes) its points are kept,
+and made monotone (isotonic regression of their logarithms, which leaves monotone points as they are) once those that
+lie more than OUTLIER times above or below both neighbours are left out. Across the sizes that a model fixes (a
+product's two, the heads of attention) what is interpolated is how far a measurement lies from the roofline, in the
+logarithm of the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.cost.grid import Grid
+from sim.cost.roofline import RooflineCost
+from sim.cost.tables import Measured, Part
+from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.specs.model import ModelSpec
+from testbed.specs.operator_tables import OperatorTables
+
+OUTLIER = 1.5
+PER_OCTAVE = 8  # points of a prompt's length between two powers of two: its time grows with its square
+Floats = NDArray[np.float64]
+MakeRoofline = Callable[[ModelSpec, int], RooflineCost]  # of a model on so many ranks
+
+
+def measure(
+    tables: OperatorTables, model: ModelSpec, size: int, kv_dtype: str | None, window: int | None, make: MakeRoofline
+) -> Measured:
+    """What the tables have for `model` on `size` ranks. make: the roofline of a model, for what lies between."""
+    roofline = make(model, size)
+    dtype = {"float16": "bfloat16", "float32": "float32"}.get(model.dtype, model.dtype)  # 16 bits are alike
+    attention = _Attention(tables, model, size, _kv_name(kv_dtype), window, make)
+    sources = sorted({f"{s} {e}" for s, e in _pairs(tables, "source", "engine")})
+    return Measured(
+        gemm=_products(tables, roofline, dtype),
+        decode=attention.decode(),
+        prefill=attention.prefill(),
+        mixed=attention.mixed(),
+        all_reduce=_messages(tables, "all_reduce", size),
+        all_gather=_messages(tables, "all_gather", size),
+        elementwise=_elementwise(tables, model, size, roofline),
+        sampler=_sampler(tables, model),
+        sources=tuple(sources[:3]),
+    )
+
+
+def _pairs(tables: OperatorTables, *names: str) -> set[tuple[Any, ...]]:
+    grouped = tables.rows.group_by(list(names)).aggregate([])
+    return set(zip(*(grouped[name].to_pylist() for name in names), strict=True))
+
+
+def _kv_name(kv_dtype: str | None) -> str:
+    return "fp8" if kv_dtype is not None and kv_dtype.startswith("fp8") else "bfloat16"
+
+
+# --- points along one size ---
+
+
+def _line(sizes: Iterable[float], times: Iterable[float]) -> tuple[Floats, Floats]:
+    """One time for each size, ascending: medians of repeats, without outliers, never falling."""
+    xs, ys = np.asarray(list(sizes), float), np.asarray(list(times), float)
+    unique, index = np.unique(xs, return_inverse=True)
+    medians = np.array([np.median(ys[index == i]) for i in range(unique.size)])
+    kept = _inliers(medians)
+    return unique[kept], _isotonic(medians[kept])
+
+
+def _inliers(ys: Floats) -> NDArray[np.bool_]:
+    """All but the points that lie more than OUTLIER times above both neighbours, or below both."""
+    kept = np.full(ys.size, True)
+    if ys.size > 2:
+        low, high = np.minimum(ys[:-2], ys[2:]), np.maximum(ys[:-2], ys[2:])
+        kept[1:-1] = (ys[1:-1] <= OUTLIER * high) & (ys[1:-1] >= low / OUTLIER)
+    return kept
+
+
+def _isotonic(ys: Floats) -> Floats:
+    """Never falling, as near as can be in the logarithm; what never falls stays as it is."""
+    if ys.size < 2 or bool((np.diff(ys) >= 0).all()):
+        return ys
+    from scipy.optimize import isotonic_regression  # slow to import
+
+    logs = np.log(ys)
+    fitted = isotonic_regression(logs).x
+    return np.where(fitted == logs, ys, np.exp(fitted))
+
+
+def _grid(xs: Floats, ys: Floats) -> Grid:
+    return Grid([xs.tolist()], ys.tolist())
+
+
+# --- matrix products ---
+
+
+def _products(tables: OperatorTables, roofline: RooflineCost, dtype: str) -> dict[tuple[int, int], Part]:
+    """Over rows, of each product of the model; of one whose sizes are not in the table, from those around them."""
+    rows = tables.select("gemm", dtype=dtype)
+    m, n, k = (np.asarray(rows[name], float) for name in "mnk")
+    if not m.size:
+        return {}
+    lines, found = _Lines(m, n, k, np.asarray(rows["time_ns"], float)), {}
+    for _, num_in, num_out in roofline.products():
+        line = lines.at(num_in, num_out)
+        if line is not None:
+            found[num_in, num_out] = Part(_grid(*line), True)
+            continue
+        around = lines.around(num_in, num_out)
+        if not around:
+            continue
+        sizes = sorted(set.intersection(*(set(xs.tolist()) for (xs, _), _, _ in around)))
+        logs = np.zeros(len(sizes))
+        for (xs, ys), (near_in, near_out), weight in around:
+            at = np.searchsorted(xs, sizes)
+            expected = [roofline.product_ns(int(x), int(near_in), int(near_out)) for x in sizes]
+            logs += weight * np.log(ys[at] / expected)
+        expected = [roofline.product_ns(int(x), num_in, num_out) for x in sizes]
+        found[num_in, num_out] = Part(_grid(np.asarray(sizes), _isotonic(np.exp(logs) * expected)), False)
+    return found
+
+
+class _Lines:
+    """Products of a table by their two fixed sizes."""
+
+    def __init__(self, m: Floats, n: Floats, k: Floats, time: Floats) -> None:
+        self._m, self._n, self._k, self._time = m, n, k, time
+        self._pairs = {(int(a), int(b)) for a, b in zip(k.tolist(), n.tolist(), strict=True)}
+
+    def at(self, num_in: int, num_out: int) -> tuple[Floats, Floats] | None:
+        if (num_in, num_out) not in self._pairs:
+            return None
+        chosen = (self._k == num_in) & (self._n == num_out)
+        return _line(self._m[chosen], self._time[chosen])
+
+    def around(self, num_in: int, num_out: int) -> list[tuple[tuple[Floats, Floats], tuple[int, int], float]]:
+        """(line, its sizes, weight) of the measured products around one: the corners of the smallest rectangle whose
+        corners were all measured, weighted by the logarithms of both sizes; else the nearest one alone."""
+        ins = _neighbours(sorted({a for a, _ in self._pairs}), num_in)
+        outs = _neighbours(sorted({b for _, b in self._pairs}), num_out)
+        corners = [(a, b, u * v) for a, u in ins for b, v in outs if u * v > 0]
+        if not all((a, b) in self._pairs for a, b, _ in corners):
+            if not self._pairs:
+                return []
+            a, b = min(self._pairs, key=lambda one: abs(np.log(one[0] / num_in)) + abs(np.log(one[1] / num_out)))
+            corners = [(a, b, 1.0)]
+        found = [(self.at(a, b), (a, b), weight) for a, b, weight in corners]
+        return [(line, sizes, weight) for line, sizes, weight in found if line is not None]
+
+
+def _neighbours(points: list[int], x: int) -> list[tuple[int, float]]:
+    """The points on both sides of x, with weights by the logarithm; at the ends and on a point, that one."""
+    right = int(np.searchsorted(points, x))
+    if right < len(points) and points[right] == x:
+        return [(x, 1.0)]
+    if right == 0 or right == len(points):
+        return [(points[min(right, len(points) - 1)], 1.0)]
+    left, last = points[right - 1], points[right]
+    share = float(np.log(x / left) / np.log(last / left))
+    return [(left, 1.0 - share), (last, share)]
+
+
+# --- attention ---
+
+
+class _Attention:
+    """Attention of one head shape: the model's on one rank where it was measured, else the nearest that was."""
+
+    def __init__(
+        self, tables: OperatorTables, model: ModelSpec, size: int, kv_dtype: str, window: int | None, make: MakeRoofline
+    ) -> None:
+        self._tables, self._kv_dtype, self._window = tables, kv_dtype, window
+        self._heads = model.num_attention_heads // size, model.num_kv_heads_per_rank(size)
+        self._model, self._make, self._own = model, make, make(model, size)
+
+    def decode(self) -> Part | None:
+        """ns of one layer over (sequences, context of each)."""
+        found = self._points("attention_decode", "batch", "context")
+        if found is None:
+            return None
+        batch, context, ratio, is_exact = found
+        axes = [np.unique(batch), np.unique(context)]
+        ratios = _filled(axes, [batch, context], ratio)
+        layers = self._model.num_hidden_layers
+        own = np.array([[_decode_ns(self._own, b, c) / layers for c in axes[1]] for b in axes[0]])
+        return Part(Grid([axis.tolist() for axis in axes], _rising(ratios * own).ravel().tolist()), is_exact)
+
+    def prefill(self) -> Part | None:
+        """What was measured over the roofline, over (tokens, positions before them)."""
+        found = self._points("attention_prefill", "new_tokens", "context")
+        if found is None:
+            return None
+        tokens, context, ratio, is_exact = found
+        axes = [np.unique(tokens), np.unique(context)]
+        ratios = _filled(axes, [tokens, context], ratio)
+        fine = _refined(axes[0])
+        own = np.array([[_prefill_ns(self._own, c, s) for s in axes[1]] for c in fine])
+        logs = np.array([np.interp(np.log(fine), np.log(axes[0]), np.log(column)) for column in ratios.T]).T
+        rising = _rising(np.exp(logs) * own)
+        return Part(Grid([fine.tolist(), axes[1].tolist()], (rising / own).ravel().tolist()), is_exact)
+
+    def mixed(self) -> Part | None:
+        """What was measured over the roofline, over (tokens, positions before them, decodes, context of each)."""
+        found = self._points("attention_mixed", "new_tokens", "context", "batch", "decode_context")
+        if found is None:
+            return None
+        *points, ratio, is_exact = found
+        axes = [np.unique(values) for values in points]
+        return Part(Grid([axis.tolist() for axis in axes], _filled(axes, points, ratio).ravel().tolist()), is_exact)
+
+    def _points(self, operator: str, *sizes: str) -> Any:
+        """Arrays of the sizes, of measured time over the roofline's, and whether these heads are the model's own."""
+        rows = self._tables.select(
+            operator, head_dim=self._model.head_dim, kv_dtype=self._kv_dtype, window=self._window
+        )
+        if operator == "attention_prefill" and rows.num_rows:
+            rows = rows.filter(np.asarray(rows["batch"]) == 1)
+        if not rows.num_rows:
+            return None
+        frame = rows.select(["num_heads", "num_kv_heads", "kernel", "time_ns", *sizes]).to_pandas()
+        heads = self._nearest_heads(set(zip(frame["num_heads"], frame["num_kv_heads"], strict=True)))
+        frame = frame[(frame["num_heads"] == heads[0]) & (frame["num_kv_heads"] == heads[1])]
+        frame = frame[frame["kernel"] == frame["kernel"].mode()[0]]  # the one that the engine takes for most sizes
+        frame = frame.groupby(list(sizes), as_index=False)["time_ns"].median()
+        theirs = self._own if heads == self._heads else self._make(self._with_heads(*heads), 1)
+        points = [frame[name].to_numpy(float) for name in sizes]
+        expected = np.array([_attention_ns(theirs, operator, *point) for point in zip(*points, strict=True)])
+        layers = self._model.num_hidden_layers
+        return *points, frame["time_ns"].to_numpy() * layers / expected, heads == self._heads
+
+    def _nearest_heads(self, measured: set[tuple[int, int]]) -> tuple[int, int]:
+        """KV heads count double: their bytes are what a decode reads."""
+
+        def distance(heads: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+            far = abs(np.log(heads[0] / self._heads[0])) + 2 * abs(np.log(heads[1] / self._heads[1]))
+            return float(far), heads
+
+        nearest = min(measured, key=distance)
+        return int(nearest[0]), int(nearest[1])
+
+    def _with_heads(self, num_heads: int, num_kv_heads: int) -> ModelSpec:
+        return replace(self._model, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+
+
+def _attention_ns(cost: RooflineCost, operator: str, *point: float) -> float:
+    if operator == "attention_decode":
+        return _decode_ns(cost, *point)
+    tokens, start, *decodes = (int(x) for x in point)
+    if not decodes:
+        return _prefill_ns(cost, tokens, start)
+    num, context = decodes
+    parts = cost.breakdown(BatchShape(num, num * context, (PrefillChunk(start, tokens),), 0))
+    return parts["attention_prefill"] + parts["attention_decode"]
+
+
+def _decode_ns(cost: RooflineCost, batch: float, context: float) -> float:
+    return cost.breakdown(BatchShape(int(batch), int(batch * context), (), 0))["attention_decode"]
+
+
+def _prefill_ns(cost: RooflineCost, tokens: float, start: float) -> float:
+    return cost.breakdown(BatchShape(0, 0, (PrefillChunk(int(start), max(1, int(tokens))),), 0))["attention_prefill"]
+
+
+def _refined(points: Floats) -> Floats:
+    """The points, and whole numbers between them."""
+    steps = np.arange(0, PER_OCTAVE * np.log2(points[-1] / points[0])) / PER_OCTAVE
+    return np.unique(np.concatenate([points, np.round(points[0] * 2.0**steps)]))
+
+
+def _filled(axes: list[Floats], points: list[Floats], ratio: Floats) -> Floats:
+    """The ratios on the whole grid: where none was measured, that of the nearest point, by logarithms."""
+    shape, index = (
+        tuple(axis.size for axis in axes),
+        tuple(np.searchsorted(axis, values) for axis, values in zip(axes, points, strict=True)),
+    )
+    grid = np.full(shape, np.nan)
+    grid[index] = ratio
+    missing = np.argwhere(np.isnan(grid))
+    if missing.size:
+        from scipy.spatial import cKDTree  # slow to import
+
+        logs = [np.log1p(axis) for axis in axes]
+        known = np.column_stack([np.log1p(values) for values in points])
+        wanted = np.column_stack([axis[missing[:, i]] for i, axis in enumerate(logs)])
+        grid[tuple(missing.T)] = ratio[cKDTree(known).query(wanted)[1]]
+    return grid
+
+
+def _rising(times: Floats) -> Floats:
+    """Never falling along either size: each line by isotonic regression, what that leaves by the largest before."""
+    for axis in (1, 0):
+        times = np.apply_along_axis(_isotonic, axis, times)
+    return np.maximum.accumulate(np.maximum.accumulate(times, axis=1), axis=0)
+
+
+# --- the rest ---
+
+
+def _messages(tables: OperatorTables, operator: str, size: int) -> Part | None:
+    """Over bytes, between `size` ranks: of several kernels the fastest, as engines choose. Not calls that were timed
+    with the host's launches."""
+    rows = tables.select(operator, num_ranks=size)
+    if size == 1 or not rows.num_rows:
+        return None
+    frame = rows.select(["kernel", "num_bytes", "time_ns"]).to_pandas()
+    frame = frame[~frame["kernel"].str.endswith("_eager")]
+    if frame.empty:
+        return None
+    fastest = frame.groupby(["num_bytes", "kernel"])["time_ns"].median().groupby("num_bytes").min()
+    return Part(_grid(*_line(fastest.index, fastest)), True)
+
+
+def _elementwise(tables: OperatorTables, model: ModelSpec, size: int, roofline: RooflineCost) -> Part | None:
+    """Of one layer over tokens: two norms, rotary embedding, activation, q- and k-norm where the model has them."""
+    q_size, kv_size = (
+        model.num_attention_heads // size * model.head_dim, model.num_kv_heads_per_rank(size) * model.head_dim
+    )  # fmt: skip
+    needed = [("layernorm", model.hidden_size), ("layernorm", model.hidden_size), ("rotary_emb", q_size + kv_size)]
+    needed.append(("act_fn", -(-model.intermediate_size // size)))
+    if model.architecture.startswith("Qwen3"):
+        needed.append(("qk_norm", q_size + kv_size))
+    lines = []
+    for kernel, width in needed:
+        rows = tables.select("elementwise", kernel=kernel, n=width)
+        if not rows.num_rows:
+            return None
+        lines.append(_line(rows["m"].to_pylist(), rows["time_ns"].to_pylist()))
+    sizes = np.unique(np.concatenate([xs for xs, _ in lines]))
+    total = np.sum([np.interp(sizes, xs, ys) for xs, ys in lines], axis=0)
+    return Part(_grid(sizes, total), True)
+
+
+def _sampler(tables: OperatorTables, model: ModelSpec) -> Part | None:
+    rows = tables.select("sampler", n=model.vocab_size)
+    if not rows.num_rows:
+        return None
+    return Part(_grid(*_line(rows["m"].to_pylist(), rows["time_ns"].to_pylist())), True)

@@ -1,0 +1,231 @@
+"""A step's time by measured operators: the roofline with each operator looked up where a table of this device has it.
+
+What is looked up: matrix products, attention of prompts, of decodes and of both together, collectives, and where there
+are any, norms, rotary embedding, activation and sampler (sim/cost/measured.py makes the grids). All else, and all that
+is outside of the tables, is the roofline's: beyond a table's ends, its last value is scaled as the roofline grows.
+`origins` says which is which, and a run says what share of its time came from where.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mypy_extensions import mypyc_attr
+
+from sim.cost.base import to_ns
+from sim.cost.collectives import Collectives
+from sim.cost.grid import Grid
+from sim.cost.roofline import RooflineCost
+from testbed.core.commands import StepView
+from testbed.core.outcome import Finished
+from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.core.request import Request
+from testbed.core.value import Value
+
+MEASURED, SCALED, ROOFLINE = "measured", "scaled", "roofline"
+
+
+class Part(Value):
+    """A grid of one operator. is_exact: measured at this model's own sizes; else between or beyond those that were."""
+
+    FIELDS: ClassVar = ("grid", "is_exact")
+    __slots__ = FIELDS
+
+    def __init__(self, grid: Grid, is_exact: bool) -> None:
+        self.grid = grid
+        self.is_exact = is_exact
+
+
+class Measured(Value):
+    """What tables have for one model on one device; ns of one call, of one layer.
+
+    gemm: (num_in, num_out) -> over the rows. decode: over (sequences, context of each). prefill: what was measured over
+    what the roofline says, over (tokens, positions before them). mixed: the same, over (tokens, positions before them,
+    decodes, context of each). all_reduce, all_gather: over bytes. elementwise: over tokens. sampler: over rows.
+    """
+
+    FIELDS: ClassVar = (
+        "gemm", "decode", "prefill", "mixed", "all_reduce", "all_gather", "elementwise", "sampler", "sources",
+    )  # fmt: skip
+    __slots__ = FIELDS
+
+    def __init__(
+        self, gemm: dict[tuple[int, int], Part], decode: Part | None, prefill: Part | None, mixed: Part | None,
+        all_reduce: Part | None, all_gather: Part | None, elementwise: Part | None, sampler: Part | None,
+        sources: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self.gemm = gemm
+        self.decode = decode
+        self.prefill = prefill
+        self.mixed = mixed
+        self.all_reduce = all_reduce
+        self.all_gather = all_gather
+        self.elementwise = elementwise
+        self.sampler = sampler
+        self.sources = sources
+
+
+class MeasuredCollectives(Collectives):
+    """All-reduce and all-gather from tables, the others by volumes and hops."""
+
+    def __init__(self, base: Collectives, measured: Measured) -> None:
+        super().__init__(base.size, base.link_bytes_per_s, base.latency_ns, is_switched=base.is_switched)
+        self._reduce, self._gather = measured.all_reduce, measured.all_gather
+
+    def all_reduce_ns(self, num_bytes: int) -> float:
+        if self._reduce is None or self.size == 1:
+            return super().all_reduce_ns(num_bytes)
+        least, (nearest,) = self._reduce.grid.at((num_bytes,)), self._reduce.grid.clamped((num_bytes,))
+        if nearest == num_bytes:
+            return least
+        return least * super().all_reduce_ns(num_bytes) / super().all_reduce_ns(int(nearest))
+
+    def all_gather_ns(self, num_bytes: int) -> float:
+        if self._gather is None or self.size == 1:
+            return super().all_gather_ns(num_bytes)
+        least, (nearest,) = self._gather.grid.at((num_bytes,)), self._gather.grid.clamped((num_bytes,))
+        if nearest == num_bytes:
+            return least
+        return least * super().all_gather_ns(num_bytes) / super().all_gather_ns(int(nearest))
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TablesCost(RooflineCost):
+    """Prices a step by measured operators, once `fill` has given them; the roofline that it is fills what they lack."""
+
+    measured: Measured | None = None
+
+    def fill(self, measured: Measured) -> None:
+        self.measured = measured
+        self._collectives = MeasuredCollectives(self._collectives, measured)
+
+    def watch(self) -> OriginWatch:
+        """A recorder that sees where the prices of a run come from."""
+        return OriginWatch(self)
+
+    def origins(self, shape: BatchShape) -> dict[str, str]:
+        """Of each operator of `breakdown(shape)`: MEASURED, SCALED from other sizes, or the ROOFLINE's."""
+        measured, names = self.measured, self.breakdown(shape)
+        assert measured is not None
+        found = dict.fromkeys(names, ROOFLINE)
+        num_tokens, num_decodes = shape.num_tokens, shape.num_decodes
+        for name, num_in, num_out in self.products():
+            rows = shape.num_samples if name == "lm_head" else num_tokens
+            found[name] = _origin(measured.gemm.get((num_in, num_out)), (rows,))
+        if shape.prefills:
+            start, length = _largest(shape.prefills)
+            found["attention_prefill"] = _origin(measured.prefill, (length, start))
+            if num_decodes:
+                point = (shape.num_prefill_tokens, start, num_decodes, shape.decode_context_tokens / num_decodes)
+                found["attention_decode"] = _origin(measured.mixed, point)
+        elif num_decodes:
+            found["attention_decode"] = _origin(
+                measured.decode, (num_decodes, shape.decode_context_tokens / num_decodes)
+            )
+        found["elementwise"] = _origin(measured.elementwise, (num_tokens,))
+        found["sampler"] = _origin(measured.sampler, (shape.num_samples,))
+        found["all_reduce"] = _origin(measured.all_reduce, ())
+        found["gather"] = _origin(measured.all_gather, ())
+        return {name: origin for name, origin in found.items() if names.get(name)}
+
+    def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
+        part = None if self.measured is None else self.measured.gemm.get((num_in, num_out))
+        if part is None:
+            return super()._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
+        ns, (nearest,) = part.grid.at((num_rows,)), part.grid.clamped((num_rows,))
+        if nearest != num_rows:
+            beyond = super()._matmul_ns(1, num_rows, num_in, num_out, weight_bytes)
+            ns *= beyond / super()._matmul_ns(1, int(nearest), num_in, num_out, weight_bytes)
+        return to_ns(times * ns)
+
+    def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
+        part = None if self.measured is None else self.measured.decode
+        if part is None or num_decodes == 0:
+            return super()._decode_attention_ns(num_decodes, context)
+        point = (num_decodes, context / num_decodes)
+        ns, nearest = self._model.num_hidden_layers * part.grid.at(point), part.grid.clamped(point)
+        if nearest != point:
+            beyond = super()._decode_attention_ns(num_decodes, context)
+            ns *= beyond / super()._decode_attention_ns(int(nearest[0]), int(nearest[0] * nearest[1]))
+        return to_ns(ns)
+
+    def _mixed_attention_ns(self, num_decodes: int, context: int, prefills: tuple[PrefillChunk, ...]) -> int:
+        whole_ns, measured = super()._mixed_attention_ns(num_decodes, context, prefills), self.measured
+        if measured is None or measured.prefill is None:
+            return whole_ns
+        start, length = _largest(prefills)
+        if num_decodes and measured.mixed is not None:
+            num_tokens = sum([num for _, num in prefills])
+            return to_ns(whole_ns * measured.mixed.grid.at((num_tokens, start, num_decodes, context / num_decodes)))
+        ratio = measured.prefill.grid.at((length, start))
+        if num_decodes == 0:
+            return to_ns(whole_ns * ratio)
+        alone_ns = super()._mixed_attention_ns(0, 0, prefills)
+        return to_ns(alone_ns * ratio) + whole_ns - alone_ns
+
+    def _elementwise_ns(self, num_tokens: int) -> float:
+        part = None if self.measured is None else self.measured.elementwise
+        if part is None:
+            return super()._elementwise_ns(num_tokens)
+        ns, (nearest,) = part.grid.at((num_tokens,)), part.grid.clamped((num_tokens,))
+        return ns * (super()._elementwise_ns(num_tokens) / super()._elementwise_ns(int(nearest)))
+
+    def _sampler_ns(self, num_samples: int) -> float:
+        part = None if self.measured is None else self.measured.sampler
+        if part is None:
+            return super()._sampler_ns(num_samples)
+        ns, (nearest,) = part.grid.at((num_samples,)), part.grid.clamped((num_samples,))
+        return ns * (super()._sampler_ns(num_samples) / super()._sampler_ns(int(nearest)))
+
+
+def _largest(prefills: tuple[PrefillChunk, ...]) -> PrefillChunk:
+    """The chunk with the most (query, key) pairs, nearly: whose efficiency stands for all of a step."""
+    found = prefills[0]
+    for chunk in prefills:
+        if chunk.num_tokens * (chunk.start + chunk.num_tokens) > found.num_tokens * (found.start + found.num_tokens):
+            found = chunk
+    return found
+
+
+def _origin(part: Part | None, point: tuple[float, ...]) -> str:
+    if part is None:
+        return ROOFLINE
+    return MEASURED if part.is_exact and (not point or part.grid.clamped(point) == point) else SCALED
+
+
+class OriginWatch:
+    """Adds up, over every sixteenth step of a run, how much of the prices came from where. A `Recorder`."""
+
+    def __init__(self, cost: TablesCost) -> None:
+        self._cost = cost
+        self._num_seen = 0
+        self._ns: dict[str, int] = {}  # origin -> ns
+        self._filled: dict[str, int] = {}  # operator that the roofline priced -> ns
+
+    def committed(self, step: StepView) -> None:
+        self._num_seen += 1
+        shape = step.plan.shape
+        if self._num_seen % 16 != 1 or shape.is_empty:
+            return
+        parts, origins = self._cost.breakdown(shape), self._cost.origins(shape)
+        for name, origin in origins.items():
+            self._ns[origin] = self._ns.get(origin, 0) + parts[name]
+            if origin == ROOFLINE:
+                self._filled[name] = self._filled.get(name, 0) + parts[name]
+
+    def notes(self) -> list[str]:
+        """One line: shares of the time, and what the roofline filled, the largest first."""
+        total = sum(self._ns.values())
+        if not total or self._cost.measured is None:
+            return []
+        share = {name: f"{100 * self._ns.get(name, 0) / total:.0f} %" for name in (MEASURED, SCALED, ROOFLINE)}
+        filled = sorted(self._filled, key=lambda name: -self._filled[name])[:4]
+        return [
+            f"prices: {share[MEASURED]} of the time is measured ({'; '.join(self._cost.measured.sources)}), "
+            f"{share[SCALED]} scaled from other sizes, {share[ROOFLINE]} the roofline's"
+            + (f" ({', '.join(filled)})" if filled else "")
+        ]
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

@@ -1,0 +1,249 @@
+"""Prices from operator tables: exact on measured points, monotone between, scaled beyond, filled from the roofline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.tables.columns import rows_of
+from sim.cost.config import RooflineConfig
+from sim.cost.grid import Grid
+from sim.cost.measured import measure
+from sim.cost.roofline import RooflineCost
+from sim.cost.tables import MEASURED, ROOFLINE, SCALED, TablesCost
+from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
+from testbed.specs.operator_tables import OperatorTables
+from tests.cost.shapes import decode, prefill, shapes
+
+MODEL = ModelSpec(
+    "m", architecture="LlamaForCausalLM", num_hidden_layers=3, hidden_size=1024, intermediate_size=2048,
+    num_attention_heads=8, num_key_value_heads=2, head_dim=128, vocab_size=4096, tie_word_embeddings=False,
+)  # fmt: skip
+DEVICE = DeviceSpec("d", num_sms=8, attention_tile_rows=64, gemm_floor_ns=2000, kernel_floor_ns=2000)
+CONFIG = RooflineConfig()
+LABELS = {"engine": "vllm 0", "source": "us 1", "licence": "MIT"}
+ROWS = [1, 8, 64, 512, 4096]
+PRODUCTS = [(1024, 1536), (1024, 1024), (1024, 4096), (2048, 1024)]  # qkv, o, gate_up, down; no LM head
+CONTEXTS, BATCHES = [16, 256, 4096, 32768], [1, 4, 32, 256]
+
+
+def roofline(model: ModelSpec = MODEL, size: int = 1) -> RooflineCost:
+    return RooflineCost(model, DEVICE, CONFIG, tensor_parallel_size=size)
+
+
+def table(operator: str, columns: dict[str, list[float]], times: list[float], **fixed: object):
+    return rows_of(len(times), operator=operator, **columns, **fixed, time_ns=times, **LABELS)
+
+
+def products(factor: float = 1.5, sizes: list[tuple[int, int]] = PRODUCTS):
+    points = [(m, n, k) for k, n in sizes for m in ROWS]
+    times = [factor * roofline().product_ns(m, k, n) for m, n, k in points]
+    columns = {name: [point[i] for point in points] for i, name in enumerate("mnk")}
+    return table("gemm", columns, times, kernel="linear", dtype="bfloat16")
+
+
+def attention(
+    operator: str, points: list[tuple[int, ...]], names: tuple[str, ...], times: list[float], kv_heads: int = 2
+):
+    columns = {name: [point[i] for point in points] for i, name in enumerate(names)}
+    return table(
+        operator, columns, times, kernel="flash", dtype="bfloat16", kv_dtype="bfloat16", num_heads=8,
+        num_kv_heads=kv_heads, head_dim=128,
+    )  # fmt: skip
+
+
+def decodes(factor: float = 2.0, kv_heads: int = 2):
+    points = [(b, c) for b in BATCHES for c in CONTEXTS]
+    cost = roofline(replace(MODEL, num_key_value_heads=kv_heads))
+    times = [factor * cost.breakdown(decode(b, c))["attention_decode"] / 3 for b, c in points]
+    return attention("attention_decode", points, ("batch", "context"), times, kv_heads)
+
+
+def prompts(factor: float = 3.0):
+    points = [(1, c, s) for c in (16, 128, 1024) for s in (0, 512, 8192)]
+    times = [factor * roofline().breakdown(prefill(c, start=s))["attention_prefill"] / 3 for _, c, s in points]
+    return attention("attention_prefill", points, ("batch", "new_tokens", "context"), times)
+
+
+def priced(*tables, model: ModelSpec = MODEL, size: int = 1, kv_dtype: str | None = None) -> TablesCost:
+    import pyarrow as pa
+
+    cost = TablesCost(model, DEVICE, CONFIG, tensor_parallel_size=size)
+    cost.fill(measure(OperatorTables("d", "ours", pa.concat_tables(tables)), model, size, kv_dtype, None, roofline))
+    return cost
+
+
+ALL = priced(products(), decodes(), prompts())
+
+
+# --- on the points ---
+
+
+@pytest.mark.parametrize("num_tokens", ROWS)
+def test_a_measured_product_costs_what_was_measured(num_tokens):
+    parts, plain = (cost.breakdown(prefill(num_tokens)) for cost in (ALL, roofline()))
+    for name in ("qkv", "o", "gate_up", "down"):
+        assert parts[name] == pytest.approx(1.5 * plain[name], abs=3)
+    assert ALL.origins(prefill(num_tokens))["down"] == MEASURED
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_measured_decodes_cost_what_was_measured(batch, context):
+    shape = decode(batch, context)
+    assert ALL.breakdown(shape)["attention_decode"] == pytest.approx(
+        2 * roofline().breakdown(shape)["attention_decode"], abs=3
+    )
+    assert ALL.origins(shape)["attention_decode"] == MEASURED
+
+
+@pytest.mark.parametrize("start", [0, 512, 8192])
+def test_a_measured_prompt_costs_what_was_measured(start):
+    for num_tokens in (16, 128, 1024):
+        shape = prefill(num_tokens, start=start)
+        assert ALL.breakdown(shape)["attention_prefill"] == pytest.approx(
+            3 * roofline().breakdown(shape)["attention_prefill"], rel=1e-6, abs=3
+        )
+        assert ALL.origins(shape)["attention_prefill"] == MEASURED
+
+
+def test_a_measured_mix_costs_what_was_measured():
+    points = [(c, s, n, k) for c in (16, 256) for s in (0, 1024) for n in (1, 16) for k in (64, 2048)]
+
+    def plain(c: int, s: int, n: int, k: int) -> int:
+        parts = roofline().breakdown(BatchShape(n, n * k, (PrefillChunk(s, c),), 0))
+        return parts["attention_prefill"] + parts["attention_decode"]
+
+    names = ("new_tokens", "context", "batch", "decode_context")
+    rows = attention("attention_mixed", points, names, [5 * plain(*point) / 3 for point in points])
+    cost = priced(prompts(), rows)
+    for c, s, n, k in points:
+        shape = BatchShape(n, n * k, (PrefillChunk(s, c),), 0)
+        parts = cost.breakdown(shape)
+        assert parts["attention_prefill"] + parts["attention_decode"] == pytest.approx(5 * plain(c, s, n, k), abs=6)
+        assert cost.origins(shape)["attention_decode"] == MEASURED
+    ends = [cost.breakdown(BatchShape(n, n * 64, (PrefillChunk(0, 16),), 0)) for n in (1, 4, 16)]
+    assert ends[0]["attention_decode"] < ends[1]["attention_decode"] < ends[2]["attention_decode"]
+
+
+# --- between, beyond, without ---
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9000), st.integers(1, 300), st.integers(1, 60_000))
+def test_more_work_never_takes_less_time(num_tokens, num_decodes, context):
+    for less, more in (
+        (prefill(num_tokens), prefill(num_tokens + 1)),
+        (decode(num_decodes, context), decode(num_decodes + 1, context)),
+        (decode(num_decodes, context), decode(num_decodes, context + 1)),
+    ):
+        before, after = ALL.breakdown(less), ALL.breakdown(more)
+        for name in ("qkv", "down", "attention_prefill", "attention_decode"):
+            assert after[name] >= before[name] * (1 - 1e-9) - 3, name
+
+
+@given(shapes)
+def test_the_breakdown_adds_up_to_the_price(shape):
+    assert ALL.price(shape).total_ns == sum(ALL.breakdown(shape).values()) >= 1
+    assert set(ALL.origins(shape)) <= set(ALL.breakdown(shape))
+
+
+def test_between_measured_products_the_distance_from_the_roofline_is_interpolated():
+    sizes = [(k, n) for k in (512, 2048) for n in (1024, 4096)]
+    points = [(m, n, k, 1.0 + (k > 512) + 2 * (n > 1024)) for k, n in sizes for m in ROWS]
+    times = [factor * roofline().product_ns(m, k, n) for m, n, k, factor in points]
+    rows = table("gemm", {"m": [p[0] for p in points], "n": [p[1] for p in points], "k": [p[2] for p in points]}, times,
+                 kernel="linear", dtype="bfloat16")  # fmt: skip
+    cost = priced(rows)
+    ratio = cost.breakdown(prefill(64))["gate_up"] / roofline().breakdown(prefill(64))["gate_up"]  # 1024 x 4096
+    assert ratio == pytest.approx((3 * 4) ** 0.5, rel=0.01)  # half way between 512 and 2048, by the logarithm
+    assert cost.origins(prefill(64))["gate_up"] == SCALED
+
+
+def test_beyond_a_table_its_last_value_grows_as_the_roofline_does():
+    for shape, name, factor in (
+        (prefill(40_000), "gate_up", 1.5), (decode(1000, 300), "attention_decode", 2.0),
+        (decode(4, 100_000), "attention_decode", 2.0),
+    ):  # fmt: skip
+        assert ALL.breakdown(shape)[name] == pytest.approx(factor * roofline().breakdown(shape)[name], rel=1e-4)
+        assert ALL.origins(shape)[name] == SCALED
+
+
+def test_heads_that_were_not_measured_take_the_nearest_that_were():
+    cost = priced(decodes(2.0, kv_heads=4), decodes(5.0, kv_heads=8))
+    shape = decode(32, 256)
+    assert cost.breakdown(shape)["attention_decode"] == pytest.approx(
+        2 * roofline().breakdown(shape)["attention_decode"], rel=1e-4
+    )
+    assert cost.origins(shape)["attention_decode"] == SCALED
+
+
+def test_what_a_table_lacks_is_the_rooflines():
+    cost, plain, shape = priced(decodes()), roofline(), BatchShape(3, 90, (PrefillChunk(0, 50),), 4)
+    parts, origins = cost.breakdown(shape), cost.origins(shape)
+    for name, ns in plain.breakdown(shape).items():
+        assert parts[name] == ns
+        assert origins.get(name, ROOFLINE) == ROOFLINE
+    fp8 = priced(decodes(), kv_dtype="fp8")
+    assert fp8.breakdown(decode(4, 256)) == plain.breakdown(decode(4, 256))
+
+
+def test_an_outlier_and_a_fall_do_not_stay():
+    times = [1000.0, 1100.0, 9000.0, 1300.0, 1250.0, 1600.0]
+    rows = table(
+        "gemm", {"m": [1, 2, 4, 8, 16, 32], "n": [1024] * 6, "k": [1024] * 6}, times, kernel="l", dtype="bfloat16"
+    )
+    grid = priced(rows).measured.gemm[1024, 1024].grid
+    assert (grid.at((1,)), grid.at((32,))) == (1000, 1600)
+    assert 1100 < grid.at((4,)) < 1300
+    assert grid.at((8,)) == pytest.approx(grid.at((16,))) == pytest.approx((1300 * 1250) ** 0.5)
+
+
+def test_collectives_come_from_tables_of_as_many_ranks():
+    sizes = [1024, 2**20, 2**24]
+    fast = table("all_reduce", {"num_bytes": sizes}, [5e3, 2e4, 9e5], kernel="graph", dtype="bfloat16", num_ranks=2)
+    ring = table("all_reduce", {"num_bytes": sizes}, [9e3, 3e4, 2e5], kernel="NCCL", dtype="bfloat16", num_ranks=2)
+    eager = table("all_reduce", {"num_bytes": sizes}, [1e3, 1e3, 1e3], kernel="x_eager", dtype="bfloat16", num_ranks=2)
+    other = table("all_reduce", {"num_bytes": sizes}, [1e2, 1e2, 1e2], kernel="NCCL", dtype="bfloat16", num_ranks=4)
+    cost = priced(fast, ring, eager, other, size=2)
+    assert cost.breakdown(prefill(512))["all_reduce"] == 7 * 20_000  # 1 MiB; after o and MLP of 3 layers, embedding
+    assert cost.breakdown(prefill(8192))["all_reduce"] == 7 * 200_000
+    beyond = cost.breakdown(prefill(16384))["all_reduce"]
+    assert 1.5 < beyond / (7 * 200_000) < 2.1  # as volumes and hops grow
+    assert cost.origins(prefill(512))["all_reduce"] == MEASURED
+    assert priced(fast, other).breakdown(prefill(512))["all_reduce"] == 0
+
+
+def test_small_operators_come_from_tables_that_have_them_all():
+    kernels = {"layernorm": 1024, "rotary_emb": 1280, "act_fn": 2048}
+    rows = [
+        table("elementwise", {"m": [1, 100]}, [1000.0, 5000.0], kernel=kernel, dtype="bfloat16", n=width)
+        for kernel, width in kernels.items()
+    ]
+    sampler = table("sampler", {"m": [1, 64]}, [7000.0, 70_000.0], kernel="sampler", dtype="bfloat16", n=4096)
+    cost = priced(*rows, sampler)
+    assert cost.breakdown(prefill(100))["elementwise"] == 3 * 4 * 5000
+    assert cost.breakdown(decode(64))["sampler"] == 70_000
+    part = priced(*rows[:2])
+    assert part.breakdown(prefill(100))["elementwise"] == roofline().breakdown(prefill(100))["elementwise"]
+
+
+# --- grids ---
+
+
+@given(st.data())
+def test_a_grid_is_multilinear_and_level_outside(data):
+    axes = [sorted(data.draw(st.sets(st.integers(0, 50), min_size=1, max_size=4))) for _ in range(3)]
+    weights = np.array([2.0, 3.0, 5.0])
+    values = [float(weights @ (x, y, z)) + x * y for x in axes[0] for y in axes[1] for z in axes[2]]
+    grid = Grid([list(map(float, axis)) for axis in axes], values)
+    point = tuple(data.draw(st.floats(-10, 60)) for _ in axes)
+    x, y, z = (min(max(value, axis[0]), axis[-1]) for value, axis in zip(point, axes, strict=True))
+    assert grid.clamped(point) == (x, y, z)
+    assert grid.at(point) == pytest.approx(float(weights @ (x, y, z)) + x * y, abs=1e-6)

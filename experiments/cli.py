@@ -24,6 +24,7 @@ USAGE = """usage: testbed <command> ...
   report <folder> ...          one HTML page about runs or sweeps
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
+  fidelity <measured> ...      simulate measured runs again, request by request: signed errors (docs/fidelity.md)
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
   bench [core|simulator|engine] how fast scheduler, simulator and engine are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
@@ -163,6 +164,12 @@ def _calibrate(arguments: list[str]) -> int:
     return calibrate(arguments)
 
 
+def _fidelity(arguments: list[str]) -> int:
+    from experiments.fidelity import main as fidelity
+
+    return fidelity(arguments)
+
+
 def _bench(arguments: list[str]) -> int:
     from experiments.bench import main as bench
 
@@ -185,6 +192,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "costs": _costs,
     "calibrate": _calibrate,
+    "fidelity": _fidelity,
     "trace": _trace,
     "bench": _bench,
     "demo": _demo,

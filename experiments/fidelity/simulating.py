@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from analysis.load import Run, load_run
@@ -35,6 +36,12 @@ def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return sorted([*kept, *overrides], key=lambda item: item.partition("=")[0] not in GROUPS)
 
 
+def replaced(overrides: Sequence[str], newer: Sequence[str]) -> list[str]:
+    """The overrides with newer values in the place of those of the same keys."""
+    keys = {item.partition("=")[0] for item in newer}
+    return [*(item for item in overrides if item.partition("=")[0] not in keys), *newer]
+
+
 def composed(settings: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     """The configuration that a measured run's settings and the user's overrides make."""
     return compose_config(["backend=sim", *laid_over(settings, overrides)])
@@ -42,7 +49,7 @@ def composed(settings: Sequence[str], overrides: Sequence[str]) -> RunConfig:
 
 def simulate(config: RunConfig, trace: Trace, folder: Path, command: str) -> Run:
     """Simulates the trace into the folder. Raises TestbedError in one line where the run is not whole."""
-    result = execute(config, folder, command=command, trace=trace)
+    result = execute(replace(config, overwrite=True), folder, command=command, trace=trace)
     if result.status != "complete" or result.exit_status:
         raise TestbedError(result.message)
     return load_run(result.folder)

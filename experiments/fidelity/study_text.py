@@ -8,7 +8,7 @@ from experiments.fidelity.study import WHOLE
 from experiments.fidelity.study_report import OURS, Score, Simulated, merged, scores
 from experiments.fidelity.tables import percent, table
 
-_NAMES = {
+NAMES = {
     "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
     "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
 }  # fmt: skip
@@ -34,9 +34,9 @@ def _signed(found: Sequence[Simulated]) -> str:
     for one in found:
         for part in one.run.parts:
             measured, ours = one.run.measured_ms[part], one.ours_ms[part]
-            errors = [(ours[key] - measured[key]) / measured[key] if measured.get(key) else None for key in _NAMES]
+            errors = [(ours[key] - measured[key]) / measured[key] if measured.get(key) else None for key in NAMES]
             rows.append([f"{one.run.name} {part}", *(percent(error) for error in errors)])
-    return table(["run", *_NAMES.values()], rows)
+    return table(["run", *NAMES.values()], rows)
 
 
 def _mape(rows: Sequence[Score]) -> str:
@@ -45,13 +45,13 @@ def _mape(rows: Sequence[Score]) -> str:
     cells = []
     for row in rows:
         line = [row.who, str(row.num_runs)]
-        for key in _NAMES:
+        for key in NAMES:
             text = percent(row.errors.get(key), signed=False)
             if row.num_runs < most and key in row.errors:
                 text += f" [{percent(row.ours.get(key), signed=False)}]"
             line.append(text)
         cells.append(line)
-    return table(["predictor", "runs", *_NAMES.values()], cells)
+    return table(["predictor", "runs", *NAMES.values()], cells)
 
 
 def _lowest(rows: Sequence[Score]) -> list[str]:
@@ -62,10 +62,10 @@ def _lowest(rows: Sequence[Score]) -> list[str]:
         known = [row for row in rows if row.num_runs == most and key in row.errors]
         if known:
             best = min(known, key=lambda row: row.errors[key])
-            said.append(f"{_NAMES[key]} {best.who} ({percent(best.errors[key], signed=False)})")
+            said.append(f"{NAMES[key]} {best.who} ({percent(best.errors[key], signed=False)})")
     lines = [f"Lowest, of those that predict all {most} runs: {', '.join(said)}."]
     for row in rows:
-        better = [_NAMES[key] for key in _COMPARED if key in row.errors and row.errors[key] < row.ours[key]]
+        better = [NAMES[key] for key in _COMPARED if key in row.errors and row.errors[key] < row.ours[key]]
         if row.who != OURS and row.num_runs < most and better:
             lines.append(f"Lower than {OURS} on its own {row.num_runs} runs: {row.who} ({', '.join(better)}).")
     return ["  \n".join(lines)]

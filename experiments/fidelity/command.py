@@ -26,7 +26,7 @@ RESULT, TEXT, FIGURE, RUNS = "fidelity.json", "fidelity.md", "fidelity", "runs"
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     options.command = shlex.join(["testbed", "fidelity", *arguments])
     inputs = [Path(item) for item in options.inputs if "=" not in item or Path(item).exists()]
     overrides = [item for item in options.inputs if "=" in item and not Path(item).exists()]

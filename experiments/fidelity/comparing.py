@@ -13,8 +13,10 @@ from analysis.fidelity import error_table, match_requests, part_errors, ranking_
 from analysis.frames import json_safe
 from analysis.load import Run
 from analysis.step_fidelity import StepErrors, step_errors
+from experiments.config import RunConfig
 from experiments.fidelity.fitting import Fit, fit, halves, overrides_of
 from experiments.fidelity.loads import Load, grouped
+from experiments.fidelity.models import device_of
 from experiments.fidelity.simulating import described, replaced, simulate
 
 
@@ -32,6 +34,7 @@ class Compared:
     matched: pd.DataFrame
     noise: dict[str, float]
     steps: StepErrors | None
+    notes: tuple[str, ...]
     second: tuple[pd.DataFrame, pd.DataFrame] | None = None
 
 
@@ -71,8 +74,17 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     noise = real_noise([(first, _named(again.measured, load.key)) for again in group[1:]])
     return Compared(
         load, tuple(again.name for again in group[1:]), sim, described(config), error_table(sim, load.measured),
-        request_errors(matched), matched, noise, step_errors(sim, load.measured),
+        request_errors(matched), matched, noise, step_errors(sim, load.measured), _other_device(load, config),
     )  # fmt: skip
+
+
+def _other_device(load: Load, config: RunConfig) -> tuple[str, ...]:
+    """A note where the run's device is another than the one that is simulated, by its name."""
+    said, device = load.measured.manifest.get("device"), config.device
+    known = None if said is None else device_of(str(said))
+    if said is None or known == device.name or (known is None and (device.kind == "cpu" or device.path is not None)):
+        return ()
+    return (f"measured on {said!r}, and simulated as device={device.name}: say which it is with device=…",)
 
 
 def _second_half(
@@ -117,7 +129,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
     """All of it, for fidelity.json."""
     loads = [
         {
-            "name": one.load.name, "source": one.load.source, "used": one.used, "notes": one.load.notes,
+            "name": one.load.name, "source": one.load.source, "used": one.used, "notes": [*one.load.notes, *one.notes],
             "num_requests": len(one.matched), "repeats": one.repeats, "errors": one.errors.to_dict("records"),
             "requests": one.requests.to_dict("records"), "noise": one.noise, "steps": _steps(one.steps),
             "second_half": None if one.second is None else {

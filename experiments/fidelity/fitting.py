@@ -173,7 +173,7 @@ def _search(loss: Callable[[Sequence[float]], float], names: Sequence[str], give
     logs = [math.log(max(given[name], 1e-9)) for name in names]
     start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
     options: Any = {
-        "xatol": 2e-3, "fatol": 1e-9, "maxfev": 120,
+        "xatol": 2e-3, "fatol": 1e-7, "maxfev": 120,
         "initial_simplex": [start, [start[0] + 0.7, start[1]], [start[0], start[1] + 0.7]],
     }  # fmt: skip
     minimize: Any = optimize.minimize  # its stubs know no initial simplex

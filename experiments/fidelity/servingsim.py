@@ -1,8 +1,9 @@
 """Requests of LLMServingSim: its own CSV (times in ns), and `requests.jsonl` of its benchmark of a real vLLM.
 
 In the CSV `output` counts prompt and output together, as its own TPOT does; `ITL` is a list of gaps as text. In
-requests.jsonl instants are of the engine's monotonic clock, arrival_time of the wall: where they are far apart,
-queued_ts stands for the arrival, as LLMServingSim takes it.
+requests.jsonl instants are of the engine's monotonic clock, arrival_time of the wall. The engine notes queued_ts only
+between two steps, so arrivals are arrival_time, shifted by the smallest difference of the two: the request that waited
+least waited not at all.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.fidelity.fields import count, duration_s, instant_s, required
 from experiments.fidelity.measured import Measured, MeasuredRequest, measured
@@ -69,9 +70,20 @@ def _gaps(text: str, place: str) -> list[Any]:
     return found
 
 
+class _Timed(NamedTuple):
+    """A request of requests.jsonl: instants of the engine's clock, and when the client sent it, of the wall's."""
+
+    values: Mapping[str, Any]
+    wall_s: float | None
+    queued_s: float
+    first_s: float
+    last_s: float
+    place: str
+
+
 def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[Measured]:
     """requests.jsonl. Raises TestbedError in one line."""
-    rows: list[MeasuredRequest] = []
+    timed: list[_Timed] = []
     num_failed = 0
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -80,18 +92,35 @@ def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[Measu
         values = json_object(line, place)
         if not values.get("output_toks") or values.get("first_token_ts") is None:
             num_failed += 1
-            continue
-        first_s, last_s, queued_s = (
-            instant_s(required(values, field, place, "an instant in s"), place, field)
-            for field in ("first_token_ts", "last_token_ts", "queued_ts")
-        )
-        wall = values.get("arrival_time")
-        arrival_s = queued_s if wall is None else instant_s(wall, place, "arrival_time")
-        if abs(arrival_s - first_s) > _OTHER_CLOCK_S:
-            arrival_s = queued_s
-        rows.append(MeasuredRequest(
-            str(values.get("request_id") or number), arrival_s, count(values, "input_toks", place),
-            count(values, "output_toks", place), duration_s(first_s - arrival_s, place, "first_token_ts - arrival"),
-            duration_s(last_s - arrival_s, place, "last_token_ts - arrival"), None, None, place,
-        ))  # fmt: skip
+        else:
+            timed.append(_timed(values, place))
+    offset_s = _offset_s(timed)
+    rows = [_bench_row(one, offset_s) for one in timed]
     return [measured(file.stem, "LLMServingSim's benchmark of vLLM", rows, file, (), num_failed)]
+
+
+def _timed(values: Mapping[str, Any], place: str) -> _Timed:
+    queued_s, first_s, last_s = (
+        instant_s(required(values, field, place, "an instant in s"), place, field)
+        for field in ("queued_ts", "first_token_ts", "last_token_ts")
+    )
+    wall = values.get("arrival_time")
+    return _Timed(
+        values, None if wall is None else instant_s(wall, place, "arrival_time"), queued_s, first_s, last_s, place
+    )
+
+
+def _offset_s(timed: Sequence[_Timed]) -> float:
+    """What turns the wall's clock into the engine's: 0 where they are one."""
+    known = [one.queued_s - one.wall_s for one in timed if one.wall_s is not None]
+    return min(known) if known and abs(min(known)) > _OTHER_CLOCK_S else 0.0
+
+
+def _bench_row(one: _Timed, offset_s: float) -> MeasuredRequest:
+    values, place = one.values, one.place
+    arrival_s = one.queued_s if one.wall_s is None else one.wall_s + offset_s
+    return MeasuredRequest(
+        str(values.get("request_id") or place.rsplit(":", 1)[-1]), arrival_s, count(values, "input_toks", place),
+        count(values, "output_toks", place), duration_s(one.first_s - arrival_s, place, "first_token_ts - arrival"),
+        duration_s(one.last_s - arrival_s, place, "last_token_ts - arrival"), None, None, place,
+    )  # fmt: skip

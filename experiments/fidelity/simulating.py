@@ -58,7 +58,8 @@ def simulate(config: RunConfig, trace: Trace, folder: Path, command: str) -> Run
 def described(config: RunConfig) -> str:
     """What was used, in one line."""
     raw = config.raw
-    words = [config.model.name, f"device={config.device.name}", f"cost={raw['cost'].get('name')}",
+    model = config.model.name if config.model.path is None else f"model.path={config.model.path}"
+    words = [model, f"device={config.device.name}", f"cost={raw['cost'].get('name')}",
              f"scheduler={config.scheduler.name}"]  # fmt: skip
     for key in _SHOWN:
         group, name = key.split(".")

@@ -41,7 +41,7 @@ def _load(one: Compared) -> list[str]:
         "",
         f"{one.load.source}, {len(one.matched)} requests matched one to one; {one.used}",
     ]
-    lines += [f"note: {note}" for note in one.load.notes]
+    lines += [f"note: {note}" for note in (*one.load.notes, *one.notes)]
     if one.repeats:
         lines.append(
             f"spread: how far {', '.join(one.repeats)} {'is' if len(one.repeats) == 1 else 'are'} from it at most"
@@ -121,10 +121,11 @@ def _ranking(frame: pd.DataFrame) -> str:
     rows = []
     for row in frame.to_dict("records"):
         tau = row["kendall_tau"]
-        same = "–" if row["same_winner"] is None else "yes" if row["same_winner"] else "no"
+        is_tie = tau is None or tau != tau  # all equal on one side: nobody is best
+        same = "–" if is_tie or row["same_winner"] is None else "yes" if row["same_winner"] else "no"
         rows.append([
-            metric_name(str(row["metric"])), "–" if tau is None or tau != tau else f"{tau:+.2f}",
-            str(row["real_winner"] or "–"), str(row["sim_winner"] or "–"), same,
+            metric_name(str(row["metric"])), "a tie" if is_tie else f"{tau:+.2f}",
+            "–" if is_tie else str(row["real_winner"]), "–" if is_tie else str(row["sim_winner"]), same,
             f"{row['num_same_order']} of {row['num_told_apart']}",
         ])  # fmt: skip
     headers = ["metric", "Kendall's tau", "measured best", "simulated best", "same", "pairs in order, of those apart"]

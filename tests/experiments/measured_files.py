@@ -80,12 +80,13 @@ def servingsim(rows: list[dict[str, Any]]) -> str:
 
 def servingsim_bench(rows: list[dict[str, Any]]) -> str:
     lines = []
-    for r in rows:
-        queued = 777.0 + r["arrival_s"]
+    for i, r in enumerate(rows):
+        arrival = 777.0 + r["arrival_s"]
+        queued = arrival + (0.0 if i == 0 else 0.01)  # noted when a step has ended
         lines.append(json.dumps({
             "request_id": r["id"], "input_toks": r["prompt"], "output_toks": r["output"],
             "arrival_time": EPOCH_S + r["arrival_s"], "queued_ts": queued, "scheduled_ts": queued,
-            "first_token_ts": queued + r["ttft_s"], "last_token_ts": queued + r["e2e_s"],
+            "first_token_ts": arrival + r["ttft_s"], "last_token_ts": arrival + r["e2e_s"],
         }))  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -183,7 +183,8 @@ def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
 
 
 def test_link_is_fitted_beside_host(tmp_path):
-    settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 40}}
+    output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
+    settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 16, "output": output}}
     device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS,
               "interconnect_bytes_per_s": 1.5e11, "interconnect_latency_ns": 6000}  # fmt: skip
     trace = settings.pop("trace")

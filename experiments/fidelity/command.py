@@ -12,6 +12,7 @@ from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import Measured
+from experiments.fidelity.page import check_page, write_page
 from experiments.fidelity.simulating import check_overrides
 from experiments.run_folder import write_json
 from testbed.errors import ConfigError, RunFolderError, TraceError
@@ -27,6 +28,7 @@ RESULT, TEXT, FIGURE, RUNS = "fidelity.json", "fidelity.md", "fidelity", "runs"
 def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
     options = _parser().parse_intermixed_args(arguments)
+    options.arguments = arguments
     options.command = shlex.join(["testbed", "fidelity", *arguments])
     inputs = [Path(item) for item in options.inputs if "=" not in item or Path(item).exists()]
     overrides = [item for item in options.inputs if "=" in item and not Path(item).exists()]
@@ -55,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         "--fit", metavar="host,link", help="fit these to the first half of each run; judge on the second"
     )
     parser.add_argument("--out", type=Path, help="folder for fidelity.json, fidelity.md, the figure and the runs")
+    parser.add_argument(
+        "--page", type=Path, help="document whose marked part is replaced by the result (docs/fidelity.md)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="write into --out although it exists")
     return parser
 
@@ -68,6 +73,7 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
     check_overrides(overrides)
     check_format(options.format)
     options.names = parse_names(options.fit)
+    check_page(options.page)
     if options.out is not None and options.out.exists() and not options.overwrite:
         raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
     for path in inputs:
@@ -85,8 +91,11 @@ def _loads(
 
     loads = [*file_loads(_unique(files), overrides, runs), *_folder_loads(folders, runs, options.format)]
     found = compare(loads, overrides, options.names, runs, scratch, options.command)
-    text = "\n".join(comparison_lines(found))
+    lines = comparison_lines(found)
+    text = "\n".join(lines)
     print(text)
+    if options.page is not None:
+        write_page(options.page, options.arguments, lines)
     if options.out is not None:
         panels = {one.load.name: (one.errors, one.noise, one.matched) for one in found.loads}
         _write(options, text, as_json(found), fidelity_figure(panels, metric_name))
@@ -121,13 +130,15 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
     from analysis.fidelity_plots import study_figure
     from experiments.fidelity.study import WHOLE
     from experiments.fidelity.study_report import as_json, scores, simulate_study
-    from experiments.fidelity.study_text import NAMES, study_lines
+    from experiments.fidelity.study_text import NAMES, page_lines, study_lines
 
     if options.names:
         raise ConfigError("--fit needs measured requests, and a study has only aggregates; leave it out")
     found = simulate_study(runs, overrides, options.command)
     text = "\n".join(study_lines(found))
     print(text)
+    if options.page is not None:
+        write_page(options.page, options.arguments, page_lines(found))
     if options.out is not None:
         signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}

@@ -29,13 +29,24 @@ def study_lines(found: Sequence[Simulated]) -> list[str]:
     return lines + (["## Notes", "", *(f"- {note}" for note in notes)] if notes else [])
 
 
-def _signed(found: Sequence[Simulated]) -> str:
+def page_lines(found: Sequence[Simulated]) -> list[str]:
+    """The same, short: errors of whole runs, the predictors beside each other."""
+    parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
+    lines = ["Signed errors of whole runs, %:", "", _signed(found, stages=False), ""]
+    for part in parts:
+        rows = scores(found, part)
+        where = "whole runs" if part == WHOLE else part
+        lines += [f"Mean absolute percentage errors, {where}:", "", _mape(rows), "", *_lowest(rows), ""]
+    return lines
+
+
+def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:
     rows = []
     for one in found:
-        for part in one.run.parts:
+        for part in one.run.parts if stages else (WHOLE,):
             measured, ours = one.run.measured_ms[part], one.ours_ms[part]
             errors = [(ours[key] - measured[key]) / measured[key] if measured.get(key) else None for key in NAMES]
-            rows.append([f"{one.run.name} {part}", *(percent(error) for error in errors)])
+            rows.append([f"{one.run.name} {part}" if stages else one.run.name, *(percent(error) for error in errors)])
     return table(["run", *NAMES.values()], rows)
 
 
@@ -68,4 +79,4 @@ def _lowest(rows: Sequence[Score]) -> list[str]:
         better = [NAMES[key] for key in _COMPARED if key in row.errors and row.errors[key] < row.ours[key]]
         if row.who != OURS and row.num_runs < most and better:
             lines.append(f"Lower than {OURS} on its own {row.num_runs} runs: {row.who} ({', '.join(better)}).")
-    return ["  \n".join(lines)]
+    return [" ".join(lines)]

@@ -14,6 +14,7 @@ import pytest
 from analysis.load import Run, load_run
 from experiments import simulate
 from experiments.cli import main
+from experiments.fidelity.page import BEGIN, END
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.measured_files import rows_of, study, write
 
@@ -310,3 +311,21 @@ def test_runs_kept_with_out_are_run_folders(base, tmp_path):
     assert measured.fingerprint == simulated.fingerprint
     assert len(measured.requests) == 60
     assert main(["report", str(tmp_path / "out" / "runs"), "--out", str(tmp_path / "report.html")]) == 0
+
+
+def test_a_page_gets_the_table_between_its_marks_and_no_folders(tmp_path, capsys):
+    file, page = tmp_path / "study.json", tmp_path / "page.md"
+    file.write_text(json.dumps(study()))
+    assert "no such file" in error_line(capsys, file, "--page", page)
+    page.write_text("before\n")
+    assert "once each, in this order" in error_line(capsys, file, "--page", page)
+    page.write_text(f"before\n{BEGIN}old{END}\nafter\n")
+    for _ in range(2):
+        assert fidelity(file, "--page", page) == 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "old" not in text
+    assert "`testbed fidelity study.json --page" in text
+    assert f"fidelity {tmp_path}/study.json" not in text
+    assert text.count("Mean absolute percentage errors, whole runs") == 1

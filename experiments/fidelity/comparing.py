@@ -141,7 +141,8 @@ def as_json(found: Comparison) -> dict[str, Any]:
     fitted = None
     if found.fit is not None:
         fitted = {
-            name: getattr(found.fit, name) for name in ("given", "fitted", "num_scored", "losses", "num_simulations")
+            name: getattr(found.fit, name)
+            for name in ("given", "fitted", "num_scored", "not_apart", "losses", "num_simulations")
         }
     rankings = [{"policies": names, "metrics": frame.to_dict("records")} for names, frame in found.rankings]
     safe: dict[str, Any] = json_safe({"kind": "loads", "loads": loads, "rankings": rankings, "fit": fitted})

@@ -4,7 +4,9 @@ host: device.step_overhead_ns. link: how many times as long collectives take, wh
 device.interconnect_bytes_per_s and multiplies device.interconnect_latency_ns.
 
 The halves are apart: only the first half's requests are simulated, and only those of them are scored that had ended in
-the measured run before the last of the half came, which nothing of the second half can have slowed down.
+the measured run before the last of the half came, which nothing of the second half can have slowed down. In an overload
+hardly any has; then the whole trace is simulated and all of the first half is scored: of the second half the arrivals
+and lengths are load, and what was measured there is not looked at.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from testbed.foreign_text import unknown
 from testbed.traces.schema import Trace
 
 NAMES = ("host", "link")
-MIN_SCORED = 4  # requests of a half
+MIN_REQUESTS = 4  # of a half
+MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
 _HOST_NS = (1e3, 5e7)  # searched: from 1 us to 50 ms
 _LINK = (1 / 64, 64.0)
 _LATENCIES = ("tpot_s", "e2e_s")
+_NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at around a minimum: steps fall otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Fit:
     given: dict[str, float]
     fitted: dict[str, float]
     num_scored: dict[str, int]  # of each load
+    not_apart: tuple[str, ...]  # loads of which the second half was load
     losses: tuple[float, float]
     num_simulations: int
     notes: tuple[str, ...]
@@ -48,7 +53,8 @@ class Fit:
 
 class _Half(NamedTuple):
     load: Load
-    trace: Trace  # its first half
+    trace: Trace  # its first half; or the whole one, if is_apart is not
+    is_apart: bool
     scored: tuple[str, ...]
     measured: dict[str, float]  # means of the scored requests
 
@@ -96,7 +102,8 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
     if losses[1] > losses[0]:  # the search stopped beside what was given
         fitted, losses = dict(first), (losses[0], losses[0])
     return Fit(
-        first, fitted, {part.load.name: len(part.scored) for part in parts}, losses, next(number),
+        first, fitted, {part.load.name: len(part.scored) for part in parts},
+        tuple(part.load.name for part in parts if not part.is_apart), losses, next(number),
         tuple(_at_edge(fitted)),
     )  # fmt: skip
 
@@ -127,16 +134,18 @@ def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunCon
 
 def _first_half(load: Load) -> _Half:
     ids, _ = halves(load.trace)
+    if len(ids) < MIN_REQUESTS:
+        raise ConfigError(
+            f"--fit: {load.name} has {len(load.trace)} requests; it takes {2 * MIN_REQUESTS}, as half of them are "
+            "kept to judge: measure a longer run"
+        )
     rows = load.trace.rows[: len(ids)]
     frame = load.measured.requests.set_index("request_id").loc[list(ids)]
-    ended = numbers(frame, "finish_ns") <= (rows[-1].arrival_ns if rows else 0)
+    ended = numbers(frame, "finish_ns") <= rows[-1].arrival_ns
+    if ended.sum() < max(MIN_REQUESTS, MIN_APART * len(ids)):
+        return _Half(load, load.trace, False, ids, _means(load.measured, ids))
     scored = tuple(np.array(ids)[ended].tolist())
-    if len(scored) < MIN_SCORED:
-        raise ConfigError(
-            f"--fit: {load.name} has {len(scored)} requests in its first half that ended before the half's last one "
-            f"came; it takes {MIN_SCORED}: measure a longer run, or a lower rate"
-        )
-    return _Half(load, replace(load.trace, rows=rows), scored, _means(load.measured, scored))
+    return _Half(load, replace(load.trace, rows=rows), True, scored, _means(load.measured, scored))
 
 
 def _means(run: Run, ids: Sequence[str]) -> dict[str, float]:
@@ -169,7 +178,7 @@ def _search(loss: Callable[[Sequence[float]], float], names: Sequence[str], give
             lambda value: loss([math.exp(value)]), bounds=bounds[0], method="bounded",
             options={"xatol": 1e-3, "maxiter": 60},
         )  # fmt: skip
-        return [math.exp(float(one.x))]
+        return [min((math.exp(float(one.x)) * near for near in _NEAR), key=lambda value: loss([value]))]
     logs = [math.log(max(given[name], 1e-9)) for name in names]
     start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
     options: Any = {

@@ -159,6 +159,7 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
     file = run.path / TRACE_FILE
     whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
     by_id = {row.request_id: row for row in whole}
+    place = {row.request_id: number for number, row in enumerate(whole)}
     columns = [kept[name].to_pylist() for name in ("request_id", "arrival_ns", "num_output_tokens", "num_token_steps")]
     rows = []
     for request_id, arrival_ns, num_output, num_steps in zip(*columns, strict=True):
@@ -171,7 +172,7 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
         if num_output == num_steps:
             row = row._replace(output=_output(row, num_output))
         rows.append(row if is_whole else row._replace(session_id=None, turn=None))
-    return arrange(whole.name, rows)
+    return arrange(whole.name, sorted(rows, key=lambda row: (row.arrival_ns, place[row.request_id])))
 
 
 def _output(row: TraceRequest, num_tokens: int) -> Part:

@@ -91,13 +91,20 @@ def _steps(frame: pd.DataFrame, what: str) -> str:
 
 
 def _fitted(fit: Fit) -> list[str]:
-    scored = ", ".join(f"{num} of {name}" for name, num in fit.num_scored.items())
+    scored = ", ".join(
+        f"{num} of {name} ({'all' if name in fit.not_apart else 'that ended before the last one came'})"
+        for name, num in fit.num_scored.items()
+    )
     lines = [
         "## Fitted", "",
-        f"On the first half of each run's requests by arrival ({scored} scored: those that ended before the half's "
-        f"last one came), squared log errors of mean TPOT and E2E: {fit.losses[0]:.3g} as given, {fit.losses[1]:.3g} "
-        f"fitted, in {fit.num_simulations} simulations.", "",
+        f"On the first half of each run's requests by arrival, scored: {scored}. Squared log errors of mean TPOT and "
+        f"E2E: {fit.losses[0]:.3g} as given, {fit.losses[1]:.3g} fitted, in {fit.num_simulations} simulations.", "",
     ]  # fmt: skip
+    if fit.not_apart:
+        lines[-1:] = [
+            f"note: too few of {', '.join(fit.not_apart)} had ended by then, so all of the half is scored; the second "
+            "half's arrivals and lengths are load, and what was measured there is not looked at", "",
+        ]  # fmt: skip
     rows = []
     for name, value in fit.fitted.items():
         of = "device.step_overhead_ns" if name == "host" else "time of collectives, times"

@@ -172,6 +172,17 @@ def test_the_second_half_has_no_part_in_the_fit(tmp_path):
     assert list(fits[0]["num_scored"].values()) == list(fits[1]["num_scored"].values())
 
 
+def test_in_an_overload_what_was_measured_in_the_second_half_has_no_part_either(tmp_path, capsys):
+    trace = {**TRACE, "num_requests": 40, "rate": 400}
+    runs = [ran(tmp_path / name, PLANTED_NS, trace=trace).path for name in ("one", "other")]
+    slower_ttft_of_second_half(runs[1], {f"r{i}" for i in range(20, 40)})
+    fits = [fitted(folder)["fit"] for folder in runs]
+    assert fits[0]["fitted"] == fits[1]["fitted"]
+    assert fits[0]["fitted"]["host"] == pytest.approx(PLANTED_NS, rel=0.02)
+    assert fits[0]["not_apart"] == ["one"]
+    assert "too few of one had ended by then" in capsys.readouterr().out
+
+
 def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
     table = pq.read_table(folder / "requests.parquet")
     for name in ("first_token_ns", "finish_ns"):
@@ -211,7 +222,7 @@ def test_what_cannot_be_fitted_is_refused(base, tmp_path, capsys):
     said = error_line(capsys, base.path, "--fit", "host", "cost=constant")
     assert "cost=constant does not depend on it" in said
     short = ran(tmp_path / "short", trace={**TRACE, "num_requests": 4})
-    assert "it takes 4: measure a longer run" in error_line(capsys, short.path, "--fit", "host")
+    assert "it takes 8, as half of them are kept" in error_line(capsys, short.path, "--fit", "host")
     file = tmp_path / "study.json"
     file.write_text(json.dumps(study()))
     assert "--fit needs measured requests" in error_line(capsys, file, "--fit", "host")

@@ -3,7 +3,8 @@
     littles_law      The time-average number in the system is the arrival rate times the mean sojourn, L = lambda W
                      (Little, 1961). L is integrated over the counts that each step recorded; lambda W over the
                      requests' own instants. Both are sums of ns, and must be equal to the ns; so must the counts at
-                     each step's plan. A request enters at the first boundary at or after its arrival, and not later.
+                     each step's plan. A request enters at the first boundary at or after its arrival (and the
+                     front end's time, where one is simulated), and not later.
                      Not of a run with asynchronous scheduling, whose steps count while the one before them runs, nor of
                      vLLM, whose front end stands before the scheduler: nor is that held to the third.
     work_conserved   The tokens that the steps computed are those that the requests needed: prompt - cached + output - 1
@@ -23,6 +24,7 @@ through once, in batches (`analysis.engine_check`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from analysis.engine_check import STEP_COLUMNS, Check, EngineCheck, verdict
@@ -45,15 +47,14 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
     seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
     from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
     replicas = _replicas(seen, step_rows)
-    is_ahead, has_front_end = bool(manifest.get("async_scheduling")), manifest.get("backend") == "vllm"
+    check = partial(
+        EngineCheck, from_arrival=from_arrival, is_ahead=bool(manifest.get("async_scheduling")),
+        has_front_end=manifest.get("backend") == "vllm", frontend_ns=int(manifest.get("frontend_ns") or 0),
+    )  # fmt: skip
     if len(replicas) < 2:
-        is_one = bool(replicas_of(step_rows))
-        engine = EngineCheck(seen, from_arrival, is_one_engine=is_one, is_ahead=is_ahead, has_front_end=has_front_end)
-        engines = {0: engine}
+        engines = {0: check(seen, is_one_engine=bool(replicas_of(step_rows)))}
     else:
-        engines = {
-            number: EngineCheck(seen.where(of_replica(number)), from_arrival, is_ahead=is_ahead) for number in replicas
-        }
+        engines = {number: check(seen.where(of_replica(number))) for number in replicas}
     for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
         engines[number].add(run)
     each = {

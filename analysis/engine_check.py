@@ -41,15 +41,17 @@ class EngineCheck:
     else from the step boundary that first saw it. is_one_engine: the records say whose each step is, so that steps that
     overlap or last no time contradict themselves; else they may be those of several engines, and nothing is checked.
     is_ahead: a step is planned while the one before it runs, and starts with that one's end. has_front_end: of another
-    system's, which takes time between steps, and before a request reaches its scheduler.
+    system's, which takes time between steps, and before a request reaches its scheduler. frontend_ns: what a simulated
+    one takes, of each request.
     """
 
     def __init__(
         self, requests: Requests, from_arrival: bool, *, is_one_engine: bool = True, is_ahead: bool = False,
-        has_front_end: bool = False,
+        has_front_end: bool = False, frontend_ns: int = 0,
     ) -> None:  # fmt: skip
         self._requests, self._from_arrival = requests, from_arrival
         self._is_one_engine, self._is_ahead, self._has_front_end = is_one_engine, is_ahead, has_front_end
+        self._frontend_ns = frontend_ns
         self.start_ns: int | None = None  # of the first step
         self.end_ns = 0  # of the newest one
         self._num_steps = 0
@@ -71,8 +73,9 @@ class EngineCheck:
         self._has_groups = any(
             (piece.whole("num_output_tokens") != piece.whole("num_token_steps")).any() for piece in requests.pieces()
         )
-        self._enter = Instants(requests, _whole("arrival_ns" if self._from_arrival else "queued_ns"))
-        self._queued = Instants(requests, _whole("queued_ns"), _whole("arrival_ns"))
+        arrival = _whole("arrival_ns", self._frontend_ns)
+        self._enter = Instants(requests, arrival if self._from_arrival else _whole("queued_ns"))
+        self._queued = Instants(requests, _whole("queued_ns"), arrival)
         self._finish = Instants(ended, _whole("finish_ns"))
         self._scheduled = Instants(preempted, _whole("first_scheduled_ns"), _uncached)
         self._first_token = Instants(preempted, _whole("first_token_ns"), _uncached)
@@ -291,9 +294,9 @@ class EngineCheck:
         return verdict(True, None, **numbers)
 
 
-def _whole(name: str) -> Callable[[RequestColumns], IntArray]:
-    """A column of instants; null is never."""
-    return lambda piece: piece.whole(name, _NEVER)
+def _whole(name: str, later_ns: int = 0) -> Callable[[RequestColumns], IntArray]:
+    """A column of instants, or what is so much later; null is never."""
+    return lambda piece: piece.whole(name, _NEVER - later_ns) + later_ns
 
 
 def _uncached(requests: RequestColumns) -> IntArray:

@@ -270,7 +270,7 @@ def build_sim_backend(config: RunConfig, trace: TraceSource) -> SimBackend:
     assert isinstance(config.backend, SimConfig)
     return SimBackend(
         build_cost(config), seed=config.seed, vocab_size=vocab_size(config), eos_token_id=config.model.eos_token_id,
-        schedule_ns=config.backend.schedule_ns, schedule_ns_per_seq=config.backend.schedule_ns_per_seq,
+        scheduler_time=config.backend.scheduler_time,
     )  # fmt: skip
 
 

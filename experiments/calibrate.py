@@ -6,7 +6,6 @@ scheduling, input preparation, forward pass, sampling, host overheads. real/prof
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from experiments import build
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.costs import sliding_window
+from experiments.device_file import library_name
 from experiments.environment import describe_driver, describe_versions
 from experiments.recorders import Recorders
 from real.config import RealConfig
@@ -130,20 +130,6 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command,
     )
-
-
-def library_name(description: str, otherwise: str) -> str:
-    """The name in the device library of what a driver calls, say, `NVIDIA H100 80GB HBM3`."""
-    for words, name in _LIBRARY_NAMES.items():
-        if re.search(rf"\b{words}\b", description, re.IGNORECASE):
-            return name
-    return otherwise
-
-
-_LIBRARY_NAMES = {
-    "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "L40S": "l40s", "RTX 4090": "rtx4090",
-    "RTX PRO 6000": "rtx_pro_6000", "MI300X": "mi300x", "T4": "t4",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ USAGE = """usage: testbed <command> ...
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
   fidelity <measured> ...      simulate measured runs again, request by request: signed errors (docs/fidelity.md)
+  tables list                  measured operator tables: what there is; `testbed tables` also imports and draws them
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
   bench [core|simulator|engine] how fast scheduler, simulator and engine are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
@@ -143,6 +144,12 @@ def _trace(arguments: list[str]) -> int:
     return trace(arguments)
 
 
+def _tables(arguments: list[str]) -> int:
+    from experiments.tables import main as tables
+
+    return tables(arguments)
+
+
 def _costs(arguments: list[str]) -> int:
     from analysis.operators import format_operators, load_operators, operator_bars
     from analysis.style import save
@@ -193,6 +200,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "costs": _costs,
     "calibrate": _calibrate,
     "fidelity": _fidelity,
+    "tables": _tables,
     "trace": _trace,
     "bench": _bench,
     "demo": _demo,

@@ -13,7 +13,7 @@ from experiments.config import RunConfig
 from experiments.costs import itemise
 from experiments.policies import make_policy
 from experiments.settings import SimConfig
-from sim.backend import SimBackend, scheduling_ns
+from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.fleet import Fleet
 from sim.routers import RouterContext
@@ -53,7 +53,14 @@ def num_engines(config: RunConfig) -> int:
 def refuse_fleet(config: RunConfig) -> None:
     """Raises ConfigError for settings of a simulation that a replayed tape has its own answer to."""
     standard = SimConfig()
-    for name in ("num_replicas", "swap_overlap", "schedule_ns", "schedule_ns_per_seq"):
+    for name in (
+        "num_replicas",
+        "swap_overlap",
+        "schedule_ns",
+        "schedule_ns_per_seq",
+        "schedule_ns_per_1k_tokens",
+        "frontend_ns",
+    ):
         if getattr(config.backend, name) != getattr(standard, name):
             raise ConfigError(
                 f"backend.{name} is {getattr(config.backend, name)}, but cost=recorded replays what one real engine "
@@ -66,12 +73,12 @@ def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:
     of_cost, settings = itemise(cost), config.backend
     if of_cost is None or not isinstance(settings, SimConfig):
         return of_cost
-    ns, ns_per_seq = settings.schedule_ns, settings.schedule_ns_per_seq
-    if not (ns or ns_per_seq):
+    scheduler_time = settings.scheduler_time
+    if not any(getattr(scheduler_time, name) for name in scheduler_time.FIELDS):
         return of_cost
 
     def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
-        own_ns = scheduling_ns(shape, ns, ns_per_seq)
+        own_ns = scheduler_time.of(shape)
         parts = of_cost(shape, spans.replace(schedule_ns=spans.schedule_ns - own_ns))
         return parts | {"scheduler": parts.get("scheduler", 0) + own_ns}
 

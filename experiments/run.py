@@ -22,11 +22,12 @@ from experiments.interrupt import interruptible, undisturbed
 from experiments.recorders import ProgressBar, status_lines, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
-from experiments.settings import TraceConfig
+from experiments.settings import SimConfig, TraceConfig
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
+from sim.front_end import FrontEnd
 from testbed import compiled
 from testbed.core.interfaces import Inbox, Recorder
 from testbed.core.scheduler import Scheduler
@@ -188,6 +189,8 @@ def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
     inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     if needs_seed(sampling):
         inbox = SeededInbox(inbox, config.seed)
+    if isinstance(config.backend, SimConfig) and config.backend.frontend_ns:
+        inbox = FrontEnd(inbox, config.backend.frontend_ns)
     return inbox if config.is_simulated else ForcedInbox(inbox, config.forced)
 
 
@@ -365,6 +368,7 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler": config.scheduler.name,
         "async_scheduling": config.scheduler.async_scheduling,
+        "frontend_ns": config.backend.frontend_ns if isinstance(config.backend, SimConfig) else None,
         "estimator": build.estimator_name(config),
         "num_gpu_blocks": prepared.pools.num_gpu_blocks,
         "num_cpu_blocks": prepared.pools.num_cpu_blocks,

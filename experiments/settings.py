@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.forcing import FORCED
+from sim.backend import SchedulerTime
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
@@ -150,6 +151,8 @@ class SimConfig:
     replicas_per_link: int = 1  # replicas that share one PCIe link, with swap_overlap
     schedule_ns: int = 0  # the scheduler's own time on the CPU, in each step before the device starts
     schedule_ns_per_seq: int = 0  # the same, for each sequence in the step
+    schedule_ns_per_1k_tokens: int = 0  # the same, for each 1,024 tokens of their contexts
+    frontend_ns: int = 0  # from a request's arrival until the engine has it: HTTP, tokenising
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -157,6 +160,8 @@ class SimConfig:
             ("replicas_per_link", 1, 10_000),
             ("schedule_ns", 0, 10**15),
             ("schedule_ns_per_seq", 0, 10**12),
+            ("schedule_ns_per_1k_tokens", 0, 10**12),
+            ("frontend_ns", 0, 10**15),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be from {least} to {most:,}")
@@ -165,6 +170,10 @@ class SimConfig:
                 f"backend.replicas_per_link is {self.replicas_per_link}, and there are {self.num_replicas} replicas; "
                 "raise backend.num_replicas, or lower it"
             )
+
+    @property
+    def scheduler_time(self) -> SchedulerTime:
+        return SchedulerTime(self.schedule_ns, self.schedule_ns_per_seq, self.schedule_ns_per_1k_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,26 @@ from testbed.foreign_text import shown
 from testbed.streams import draw
 
 
+class SchedulerTime(Value):
+    """What the scheduler itself costs on the CPU before the device starts, beyond what the cost model says: for each
+    step, each of its rows, and each 1,024 tokens of their contexts. (A real run measures its own.)"""
+
+    FIELDS: ClassVar = ("ns", "ns_per_seq", "ns_per_1k_tokens")
+    __slots__ = FIELDS
+
+    def __init__(self, ns: int = 0, ns_per_seq: int = 0, ns_per_1k_tokens: int = 0) -> None:
+        self.ns = ns
+        self.ns_per_seq = ns_per_seq
+        self.ns_per_1k_tokens = ns_per_1k_tokens
+
+    def of(self, shape: BatchShape) -> int:
+        time_ns = self.ns + (shape.num_decodes + len(shape.prefills)) * self.ns_per_seq
+        if not self.ns_per_1k_tokens:
+            return time_ns
+        num_tokens = shape.decode_context_tokens + sum([start + length for start, length in shape.prefills])
+        return time_ns + num_tokens * self.ns_per_1k_tokens // 1024
+
+
 class SimWork(Value):
     """What a step costs. It lasts at least 1 ns, also one that only preempts."""
 
@@ -37,8 +57,6 @@ class SimBackend:
     nor on how steps are counted. The order of the outcomes is the real engine's (real/beams.py).
 
     seed: of the draws. vocab_size: made-up tokens lie below it. eos_token_id: the model's, which is not made up.
-    schedule_ns and schedule_ns_per_seq: what the scheduler itself costs on the CPU before the device starts, for each
-    step and for each of its rows, beyond what the cost model says. (A real run measures its own.)
     """
 
     def __init__(
@@ -48,12 +66,10 @@ class SimBackend:
         seed: int = 0,
         vocab_size: int = 32_000,
         eos_token_id: int | None = None,
-        schedule_ns: int = 0,
-        schedule_ns_per_seq: int = 0,
+        scheduler_time: SchedulerTime | None = None,
     ) -> None:
         self.cost = cost
-        self._schedule_ns = schedule_ns
-        self._schedule_ns_per_seq = schedule_ns_per_seq
+        self._scheduler_time = scheduler_time or SchedulerTime()
         self._seed = seed
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -67,7 +83,7 @@ class SimBackend:
         cost: Any = self.cost  # a user's model may answer anything
         priced = cost.price(shape)
         spans = priced if isinstance(priced, Spans) and _is_whole(priced) else self._checked(priced)
-        own_ns = scheduling_ns(shape, self._schedule_ns, self._schedule_ns_per_seq)
+        own_ns = self._scheduler_time.of(shape)
         if not own_ns:
             return spans
         return Spans(spans.schedule_ns + own_ns, spans.prepare_ns, spans.swap_ns, spans.forward_ns, spans.sample_ns)
@@ -94,7 +110,7 @@ class SimBackend:
         seed = draw(self._seed, "replica", number) if number else self._seed
         return SimBackend(
             self.cost, seed=seed, vocab_size=self._vocab_size, eos_token_id=self._eos_token_id,
-            schedule_ns=self._schedule_ns, schedule_ns_per_seq=self._schedule_ns_per_seq,
+            scheduler_time=self._scheduler_time,
         )  # fmt: skip
 
     def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int:
@@ -137,11 +153,6 @@ class SimBackend:
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
-
-
-def scheduling_ns(shape: BatchShape, ns: int, ns_per_seq: int) -> int:
-    """What the scheduler itself costs in a step: `ns`, and `ns_per_seq` for each of its rows."""
-    return ns + (shape.num_decodes + len(shape.prefills)) * ns_per_seq
 
 
 def _is_whole(spans: Spans) -> bool:

@@ -36,7 +36,8 @@ class RunFolderError(TestbedError):
 
 
 class ProfileError(TestbedError):
-    """A profile of measured steps, or a fit to one, is missing, damaged, or of another model or device."""
+    """A profile of measured steps, a fit to one, or a table of measured operators is missing, damaged, or of another
+    model or device."""
 
 
 class LivelockError(TestbedError):

@@ -1,8 +1,10 @@
-"""`testbed bench vllm`: vLLM twice, this testbed's simulator, and its scheduler inside vLLM, on the same traces.
+"""`testbed bench vllm`: vLLM, this testbed's simulator, and its scheduler inside vLLM, on the same traces.
 
 Run it in vLLM's environment (docs/vllm.md). A random model of a few layers is served on the CPU with one thread. The
 simulator's prices are fitted to observed runs of other traces. Every run is a process of its own; time is the process's
-CPU time, as hosts are shared: what others do on the machine is not measured.
+CPU time, as hosts are shared: what others do on the machine is not measured. How much a CPU second does drifts all the
+same, by a tenth within minutes: so whole rounds of runs are made, in each of which the runs that prices are fitted to
+and those that they are judged on come by turns.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from analysis.fidelity import relative_error, summary_value
@@ -78,24 +80,61 @@ class Bench:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("testbed bench vllm", description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=150, help="of each run (150)")
+    parser.add_argument("--rounds", type=int, default=4, help="how often everything is run on vLLM (4)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-vllm"), help="folder of all runs; kept")
     parser.add_argument("--rates", type=float, nargs=2, help="requests/s at 60 and 90 %% of capacity (measured)")
     options = parser.parse_args(arguments)
     if options.requests < 20:
         raise ConfigError(f"--requests is {options.requests}; a P99 needs 20 at least")
+    if options.rounds < 2:
+        raise ConfigError(f"--rounds is {options.rounds}; vLLM's own noise needs 2 at least")
     bench = Bench(options.out.absolute(), options.requests)
     rates = options.rates or _rates(bench)
     print(f"{rates[0]:.1f} and {rates[1]:.1f} requests/s are 60 and 90 % of capacity")
-    fit = _fit(bench, rates)
     loads = {
-        f"60 %, {rates[0]:.1f}/s": [f"trace.rate={rates[0]}", ROOMY],
-        f"90 %, {rates[1]:.1f}/s": [f"trace.rate={rates[1]}", ROOMY],
-        f"small pool, {rates[1]:.1f}/s": [f"trace.rate={rates[1]}", TIGHT],
+        f"60 %, {rates[0]:.1f}/s": [f"trace.rate={rates[0]}", ROOMY, "trace.seed=7"],
+        f"90 %, {rates[1]:.1f}/s": [f"trace.rate={rates[1]}", ROOMY, "trace.seed=7"],
+        f"small pool, {rates[1]:.1f}/s": [f"trace.rate={rates[1]}", TIGHT, "trace.seed=7"],
     }
+    contest = [f"trace.rate={rates[1]}", TIGHT, "trace.seed=8"]
+    done = _Rounds()
+    for number in range(options.rounds):
+        _round(bench, number, rates, loads, contest, done)
+        print(f"round {number + 1} of {options.rounds} is done", flush=True)
+    fit = _fit(bench, done.fitted)
     for label, load in loads.items():
-        _fidelity(bench, label, [*load, "trace.seed=7"], fit)
-    _ablation(bench, [f"trace.rate={rates[1]}", TIGHT, "trace.seed=8"], fit)
+        _fidelity(bench, label, load, fit, done)
+    _ablation(bench, contest, fit, done)
     return 0
+
+
+class _Rounds:
+    """Runs of vLLM so far: those that prices are fitted to, and the others by load or policy."""
+
+    def __init__(self) -> None:
+        self.fitted: list[Run] = []
+        self.of: defaultdict[str, list[Run]] = defaultdict(list)
+
+
+def _round(
+    bench: Bench, number: int, rates: Sequence[float], loads: dict[str, list[str]], contest: Sequence[str],
+    done: _Rounds,
+) -> None:  # fmt: skip
+    """Each run once, those that are fitted (other traces: light, heavy, all at once) between those that are judged."""
+    observed, preset = [*VLLM, "backend.decides=vllm"], POLICIES["vllm_v1"]
+    others = iter((rates[0] / 2, rates[0], rates[1], 3 * rates[1]))
+
+    def fitted(rate: float) -> Run:
+        seed = 101 + len(done.fitted)
+        return bench.run(f"fitted-{seed}", *observed, *preset, ROOMY, f"trace.rate={rate}", f"trace.seed={seed}")
+
+    for label, load in loads.items():
+        done.fitted.append(fitted(next(others)))
+        done.of[label].append(bench.run(f"{_slug(label)}-vllm-{number}", *observed, *preset, *load))
+        done.of[f"{label}, ours"].append(bench.run(f"{_slug(label)}-ours-{number}", *VLLM, *preset, *load))
+    done.fitted.append(fitted(next(others)))
+    for name, policy in POLICIES.items():
+        done.of[name].append(bench.run(f"policy-{_slug(name)}-{number}", *VLLM, *policy, *contest))
 
 
 def _slug(name: str) -> str:
@@ -112,23 +151,17 @@ def _rates(bench: Bench) -> tuple[float, float]:
     return round(0.6 * capacity, 1), round(0.9 * capacity, 1)
 
 
-def _fit(bench: Bench, rates: Sequence[float]) -> Path:
-    """Prices fitted to vLLM's own runs of other traces, light, heavy and all at once."""
+def _fit(bench: Bench, runs: Sequence[Run]) -> Path:
+    """Prices fitted to vLLM's own runs of other traces."""
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
     from testbed.specs.profiles import Profile, number_repeats, read_profile
 
-    profiles = []
-    for seed, rate in ((101, rates[0] / 2), (102, rates[0]), (103, rates[1]), (104, 3 * rates[1])):
-        run = bench.run(
-            f"calibrate-{seed}", *VLLM, "backend.decides=vllm", *POLICIES["vllm_v1"], ROOMY, f"trace.rate={rate}",
-            f"trace.seed={seed}",
-        )  # fmt: skip
-        profiles.append(read_profile(run.path / "profile.parquet"))
+    profiles = [read_profile(run.path / "profile.parquet") for run in runs]
     steps = number_repeats((step.shape, step.spans, step.total_ns) for one in profiles for step in one.steps)
     path = bench.folder / "fit.json"
     save_calibration(calibrate(Profile(profiles[0].manifest, steps)), path)
-    print(f"prices fitted to {len(steps):,} steps of vLLM on four other traces\n", flush=True)
+    print(f"prices fitted to {len(steps):,} steps of vLLM on {len(runs)} other traces\n", flush=True)
     return path
 
 
@@ -136,51 +169,50 @@ def _sim(fit: Path) -> list[str]:
     return ["backend=sim", "cost=calibrated", f"cost.path={fit}"]
 
 
-def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path) -> None:
-    """Signed errors against the mean of two runs of vLLM, beside the difference of these two."""
-    name, preset = _slug(label), POLICIES["vllm_v1"]
-    first, again = (bench.run(f"{name}-vllm-{i}", *VLLM, "backend.decides=vllm", *preset, *load) for i in (1, 2))
-    others = {
-        "simulator": bench.run(f"{name}-sim", *_sim(fit), *preset, *load),
-        "ours in vLLM": bench.run(f"{name}-ours", *VLLM, *preset, *load),
-        "our engine": bench.run(f"{name}-engine", *ENGINE, *preset, *load),
+def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _Rounds) -> None:
+    """Signed errors against the mean of vLLM's runs, beside how far these lie from it themselves."""
+    preset, runs = POLICIES["vllm_v1"], done.of[label]
+    columns = {
+        "simulator": [bench.run(f"{_slug(label)}-sim", *_sim(fit), *preset, *load)],
+        "ours in vLLM": done.of[f"{label}, ours"],
+        "our engine": [bench.run(f"{_slug(label)}-engine", *ENGINE, *preset, *load)],
     }
-    preempted = int(first.requests["num_preemptions"].sum())
+    preempted = int(runs[0].requests["num_preemptions"].sum())
     print(f"{label}: {preempted} preemptions in vLLM")
-    print(f"| metric | vLLM | again | {' | '.join(others)} |\n|---|---|---|{'---|' * len(others)}")
+    print(f"| metric | vLLM | its runs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")
     for path in METRICS:
-        one, two = (summary_value(run.summary, path) or 0.0 for run in (first, again))
-        cells = [f"{1e3 * one:.2f} ms", _percent(relative_error(two, one))]
-        cells += [
-            _percent(relative_error(summary_value(run.summary, path), (one + two) / 2)) for run in others.values()
-        ]
-        print(f"| {path.replace('_s.', ' ')} | {' | '.join(cells)} |")
+        truth, found = _mean(runs, path), _values(runs, path)
+        spread = f"{_percent(relative_error(min(found), truth))} … {_percent(relative_error(max(found), truth))}"
+        cells = [_percent(relative_error(_mean(of, path), truth)) for of in columns.values()]
+        print(f"| {path.replace('_s.', ' ')} | {1e3 * truth:.2f} ms | {spread} | {' | '.join(cells)} |")
     print(flush=True)
 
 
-def _ablation(bench: Bench, load: Sequence[str], fit: Path) -> None:
-    """Four policies in the simulator and, twice, in vLLM: who wins where vLLM tells the first two apart."""
+def _ablation(bench: Bench, load: Sequence[str], fit: Path, done: _Rounds) -> None:
+    """Four policies in the simulator and in vLLM: who wins where vLLM tells the first two apart in every round."""
     sims = {
-        name: bench.run(f"ablate-{_slug(name)}-sim", *_sim(fit), *policy, *load) for name, policy in POLICIES.items()
+        name: bench.run(f"policy-{_slug(name)}-sim", *_sim(fit), *policy, *load) for name, policy in POLICIES.items()
     }
-    reals = {
-        name: [bench.run(f"ablate-{_slug(name)}-vllm-{i}", *VLLM, *policy, *load) for i in (1, 2)]
-        for name, policy in POLICIES.items()
-    }
-    print("Four policies, ms in vLLM (simulated), means of two runs of vLLM")
+    print("Four policies, ms in vLLM (simulated)")
     print(f"| metric | {' | '.join(POLICIES)} | same winner |")
     print(f"|---|{'---|' * len(POLICIES)}---|")
     for path in METRICS:
-        found = {name: [summary_value(run.summary, path) or 0.0 for run in runs] for name, runs in reals.items()}
-        means = {name: sum(values) / 2 for name, values in found.items()}
-        said = {name: summary_value(run.summary, path) or 0.0 for name, run in sims.items()}
+        means = {name: _mean(done.of[name], path) for name in POLICIES}
+        said = {name: _mean([run], path) for name, run in sims.items()}
         best, winner = min(means, key=lambda name: means[name]), min(said, key=lambda name: said[name])
-        noise = max(abs(a - b) / ((a + b) / 2 or 1.0) for a, b in found.values())
-        (lead, second), *_ = pairwise(sorted(means.values()))
-        is_told = (second - lead) / (lead or 1.0) > noise
+        by_round = zip(*(_values(done.of[name], path) for name in POLICIES), strict=True)
+        is_told = all(min(of) == of[list(POLICIES).index(best)] for of in by_round)
         verdict = ("yes" if best == winner else f"no: {winner}") if is_told else "not told apart"
         cells = [f"{1e3 * means[name]:.2f} ({1e3 * said[name]:.2f})" for name in POLICIES]
         print(f"| {path.replace('_s.', ' ')} | {' | '.join(cells)} | {verdict} |")
+
+
+def _values(runs: Sequence[Run], path: str) -> list[float]:
+    return [summary_value(run.summary, path) or 0.0 for run in runs]
+
+
+def _mean(runs: Sequence[Run], path: str) -> float:
+    return sum(_values(runs, path)) / len(runs)
 
 
 def _percent(value: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from analysis.load import Run
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
+from experiments.device_file import library_name
 from experiments.environment import describe_versions
 from experiments.messages import options
 from experiments.observe.case import case_of, why_no_case
@@ -107,14 +107,13 @@ def device_of(log: ObservedLog) -> str:
     said = log.header["device"]
     if said["type"] == "cpu":
         return "cpu"
-    words = re.sub(r"[^a-z0-9]", "", said["name"].lower())
-    found = [name for name in options("device") if name.replace("_", "") in words]
-    if len(found) != 1:
+    found = library_name(said["name"])
+    if not found:
         raise ConfigError(
             f"the log's device is {said['name']!r}, which the device library does not have; say which is nearest with "
             f"--device ({', '.join(options('device'))})"
         )
-    return found[0]
+    return found
 
 
 def _config(log: ObservedLog, folder: Path, device: str) -> tuple[RunConfig, str]:

@@ -3,23 +3,41 @@
 n ranks, B bytes in all, L one hop, D = ceil(log2 n); the busiest link carries, and the longest chain of hops is:
 
     all-reduce   ring 2 (n - 1) / n B, 2 (n - 1) L      tree 2 B, 2 D L
+                 through a switch also: all from all (n - 1) B, 2 L; or in two halves 2 (n - 1) / n B, 4 L
     all-gather   ring (n - 1) / n B, (n - 1) L          tree (recursive doubling) (n - 1) / n B, D L
     gather       into the root's one link: ring (n - 1) / n B, (n - 1) L; tree (n - 1) / n B, D L
     broadcast    ring (scatter, then all-gather) 2 (n - 1) / n B, (n - 1 + D) L; tree (binomial) D B, D L
 
 The library picks the faster, and so does this. (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
 operations in MPICH", IJHPCA 2005.) The tree's all-reduce is NCCL's double binary tree: pipelined, so that its volume
-does not grow with its depth. What it cannot say: links that are shared or of unequal speed.
+does not grow with its depth. Where a switch joins all ranks (NVLink), each reads what it needs from every other one
+directly, as vLLM's custom all-reduce does: the whole, or its share of the sum and then the others' shares.
+
+Over PCIe an all-reduce of two ranks takes 20 us and its bytes at 15 GB/s if it goes through the host's memory, and
+about 35 GB/s where the cards reach one another. What this cannot say: links that are shared or of unequal speed.
 """
 
 from __future__ import annotations
+
+from testbed.specs.device import DeviceSpec
+
+PCIE = {"pcie_p2p": (35e9, 5_000), "pcie_host": (15e9, 10_000)}  # bytes/s, ns of a hop
+
+
+def collectives_of(size: int, device: DeviceSpec) -> Collectives:
+    """Between `size` devices of this kind, over the interconnect that it says."""
+    if device.interconnect == "nvlink":
+        return Collectives(size, device.interconnect_bytes_per_s, device.interconnect_latency_ns, is_switched=True)
+    bytes_per_s, latency_ns = PCIE[device.interconnect]
+    return Collectives(size, min(bytes_per_s, device.host_link_bytes_per_s), latency_ns)  # a slot's rate bounds both
 
 
 class Collectives:
     """Times in ns (floats, to be rounded once by the caller) of one call between `size` ranks."""
 
-    def __init__(self, size: int, link_bytes_per_s: float, latency_ns: int) -> None:
+    def __init__(self, size: int, link_bytes_per_s: float, latency_ns: int, *, is_switched: bool = False) -> None:
         self.size = size
+        self._is_switched = is_switched
         self._ns_per_byte = 1e9 / link_bytes_per_s
         self._latency_ns = latency_ns
         self._depth = (size - 1).bit_length()  # ceil(log2 size)
@@ -31,7 +49,11 @@ class Collectives:
         hops = self.size - 1
         ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + 2 * hops * self._latency_ns
         tree = 2 * num_bytes * self._ns_per_byte + 2 * self._depth * self._latency_ns
-        return min(ring, tree)
+        if not self._is_switched:
+            return min(ring, tree)
+        whole = hops * num_bytes * self._ns_per_byte + 2 * self._latency_ns
+        halves = 2 * hops * num_bytes / self.size * self._ns_per_byte + 4 * self._latency_ns
+        return min(ring, tree, whole, halves)
 
     def all_gather_ns(self, num_bytes: int) -> float:
         """num_bytes: of the gathered whole. The tree's volume is the ring's, and its hops are fewer."""

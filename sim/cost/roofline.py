@@ -1,11 +1,13 @@
 """The roofline model: each operator takes the longer of its arithmetic and its memory traffic.
 
-    time = max(flops / (peak x compute efficiency), bytes / (bandwidth x memory efficiency))        (Williams, 2009)
+    time = floor + max(flops / (peak x compute efficiency), bytes / (bandwidth x memory efficiency))    (Williams, 2009)
 
-Weights are read once a step, attention reads the exact context of each row, GQA shares K and V between heads. Norms,
-rotary embedding and activation are one memory-bound operator. What it cannot say: how well a given kernel fills a
-device at a given shape; the efficiencies stand for that, and `calibrated` measures it. docs/cost-models.md derives the
-formulas, and tests/cost/test_roofline_sums.py counts the same work row by row.
+The floor is what every launch of a chain takes beside its work. Weights are read once a step, attention reads the exact
+context of each row, GQA shares K and V between heads. Norms, rotary embedding and activation are one memory-bound
+operator of several kernels. A step with prefills has one attention kernel over chunks and decodes; its arithmetic is
+counted in whole tiles of query rows, and in whole waves of tiles over the multiprocessors. What this cannot say: how
+well a given kernel fills a device at a given shape; the efficiencies stand for that, `tables` and `calibrated` measure
+it. docs/cost-models.md derives the formulas, and tests/cost/test_roofline_sums.py counts the same work row by row.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from sim.cost.base import pairs_doubled, to_ns
-from sim.cost.collectives import Collectives
+from sim.cost.base import to_ns
+from sim.cost.collectives import collectives_of
 from sim.cost.config import RooflineConfig
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -24,6 +26,8 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
 
 _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
+_SMALL_KERNELS: Final = 6  # of these, neither products nor attention
+_SAMPLER_KERNELS: Final = 10
 _LOGIT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
 
@@ -66,14 +70,29 @@ class RooflineCost:
         rate = device.flops_per_s * (0.5 if model.dtype == "float32" and device.kind != "cpu" else 1.0)
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
         self._ns_per_byte = 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
-        self._collectives = Collectives(size, device.interconnect_bytes_per_s, device.interconnect_latency_ns)
+        self._collectives = collectives_of(size, device)
         self._q_size = model.num_attention_heads * model.head_dim // size
         self._kv_size = model.num_kv_heads_per_rank(size) * model.head_dim
         # per-token constants of attention, over all layers of one rank
         token_bytes = model.kv_bytes_per_token(layout.kv_dtype, size)
         self._kv_ns_per_token = token_bytes * self._ns_per_byte
         self._qo_ns_per_token = layers * 2 * self._q_size * model.activation_dtype_bytes * self._ns_per_byte
-        self._attention_ns_per_pair = layers * 4 * self._q_size * self._ns_per_flop
+        self._attention_ns_per_pair = layers * 4 * self._q_size * 1e9 / (rate * device.attention_efficiency)
+        self._attention_floor_ns = layers * device.attention_floor_ns
+        self._decode_attention_floor_ns = layers * device.decode_attention_floor_ns
+        # heads that read the same K and V lie in one tile, or each in tiles of its own
+        num_heads = self._q_size // model.head_dim
+        group = max(1, self._q_size // self._kv_size)
+        packed = group if device.attention_packs_heads else 1
+        rows = max(device.attention_tile_rows, packed)
+        self._num_sms = device.num_sms
+        self._cached_bytes = device.cache_bytes // 4  # what tables of activations show, on two devices
+        self._tokens_per_tile = rows // packed
+        self._tile_keys = device.attention_tile_keys
+        self._tiled_heads = num_heads // packed
+        self._unpacked = group // packed
+        self._tile_ns_per_key = self._attention_ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
+        self._gemm_floor_ns, self._kernel_floor_ns = device.gemm_floor_ns, device.kernel_floor_ns
         block_bytes = layout.block_size * token_bytes
         self._swap_ns_per_block = block_bytes * 1e9 / device.host_link_bytes_per_s
         self._swap_latency_ns = device.host_link_latency_ns
@@ -89,12 +108,11 @@ class RooflineCost:
     def price(self, shape: BatchShape) -> Spans:
         num_decodes, prefills = shape.num_decodes, shape.prefills
         num_tokens = num_decodes
-        attention = 0
-        if num_decodes:
-            attention = self._decode_attention_ns(num_decodes, shape.decode_context_tokens)
         if prefills:
             num_tokens += shape.num_prefill_tokens
-            attention += self._prefill_attention_ns(prefills)
+            attention = self._mixed_attention_ns(num_decodes, shape.decode_context_tokens, prefills)
+        else:
+            attention = self._decode_attention_ns(num_decodes, shape.decode_context_tokens)
         swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
         if shape.num_blocks_copied:
             swap_ns += to_ns(shape.num_blocks_copied * self._copy_ns_per_block)
@@ -134,8 +152,12 @@ class RooflineCost:
             return parts
         is_graph = self._is_graph(num_decodes, prefills)
         operators = self._dense_parts(self._padded(num_decodes) if is_graph else shape.num_tokens)
-        operators["attention_decode"] = self._decode_attention_ns(num_decodes, context) if num_decodes else 0
-        operators["attention_prefill"] = self._prefill_attention_ns(prefills)
+        if prefills:  # one kernel: what the decodes add to it is theirs
+            prefill_ns = self._mixed_attention_ns(0, 0, prefills)
+            both_ns = self._mixed_attention_ns(num_decodes, context, prefills)
+            operators |= {"attention_decode": both_ns - prefill_ns, "attention_prefill": prefill_ns}
+        else:
+            operators |= {"attention_decode": self._decode_attention_ns(num_decodes, context), "attention_prefill": 0}
         operators |= self._sample_parts(shape.num_samples)
         sampler = operators.pop("sampler")
         idle = max(0, self._launch_ns - sum(operators.values()))
@@ -161,7 +183,7 @@ class RooflineCost:
         """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""
         flops = 2 * num_rows * num_in * num_out
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
-        return to_ns(times * max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte))
+        return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
 
     def _dense_parts(self, num_tokens: int) -> dict[str, int]:
         """The operators that depend on the number of tokens only."""
@@ -169,17 +191,24 @@ class RooflineCost:
         hidden, inner = model.hidden_size, -(-model.intermediate_size // size)
         act_bytes = num_tokens * model.activation_dtype_bytes
         qkv, num_up = self._q_size + 2 * self._kv_size, model.num_mlp_matrices - 1
-        elementwise = 8 * hidden + 2 * qkv + (num_up + 1) * inner  # two norms with residual, rotary, activation
+        norm, rotary, activation = 4 * hidden, 2 * qkv, (num_up + 1) * inner  # elements read and written for a token
+        moved = 2 * self._beyond_cache(act_bytes * norm) + self._beyond_cache(act_bytes * rotary)
+        moved += self._beyond_cache(act_bytes * activation)
         reduced = self._collectives.all_reduce_ns(act_bytes * hidden)
+        floor = self._kernel_floor_ns
         return {
-            "embedding": to_ns(2 * act_bytes * hidden * self._ns_per_byte),
+            "embedding": to_ns(floor + 2 * act_bytes * hidden * self._ns_per_byte),
             "qkv": self._matmul_ns(layers, num_tokens, hidden, qkv, width),
             "o": self._matmul_ns(layers, num_tokens, self._q_size, hidden, width),
             "gate_up": self._matmul_ns(layers, num_tokens, hidden, num_up * inner, width),
             "down": self._matmul_ns(layers, num_tokens, inner, hidden, width),
-            "elementwise": to_ns(layers * elementwise * act_bytes * self._ns_per_byte),
+            "elementwise": to_ns(layers * (_SMALL_KERNELS * floor + moved * self._ns_per_byte)),
             "all_reduce": to_ns((2 * layers + 1) * reduced),  # after o, after the MLP, after the embedding
         }
+
+    def _beyond_cache(self, num_bytes: int) -> int:
+        """Of what a kernel without arithmetic moves: the kernel before it has left some in the cache."""
+        return max(0, num_bytes - self._cached_bytes)
 
     def _sample_parts(self, num_samples: int) -> dict[str, int]:
         """LM head, gathering its logits, and the sampler, which passes over the logits twice; in ns."""
@@ -188,7 +217,7 @@ class RooflineCost:
         model, vocab, links = self._model, -(-self._model.vocab_size // self._size), self._collectives
         logit_bytes = num_samples * model.vocab_size * _LOGIT_BYTES
         head = self._matmul_ns(1, num_samples, model.embedding_size, vocab, model.activation_dtype_bytes)
-        sampler = 2 * logit_bytes * self._ns_per_byte
+        sampler = _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
         if self.config.logits == "gather":
             gathered = links.gather_ns(logit_bytes)
             sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
@@ -199,20 +228,47 @@ class RooflineCost:
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
         """One kernel over all rows: it takes the longer of their arithmetic and of their traffic, each summed exactly.
 
-        Were each row to take its own maximum, rows of at most one K/V row and one Q/O row would be added (docs).
+        Were each row to take its own maximum, rows of at most one K/V row and one Q/O row would be added (docs). The
+        keys of a row are split among multiprocessors, and its heads share their tiles: nothing is padded.
         """
+        if num_decodes == 0:
+            return 0
         flops_ns = context * self._attention_ns_per_pair
         bytes_ns = (context + num_decodes) * self._kv_ns_per_token + num_decodes * self._qo_ns_per_token
-        return to_ns(max(flops_ns, bytes_ns))
+        return to_ns(self._decode_attention_floor_ns + max(flops_ns, bytes_ns))
 
-    def _prefill_attention_ns(self, prefills: tuple[PrefillChunk, ...]) -> int:
-        """Each chunk by its own exact pairs and context. K and V are read once, written once for new tokens."""
-        total, window = 0, self._window
+    def _mixed_attention_ns(self, num_decodes: int, context: int, prefills: tuple[PrefillChunk, ...]) -> int:
+        """One kernel over chunks and decodes, each decode a tile: whole waves of tiles, no sooner than the longest one.
+
+        K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
+        tiles a turn has, the less is left in the caches of what the heads share.
+        """
+        tiles, keys, longest = num_decodes, context, 0 if num_decodes == 0 else context // num_decodes
+        num_tokens, num_read = num_decodes, context + num_decodes
         for start, length in prefills:
-            flops_ns = pairs_doubled(start, length, window) * self._attention_ns_per_pair / 2
-            bytes_ns = (start + 2 * length) * self._kv_ns_per_token + length * self._qo_ns_per_token
-            total += to_ns(max(flops_ns, bytes_ns))
-        return total
+            num_tiles = -(-length // self._tokens_per_tile)
+            tiles += num_tiles
+            keys += self._keys_of(start, length, num_tiles)
+            longest = max(longest, start + length)
+            num_tokens += length
+            num_read += start + 2 * length
+        if self._window is not None:
+            longest = min(longest, self._window + self._tokens_per_tile - 1)
+        waves = -(-tiles * self._tiled_heads // self._num_sms)
+        mean_keys = keys / tiles + self._tile_keys
+        flops_ns = max(longest + self._tile_keys, mean_keys * waves) * self._tile_ns_per_key
+        num_reads = min(self._unpacked, max(1, self._unpacked * tiles / self._num_sms))
+        bytes_ns = num_reads * num_read * self._kv_ns_per_token + num_tokens * self._qo_ns_per_token
+        return to_ns(self._attention_floor_ns + max(flops_ns, bytes_ns))
+
+    def _keys_of(self, start: int, length: int, num_tiles: int) -> int:
+        """Positions that the tiles of a chunk go through: each up to its own last token, back to the window's reach."""
+        rows = self._tokens_per_tile
+        if self._window is None or start + length <= self._window:
+            return num_tiles * start + rows * num_tiles * (num_tiles - 1) // 2 + length
+        reach = self._window + rows - 1
+        growing = min(num_tiles, max(0, (reach - start) // rows))  # tiles that still see everything before them
+        return growing * start + rows * growing * (growing + 1) // 2 + (num_tiles - growing) * reach
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         """Both directions one after the other, each with the link's latency once; every rank moves its own share."""

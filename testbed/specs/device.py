@@ -9,6 +9,7 @@ from testbed.foreign_text import number, shown, whole
 from testbed.specs.ranges import MAX_PART_NS, Expected
 
 DEVICE_KINDS = ("cuda", "cpu")
+INTERCONNECTS = ("nvlink", "pcie_p2p", "pcie_host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +17,34 @@ class DeviceSpec:
     """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units.
 
     path: a YAML file of your own with these fields; what it leaves out keeps the value of the chosen device.
+
+    An attention kernel over prompts gives each tile of query rows of one head to one multiprocessor, which goes through
+    the keys. A tile that is not full takes as long as a full one; a decode in a step with prefills is such a tile. A
+    kernel that packs heads (FlashAttention-3) puts the rows of all heads that share K and V into one tile.
     """
 
     name: str
     kind: str = "cuda"  # cuda, cpu
     memory_bytes: int = 80 * 10**9
     memory_bytes_per_s: float = 3.35e12
+    cache_bytes: int = 0  # of the last level, shared by all multiprocessors
     flops_per_s: float = 989e12  # dense, at 2-byte precision
-    interconnect_bytes_per_s: float = 450e9  # one direction, between devices
+    interconnect: str = "nvlink"  # how devices reach one another: nvlink (as published), pcie_p2p, pcie_host
+    interconnect_bytes_per_s: float = 450e9  # one direction, between devices; of nvlink
     interconnect_latency_ns: int = 5_000
     host_link_bytes_per_s: float = 55e9  # PCIe, one direction, as measured rather than nominal
     host_link_latency_ns: int = 10_000
     compute_efficiency: float = 0.7  # share of flops_per_s that large matrix products reach
     memory_efficiency: float = 0.85  # share of memory_bytes_per_s that streaming kernels reach
+    attention_efficiency: float = 0.7  # share of flops_per_s that attention of long prompts reaches
+    num_sms: int = 1  # multiprocessors
+    attention_tile_rows: int = 1  # query rows of a tile
+    attention_tile_keys: int = 0  # what beginning and ending a tile takes, as a number of keys
+    attention_packs_heads: bool = True  # else each of the heads that share K and V has tiles of its own
+    attention_floor_ns: int = 0  # what an attention kernel over prompts takes beside its work
+    decode_attention_floor_ns: int = 0  # the same of decodes alone, whose keys are split and merged again
+    gemm_floor_ns: int = 0  # the same of a matrix product: fill, drain, the wait for the kernel before it
+    kernel_floor_ns: int = 0  # the same of norms, rotary, activation, each of the sampler's kernels
     step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
     source: str = ""
     path: str | None = None
@@ -43,6 +59,7 @@ class DeviceSpec:
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
 _RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: what is divided by it stays finite
 _SHARE = Expected("a share from 1e-6 to 1", number(1e-6, 1))
+_COUNT = Expected("a whole number from 1 to 1,000,000", whole(1, 10**6))
 _NS = Expected(f"a whole number of ns, from 0 to {MAX_PART_NS:,}", whole(0, MAX_PART_NS))
 
 DEVICE_FIELDS: dict[str, Expected] = {
@@ -50,13 +67,24 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "kind": Expected("one of " + ", ".join(DEVICE_KINDS), lambda value: value in DEVICE_KINDS),
     "memory_bytes": Expected("a whole number of bytes, from 1 to 1e18", whole(1, 10**18)),
     "memory_bytes_per_s": _RATE,
+    "cache_bytes": Expected("a whole number of bytes, from 0 to 1e18", whole(0, 10**18)),
     "flops_per_s": _RATE,
+    "interconnect": Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS),
     "interconnect_bytes_per_s": _RATE,
     "interconnect_latency_ns": _NS,
     "host_link_bytes_per_s": _RATE,
     "host_link_latency_ns": _NS,
     "compute_efficiency": _SHARE,
     "memory_efficiency": _SHARE,
+    "attention_efficiency": _SHARE,
+    "num_sms": _COUNT,
+    "attention_tile_rows": _COUNT,
+    "attention_tile_keys": Expected("a whole number from 0 to 1,000,000", whole(0, 10**6)),
+    "attention_packs_heads": Expected("true or false", lambda value: isinstance(value, bool)),
+    "attention_floor_ns": _NS,
+    "decode_attention_floor_ns": _NS,
+    "gemm_floor_ns": _NS,
+    "kernel_floor_ns": _NS,
     "step_overhead_ns": _NS,
     "source": Expected("a text", lambda value: isinstance(value, str)),
 }

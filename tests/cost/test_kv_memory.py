@@ -138,5 +138,5 @@ def test_every_model_that_counts_pairs_is_told_the_window():
     """A prompt far longer than the window: its attention grows with its length, not with the square of it."""
     window = "cache.sliding_window=64"
     for cost in ("roofline", "linear"):
-        assert attention_of_a_prompt(cost, window) < attention_of_a_prompt(cost) / 10
+        assert attention_of_a_prompt(cost, window) < attention_of_a_prompt(cost) / 5
     assert attention_of_a_prompt("linear", window) == pytest.approx(64 * 65 // 2 + (8192 - 64) * 64, abs=1)  # 1 ns each

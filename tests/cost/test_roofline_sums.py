@@ -14,7 +14,8 @@ from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 
-EXACT = {"step_overhead_ns": 0, "compute_efficiency": 1.0, "memory_efficiency": 1.0, "interconnect_latency_ns": 0}
+EXACT = {"step_overhead_ns": 0, "compute_efficiency": 1.0, "memory_efficiency": 1.0, "attention_efficiency": 1.0,
+         "interconnect_latency_ns": 0}  # fmt: skip
 ARITHMETIC = DeviceSpec("flops", flops_per_s=1e9, memory_bytes_per_s=1e30, **EXACT)  # 1 ns a FLOP, memory is free
 MEMORY = DeviceSpec("bytes", flops_per_s=1e30, memory_bytes_per_s=1e9, **EXACT)  # 1 ns a byte, arithmetic is free
 BARE = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from analysis.operators import format_operators, load_operators, operator_bars, operator_table
-from experiments.calibrate import library_name
 from experiments.cli import main
+from experiments.device_file import library_name
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
@@ -322,6 +322,7 @@ def test_impossible_commands_are_one_line(arguments, message, capsys):
         ("Tesla T4", "t4"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx_pro_6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx_pro_6000_server"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GT400", "chosen"),
     ],

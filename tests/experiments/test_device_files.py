@@ -32,7 +32,9 @@ def test_a_file_replaces_what_it_has(tmp_path):
 def test_the_librarys_own_files_are_device_files():
     folder = Path(__file__).parents[2] / "experiments" / "conf" / "device"
     for file in folder.glob("*.yaml"):
-        assert set(read_device_file(file)) == set(DEVICE_FIELDS)
+        found = read_device_file(file)
+        of_nvlink = {"interconnect_bytes_per_s", "interconnect_latency_ns"}
+        assert set(found) == set(DEVICE_FIELDS) - (of_nvlink if found["interconnect"] != "nvlink" else set())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_bad_line_is_named(tmp_path, capsys, line, message):
     assert main(["run", f"device.path={file}", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert len(err) < 400 + len(str(file))
+    assert len(err) < 600 + len(str(file))
     place = "" if "deeply" in message else f", line {5 if 'twice' in message or 'not YAML' in message else 4}"
     assert f"{file}{place}: {message}" in err
 

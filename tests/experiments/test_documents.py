@@ -14,7 +14,7 @@ from tests.experiments.kit import decisions_of, say
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = "testbed|sim|real|experiments|analysis"
-METADATA = ("testbed.profile",)  # a key of a file, and no module
+METADATA = ("testbed.profile", "testbed.operators")  # keys of files, and no modules
 PAGE = {"ids": lambda page: page.stem, "argnames": "page"}
 
 

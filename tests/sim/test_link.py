@@ -12,7 +12,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.backend import SimBackend
+from sim.backend import SchedulerTime, SimBackend
 from sim.cost.base import CostModel
 from sim.driver import MAX_NS
 from sim.fleet import Fleet
@@ -94,7 +94,7 @@ def times(
     prices: CostModel | None = None,
 ) -> list[list[Timing]]:
     """Start, end and link time of each step, for each replica."""
-    backends = [SimBackend(prices or Prices(), schedule_ns=schedule_ns) for _ in replicas]
+    backends = [SimBackend(prices or Prices(), scheduler_time=SchedulerTime(schedule_ns)) for _ in replicas]
     fleet = Fleet(Nothing(), RoundRobin(), backends, replicas_per_link=per_link)
     timings: list[list[Timing]] = [[] for _ in replicas]
     schedulers = [cast(Scheduler, SimpleNamespace(blocks=SimpleNamespace(block_size=BLOCK_SIZE))) for _ in replicas]
@@ -263,7 +263,7 @@ def test_steps_end_when_arithmetic_says(seed: int) -> None:
 
 
 def test_the_schedulers_time_is_added_to_every_step() -> None:
-    backend = SimBackend(Prices(), schedule_ns=50, schedule_ns_per_seq=3)
+    backend = SimBackend(Prices(), scheduler_time=SchedulerTime(50, 3))
     work = backend.start(plan_of([1, 2]))
     assert work.duration_ns == 1056
     assert work.spans == Spans(schedule_ns=56, forward_ns=1000)

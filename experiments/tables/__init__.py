@@ -1,0 +1,142 @@
+"""`testbed tables`: measured operator tables of one device: import them, list what there is, show and draw them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+
+from testbed.errors import ConfigError, RunFolderError
+from testbed.foreign_text import unknown
+from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables
+
+USAGE = """usage: testbed tables <command> ...
+
+  import <source> [<dir>] --out <file>.parquet   one file of measured operators; sources: aiconfigurator (the installed
+                                                 package), llmservingsim <dir>, vidur <dir>
+  list [<file>]                                  what the installed package covers, or what a file holds
+  show <file or device> [--operator gemm] [--plot <stem>]   ranges of each operator; figures beside the data sheet
+"""
+SOURCES = ("aiconfigurator", "llmservingsim", "vidur")
+_NOT_OPERATORS = {
+    "splitwise": "splitwise's perf_model.csv times whole steps and requests, of which no operator's time can be made"
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    commands = {"import": _import, "list": _list, "show": _show}
+    name, rest = arguments[0], arguments[1:]
+    if name not in commands:
+        raise ConfigError(unknown(f"there is no command `testbed tables {name}`", name, list(commands)))
+    return commands[name](rest)
+
+
+def _import(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("testbed tables import", description="Measured operators as one Parquet file.")
+    parser.add_argument("source", help=", ".join(SOURCES))
+    parser.add_argument("folder", nargs="?", type=Path, help="of the source's files; aiconfigurator finds its own")
+    parser.add_argument("--device", help="its name in the device library (testbed list device)")
+    parser.add_argument("--model", help="llmservingsim: its name in the model library, where meta.yaml's is not there")
+    parser.add_argument("--engine", help="aiconfigurator: vllm (default), sglang, trtllm")
+    parser.add_argument("--version", help="aiconfigurator: of the engine (the newest)")
+    parser.add_argument("--out", type=Path, required=True, help="a new .parquet")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    options = parser.parse_args(arguments)
+    if options.out.suffix != ".parquet":
+        raise ConfigError(f"{options.out}: operator tables are a Parquet file; name it <out>.parquet")
+    if options.out.exists() and not options.overwrite:
+        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    from experiments.tables.devices import device_spec
+    from experiments.tables.doubts import checked
+    from experiments.tables.summary import doubt_lines
+
+    tables = _read_source(options)
+    tables = checked(tables, device_spec(tables.device))
+    command = shlex.join(["testbed", "tables", "import", *arguments])
+    write_operator_tables(options.out, tables, command, date=datetime.now(UTC).isoformat(timespec="seconds"))
+    print(f"{options.out}: {tables.rows.num_rows:,} points of {tables.device} ({tables.device_description})")
+    for line in doubt_lines(tables):
+        print(line)
+    return 0
+
+
+def _read_source(options: argparse.Namespace) -> OperatorTables:
+    if options.source in _NOT_OPERATORS:
+        raise ConfigError(f"{_NOT_OPERATORS[options.source]}; see docs/tables.md")
+    if options.source not in SOURCES:
+        raise ConfigError(unknown(f"there is no source {options.source!r}", options.source, SOURCES))
+    for name, owner in (("model", "llmservingsim"), ("engine", "aiconfigurator"), ("version", "aiconfigurator")):
+        if getattr(options, name) is not None and options.source != owner:
+            raise ConfigError(f"--{name} goes with {owner} only, not with {options.source}; leave it out")
+    if options.source == "aiconfigurator":
+        from experiments.tables.aiconfigurator import load
+
+        if options.device is None:
+            raise ConfigError(
+                "aiconfigurator has tables of many devices; choose one with --device (testbed tables list)"
+            )
+        return load(options.device, options.engine or "vllm", options.version, systems=options.folder)
+    if options.folder is None or not options.folder.is_dir():
+        where = "no folder is given" if options.folder is None else f"there is no folder {options.folder}"
+        raise ConfigError(f"{where}; give that of {options.source}'s files")
+    if options.source == "vidur":
+        from experiments.tables.vidur import read as read_vidur
+
+        return read_vidur(options.folder, options.device)
+    from experiments.tables.llmservingsim import read
+
+    return read(options.folder, options.device, options.model)
+
+
+def _list(arguments: list[str]) -> int:
+    from experiments.tables.summary import coverage_lines, doubt_lines, engine_lines
+
+    parser = argparse.ArgumentParser("testbed tables list", description="Which tables there are.")
+    parser.add_argument("file", nargs="?", type=Path, help="of `testbed tables import`; without: the installed package")
+    options = parser.parse_args(arguments)
+    if options.file is None:
+        from experiments.tables.aiconfigurator import coverage
+
+        print(*coverage_lines(coverage()), sep="\n")
+        return 0
+    tables = read_operator_tables(options.file)
+    print(*engine_lines(tables), *doubt_lines(tables), sep="\n")
+    return 0
+
+
+def _show(arguments: list[str]) -> int:
+    from experiments.tables.summary import range_lines
+    from testbed.specs.operator_tables import OPERATORS
+
+    parser = argparse.ArgumentParser("testbed tables show", description="What tables hold: ranges, and figures.")
+    parser.add_argument("tables", help="a file of `testbed tables import`, or a device that the package covers")
+    parser.add_argument("--operator", help=", ".join(OPERATORS))
+    parser.add_argument("--model", help="draw the shapes of this model of the library (llama3.1_8b)")
+    parser.add_argument("--plot", type=Path, metavar="STEM", help="writes STEM-<operator>.png and .svg")
+    options = parser.parse_args(arguments)
+    tables = _open(options.tables)
+    there = [name for name in OPERATORS if tables.select(name).num_rows]
+    if options.operator is not None and options.operator not in there:
+        raise ConfigError(unknown(f"{options.tables} has no operator {options.operator!r}", options.operator, there))
+    chosen = there if options.operator is None else [options.operator]
+    print(*range_lines(tables, chosen), sep="\n")
+    if options.plot is not None:
+        from experiments.tables.figures import draw
+
+        for path in draw(tables, chosen, options.model or "llama3.1_8b", options.plot):
+            print(path)
+    return 0
+
+
+def _open(name: str) -> OperatorTables:
+    """A file, or the package's tables of a device."""
+    if Path(name).suffix == ".parquet" or Path(name).is_file():
+        return read_operator_tables(name)
+    from experiments.tables.aiconfigurator import load
+
+    return load(name)

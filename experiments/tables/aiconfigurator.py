@@ -1,0 +1,317 @@
+"""Tables of the PyPI package aiconfigurator-core: kernels of vLLM, SGLang and TensorRT-LLM, measured by NVIDIA.
+
+Reads `systems/data/<gpu>/{gemm,attention,comm}/<engine>/<version>/*.parquet` as columns, from start to end. What the
+columns mean there was taken from how the package's own code and its collectors use them (docs/tables.md): latencies are
+ms of one call; a decode's `step` are the positions before its own token; message sizes are numbers of elements, and an
+all-gather's is that of the gathered whole; a `window_size` of 0 is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from experiments.tables.columns import rows_of, times_ns
+from experiments.tables.devices import OUR_DEVICES, THEIR_DEVICES
+from testbed.errors import ConfigError, ProfileError
+from testbed.foreign_text import unknown
+from testbed.specs.operator_tables import OperatorTables, check_rows
+
+PACKAGE = "aiconfigurator_core"
+ENGINES = ("vllm", "sglang", "trtllm")
+LICENCE = "Apache-2.0"
+_DTYPES = {"half": "float16"}  # others are ours, or have no name of ours: fp8_block, int8_wo, nvfp4, ...
+_DTYPE_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "float": 4, "float32": 4}
+_GEMM = ("kernel_source", "gemm_dtype", "m", "n", "k", "latency")
+_ATTENTION = (
+    "kernel_source", "batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "beam_width", "attn_dtype",
+    "kv_cache_dtype", "step", "latency",
+)  # fmt: skip
+_REDUCE = ("kernel_source", "allreduce_dtype", "num_gpus", "message_size", "latency")
+_NCCL = ("kernel_source", "op_name", "nccl_dtype", "num_gpus", "message_size", "latency")
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What the package has of one device and engine."""
+
+    device: str  # in our library, or theirs where ours lacks it
+    system: str
+    engine: str
+    version: str
+    operators: tuple[str, ...]
+    num_points: int
+
+
+def load(
+    device: str, engine: str = "vllm", version: str | None = None, *, systems: Path | None = None
+) -> OperatorTables:
+    """The tables of a device (our name or theirs) and an engine; version: None is the newest that is whole.
+
+    systems: the package's folder `systems`; None finds the installed package. Raises ConfigError, ProfileError.
+    """
+    root = systems_folder(systems)
+    system = _system(root, device)
+    folder = root / "data" / system
+    if engine not in ENGINES:
+        raise ConfigError(unknown(f"--engine is {engine!r}", engine, ENGINES))
+    chosen = _version(folder, engine, version)
+    source = f"aiconfigurator-core {_package_version(root)}"
+    label = partial(rows_of, source=source, licence=LICENCE)
+    own = partial(label, engine=f"{engine} {chosen}")
+    gemm = folder / "gemm" / engine / chosen / "gemm_perf.parquet"
+    attention = folder / "attention" / engine / chosen
+    tables = [_gemm(gemm, own)]
+    tables += [_prefill(attention / "context_attention_perf.parquet", own)]
+    tables += [_decode(attention / "generation_attention_perf.parquet", own)]
+    doubts = []
+    reduce = _nearest(folder / "comm" / engine, "custom_allreduce_perf.parquet", chosen)
+    if reduce is not None:
+        if reduce.parent.name != chosen:
+            doubts.append(
+                f"{engine} {chosen} has no all-reduce of its own there: that of {reduce.parent.name} is taken"
+            )
+        tables.append(_all_reduce(reduce, partial(label, engine=f"{engine} {reduce.parent.name}")))
+    nccl = _nearest(folder / "comm" / "nccl", "nccl_perf.parquet", None)
+    if nccl is not None:
+        tables += _nccl(nccl, partial(label, engine=f"nccl {nccl.parent.name}"))
+    rows = pa.concat_tables(tables).combine_chunks()
+    check_rows(rows, f"{source}, {system}")
+    doubts += _standing_doubts(rows)
+    return OperatorTables(OUR_DEVICES.get(system, system), _description(gemm), rows, tuple(doubts))
+
+
+def coverage(systems: Path | None = None) -> list[Coverage]:
+    """What there is, a line for each device and engine, from the files' footers alone."""
+    root, found = systems_folder(systems), []
+    for system in _systems(root):
+        for engine in ENGINES:
+            folder = root / "data" / system
+            versions = _whole_versions(folder, engine)
+            if not versions:
+                continue
+            chosen = versions[-1]
+            counted = _counted(folder, engine, chosen)
+            ours = OUR_DEVICES.get(system, system)
+            found.append(Coverage(ours, system, engine, chosen, tuple(counted), sum(counted.values())))
+    return found
+
+
+def _counted(folder: Path, engine: str, version: str) -> dict[str, int]:
+    """The points of each operator."""
+    attention = folder / "attention" / engine / version
+    files = {
+        "gemm": folder / "gemm" / engine / version / "gemm_perf.parquet",
+        "attention_prefill": attention / "context_attention_perf.parquet",
+        "attention_decode": attention / "generation_attention_perf.parquet",
+        "all_reduce": _nearest(folder / "comm" / engine, "custom_allreduce_perf.parquet", version),
+    }
+    counts = {name: pq.read_metadata(file).num_rows for name, file in files.items() if file and file.is_file()}
+    nccl = _nearest(folder / "comm" / "nccl", "nccl_perf.parquet", None)
+    if nccl is not None:
+        kinds = pq.read_table(nccl, columns=["op_name"])["op_name"]
+        for name in ("all_reduce", "all_gather"):
+            counts[name] = counts.get(name, 0) + pc.sum(pc.equal(kinds, name)).as_py()
+    return counts
+
+
+def systems_folder(given: Path | None = None) -> Path:
+    """The package's folder `systems`. Raises ConfigError if there is none."""
+    if given is not None:
+        for folder in (given, given / "systems", given / PACKAGE / "systems"):
+            if (folder / "data").is_dir():
+                return folder
+        raise ConfigError(f"{given} is no `systems` folder of {PACKAGE}: it has no folder `data`")
+    spec = find_spec(PACKAGE)
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    if not places:
+        raise ConfigError(
+            f"the package {PACKAGE} is not installed; install the extra: pip install 'llm-serving-testbed[tables]'"
+        )
+    return systems_folder(Path(places[0]))
+
+
+def _package_version(systems: Path) -> str:
+    """From the folder beside the package that pip leaves."""
+    named = sorted(systems.parent.parent.glob(f"{PACKAGE}-*.dist-info"))
+    return named[-1].name.split("-")[1].removesuffix(".dist") if named else "of unknown version"
+
+
+def _systems(root: Path) -> list[str]:
+    return sorted(folder.name for folder in (root / "data").iterdir() if folder.is_dir())
+
+
+def _system(root: Path, device: str) -> str:
+    """Their name of a device that is called by ours or theirs."""
+    named = THEIR_DEVICES.get(device, device)
+    with_data = [system for system in _systems(root) if any((root / "data" / system / "gemm").glob("*/*/*.parquet"))]
+    if named not in with_data:
+        names = [OUR_DEVICES.get(system, system) for system in with_data]
+        raise ConfigError(unknown(f"aiconfigurator-core has no tables of the device {device!r}", device, names))
+    return named
+
+
+def _version_key(version: str) -> tuple[tuple[int, str], ...]:
+    """1.3.0rc20 after 1.3.0rc5, 0.24.0 after 0.9.0."""
+    parts = version.replace("rc", ".rc.").split(".")
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
+
+
+def _versions(folder: Path, file: str) -> list[str]:
+    """Those that have the file, the newest last."""
+    return sorted((found.parent.name for found in folder.glob(f"*/{file}")), key=_version_key)
+
+
+def _whole_versions(folder: Path, engine: str) -> list[str]:
+    """Those that have products and attention, the newest last."""
+    versions = _versions(folder / "gemm" / engine, "gemm_perf.parquet")
+    return [name for name in versions if (folder / "attention" / engine / name).is_dir()]
+
+
+def _version(folder: Path, engine: str, wanted: str | None) -> str:
+    """The wanted version, or the newest, of those that are whole."""
+    whole = _whole_versions(folder, engine)
+    if not whole:
+        raise ConfigError(f"aiconfigurator-core has no tables of {engine} on {folder.name}")
+    if wanted is None:
+        return whole[-1]
+    if wanted not in whole:
+        raise ConfigError(unknown(f"--version is {wanted!r}", wanted, whole))
+    return wanted
+
+
+def _nearest(folder: Path, file: str, version: str | None) -> Path | None:
+    """The file of this version, else of the newest before it, else of the oldest behind; None: the newest."""
+    versions = _versions(folder, file)
+    if not versions:
+        return None
+    if version is None:
+        return folder / versions[-1] / file
+    before = [name for name in versions if _version_key(name) <= _version_key(version)]
+    return folder / (before[-1] if before else versions[0]) / file
+
+
+def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
+    """The columns of a Parquet file, with `time_ns` of its latencies. Raises ProfileError if one is missing, or the
+    file."""
+    if not file.is_file():
+        raise ProfileError(f"no file at {file}; the package was expected to have it")
+    try:
+        names = pq.read_schema(file).names
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise ProfileError(f"{file} lacks the column {missing[0]!r}; it has {', '.join(names)}")
+        table = pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)])
+    except (pa.ArrowException, OSError) as error:
+        raise ProfileError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    return table.append_column("time_ns", times_ns(table["latency"], "ms", str(file), "latency"))
+
+
+def _description(file: Path) -> str:
+    """What the source calls the device."""
+    names = pq.read_schema(file).names
+    return str(pq.read_table(file, columns=["device"])["device"][0]) if "device" in names else ""
+
+
+def _dtypes(column: Any) -> Any:
+    for theirs, ours in _DTYPES.items():
+        column = pc.replace_substring_regex(column, f"^{theirs}$", ours)
+    return column
+
+
+def _gemm(file: Path, label: Any) -> Any:
+    table = _read(file, _GEMM)
+    return label(
+        table.num_rows, operator="gemm", kernel=table["kernel_source"], dtype=_dtypes(table["gemm_dtype"]),
+        m=table["m"], n=table["n"], k=table["k"], time_ns=table["time_ns"],
+    )  # fmt: skip
+
+
+def _attention(file: Path, operator: str) -> tuple[Any, dict[str, Any]]:
+    """A table of attention, and the columns that prompts and decodes have in common."""
+    table = _read(file, _ATTENTION, "window_size")
+    table = table.filter(pc.equal(table["beam_width"], 1))
+    windows, heads, kv_heads = None, table["num_heads"], table["num_key_value_heads"]
+    if "window_size" in table.column_names:
+        size = table["window_size"]
+        windows = pc.if_else(pc.greater(size, 0), size, pa.scalar(None, pa.int64()))
+    return table, {
+        "operator": operator, "kernel": table["kernel_source"], "dtype": _dtypes(table["attn_dtype"]),
+        "kv_dtype": _dtypes(table["kv_cache_dtype"]), "num_heads": heads, "head_dim": table["head_dim"],
+        "num_kv_heads": pc.if_else(pc.equal(kv_heads, 0), heads, kv_heads),  # 0: as many as heads
+        "window": windows, "batch": table["batch_size"], "time_ns": table["time_ns"],
+    }  # fmt: skip
+
+
+def _prefill(file: Path, label: Any) -> Any:
+    table, shared = _attention(file, "attention_prefill")
+    return label(table.num_rows, **shared, new_tokens=table["isl"], context=table["step"])
+
+
+def _decode(file: Path, label: Any) -> Any:
+    table, shared = _attention(file, "attention_decode")
+    return label(table.num_rows, **shared, context=pc.add(table["isl"], table["step"]))
+
+
+def _num_bytes(sizes: Any, dtypes: Any, file: Path) -> Any:
+    """Of messages whose sizes are numbers of elements."""
+    widths = dtypes
+    for name in pc.unique(dtypes).to_pylist():
+        if name not in _DTYPE_BYTES:
+            raise ProfileError(unknown(f"{file}: messages of dtype {name!r}", name, list(_DTYPE_BYTES)))
+        widths = pc.replace_substring_regex(widths, f"^{name}$", str(_DTYPE_BYTES[name]))
+    return pc.multiply(sizes, widths.cast(pa.int64()))
+
+
+def _all_reduce(file: Path, label: Any) -> Any:
+    table = _read(file, _REDUCE)
+    table = table.filter(pc.greater(table["num_gpus"], 1))
+    dtypes = table["allreduce_dtype"]
+    return label(
+        table.num_rows, operator="all_reduce", kernel=table["kernel_source"], dtype=_dtypes(dtypes),
+        num_bytes=_num_bytes(table["message_size"], dtypes, file), num_ranks=table["num_gpus"],
+        time_ns=table["time_ns"],
+    )  # fmt: skip
+
+
+def _nccl(file: Path, label: Any) -> list[Any]:
+    """All-reduces and all-gathers; the others are not in the schema."""
+    whole, tables = _read(file, _NCCL), []
+    for operator in ("all_reduce", "all_gather"):
+        table = whole.filter(pc.equal(whole["op_name"], operator))
+        dtypes = table["nccl_dtype"]
+        columns = {
+            "operator": operator, "kernel": table["kernel_source"], "dtype": _dtypes(dtypes),
+            "num_bytes": _num_bytes(table["message_size"], dtypes, file), "num_ranks": table["num_gpus"],
+        }  # fmt: skip
+        tables.append(label(table.num_rows, **columns, time_ns=table["time_ns"]))
+    return tables
+
+
+def _standing_doubts(rows: Any) -> list[str]:
+    """What these tables never have, said once, with what was found in them."""
+    prefill = rows.filter(pc.equal(rows["operator"], "attention_prefill"))
+    doubts = []
+    if prefill.num_rows and pc.max(prefill["context"]).as_py() == 0:
+        doubts.append(
+            f"attention_prefill: all {prefill.num_rows:,} points are whole prompts; "
+            "chunks behind a context were not measured"
+        )
+    decode = rows.filter(pc.equal(rows["operator"], "attention_decode"))
+    own_heads = decode.filter(pc.equal(decode["num_heads"], decode["num_kv_heads"]))
+    if own_heads.num_rows:
+        most = pc.max(own_heads["num_heads"]).as_py()
+        doubts.append(f"attention_decode: with as many KV heads as heads (no GQA) up to {most} heads a rank only")
+    eager = rows.filter(pc.and_(pc.equal(rows["operator"], "all_reduce"), pc.ends_with(rows["kernel"], "_eager")))
+    if eager.num_rows:
+        least_us = pc.min(eager["time_ns"]).as_py() / 1e3
+        doubts.append(f"all_reduce: eager calls are timed with the host's launches, never below {least_us:.3g} us")
+    doubts.append("no embedding, norms, rotary, activation, sampler or host time: kernels of these tables only")
+    return doubts

@@ -1,0 +1,130 @@
+"""From what a source has to rows of the schema: columns by name, nulls for the rest; CSVs, with bad values named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from testbed.errors import ProfileError
+from testbed.foreign_text import shown
+from testbed.specs.operator_tables import OPERATOR_COLUMNS
+
+LEAST_NS, MOST_NS = 100.0, 1e12  # no kernel is as short as 0.1 us, none as long as 1,000 s
+_UNIT_NS = {"ms": 1e6, "us": 1e3, "ns": 1.0}
+
+
+def rows_of(num_rows: int, **columns: Any) -> pa.Table:
+    """A table of OPERATOR_COLUMNS with these columns: arrays, or one value for all rows; null where none is given."""
+    arrays = []
+    for name, kind in OPERATOR_COLUMNS.items():
+        of_type, given = pa.type_for_alias(kind), columns.pop(name, None)
+        if given is None:
+            arrays.append(pa.nulls(num_rows, of_type))
+        elif isinstance(given, str | int | float):
+            arrays.append(pa.repeat(pa.scalar(given, of_type), num_rows))
+        else:
+            array = given if isinstance(given, pa.Array | pa.ChunkedArray) else pa.array(given)
+            arrays.append(array.cast(of_type))
+    assert not columns, f"no such columns: {', '.join(columns)}"
+    return pa.table(arrays, names=list(OPERATOR_COLUMNS))
+
+
+def times_ns(times: Any, unit: str, place: str, column: str) -> Any:
+    """A column of times in ns. Raises ProfileError, naming the row, where no kernel can have taken so long."""
+    values = pc.multiply(times.cast(pa.float64()), _UNIT_NS[unit]).fill_null(float("nan"))
+    fits = pc.and_(pc.greater_equal(values, LEAST_NS), pc.less_equal(values, MOST_NS))  # false where NaN
+    row = pc.index(fits, False).as_py()
+    if row >= 0:
+        value = times[row].as_py()
+        text = "null" if value is None else shown(value)
+        lows = f"from {LEAST_NS / _UNIT_NS[unit]:g} to {MOST_NS / _UNIT_NS[unit]:g}"
+        raise ProfileError(f"{place}, row {row}: {column} is {text}; expected {unit}, {lows}")
+    return values
+
+
+class CsvTable:
+    """A CSV's columns, read when they are asked for. Raises ProfileError naming file, line, column and value."""
+
+    def __init__(self, path: Path, needed: Sequence[str]) -> None:
+        """needed: columns that must be there."""
+        self.path = path
+        if not path.is_file():
+            raise ProfileError(f"no file at {path}; docs/tables.md says what each source has")
+        try:
+            names = pa.csv.open_csv(path).schema.names
+            texts = pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", "nan", "NaN"]
+            )
+            self._table = pa.csv.read_csv(path, convert_options=texts)
+        except (pa.ArrowException, OSError) as error:
+            raise ProfileError(f"{path} cannot be read as CSV: {str(error).splitlines()[0]}") from None
+        missing = [name for name in needed if name not in names]
+        if missing:
+            raise ProfileError(f"{path} lacks the column {missing[0]!r}; it has {', '.join(names[:30])}")
+        if not self._table.num_rows:
+            raise ProfileError(f"{path} has no rows")
+        self.num_rows: int = self._table.num_rows
+
+    def has(self, name: str) -> bool:
+        return name in self._table.column_names
+
+    def texts(self, name: str) -> np.ndarray[Any, Any]:
+        """Strings, with "" for what is empty."""
+        found: np.ndarray[Any, Any] = self._table[name].fill_null("").to_numpy()
+        return found
+
+    def numbers(self, name: str, *, may_be_empty: bool = False) -> np.ndarray[Any, Any]:
+        """Floats, NaN for what is empty where it may be."""
+        column = self._table[name]
+        if column.null_count and not may_be_empty:
+            raise self.refused(name, pc.index(column.is_null(), True).as_py(), "a number")
+        try:
+            values = column.cast(pa.float64())
+        except pa.ArrowException:
+            raise self.refused(name, _first_not_a_number(column.to_pylist()), "a number") from None
+        array: np.ndarray[Any, Any] = values.fill_null(float("nan")).to_numpy()
+        infinite = np.flatnonzero(np.isinf(array))
+        if len(infinite):
+            raise self.refused(name, int(infinite[0]), "a finite number")
+        return array
+
+    def counts(self, name: str, least: int = 1) -> np.ndarray[Any, Any]:
+        """Whole numbers."""
+        values = self.numbers(name)
+        bad = np.flatnonzero((values != np.floor(values)) | (values < least) | (values > 2**53))
+        if len(bad):
+            raise self.refused(name, int(bad[0]), f"a whole number, at least {least}")
+        return values.astype(np.int64)
+
+    def times(self, name: str, unit: str, *, may_be_empty: bool = False) -> np.ndarray[Any, Any]:
+        """Times in ns, NaN for what is empty where it may be."""
+        values = self.numbers(name, may_be_empty=may_be_empty)
+        scale = _UNIT_NS[unit]
+        with np.errstate(invalid="ignore"):
+            bad = np.flatnonzero((values * scale < LEAST_NS) | (values * scale > MOST_NS))
+        if len(bad):
+            span = f"from {LEAST_NS / scale:g} to {MOST_NS / scale:g}"
+            raise self.refused(name, int(bad[0]), f"{unit}, {span}")
+        scaled: np.ndarray[Any, Any] = values * scale
+        return scaled
+
+    def refused(self, name: str, row: int, expected: str) -> ProfileError:
+        """What to raise for a value. row: from 0; the file's line is two further, behind its header."""
+        value = self._table[name][row].as_py()
+        text = "empty" if value is None else shown(value)
+        return ProfileError(f"{self.path}, line {row + 2}: {name} is {text}; expected {expected}")
+
+
+def _first_not_a_number(texts: list[str | None]) -> int:
+    for row, text in enumerate(texts):
+        try:
+            float(text or "nan")
+        except ValueError:
+            return row
+    return 0

@@ -1,0 +1,183 @@
+"""What of a table to distrust: points off their neighbours, times that fall while a size grows, times that the data
+sheet does not allow. Says it in at most ten sentences with numbers; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from experiments.tables.roofline import bounds_ns, has_bound
+from testbed.errors import ProfileError
+from testbed.specs.device import DeviceSpec
+from testbed.specs.operator_tables import OPERATOR_COLUMNS, OPERATORS, OperatorTables
+
+MAX_DOUBTS = 10
+OFF = 1.5  # times the interpolation between neighbours
+FALLS = 0.85  # of the time at a smaller size
+GAP = 4.0  # neighbours further apart than this factor say nothing about what lies between
+_LEAST_SHARE = 0.2  # of the data sheet's time that large points can take: caches help, but not so much
+_LEAST_LOAD_NS = 100_000.0  # of the data sheet's time: from here on, launches and latencies are small beside it
+_AXES: dict[str, tuple[str, ...]] = {
+    "gemm": ("m", "n", "k"),
+    "attention_prefill": ("batch", "new_tokens", "context"),
+    "attention_decode": ("batch", "context"),
+    "attention_mixed": ("batch", "new_tokens", "context", "decode_context"),
+    "all_reduce": ("num_bytes",),
+    "all_gather": ("num_bytes",),
+    "elementwise": ("m",),
+    "sampler": ("m",),
+    "host": (),
+}
+_KEYS = tuple(name for name in OPERATOR_COLUMNS if name not in ("operator", "time_ns", "licence"))
+
+
+@dataclass(slots=True)
+class _Found:
+    """Points that one test found. worst: the largest factor; where: the sizes of that point, in words."""
+
+    points: set[int] = field(default_factory=set)  # their rows
+    worst: float = 1.0
+    where: str = ""
+
+    @property
+    def num(self) -> int:
+        return len(self.points)
+
+    def add(self, points: _Points, rows: Any, factor: Any, least: float) -> None:
+        """Of these rows, those whose factor is above `least`."""
+        above = factor > least
+        self.points.update(rows[above].tolist())
+        if above.any() and factor.max() > self.worst:
+            self.worst, self.where = float(factor.max()), points.words(int(rows[factor.argmax()]))
+
+
+def checked(tables: OperatorTables, spec: DeviceSpec | None) -> OperatorTables:
+    """The same tables with their doubts. spec: the device's data sheet, if the library has it.
+
+    Raises ProfileError where times are far below what the device can do: their unit is another.
+    """
+    found: list[tuple[int, str]] = []
+    for operator in OPERATORS:
+        rows = tables.select(operator)
+        if rows.num_rows:
+            found += _of_operator(operator, rows, spec)
+    ranked = [text for _, text in sorted(found, key=lambda doubt: -doubt[0])]
+    said = [*tables.doubts, *ranked]
+    if len(said) > MAX_DOUBTS:
+        said = [*said[: MAX_DOUBTS - 1], f"and {len(said) - MAX_DOUBTS + 1} more, each about fewer points"]
+    return replace(tables, doubts=tuple(said))
+
+
+def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[tuple[int, str]]:
+    """(how many points, the sentence) of each dtype."""
+    dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
+    for dtype in sorted(set(dtypes)):
+        some = rows.filter(dtypes == dtype)
+        label, num = f"{operator} {dtype}", some.num_rows
+        points, off, falls = _Points(some), _Found(), _Found()
+        for axis in _AXES[operator]:
+            _off_neighbours(points, axis, off)
+            _falling(points, axis, falls)
+        parts, again = [], num - len(points.time_ns)
+        if again:
+            parts.append(f"{again:,} are measured again (their mean is looked at)")
+        if off.num:
+            parts.append(
+                f"{off.num:,} are more than {OFF:g} x off their neighbours, the worst {off.worst:.1f} x at {off.where}"
+            )
+        if falls.num:
+            parts.append(
+                f"in {falls.num:,} the time falls by more than {1 - FALLS:.0%} while a size grows, the worst by "
+                f"{1 - 1 / falls.worst:.0%} at {falls.where}"
+            )
+        fast = _Found()
+        if spec is not None and has_bound(operator, dtype):
+            _too_fast(label, some, points, operator, spec, fast)
+        if fast.num:
+            why = "reduced in the switch" if operator == "all_reduce" else "read from a cache"
+            parts.append(
+                f"{fast.num:,} are faster than the data sheet allows ({why}?), up to {fast.worst:.2f} x at {fast.where}"
+            )
+        if parts:
+            yield again + off.num + falls.num + fast.num, f"{label}: of {num:,} points, {'; '.join(parts)}"
+
+
+class _Points:
+    """Rows as numbers; what was measured several times is one point, its mean."""
+
+    def __init__(self, rows: Any) -> None:
+        codes = np.empty((rows.num_rows, len(_KEYS)), dtype=np.int64)
+        for index, name in enumerate(_KEYS):
+            column = rows[name].combine_chunks()
+            if OPERATOR_COLUMNS[name] == "string":
+                codes[:, index] = column.dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False)
+            else:
+                codes[:, index] = column.fill_null(-1).to_numpy(zero_copy_only=False)
+        order = np.lexsort(codes.T[::-1])
+        codes, time_ns = codes[order], rows["time_ns"].to_numpy()[order]
+        first = np.r_[True, (codes[1:] != codes[:-1]).any(axis=1)]
+        starts = np.flatnonzero(first)
+        self.sizes = codes[first]
+        self.of_row = np.empty(len(order), dtype=np.int64)  # of each row the point that it is
+        self.of_row[order] = np.cumsum(first) - 1
+        self.time_ns = np.add.reduceat(time_ns, starts) / np.diff(np.r_[starts, len(time_ns)])
+
+    def along(self, axis: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(an order in which points that differ in this size alone stand together, that size growing; for each place
+        the number of its row of points)."""
+        index = _KEYS.index(axis)
+        others = [column for column in range(len(_KEYS)) if column != index]
+        order = np.lexsort((self.sizes[:, index], *self.sizes.T[others]))
+        rest = self.sizes[order][:, others]
+        line = np.cumsum(np.r_[True, (rest[1:] != rest[:-1]).any(axis=1)])
+        return order, line
+
+    def words(self, row: int) -> str:
+        """The sizes of a point."""
+        pairs = zip(_KEYS, self.sizes[row], strict=True)
+        return " ".join(f"{name}={size:,}" for name, size in pairs if OPERATOR_COLUMNS[name] == "int64" and size >= 0)
+
+
+def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
+    """Compares each point that has a neighbour on both sides with the line between them, sizes and times in logs.
+
+    A point that is off makes its neighbours look so as well: of points side by side the one that is off most counts.
+    """
+    order, line = points.along(axis)
+    size = points.sizes[order, _KEYS.index(axis)].astype(np.float64)
+    time_ns = np.log(points.time_ns[order])
+    inner = np.flatnonzero((line[:-2] == line[2:]) & (size[:-2] > 0)) + 1
+    left, here, right = np.log(size[inner - 1]), np.log(size[inner]), np.log(size[inner + 1])
+    near = (right - here <= np.log(GAP)) & (here - left <= np.log(GAP))
+    inner, left, here, right = inner[near], left[near], here[near], right[near]
+    between = time_ns[inner - 1] + (time_ns[inner + 1] - time_ns[inner - 1]) * (here - left) / (right - left)
+    factor = np.exp(np.abs(time_ns[inner] - between))
+    factors = np.zeros(len(order))
+    factors[inner] = factor
+    is_most = (factor >= factors[inner - 1]) & (factor >= factors[inner + 1])
+    found.add(points, order[inner[is_most]], factor[is_most], OFF)
+
+
+def _falling(points: _Points, axis: str, found: _Found) -> None:
+    order, line = points.along(axis)
+    time_ns = points.time_ns[order]
+    factor = np.where(line[1:] == line[:-1], time_ns[:-1] / time_ns[1:], 0.0)
+    found.add(points, order[1:], factor, 1 / FALLS)
+
+
+def _too_fast(label: str, rows: Any, points: _Points, operator: str, spec: DeviceSpec, found: _Found) -> None:
+    """Points that took less than the data sheet's rates allow; a unit that is wrong shows as most of them."""
+    bound, time_ns = bounds_ns(operator, rows, spec), rows["time_ns"].to_numpy()
+    large = bound > _LEAST_LOAD_NS
+    if large.sum() >= 10:
+        share = float(np.median(time_ns[large] / bound[large]))
+        if share < _LEAST_SHARE:
+            raise ProfileError(
+                f"{label}: half of {int(large.sum()):,} large points take less than {share:.3g} of the least time that "
+                f"the data sheet of {spec.name} allows; is it this device, and are its times in the right unit?"
+            )
+    found.add(points, points.of_row, bound / time_ns, 1.0)

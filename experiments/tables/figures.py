@@ -1,0 +1,177 @@
+"""One figure an operator: measured points of a few lines of its table, beside the least time of the data sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from analysis.style import (
+    GREY,
+    grid,
+    legend_below,
+    legend_height,
+    line_handle,
+    marker,
+    save,
+    series_style,
+    set_log,
+    styled,
+)
+from experiments.tables.devices import device_spec, library_model, model_spec
+from experiments.tables.roofline import bounds_ns, has_bound
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
+from testbed.specs.operator_tables import OperatorTables
+
+_MAX_LINES = 6
+_MARKER, _SMALL_MARKER, _MANY = 3.4, 2.2, 80  # points of a line from which on their markers are small
+_AXES = {  # operator: what grows along a line, its label, what tells lines apart
+    "gemm": ("m", "rows m", ("n", "k")),
+    "attention_prefill": ("new_tokens", "new tokens of each prompt or chunk", ("batch", "context")),
+    "attention_decode": ("context", "context of each decode (tokens)", ("batch",)),
+    "attention_mixed": ("decode_context", "context of each decode (tokens)", ("batch", "new_tokens", "context")),
+    "all_reduce": ("num_bytes", "message (bytes)", ("kernel", "num_ranks")),
+    "all_gather": ("num_bytes", "gathered message (bytes)", ("kernel", "num_ranks")),
+    "elementwise": ("m", "rows m", ("kernel", "n")),
+    "sampler": ("m", "rows m", ("n",)),
+}
+_SHORT = {"num_ranks": "ranks", "new_tokens": "new"}
+_HEADS = ("num_heads", "num_kv_heads", "head_dim")
+
+
+def draw(tables: OperatorTables, operators: Iterable[str], model: str, stem: Path) -> Iterator[Path]:
+    """Writes `<stem>-<operator>.png` and `.svg` for each operator that has sizes. model: whose shapes to look for."""
+    spec, sheet = model_spec(library_model(model, model)), device_spec(tables.device)
+    for operator in operators:
+        if operator in _AXES:
+            figure = operator_figure(tables, operator, spec, sheet)
+            yield from save(figure, stem.with_name(f"{stem.name}-{operator}"))
+
+
+def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, sheet: DeviceSpec | None) -> Figure:
+    """Left: times over a size, points measured and lines of the data sheet's full rates; right: one over the other."""
+    rows, about = _of_model(tables.select(operator), operator, model)
+    axis, says, _ = _AXES[operator]
+    lines = list(_lines(rows, operator, model))
+    dtype = str(rows["dtype"][0])
+    has_sheet = sheet is not None and has_bound(operator, dtype)
+    labels = [label for label, _ in lines]
+    with styled():
+        figure, axes = grid(1, 2 if has_sheet else 1, 3.1 + legend_height(labels))
+        handles, left = [], axes[0][0]
+        for index, (_, line) in enumerate(lines):
+            style, mark = series_style(index), marker(index)
+            x, time_us = line[axis].to_numpy(), line["time_ns"].to_numpy() / 1e3
+            size = _SMALL_MARKER if len(x) > _MANY else _MARKER
+            left.plot(x, time_us, mark, color=style["color"], markersize=size)
+            if has_sheet and sheet is not None:
+                bound_us = bounds_ns(operator, line, sheet) / 1e3
+                left.plot(x, bound_us, **style, linewidth=1.0)
+                axes[0][1].plot(x, time_us / bound_us, mark, **style, markersize=size, linewidth=0.6)
+            handles.append(line_handle(**style, marker=mark))
+        left.set_ylabel("time of one call (µs)")
+        if has_sheet:
+            left.set_title("points: measured; lines: data sheet")
+            axes[0][1].axhline(1.0, color=GREY, linewidth=1.0)
+            axes[0][1].set_ylabel("measured time / data sheet's")
+            axes[0][1].set_title("1: as fast as the data sheet's full rates")
+        for panel in axes[0]:
+            _log(panel, says)
+        engines = ", ".join(pc.unique(rows["engine"]).to_pylist())
+        figure.suptitle(f"{operator} on {tables.device}, {dtype}{about}; {engines}", fontsize=9)
+        legend_below(figure, handles, labels)
+    return figure
+
+
+def _log(panel: Axes, says: str) -> None:
+    """Logarithmic axes with plain numbers: sizes in powers of two (1k is 1,024), times and factors in decades."""
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
+    panel.set_xlabel(says)
+    low, high = panel.dataLim.intervaly
+    set_log(panel.yaxis, low, high)
+
+
+def _size(value: float) -> str:
+    for power, letter in ((30, "G"), (20, "M"), (10, "k")):
+        if value >= 2**power:
+            return f"{value / 2**power:g}{letter}"
+    return f"{value:g}"
+
+
+def _of_model(rows: Any, operator: str, model: ModelSpec) -> tuple[Any, str]:
+    """The rows of one dtype, and of the heads that are nearest to the model's; and what they are of, in words."""
+    dtypes = pc.value_counts(rows["dtype"]).to_pylist()
+    names = [count["values"] for count in sorted(dtypes, key=lambda count: -count["counts"])]
+    wanted = [] if operator.startswith("all_") else [model.dtype, "float16"]
+    dtype = next((name for name in wanted if name in names), names[0])
+    rows = rows.filter(pc.equal(rows["dtype"], dtype))
+    if not operator.startswith("attention"):
+        return rows, ""
+    rows = rows.filter(rows["window"].is_null()) if rows["window"].null_count else rows
+    kv_dtypes = pc.unique(rows["kv_dtype"]).to_pylist()
+    kv_dtype = dtype if dtype in kv_dtypes else kv_dtypes[0]
+    rows = rows.filter(pc.equal(rows["kv_dtype"], kv_dtype)) if kv_dtype is not None else rows
+    heads = np.column_stack([rows[name].to_numpy() for name in _HEADS]).astype(np.float64)
+    own = np.array([model.num_attention_heads, model.num_key_value_heads, model.head_dim], dtype=np.float64)
+    nearest = heads[np.abs(np.log(heads / own)).sum(axis=1).argmin()]
+    rows = rows.filter((heads == nearest).all(axis=1))
+    return rows, f", {nearest[0]:.0f} heads, {nearest[1]:.0f} KV heads of {nearest[2]:.0f}, K and V {kv_dtype}"
+
+
+def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, Any]]:
+    """(label, rows along the axis) of a few lines: products of the model's shapes, others spread over what there is."""
+    axis, _, keys = _AXES[operator]
+    counted = rows.group_by(list(keys), use_threads=False).aggregate([([], "count_all")]).to_pylist()
+    most = max(group["count_all"] for group in counted)
+    groups = [group for group in counted if group["count_all"] >= most / 3]
+    if operator == "gemm":
+        groups = list(_nearest_products(groups, model))
+    elif operator == "elementwise":
+        groups = list(_of_each_kernel(groups, model))
+    elif operator == "attention_mixed":  # one chunk, beside more and more decodes
+        chunk = min(((g["new_tokens"], g["context"]) for g in groups), key=lambda c: (c[1], abs(np.log(c[0] / 512))))
+        groups = [group for group in groups if (group["new_tokens"], group["context"]) == chunk]
+    groups.sort(key=lambda group: tuple(group[key] for key in keys))
+    if len(groups) > _MAX_LINES:
+        places = np.linspace(0, len(groups) - 1, _MAX_LINES).round().astype(int)
+        groups = [groups[place] for place in places]
+    for group in groups:
+        some = rows
+        for key in keys:
+            some = some.filter(pc.equal(some[key], group[key]))
+        label = ", ".join(_words(key, group[key]) for key in keys)
+        yield label, some.sort_by(axis).combine_chunks()
+
+
+def _words(key: str, value: Any) -> str:
+    return str(value) if isinstance(value, str) else f"{_SHORT.get(key, key)} {value:,}"
+
+
+def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
+    """For each projection of a layer the [k, n] that is nearest to its own, none twice."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_size, kv_size = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    up = (model.num_mlp_matrices - 1) * inner
+    seen = []
+    for n, k in ((q_size + 2 * kv_size, hidden), (hidden, q_size), (up, hidden), (hidden, inner)):
+        distances = [abs(np.log(group["n"] / n)) + abs(np.log(group["k"] / k)) for group in groups]
+        group = groups[int(np.argmin(distances))]
+        if group not in seen:
+            seen.append(group)
+            yield group
+
+
+def _of_each_kernel(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
+    """For each layer the row that is as wide as one of the model's, else its widest."""
+    q_size, kv_size = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    own = (model.hidden_size, model.intermediate_size, q_size + kv_size)
+    for kernel in sorted({group["kernel"] for group in groups}):
+        yield max((g for g in groups if g["kernel"] == kernel), key=lambda group: (group["n"] in own, group["n"]))

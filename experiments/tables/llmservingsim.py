@@ -1,0 +1,195 @@
+"""Tables of LLMServingSim's profiler: layers of vLLM, run one at a time by its own engine.
+
+Reads a folder with `meta.yaml` and `tp<n>/{dense,per_sequence,attention}.csv`, or one above several of them. The CSVs
+name layers and give no shapes: those come from the model that meta.yaml names. What ran is one rank's part of the
+model, alone on one device, so there are no collectives. `kv_prefill` and `kv_decode` count positions that are computed
+before; `time_us` is of one layer. `skew_fit.csv` is a correction that their simulator applies to batches of unequal
+contexts, fitted and not measured: it is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from experiments.tables.columns import CsvTable, rows_of
+from experiments.tables.devices import library_device, library_model, model_spec
+from testbed.errors import ProfileError
+from testbed.foreign_text import parsed, shown, whole
+from testbed.specs.model import DTYPE_BYTES, ModelSpec, check_ranks
+from testbed.specs.operator_tables import OperatorTables
+
+LICENCE = "MIT"
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", **{name: name for name in DTYPE_BYTES}}
+_ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+_ALONE = "no collectives and no host time: each rank's part ran alone on one device"
+_SKEW = "all decodes of a call have one context; skew_fit.csv, fitted to unequal ones, is not imported"
+Rows = Callable[..., Any]
+
+
+def read(folder: Path, device: str | None = None, model: str | None = None) -> OperatorTables:
+    """device, model: names in our library where theirs are not found there. Raises ConfigError, ProfileError."""
+    metas = sorted(folder.rglob("meta.yaml")) or sorted(folder.parent.glob("meta.yaml"))
+    if not metas:
+        raise ProfileError(
+            f"{folder} holds no meta.yaml; expected <gpu>/<org>/<model>/<dtype>/, with meta.yaml and tp<n>/dense.csv"
+        )
+    tables, notes, described = [], dict[str, list[str]](), dict[str, str]()
+    for file in metas:
+        meta = _meta(file)
+        described[library_device(meta["hardware"], device)] = str(meta.get("gpu", meta["hardware"]))
+        if len(described) > 1:
+            raise ProfileError(f"{folder} holds tables of several devices ({', '.join(described)}); give one's folder")
+        spec = model_spec(library_model(meta["model"], model))
+        only = folder if folder.parent == file.parent else None
+        folders = [only] if only is not None else sorted(file.parent.glob("tp*"))
+        for ranks in folders:
+            is_copy = ranks.name != "tp1" and any(other.name == "tp1" for other in folders)
+            tables += _of_ranks(ranks, meta, spec, without=_STABLE if is_copy else ())
+            if (ranks / "skew_fit.csv").is_file():
+                notes.setdefault(_SKEW, []).append(f"{spec.name} {ranks.name}")
+        notes.setdefault(_how_often(meta), []).append(spec.name)
+    if not tables:
+        raise ProfileError(f"{folder} holds no tp<n>/dense.csv; see docs/tables.md")
+    [(name, gpu)] = described.items()
+    doubts = (f"{', '.join(of)}: {note}" for note, of in notes.items())
+    return OperatorTables(name, gpu, pa.concat_tables(tables).combine_chunks(), (_ALONE, *doubts))
+
+
+def _how_often(meta: dict[str, Any]) -> str:
+    kind = "an eager engine" if _engine(meta).get("enforce_eager") else "an engine"
+    return f"each time is the mean of {meta.get('measurement_iterations', 'some')} runs of {kind}"
+
+
+def _engine(meta: dict[str, Any]) -> dict[str, Any]:
+    """How vLLM was configured."""
+    engine = meta.get("engine_effective")
+    return engine if isinstance(engine, dict) else {}
+
+
+def _meta(file: Path) -> dict[str, Any]:
+    """meta.yaml. Raises ProfileError if it does not say which model ran on what."""
+    try:
+        meta = parsed(yaml.safe_load, file.read_bytes())
+    except (ValueError, yaml.YAMLError) as error:
+        raise ProfileError(f"{file} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(meta, dict):
+        raise ProfileError(f"{file}: expected fields, as model and hardware")
+    for name in ("model", "hardware", "variant", "vllm_version"):
+        if not isinstance(meta.get(name), str):
+            raise ProfileError(f"{file}: {name!r} is {shown(meta.get(name))}; expected a text")
+    if meta["variant"] not in _DTYPES:
+        raise ProfileError(f"{file}: 'variant' is {shown(meta['variant'])}; expected one of {', '.join(_DTYPES)}")
+    return meta
+
+
+def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec, without: tuple[str, ...]) -> list[Any]:
+    """The tables of one degree of tensor parallelism, `tp<n>`. without: layers that are not taken."""
+    text = folder.name.removeprefix("tp")
+    size = int(text) if text.isdigit() else 0
+    if not whole(1, 1024)(size):
+        raise ProfileError(f"{folder}: expected a folder named tp<n>, n ranks")
+    check_ranks(spec, size)
+    _check_shape(folder, meta, spec)
+    version, dtype = str(meta.get("profiler_version", "of unknown version")), _DTYPES[meta["variant"]]
+    label = partial(
+        rows_of, dtype=dtype, engine=f"vllm {meta['vllm_version']}",
+        source=f"llmservingsim {version}", licence=LICENCE,
+    )  # fmt: skip
+    widths = _widths(spec, size)
+    tables = [_layers(folder / name, column, widths, label, without) for name, column in _LAYER_FILES]
+    return [*tables, *_attention(folder / "attention.csv", spec, size, partial(label, kv_dtype=dtype))]
+
+
+_LAYER_FILES = (("dense.csv", "tokens"), ("per_sequence.csv", "sequences"))
+_STABLE = ("layernorm", "final_layernorm", "qk_norm", "sampler")  # the profiler copies these of one rank to all tp<n>
+
+
+def _check_shape(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> None:
+    """Raises ProfileError where the shape that ran is no share of the model's."""
+    ran = _engine(meta).get("hf_overrides")
+    if not isinstance(ran, dict):
+        return
+    for name in ("intermediate_size", "num_attention_heads"):
+        has, value = getattr(spec, name), ran.get(name)
+        if isinstance(value, int) and value > 0 and has % value:
+            raise ProfileError(
+                f"{folder.parent / 'meta.yaml'}: {name} was {value}, which is no share of {has}, that of {spec.name}; "
+                "say which model it was with --model"
+            )
+
+
+def _widths(spec: ModelSpec, size: int) -> dict[str, tuple[str, int, int | None]]:
+    """(operator, n, k) of each layer on one of `size` ranks; k: None where there is no product."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size // size
+    q_size = spec.num_attention_heads * spec.head_dim // size
+    kv_size = spec.num_kv_heads_per_rank(size) * spec.head_dim
+    vocab, all_heads = -(-spec.vocab_size // size), spec.num_attention_heads + spec.num_key_value_heads
+    return {
+        "qkv_proj": ("gemm", q_size + 2 * kv_size, hidden),
+        "o_proj": ("gemm", hidden, q_size),
+        "gate_up_proj": ("gemm", (spec.num_mlp_matrices - 1) * inner, hidden),
+        "down_proj": ("gemm", hidden, inner),
+        "lm_head": ("gemm", vocab, hidden),
+        "act_fn": ("elementwise", inner, None),
+        "embedding": ("elementwise", hidden, None),
+        "layernorm": ("elementwise", hidden, None),
+        "final_layernorm": ("elementwise", hidden, None),
+        "qk_norm": ("elementwise", all_heads * spec.head_dim, None),  # see _STABLE
+        "rotary_emb": ("elementwise", q_size + kv_size, None),
+        "sampler": ("sampler", spec.vocab_size, None),
+    }
+
+
+def _layers(
+    file: Path, column: str, widths: dict[str, tuple[str, int, int | None]], label: Rows, without: tuple[str, ...]
+) -> Any:
+    """column: the number of rows that a layer computes."""
+    csv = CsvTable(file, ("layer", column, "time_us"))
+    names = csv.texts("layer")
+    strange = np.flatnonzero(~np.isin(names, list(widths)))
+    if len(strange):
+        raise csv.refused("layer", int(strange[0]), f"one of {', '.join(widths)}")
+    found, index = np.unique(names, return_inverse=True)
+    operators = pa.array([widths[name][0] for name in found]).take(pa.array(index))
+    inner = pa.array([widths[name][2] for name in found], pa.int64()).take(pa.array(index))
+    rows = label(
+        csv.num_rows, operator=operators, kernel=pa.array(names.astype(str)), m=csv.counts(column),
+        n=np.array([widths[name][1] for name in found])[index], k=inner, time_ns=csv.times("time_us", "us"),
+    )  # fmt: skip
+    return rows.filter(pa.array(~np.isin(names, without)))
+
+
+def _attention(file: Path, spec: ModelSpec, size: int, label: Rows) -> list[Any]:
+    """Decodes alone, a chunk alone, and both in one call; a decode attends to its own token too."""
+    csv = CsvTable(file, (*_ATTENTION, "time_us"))
+    chunk, before, decodes, context = (csv.counts(name, 0) for name in _ATTENTION)
+    empty = np.flatnonzero((chunk == 0) & (decodes == 0))
+    if len(empty):
+        raise csv.refused("prefill_chunk", int(empty[0]), "a chunk or decodes")
+    time_ns = csv.times("time_us", "us")
+    shared: dict[str, Any] = {
+        "kernel": "attention", "num_heads": spec.num_attention_heads // size,
+        "num_kv_heads": spec.num_kv_heads_per_rank(size), "head_dim": spec.head_dim, "window": spec.sliding_window,
+    }  # fmt: skip
+    alone, whole_chunk, both = chunk == 0, decodes == 0, (chunk > 0) & (decodes > 0)
+    return [
+        label(
+            int(alone.sum()), operator="attention_decode", **shared, batch=decodes[alone], context=context[alone] + 1,
+            time_ns=time_ns[alone],
+        ),
+        label(
+            int(whole_chunk.sum()), operator="attention_prefill", **shared, batch=1, new_tokens=chunk[whole_chunk],
+            context=before[whole_chunk], time_ns=time_ns[whole_chunk],
+        ),
+        label(
+            int(both.sum()), operator="attention_mixed", **shared, batch=decodes[both], new_tokens=chunk[both],
+            context=before[both], decode_context=context[both] + 1, time_ns=time_ns[both],
+        ),
+    ]  # fmt: skip

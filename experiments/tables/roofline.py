@@ -1,0 +1,78 @@
+"""The least time that a data sheet allows each point of a table: arithmetic and traffic at the full rates.
+
+The formulas of docs/cost-models.md, for one call and without efficiencies, column by column.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import KV_DTYPE_BYTES
+
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+_BYTES = {**KV_DTYPE_BYTES, "fp8_block": 1}
+_WITHOUT = ("host", "sampler")
+
+
+def has_bound(operator: str, dtype: str) -> bool:
+    return operator not in _WITHOUT and (operator in ("all_reduce", "all_gather") or dtype in _BYTES)
+
+
+def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
+    """The least ns of each row, all of this operator and of one dtype that `has_bound`."""
+    sizes = {name: _numbers(rows, name) for name in ("m", "n", "k", "batch", "new_tokens", "context")}
+    if operator in ("all_reduce", "all_gather"):
+        steps = 2.0 if operator == "all_reduce" else 1.0
+        ranks = _numbers(rows, "num_ranks")
+        crossed = steps * (ranks - 1) / ranks * _numbers(rows, "num_bytes")
+        return _array(crossed / spec.interconnect_bytes_per_s * 1e9)
+    width = _BYTES[str(rows["dtype"][0])]
+    rate = spec.flops_per_s * {1: 2.0, 4: 0.5}.get(width, 1.0)
+    if operator == "gemm":
+        m, n, k = sizes["m"], sizes["n"], sizes["k"]
+        flops, num_bytes = 2 * m * n * k, width * k * n + _activation(width) * m * n + width * m * k
+    elif operator == "elementwise":
+        flops, num_bytes = 0 * sizes["m"], width * sizes["m"] * sizes["n"]
+    else:
+        flops, num_bytes = _attention(operator, rows, sizes, width)
+    return _array(np.maximum(flops / rate, num_bytes / spec.memory_bytes_per_s) * 1e9)
+
+
+def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: int) -> tuple[FloatArray, FloatArray]:
+    """FLOPs and bytes of attention, each position within the window."""
+    q_size = _numbers(rows, "num_heads") * _numbers(rows, "head_dim")
+    kv_size = 2 * _numbers(rows, "num_kv_heads") * _numbers(rows, "head_dim")
+    kv_size = kv_size * np.array([_BYTES.get(name or "", width) for name in rows["kv_dtype"].to_pylist()])
+    window = _numbers(rows, "window", np.inf)
+    batch, new, context = sizes["batch"], sizes["new_tokens"], sizes["context"]
+    if operator == "attention_decode":
+        seen = batch * np.minimum(context, window)
+        return 4 * q_size * seen, kv_size * seen + 2 * width * q_size * batch
+    chunks = batch if operator == "attention_prefill" else np.ones_like(batch)
+    # a token at position p sees min(p + 1, window): a triangle until the window is full, then a rectangle
+    growing = np.clip(np.minimum(window, context + new) - context, 0, new)
+    pairs = growing * context + growing * (growing + 1) / 2
+    pairs = pairs + np.where(new > growing, (new - growing) * np.where(np.isinf(window), 0, window), 0)
+    read = np.minimum(context, window) + new
+    flops, num_bytes = 4 * q_size * chunks * pairs, chunks * (kv_size * read + 2 * width * q_size * new)
+    if operator == "attention_mixed":
+        seen = batch * np.minimum(_numbers(rows, "decode_context"), window)
+        flops, num_bytes = flops + 4 * q_size * seen, num_bytes + kv_size * seen + 2 * width * q_size * batch
+    return flops, num_bytes
+
+
+def _activation(width: int) -> int:
+    """Bytes of an element that a product writes: those of narrow types are wider than what they read."""
+    return max(2, width)
+
+
+def _numbers(rows: Any, name: str, missing: float = 0.0) -> FloatArray:
+    return _array(rows[name].cast("float64").fill_null(missing).to_numpy())
+
+
+def _array(values: Any) -> FloatArray:
+    array: FloatArray = np.asarray(values, dtype=np.float64)
+    return array

@@ -1,0 +1,32 @@
+"""The front end of a server: what lies between a client and the engine, as a constant. Knows no engine."""
+
+from __future__ import annotations
+
+from testbed.core.commands import Event
+from testbed.core.interfaces import Inbox
+from testbed.core.outcome import Finished
+
+
+class FrontEnd:
+    """An inbox whose events reach the engine `time_ns` after they came.
+
+    Instants of arrival stay those of the client, so TTFT and E2E have the time in them, once. A closed-loop turn passes
+    the front end again.
+    """
+
+    def __init__(self, source: Inbox, time_ns: int) -> None:
+        self._source, self._time_ns = source, time_ns
+
+    @property
+    def is_open(self) -> bool:
+        return self._source.is_open
+
+    def due(self, now_ns: int) -> list[Event]:
+        return self._source.due(now_ns - self._time_ns)
+
+    def next_ns(self) -> int | None:
+        next_ns = self._source.next_ns()
+        return None if next_ns is None else next_ns + self._time_ns
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self._source.finished(requests, now_ns)

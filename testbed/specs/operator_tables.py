@@ -1,0 +1,216 @@
+"""Operator tables: measured times of single kernels of one GPU, for cost models to look up. The schema, its writer, its
+reader.
+
+One Parquet file holds the tables of one device, of any number of engines and sources; one row is one measured point
+(OPERATOR_COLUMNS), with a null for each size that its operator does not have (SIZES). The file's metadata has, under
+the key `testbed.operators`, a JSON object that says what was measured and what is to be doubted. docs/tables.md
+documents both. Knows no source, no model and no cost model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from testbed.errors import ProfileError
+from testbed.foreign_text import parsed, shown, unknown
+
+FORMAT: Final = 1
+METADATA_KEY: Final = "testbed.operators"
+
+OPERATOR_COLUMNS: dict[str, str] = {
+    "operator": "string",  # one of OPERATORS
+    "kernel": "string",  # what ran, as the source calls it
+    "dtype": "string",  # of weights or messages: a name of ours where there is one
+    "kv_dtype": "string",  # of K and V; null: no attention
+    "m": "int64",  # gemm [m, k] x [k, n]; elementwise and sampler: m rows of n elements
+    "n": "int64",
+    "k": "int64",
+    "num_heads": "int64",  # of one rank, as the next
+    "num_kv_heads": "int64",
+    "head_dim": "int64",
+    "window": "int64",  # null: attends to everything
+    "batch": "int64",  # sequences of an attention call; attention_mixed: the decodes beside its one chunk
+    "new_tokens": "int64",  # query tokens of each prompt or chunk
+    "context": "int64",  # positions before the chunk; attention_decode: attended to by each, its own included
+    "decode_context": "int64",  # attention_mixed: attended to by each decode, its own included
+    "num_bytes": "int64",  # of the message that each rank holds; all_gather: of the gathered whole
+    "num_ranks": "int64",
+    "time_ns": "float64",  # of one call (of one layer)
+    "engine": "string",  # and its version: "vllm 0.24.0"
+    "source": "string",  # and its version
+    "licence": "string",
+}
+_HEADS = ("num_heads", "num_kv_heads", "head_dim")
+SIZES: dict[str, tuple[str, ...]] = {  # what a row of each operator must have
+    "gemm": ("m", "n", "k"),
+    "attention_prefill": (*_HEADS, "batch", "new_tokens", "context"),
+    "attention_decode": (*_HEADS, "batch", "context"),
+    "attention_mixed": (*_HEADS, "batch", "new_tokens", "context", "decode_context"),
+    "all_reduce": ("num_bytes", "num_ranks"),
+    "all_gather": ("num_bytes", "num_ranks"),
+    "elementwise": ("m", "n"),
+    "sampler": ("m", "n"),
+    "host": (),
+}
+OPERATORS: Final = tuple(SIZES)
+UNITS: dict[str, str] = {
+    "time_ns": "nanoseconds of one call, of one layer",
+    "num_bytes": "bytes of the message that each rank holds; all_gather: of the gathered whole",
+    "m, n, k": "elements",
+    "batch": "sequences",
+    "new_tokens, context, decode_context, window": "tokens",
+}
+_NAMES: Final = ("operator", "kernel", "dtype", "engine", "source", "licence")  # never null
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperatorTables:
+    """The tables of one device. device: its name in the device library; device_description: what the source calls it.
+
+    rows: a pyarrow.Table of OPERATOR_COLUMNS. doubts: sentences that say what of it to distrust, with numbers.
+    """
+
+    device: str
+    device_description: str
+    rows: Any
+    doubts: tuple[str, ...] = ()
+
+    def select(self, operator: str, **equal: Any) -> Any:
+        """The rows of an operator as a pyarrow.Table, of those with `equal` in the columns so named; None is null."""
+        import pyarrow.compute as pc
+
+        mask = pc.equal(self.rows["operator"], operator)
+        for name, value in equal.items():
+            column = self.rows[name]
+            mask = pc.and_(mask, column.is_null() if value is None else pc.fill_null(pc.equal(column, value), False))
+        return self.rows.filter(mask)
+
+
+def write_operator_tables(path: str | Path, tables: OperatorTables, command: str, *, date: str = "") -> None:
+    """Writes the file, whole or not at all. command: how it was made; date: when, in ISO form."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    document = {
+        "format": FORMAT, "device": tables.device, "device_description": tables.device_description,
+        "command": command, "date": date, "doubts": list(tables.doubts), "units": UNITS,
+    }  # fmt: skip
+    schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in OPERATOR_COLUMNS.items()])
+    table = tables.rows.select(list(OPERATOR_COLUMNS)).cast(schema)
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        pq.write_table(
+            table.replace_schema_metadata({METADATA_KEY: json.dumps(document)}), temporary, compression="zstd"
+        )
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_operator_tables(path: str | Path) -> OperatorTables:
+    """Raises ProfileError naming the file, the row, the column, its value and what was expected."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = Path(path)
+    if not file.is_file():
+        raise ProfileError(f"no operator tables at {path}; docs/tables.md says how they are made")
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise ProfileError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    document = _document(table.schema.metadata or {}, str(path))
+    rows = _typed(table, str(path))
+    check_rows(rows, str(path))
+    return OperatorTables(
+        document["device"], document["device_description"], rows.replace_schema_metadata(None),
+        tuple(document["doubts"]),
+    )  # fmt: skip
+
+
+def _document(metadata: dict[bytes, bytes], path: str) -> dict[str, Any]:
+    """What the file's metadata says. Raises ProfileError unless it says it all."""
+    text = metadata.get(METADATA_KEY.encode())
+    if text is None:
+        raise ProfileError(f"{path} has no operator tables: its metadata lacks {METADATA_KEY!r}; see docs/tables.md")
+    place = f"{path}: {METADATA_KEY}"
+    try:
+        document = parsed(json.loads, text)
+    except ValueError as error:
+        raise ProfileError(f"{place} is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ProfileError(f"{place} is {shown(document)}; expected a JSON object")
+    if document.get("format") != FORMAT:
+        raise ProfileError(f"{place}: 'format' is {shown(document.get('format'))}; expected {FORMAT}")
+    for name, kind in (("device", str), ("device_description", str), ("command", str), ("date", str), ("doubts", list)):
+        if not isinstance(document.get(name), kind):
+            raise ProfileError(f"{place}: {name!r} is {shown(document.get(name))}; expected {kind.__name__}")
+    if not all(isinstance(doubt, str) for doubt in document["doubts"]):
+        raise ProfileError(f"{place}: 'doubts' is {shown(document['doubts'])}; expected a list of str")
+    return document
+
+
+def _typed(table: Any, path: str) -> Any:
+    """The table with the columns of the schema, in their types. Raises ProfileError where one is missing or another."""
+    import pyarrow as pa
+
+    arrays = []
+    for name, kind in OPERATOR_COLUMNS.items():
+        if name not in table.column_names:
+            raise ProfileError(f"{path} lacks the column {name!r} ({kind}); it has {', '.join(table.column_names)}")
+        has = table.schema.field(name).type
+        text = pa.types.is_string(has) or pa.types.is_large_string(has)
+        fits = {"string": text, "int64": pa.types.is_signed_integer(has), "float64": pa.types.is_floating(has)}[kind]
+        if not fits and not pa.types.is_null(has):
+            raise ProfileError(f"{path}: column {name!r} is of type {has}; expected {kind}")
+        arrays.append(table[name].cast(pa.type_for_alias(kind)))
+    if not table.num_rows:
+        raise ProfileError(f"{path} has no rows")
+    return pa.table(arrays, names=list(OPERATOR_COLUMNS))
+
+
+def check_rows(rows: Any, place: str) -> None:
+    """Raises ProfileError, in one line, for the first row of a table of OPERATOR_COLUMNS that cannot be."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for name in _NAMES:
+        missing = pc.or_kleene(rows[name].is_null(), pc.equal(rows[name], ""))
+        _refuse_where(rows, missing, place, name, "a name")
+    strange = pc.invert(pc.is_in(rows["operator"], value_set=pa.array(OPERATORS)))
+    row = _first(strange)
+    if row is not None:
+        name = rows["operator"][row].as_py()
+        raise ProfileError(unknown(f"{place}, row {row}: operator is {shown(name)}", name, OPERATORS))
+    time_ns = rows["time_ns"]
+    bad = pc.or_(pc.invert(pc.is_finite(time_ns.fill_null(float("nan")))), pc.less_equal(time_ns.fill_null(0), 0))
+    _refuse_where(rows, bad, place, "time_ns", "a number of ns above 0")
+    for operator in pc.unique(rows["operator"]).to_pylist():
+        is_one = pc.equal(rows["operator"], operator)
+        for name in SIZES[operator]:
+            least = 0 if name == "context" and operator != "attention_decode" else 1
+            few = pc.less(rows[name].fill_null(-1), least)
+            _refuse_where(rows, pc.and_(is_one, few), place, name, f"at least {least}: {operator} needs it")
+    narrow = pc.less(rows["window"].fill_null(1), 1)
+    _refuse_where(rows, narrow, place, "window", "at least 1, or null for none")
+
+
+def _refuse_where(rows: Any, mask: Any, place: str, name: str, expected: str) -> None:
+    row = _first(mask)
+    if row is not None:
+        value = rows[name][row].as_py()
+        text = "null" if value is None else shown(value)
+        raise ProfileError(f"{place}, row {row}: {name} is {text}; expected {expected}")
+
+
+def _first(mask: Any) -> int | None:
+    """The first row that a mask has."""
+    import pyarrow.compute as pc
+
+    row: int = pc.index(mask, True).as_py()
+    return None if row < 0 else row

@@ -1,0 +1,378 @@
+"""`testbed tables`: what is imported from each source, in which units; what is printed, drawn and refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments.cli import main
+from experiments.tables import aiconfigurator
+from experiments.tables.doubts import MAX_DOUBTS, checked
+from experiments.tables.llmservingsim import read as read_llmservingsim
+from experiments.tables.vidur import read as read_vidur
+from testbed.errors import ConfigError, ProfileError
+from testbed.specs.operator_tables import OperatorTables, check_rows, read_operator_tables
+from tests.experiments import tables_on_the_spot as spot
+
+
+def say(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    assert main(["tables", *map(str, arguments)]) == status
+    captured = capsys.readouterr()
+    text = captured.out if status == 0 else captured.err
+    assert status == 0 or len(text.strip().splitlines()) == 1, text
+    return text
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of two devices, found as an installed one is."""
+    systems = spot.aiconfigurator(tmp_path)
+    spot.aiconfigurator(tmp_path, "gb200")
+    place = SimpleNamespace(submodule_search_locations=[str(systems.parent)])
+    monkeypatch.setattr(aiconfigurator, "find_spec", lambda name: place)
+    return systems
+
+
+def only(tables: OperatorTables, operator: str, **equal: Any) -> dict[str, Any]:
+    """The one row that there is, without its nulls."""
+    [row] = tables.select(operator, **equal).to_pylist()
+    return {name: value for name, value in row.items() if value is not None}
+
+
+# --- aiconfigurator ---
+
+
+def test_latencies_are_ms_and_messages_are_elements(installed: Path) -> None:
+    tables = aiconfigurator.load("h200")
+    check_rows(tables.rows, "it")
+    assert (tables.device, tables.device_description) == ("h200", "NVIDIA H200")
+    product = only(tables, "gemm", m=8, n=128, dtype="bfloat16")
+    assert product["time_ns"] == pytest.approx((0.002 + 8 * 128e-6) * 1e6)
+    assert (product["engine"], product["licence"]) == ("vllm 0.24.0", "Apache-2.0")
+    assert product["source"] == "aiconfigurator-core 0.12.3"
+    assert only(tables, "all_reduce", kernel="graph", num_bytes=256)["time_ns"] == pytest.approx(5_001.28)
+    assert only(tables, "all_reduce", kernel="NCCL", dtype="float16")["num_bytes"] == 1024
+    assert only(tables, "all_reduce", kernel="NCCL", dtype="int8")["num_bytes"] == 512
+    gathered = only(tables, "all_gather", dtype="float16")
+    assert (gathered["num_bytes"], gathered["num_ranks"], gathered["engine"]) == (1024, 4, "nccl 2.29.2")
+
+
+def test_a_decode_attends_to_its_step_and_itself(installed: Path) -> None:
+    tables = aiconfigurator.load("h200_sxm")  # their name
+    decode = only(tables, "attention_decode", context=16)
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "batch": 4, "dtype": "bfloat16", "kv_dtype": "fp8"}
+    assert sizes.items() <= decode.items()
+    assert "window" not in decode
+    prefill = only(tables, "attention_prefill", new_tokens=32)
+    assert (prefill["context"], prefill["batch"], prefill["num_kv_heads"]) == (0, 2, 8)
+    assert any("whole prompts" in doubt for doubt in tables.doubts)
+
+
+def test_windows_and_kv_heads_of_0_mean_none_and_all(tmp_path: Path) -> None:
+    rows = spot.aiconfigurator_rows()["prefill"]
+    rows[0] |= {"window_size": 128, "num_key_value_heads": 0}
+    tables = aiconfigurator.load("h200", systems=spot.aiconfigurator(tmp_path, prefill=rows))
+    cut = only(tables, "attention_prefill", new_tokens=16)
+    assert (cut["window"], cut["num_kv_heads"]) == (128, 8)
+
+
+def test_the_newest_version_is_taken_and_the_nearest_all_reduce(tmp_path: Path) -> None:
+    spot.aiconfigurator(tmp_path, version="0.9.1")
+    systems = spot.aiconfigurator(tmp_path, version="0.24.0", reduce=[])
+    tables = aiconfigurator.load("h200", systems=systems)
+    assert only(tables, "gemm", m=1, n=64, dtype="bfloat16")["engine"] == "vllm 0.24.0"
+    assert only(tables, "all_reduce", kernel="graph", num_bytes=256)["engine"] == "vllm 0.9.1"
+    assert "vllm 0.24.0 has no all-reduce of its own there: that of 0.9.1 is taken" in tables.doubts
+    old = aiconfigurator.load("h200", version="0.9.1", systems=systems)
+    assert only(old, "gemm", m=1, n=64, dtype="bfloat16")["engine"] == "vllm 0.9.1"
+    with pytest.raises(ConfigError, match=r"--version is '0\.9\.2'; did you mean '0\.9\.1'\? valid: 0\.9\.1, 0\.24\.0"):
+        aiconfigurator.load("h200", version="0.9.2", systems=systems)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("h2000",), r"no tables of the device 'h2000'; did you mean 'h200'\? valid: gb200, h200"),
+        (("a100",), "no tables of the device 'a100'"),
+        (("h200", "vlm"), "--engine is 'vlm'; did you mean 'vllm'"),
+        (("h200", "sglang"), "no tables of sglang on h200_sxm"),
+    ],
+)
+def test_what_the_package_lacks_is_named(installed: Path, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        aiconfigurator.load(*arguments)
+
+
+def test_an_absent_package_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiconfigurator, "find_spec", lambda name: None)
+    for arguments in (
+        ("list",),
+        ("show", "h200"),
+        ("import", "aiconfigurator", "--device", "h200", "--out", "x.parquet"),
+    ):
+        said = say(capsys, *arguments, status=1)
+        assert "not installed; install the extra: pip install 'llm-serving-testbed[tables]'" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemm", {"latency": 1e-9}, r"gemm_perf.parquet, row 1: latency is 1e-09; expected ms, from 0.0001 to 1e\+06"),
+        ("gemm", {"latency": None}, "row 1: latency is null; expected ms"),
+        (
+            "gemm",
+            {"k": None},
+            r"aiconfigurator-core 0.12.3, h200_sxm, row 1: k is null; expected at least 1: gemm needs",
+        ),
+        ("decode", {"latency": -1.0}, r"generation_attention_perf.parquet, row 1: latency is -1\.0; expected ms"),
+        ("reduce", {"allreduce_dtype": "fp3"}, "custom_allreduce_perf.parquet: messages of dtype 'fp3'; did you mean"),
+    ],
+)
+def test_a_bad_value_of_the_package_is_named(tmp_path: Path, name: str, change: dict[str, Any], message: str) -> None:
+    rows = spot.aiconfigurator_rows()[name]
+    rows[1] |= change
+    systems = spot.aiconfigurator(tmp_path, **{name: rows})
+    with pytest.raises(ProfileError, match=message):
+        aiconfigurator.load("h200", systems=systems)
+
+
+def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
+    rows = [
+        {name: value for name, value in row.items() if name != "isl"} for row in spot.aiconfigurator_rows()["decode"]
+    ]
+    with pytest.raises(ProfileError, match=r"generation_attention_perf.parquet lacks the column 'isl'; it has "):
+        aiconfigurator.load("h200", systems=spot.aiconfigurator(tmp_path, decode=rows))
+
+
+# --- LLMServingSim ---
+
+
+def test_layers_get_the_shapes_of_the_model_that_is_named(tmp_path: Path) -> None:
+    folder = spot.llmservingsim(tmp_path)
+    tables = read_llmservingsim(folder)
+    check_rows(tables.rows, "it")
+    assert (tables.device, tables.device_description) == ("rtx4090", "NVIDIA RTX 4090")
+    shapes = {"qkv_proj": (6144, 4096), "o_proj": (4096, 4096), "gate_up_proj": (28672, 4096),
+              "down_proj": (4096, 14336)}  # fmt: skip
+    for kernel, (n, k) in shapes.items():
+        alone = only(read_llmservingsim(folder / "tp1"), "gemm", kernel=kernel, m=8)
+        assert (alone["n"], alone["k"], alone["time_ns"]) == (n, k, 308_000.0)
+    halves = {row["kernel"]: (row["n"], row["k"]) for row in tables.select("gemm", m=8).to_pylist()[4:]}
+    assert halves == {"qkv_proj": (3072, 4096), "o_proj": (4096, 2048), "gate_up_proj": (14336, 4096),
+                      "down_proj": (4096, 7168)}  # fmt: skip
+    assert only(tables, "gemm", kernel="lm_head", m=2, n=64128)["k"] == 4096
+    assert only(tables, "elementwise", kernel="act_fn", m=8, n=7168)["engine"] == "vllm 0.19.0"
+
+
+def test_what_the_profiler_copies_to_all_ranks_is_taken_once(tmp_path: Path) -> None:
+    folder = spot.llmservingsim(tmp_path)
+    assert only(read_llmservingsim(folder), "sampler", m=2)["n"] == 128256
+    assert only(read_llmservingsim(folder / "tp2"), "sampler", m=2)["n"] == 128256
+    assert only(read_llmservingsim(folder), "elementwise", kernel="layernorm", m=8)["n"] == 4096
+
+
+def test_calls_of_attention_are_told_apart_and_decodes_see_themselves(tmp_path: Path) -> None:
+    tables = read_llmservingsim(spot.llmservingsim(tmp_path) / "tp2")
+    heads = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    rows = {name: only(tables, f"attention_{name}") for name in ("decode", "prefill", "mixed")}
+    assert all(heads.items() <= row.items() for row in rows.values())
+    assert {"batch": 4, "context": 129, "time_ns": 20_500.0}.items() <= rows["decode"].items()
+    assert {"batch": 1, "new_tokens": 16, "context": 32, "time_ns": 30_500.0}.items() <= rows["prefill"].items()
+    mixed = {"batch": 4, "new_tokens": 16, "context": 32, "decode_context": 129, "time_ns": 40_500.0}
+    assert mixed.items() <= rows["mixed"].items()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("dense.csv", "o_proj,16,12.x", r"dense.csv, line 26: time_us is '12\.x'; expected a number"),
+        ("dense.csv", "o_proj,16,", "dense.csv, line 26: time_us is empty; expected a number"),
+        ("dense.csv", "o_proj,1.5,12", r"dense.csv, line 26: tokens is '1\.5'; expected a whole number, at least 1"),
+        ("dense.csv", "o_proj,16,1e-9", "dense.csv, line 26: time_us is '1e-9'; expected us, from 0.1 to 1e"),
+        ("dense.csv", "o_proj,16,inf", "dense.csv, line 26: time_us is 'inf'; expected a finite number"),
+        ("dense.csv", "gate,16,12", "dense.csv, line 26: layer is 'gate'; expected one of qkv_proj, o_proj"),
+        ("dense.csv", "o_proj,16", "dense.csv cannot be read as CSV: .*Expected 3 columns, got 2"),
+        ("attention.csv", "0,0,0,16,12", "attention.csv, line 5: prefill_chunk is '0'; expected a chunk or decodes"),
+        (
+            "attention.csv",
+            "0,0,-1,16,12",
+            "attention.csv, line 5: n_decode is '-1'; expected a whole number, at least 0",
+        ),
+    ],
+)
+def test_a_bad_line_of_a_csv_is_named(tmp_path: Path, file: str, line: str, message: str) -> None:
+    folder = spot.llmservingsim(tmp_path, sizes=(1,))
+    path = folder / "tp1" / file
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ProfileError, match=message):
+        read_llmservingsim(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        ("Llama-3.1-8B", "Llama-9-8B", ConfigError, "no model 'meta-llama/Llama-9-8B'; say which it is with --model"),
+        ("hardware: RTX4090", "hardware: TPU", ConfigError, "the library has no device 'TPU'; say which it is with"),
+        ("hardware: RTX4090\n", "", ProfileError, "meta.yaml: 'hardware' is None; expected a text"),
+        ("variant: bf16", "variant: int3", ProfileError, "'variant' is 'int3'; expected one of bf16"),
+        ("intermediate_size: 7168", "intermediate_size: 7000", ProfileError, "7000, which is no share of 14336"),
+        ("model: meta", "model: [", ProfileError, "meta.yaml cannot be read as YAML"),
+    ],
+)
+def test_a_bad_meta_file_is_named(tmp_path: Path, old: str, new: str, error: type[Exception], message: str) -> None:
+    folder = spot.llmservingsim(tmp_path, spot.META.replace(old, new))
+    with pytest.raises(error, match=message):
+        read_llmservingsim(folder)
+
+
+def test_a_model_and_a_device_can_be_said(tmp_path: Path) -> None:
+    meta = spot.META.replace("Llama-3.1-8B", "mine").replace("hardware: RTX4090", "hardware: mine")
+    tables = read_llmservingsim(spot.llmservingsim(tmp_path, meta), "l40s", "llama3.1_8b")
+    assert tables.device == "l40s"
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"holds no meta\.yaml; expected <gpu>/<org>/<model>/<dtype>/"):
+        read_llmservingsim(tmp_path)
+    folder = spot.llmservingsim(tmp_path, sizes=(1,))
+    (folder / "tp1" / "attention.csv").unlink()
+    with pytest.raises(ProfileError, match=r"no file at .*attention\.csv"):
+        read_llmservingsim(folder)
+
+
+# --- Vidur ---
+
+
+def test_vidurs_columns_give_the_shapes_of_a_rank(tmp_path: Path) -> None:
+    tables = read_vidur(spot.vidur(tmp_path), "a100")
+    check_rows(tables.rows, "it")
+    found = {row["kernel"]: (row["n"], row["k"]) for row in tables.select("gemm", m=2).to_pylist()}
+    assert found == {"attn_pre_proj": (256 + 2 * 64, 512), "attn_post_proj": (512, 256),
+                     "mlp_up_proj": (2048, 512), "mlp_down_proj": (512, 1024)}  # fmt: skip
+    assert only(tables, "elementwise", kernel="mlp_act", m=2)["n"] == 1024
+    decode, prefill = only(tables, "attention_decode"), only(tables, "attention_prefill")
+    assert {"batch": 4, "context": 100, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64}.items() <= decode.items()
+    assert {"new_tokens": 64, "context": 32, "time_ns": 250_000.0}.items() <= prefill.items()
+    assert decode["kernel"] == "flash_attention"
+
+
+def test_vidurs_collectives_are_bytes_and_a_gather_is_its_whole(tmp_path: Path) -> None:
+    tables = read_vidur(spot.vidur(tmp_path), "a100")
+    assert only(tables, "all_reduce")["num_bytes"] == 2048
+    assert only(tables, "all_gather")["num_bytes"] == 4 * 2048
+    assert any("all_reduce.csv: 2 points across nodes, or of other ranks, are left out" in d for d in tables.doubts)
+
+
+def test_vidurs_files_must_be_whole(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"holds none of mlp\.csv, attention\.csv"):
+        read_vidur(tmp_path, "a100")
+    file = spot.vidur(tmp_path) / "mlp.csv"
+    file.write_text(file.read_text().replace("n_expanded_embd", "n_other"))
+    with pytest.raises(ProfileError, match=r"mlp\.csv lacks the column 'n_expanded_embd'; it has time_stats"):
+        read_vidur(tmp_path, "a100")
+    with pytest.raises(ConfigError, match="do not name their device; say which it is with --device"):
+        read_vidur(tmp_path, None)
+
+
+# --- the command ---
+
+
+def test_import_writes_one_file_and_says_what_it_doubts(
+    installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "h200.parquet"
+    said = say(capsys, "import", "aiconfigurator", "--device", "h200", "--out", out)
+    assert said.startswith(f"{out}: 30 points of h200 (NVIDIA H200)\n  doubt: ")
+    tables = read_operator_tables(out)
+    assert tables.rows.num_rows == 30
+    assert len(tables.doubts) <= MAX_DOUBTS
+    again = say(capsys, "import", "aiconfigurator", "--device", "h200", "--out", out, status=1)
+    assert "exists; choose another --out or pass --overwrite" in again
+    say(capsys, "import", "aiconfigurator", installed, "--device", "h200", "--out", out, "--overwrite")
+    listed = say(capsys, "list", out)
+    assert "h200 (NVIDIA H200): 30 points" in listed
+    assert any(line.split()[:4] == ["vllm", "0.24.0", "gemm", "16"] for line in listed.splitlines())
+    assert "doubt: attention_prefill: all 3 points are whole prompts" in listed
+
+
+def test_list_says_what_the_package_covers(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.split(maxsplit=4) for line in say(capsys, "list").splitlines()]
+    names = "gemm, attention_prefill, attention_decode, all_reduce, all_gather"
+    assert lines[1:] == [["gb200", "vllm", "0.24.0", "30", names], ["h200", "vllm", "0.24.0", "30", names]]
+
+
+def test_show_has_the_ranges_of_each_operator(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "show", "h200")
+    assert "gemm: 16 points, bfloat16, fp8_block" in said
+    assert "m               1 to 8 (4 sizes)" in said
+    assert "all_gather" not in say(capsys, "show", "h200", "--operator", "gemm")
+    assert "no operator 'gem'; did you mean 'gemm'" in say(capsys, "show", "h200", "--operator", "gem", status=1)
+
+
+def test_show_draws_each_operator_beside_the_data_sheet(
+    installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = say(capsys, "show", "h200", "--plot", tmp_path / "figures" / "h200").splitlines()[-10:]
+    assert [Path(line).name for line in drawn[:2]] == ["h200-gemm.png", "h200-gemm.svg"]
+    assert all(Path(line).stat().st_size > 5_000 for line in drawn)
+    one = spot.llmservingsim(tmp_path / "there")
+    say(capsys, "import", "llmservingsim", one, "--out", tmp_path / "l.parquet")
+    drawn = say(capsys, "show", tmp_path / "l.parquet", "--plot", tmp_path / "l", "--model", "qwen3_8b").splitlines()
+    assert sum(line.endswith(".png") for line in drawn) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("lisst",), "no command `testbed tables lisst`; did you mean 'list'"),
+        (("import", "vidurr", "--out", "x.parquet"), "no source 'vidurr'; did you mean 'vidur'"),
+        (("import", "splitwise", "--out", "x.parquet"), "times whole steps and requests, of which no operator's time"),
+        (("import", "vidur", "--out", "x.csv"), r"x\.csv: operator tables are a Parquet file"),
+        (("import", "vidur", "--out", "x.parquet"), "no folder is given; give that of vidur's files"),
+        (("import", "vidur", "/absent", "--out", "x.parquet"), "there is no folder /absent"),
+        (("import", "vidur", ".", "--model", "tiny", "--out", "x.parquet"), "--model goes with llmservingsim only"),
+        (("import", "aiconfigurator", "--out", "x.parquet"), "choose one with --device"),
+        (("import", "aiconfigurator", "/absent", "--device", "h200", "--out", "x.parquet"), "it has no folder `data`"),
+        (("list", "absent.parquet"), r"no operator tables at absent\.parquet"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert re.search(message, say(capsys, *arguments, status=1))
+
+
+def test_it_says_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "import <source>" in say(capsys)
+    assert main(["--help"]) == 0
+    assert "tables list" in capsys.readouterr().out
+
+
+# --- the published tables, where the user has them ---
+
+
+def test_the_packages_tables_of_an_h200_load_within_a_second() -> None:
+    try:
+        aiconfigurator.systems_folder()
+    except ConfigError:
+        pytest.skip("install aiconfigurator-core, the extra `tables`")
+    aiconfigurator.load("h100")  # what is imported once
+    began = time.process_time()
+    tables = aiconfigurator.load("h200")
+    assert time.process_time() - began < 1.0
+    check_rows(tables.rows, "h200")
+    assert tables.rows.num_rows > 100_000
+    assert len(checked(tables, None).doubts) <= MAX_DOUBTS
+
+
+def test_the_published_tables_of_llmservingsim_are_read_whole() -> None:
+    folder = Path(os.environ.get("TESTBED_OPERATORS") or "") / "llmservingsim" / "RTX4090"
+    if "TESTBED_OPERATORS" not in os.environ or not folder.is_dir():
+        pytest.skip("set TESTBED_OPERATORS to a folder with llmservingsim/RTX4090")
+    tables = read_llmservingsim(folder)
+    check_rows(tables.rows, "it")
+    assert tables.rows.num_rows == 10_091

@@ -194,6 +194,7 @@ def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
     pq.write_table(table, folder / "requests.parquet")
 
 
+@pytest.mark.slow
 def test_link_is_fitted_beside_host(tmp_path):
     output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
     settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 16, "output": output}}

@@ -5,7 +5,7 @@ Errors are signed and relative to the real run: (sim - real) / real. Only runs o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -14,14 +14,15 @@ import pandas as pd
 
 from analysis.frames import numbers
 from analysis.load import Run, same_trace
-from analysis.metrics import request_metrics
+from analysis.metrics import itl_pooled, request_metrics
 from testbed.errors import RunFolderError
 
-LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")
+LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")  # that each request has
+DISTRIBUTIONS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")  # of a run; ITL is of all gaps together
 STATISTICS = ("mean", "p50", "p90", "p99")
 RATES = ("requests_per_s", "output_tokens_per_s")
 FIDELITY_METRICS: dict[str, int] = {  # dotted path in a summary -> +1 where more is better, -1 where less is
-    **{f"{metric}.{statistic}": -1 for metric in LATENCY_METRICS for statistic in STATISTICS},
+    **{f"{metric}.{statistic}": -1 for metric in DISTRIBUTIONS for statistic in STATISTICS},
     **{f"throughput.{rate}": 1 for rate in RATES},
 }
 
@@ -70,6 +71,36 @@ def error_table(sim: Run, real: Run) -> pd.DataFrame:
         values = summary_value(sim.summary, path), summary_value(real.summary, path)
         rows.append({"metric": path, "sim": values[0], "real": values[1], "error": relative_error(*values)})
     return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
+
+
+def part_errors(sim: Run, real: Run, request_ids: Collection[str]) -> pd.DataFrame:
+    """As error_table, of the latencies of these requests only."""
+    same_trace([sim, real])
+    values = [_part_values(run, request_ids) for run in (sim, real)]
+    rows = [
+        {
+            "metric": path,
+            "sim": values[0][path],
+            "real": values[1][path],
+            "error": relative_error(*(v[path] for v in values)),
+        }
+        for path in values[0]
+    ]
+    return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
+
+
+def _part_values(run: Run, request_ids: Collection[str]) -> dict[str, float | None]:
+    frame = run.requests[run.requests["request_id"].isin(list(request_ids))]
+    metrics = request_metrics(frame)
+    found: dict[str, float | None] = {}
+    for name in DISTRIBUTIONS:
+        values = itl_pooled(frame) if name == "itl_s" else numbers(metrics, name)
+        values = values[~np.isnan(values)]
+        for statistic in STATISTICS:
+            level = None if statistic == "mean" else int(statistic[1:]) / 100
+            value = None if not values.size else values.mean() if level is None else np.quantile(values, level)
+            found[f"{name}.{statistic}"] = None if value is None else float(value)
+    return found
 
 
 def request_errors(matched: pd.DataFrame) -> pd.DataFrame:

@@ -24,6 +24,7 @@ USAGE = """usage: testbed <command> ...
   report <folder> ...          one HTML page about runs or sweeps
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
+  fidelity <measured> ...      simulate measured runs again, request by request: signed errors (docs/fidelity.md)
   tables list                  measured operator tables: what there is; `testbed tables` also imports and draws them
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
   bench [core|simulator|engine] how fast scheduler, simulator and engine are
@@ -170,6 +171,12 @@ def _calibrate(arguments: list[str]) -> int:
     return calibrate(arguments)
 
 
+def _fidelity(arguments: list[str]) -> int:
+    from experiments.fidelity import main as fidelity
+
+    return fidelity(arguments)
+
+
 def _bench(arguments: list[str]) -> int:
     from experiments.bench import main as bench
 
@@ -192,6 +199,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "costs": _costs,
     "calibrate": _calibrate,
+    "fidelity": _fidelity,
     "tables": _tables,
     "trace": _trace,
     "bench": _bench,

@@ -1,0 +1,133 @@
+"""Figures of `testbed fidelity`: signed errors with the engine's own spread, requests on both sides, predictors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import style
+from analysis.frames import numbers
+
+Panel = tuple[pd.DataFrame, Mapping[str, float], pd.DataFrame]  # error_table, noise, matched requests
+_SCATTERED = {"ttft_s": "TTFT", "e2e_s": "E2E"}
+_COMPARED = ("e2e_mean", "ttft_mean", "itl_mean")
+_LARGE = 100.0  # %: a bar that is longer is cut there, with its number
+
+
+def fidelity_figure(loads: Mapping[str, Panel], name_of: Callable[[str], str]) -> Figure:
+    """Left: each metric's signed error by load, the spread of repeats behind it. Right: TTFT and E2E of each request,
+    simulated over measured; dashed lines at +-10 %."""
+    with style.styled():
+        figure = Figure(figsize=(style.WIDTH_IN, 5.2 + style.legend_height(list(loads))), layout="constrained")
+        cells = figure.add_gridspec(2, 2, width_ratios=[1.25, 1.0])
+        _errors(figure.add_subplot(cells[:, 0]), loads, name_of)
+        for row, (column, title) in enumerate(_SCATTERED.items()):
+            _scatter(figure.add_subplot(cells[row, 1]), [panel[2] for panel in loads.values()], column, title)
+        handles = [
+            style.line_handle(color=_colour(i), marker=style.marker(i), linestyle="none") for i in range(len(loads))
+        ]
+        style.legend_below(figure, handles, list(loads))
+    return figure
+
+
+def _colour(index: int) -> str:
+    return style.COLOURS[index % len(style.COLOURS)]
+
+
+def _errors(axes: Axes, loads: Mapping[str, Panel], name_of: Callable[[str], str]) -> None:
+    paths = [str(path) for path in next(iter(loads.values()))[0]["metric"]]
+    height = 0.8 / len(loads)
+    for index, (errors, noise, _) in enumerate(loads.values()):
+        values = 100.0 * errors["error"].to_numpy(dtype=float)
+        places = np.arange(len(paths)) - 0.4 + height * (index + 0.5)
+        bands = 100.0 * np.array([noise.get(path, 0.0) for path in paths])
+        axes.barh(places, 2 * bands, left=-bands, height=height, color="#DDDDDD", zorder=1)
+        axes.plot(values, places, color=_colour(index), marker=style.marker(index), linestyle="none", zorder=3)
+        axes.hlines(places, 0, values, color=_colour(index), linewidth=1.0, zorder=2)
+    axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
+    axes.set_yticks(range(len(paths)), [name_of(path) for path in paths])
+    axes.set(ylim=(len(paths) - 0.5, -0.5), xlabel="signed error, % (grey: spread of repeated runs)")
+    axes.grid(visible=False, axis="y")
+    widest = max(abs(edge) for edge in axes.get_xlim())
+    axes.set_xlim(-max(widest, 1.0), max(widest, 1.0))
+
+
+def _scatter(axes: Axes, frames: Sequence[pd.DataFrame], column: str, title: str) -> None:
+    pairs = []
+    for frame in frames:
+        real, sim = numbers(frame, f"real_{column}"), numbers(frame, f"sim_{column}")
+        known = (real > 0) & (sim > 0)
+        pairs.append((real[known], sim[known]))
+    everything = np.concatenate([values for pair in pairs for values in pair])
+    if not everything.size:
+        style.say_empty(axes, f"no {title} on both sides")
+        return
+    factor, unit = style.time_unit(everything)
+    low, high = float(everything.min()) * factor / 1.15, float(everything.max()) * factor * 1.15
+    for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):
+        axes.plot([low, high], [low * level, high * level], color=style.BLACK, linewidth=0.6, linestyle=dashes)
+    for index, (real, sim) in enumerate(pairs):
+        look: dict[str, Any] = {"linestyle": "none", "markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0}
+        axes.plot(
+            real * factor, sim * factor, color=_colour(index), marker=style.marker(index), rasterized=True, **look
+        )
+    if style.log_if_wide(axes.xaxis, everything * factor, 6.0):
+        style.set_log(axes.yaxis, low, high)
+    axes.set(xlim=(low, high), ylim=(low, high), xlabel=f"measured {title} ({unit})", ylabel=f"simulated ({unit})")
+
+
+def study_figure(
+    runs: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]],
+    predictors: Mapping[str, Mapping[str, float]],
+    names: Mapping[str, str],
+) -> Figure:
+    """Left: of each run (ours, measured) the signed errors of the means. Right: each predictor's mean absolute
+    percentage error; beyond 100 % the number stands at the bar's end."""
+    with style.styled():
+        height = max(0.34 * len(runs), 0.36 * len(predictors), 1.6) + 0.9
+        figure, ((left, right),) = style.grid(1, 2, height)
+        _signed(left, runs)
+        _predictors(right, predictors)
+        handles = [
+            style.line_handle(color=_colour(i), marker=style.marker(i), linestyle="none") for i in range(len(_COMPARED))
+        ]
+        style.legend_below(figure, handles, [names[key] for key in _COMPARED])
+    return figure
+
+
+def _signed(axes: Axes, runs: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]) -> None:
+    for index, key in enumerate(_COMPARED):
+        known = [
+            (place, 100.0 * (ours[key] - measured[key]) / measured[key])
+            for place, (ours, measured) in enumerate(runs.values()) if measured.get(key)
+        ]  # fmt: skip
+        axes.plot(
+            [error for _, error in known], [place + 0.2 * (index - 1) for place, _ in known], linestyle="none",
+            color=_colour(index), marker=style.marker(index),
+        )  # fmt: skip
+    axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
+    axes.set_yticks(range(len(runs)), [_short(name) for name in runs])
+    axes.set(ylim=(len(runs) - 0.5, -0.5), xlabel="signed error of this simulator, %")
+
+
+def _short(name: str, length: int = 34) -> str:
+    """Without the numbers that it begins with, and cut."""
+    bare = name.lstrip("0123456789-") or name
+    return bare if len(bare) <= length else bare[: length - 1] + "…"
+
+
+def _predictors(axes: Axes, predictors: Mapping[str, Mapping[str, float]]) -> None:
+    for index, key in enumerate(_COMPARED):
+        for place, errors in enumerate(predictors.values()):
+            if key in errors:
+                value, where = 100.0 * errors[key], place + 0.25 * (index - 1)
+                axes.barh(where, min(value, _LARGE), height=0.23, color=_colour(index))
+                axes.text(min(value, _LARGE), where, f" {value:.0f}", va="center", fontsize=6.5)
+    axes.set_yticks(range(len(predictors)), list(predictors))
+    axes.set(ylim=(len(predictors) - 0.5, -0.5), xlim=(0, 1.12 * _LARGE), xlabel="mean absolute error, % (of runs)")
+    axes.grid(visible=False, axis="y")

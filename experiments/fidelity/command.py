@@ -1,0 +1,157 @@
+"""The command line of `testbed fidelity`: which inputs, what is printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from experiments.fidelity.fitting import parse_names
+from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
+from experiments.fidelity.loads import Load, file_loads, folder_load
+from experiments.fidelity.measured import Measured
+from experiments.fidelity.page import check_page, write_page
+from experiments.fidelity.simulating import check_overrides
+from experiments.run_folder import write_json
+from testbed.errors import ConfigError, RunFolderError, TraceError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from experiments.fidelity.study import StudyRun
+
+RESULT, TEXT, FIGURE, RUNS = "fidelity.json", "fidelity.md", "fidelity", "runs"
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    options = _parser().parse_intermixed_args(arguments)
+    options.arguments = arguments
+    options.command = shlex.join(["testbed", "fidelity", *arguments])
+    inputs = [Path(item) for item in options.inputs if "=" not in item or Path(item).exists()]
+    overrides = [item for item in options.inputs if "=" in item and not Path(item).exists()]
+    _check(options, inputs, overrides)
+    folders = [path for path in inputs if path.is_dir()]
+    read = read_files([path for path in inputs if not path.is_dir()], overrides, options.format)
+    if read.study and (read.measured or folders):
+        raise ConfigError("a study has only aggregates: compare it by itself, not beside measured requests")
+    if read.study:
+        return _study(read.study, overrides, options)
+    with TemporaryDirectory(prefix="testbed-") as scratch:
+        runs = Path(scratch, RUNS) if options.out is None else options.out / RUNS
+        return _loads(read.measured, folders, overrides, options, runs, Path(scratch, "fit"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "testbed fidelity", description="Simulate measured runs again, and print and draw how far the simulator is off."
+    )
+    parser.add_argument(
+        "inputs", nargs="*", metavar="measured|key=value",
+        help="run folders and files (docs/fidelity.md); then overrides, as of `testbed run`",
+    )  # fmt: skip
+    parser.add_argument("--format", help=f"of the files, where their content does not say it: {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--fit", metavar="host,link", help="fit these to the first half of each run; judge on the second"
+    )
+    parser.add_argument("--out", type=Path, help="folder for fidelity.json, fidelity.md, the figure and the runs")
+    parser.add_argument(
+        "--page", type=Path, help="document whose marked part is replaced by the result (docs/fidelity.md)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="write into --out although it exists")
+    return parser
+
+
+def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]) -> None:
+    """Raises TestbedError for what is wrong with the command line itself."""
+    if not inputs:
+        raise ConfigError(
+            "testbed fidelity wants at least one measured run: a file, or a run folder (docs/fidelity.md)"
+        )
+    check_overrides(overrides)
+    check_format(options.format)
+    options.names = parse_names(options.fit)
+    check_page(options.page)
+    if options.out is not None and options.out.exists() and not options.overwrite:
+        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    for path in inputs:
+        if not path.exists():
+            raise TraceError(f"{path} does not exist; expected a measured run: a file, or a run folder")
+
+
+def _loads(
+    files: list[Measured], folders: list[Path], overrides: list[str], options: argparse.Namespace, runs: Path,
+    scratch: Path,
+) -> int:  # fmt: skip
+    from analysis.fidelity_plots import fidelity_figure
+    from experiments.fidelity.comparing import as_json, compare
+    from experiments.fidelity.text import comparison_lines, metric_name
+
+    loads = [*file_loads(_unique(files), overrides, runs), *_folder_loads(folders, runs, options.format)]
+    found = compare(loads, overrides, options.names, runs, scratch, options.command)
+    lines = comparison_lines(found)
+    text = "\n".join(lines)
+    print(text)
+    if options.page is not None:
+        write_page(options.page, options.arguments, lines)
+    if options.out is not None:
+        panels = {one.load.name: (one.errors, one.noise, one.matched) for one in found.loads}
+        _write(options, text, as_json(found), fidelity_figure(panels, metric_name))
+        print(f"\nwrote {options.out / TEXT}, {FIGURE}.png; the runs: testbed report {options.out / RUNS}")
+    return 0
+
+
+def _unique(files: list[Measured]) -> list[Measured]:
+    names = [run.name for run in files]
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise ConfigError(f"two measured files are called {doubled!r}; give them different names")
+    return files
+
+
+def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> list[Load]:
+    from analysis.load import load_sweep, relative
+
+    if folders and format_name not in (None, RUN_FOLDER):
+        raise ConfigError(f"{folders[0]} is a folder, and --format says {format_name}; give the file itself")
+    found: list[Load] = []
+    for folder in folders:
+        for run in load_sweep(folder).runs:
+            inside = relative(run.path, folder)
+            name = folder.resolve().name + ("" if inside == "." else "-" + inside.replace("/", "-"))
+            number = sum(load.name.partition("~")[0] == name for load in found)
+            found.append(folder_load(run, f"{name}~{number + 1}" if number else name, runs))
+    return found
+
+
+def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:
+    from analysis.fidelity_plots import study_figure
+    from experiments.fidelity.study import WHOLE
+    from experiments.fidelity.study_report import as_json, scores, simulate_study
+    from experiments.fidelity.study_text import NAMES, page_lines, study_lines
+
+    if options.names:
+        raise ConfigError("--fit needs measured requests, and a study has only aggregates; leave it out")
+    found = simulate_study(runs, overrides, options.command)
+    text = "\n".join(study_lines(found))
+    print(text)
+    if options.page is not None:
+        write_page(options.page, options.arguments, page_lines(found))
+    if options.out is not None:
+        signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
+        errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
+        _write(options, text, as_json(found), study_figure(signed, errors, NAMES))
+        print(f"\nwrote {options.out / TEXT}, {FIGURE}.png")
+    return 0
+
+
+def _write(options: argparse.Namespace, text: str, result: dict[str, Any], figure: Figure) -> None:
+    from analysis.style import save
+
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / RESULT, {"command": options.command, **result})
+    (out / TEXT).write_text(f"# Fidelity\n\n`{options.command}`\n\n{text}\n\n![errors]({FIGURE}.png)\n")
+    save(figure, out / FIGURE)

@@ -1,0 +1,156 @@
+"""Loads simulated and compared: signed errors beside the engine's own spread, residuals of steps, the ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.fidelity import error_table, match_requests, part_errors, ranking_agreement, real_noise, request_errors
+from analysis.frames import json_safe
+from analysis.load import Run
+from analysis.step_fidelity import StepErrors, step_errors
+from experiments.config import RunConfig
+from experiments.fidelity.fitting import Fit, fit, halves, overrides_of
+from experiments.fidelity.loads import Load, grouped
+from experiments.fidelity.models import device_of
+from experiments.fidelity.simulating import described, replaced, simulate
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One load. noise: of each metric, how far repeats are apart; halves: errors of the second half, as given and
+    fitted, with --fit."""
+
+    load: Load
+    repeats: tuple[str, ...]
+    sim: Run
+    used: str
+    errors: pd.DataFrame
+    requests: pd.DataFrame  # errors of single requests
+    matched: pd.DataFrame
+    noise: dict[str, float]
+    steps: StepErrors | None
+    notes: tuple[str, ...]
+    second: tuple[pd.DataFrame, pd.DataFrame] | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All loads; rankings: of each trace that ran under several policies."""
+
+    loads: tuple[Compared, ...]
+    rankings: tuple[tuple[str, pd.DataFrame], ...]
+    fit: Fit | None
+
+
+def compare(
+    loads: Sequence[Load], overrides: Sequence[str], names: Sequence[str], folder: Path, scratch: Path, command: str
+) -> Comparison:
+    """Simulates every load, and fits `names` first. folder: of the simulated runs. Raises TestbedError in one line."""
+    groups = grouped(loads)
+    firsts = [group[0] for group in groups]
+    for load in firsts:
+        load.config(overrides)  # what is wrong is said before anything runs
+    fitted = fit(firsts, names, overrides, scratch, command) if names else None
+    compared = []
+    for group in groups:
+        one = _compare(group, overrides, folder, command)
+        if fitted is not None:
+            one = replace(one, second=_second_half(one, fitted, overrides, folder, command))
+        compared.append(one)
+    return Comparison(tuple(compared), tuple(_rankings(compared)), fitted)
+
+
+def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, command: str) -> Compared:
+    load = group[0]
+    config = load.config(overrides)
+    sim = simulate(config, load.trace, folder / load.name / "simulated", command)
+    matched = match_requests(sim, load.measured)
+    first = _named(load.measured, load.key)
+    noise = real_noise([(first, _named(again.measured, load.key)) for again in group[1:]])
+    return Compared(
+        load, tuple(again.name for again in group[1:]), sim, described(config), error_table(sim, load.measured),
+        request_errors(matched), matched, noise, step_errors(sim, load.measured), _other_device(load, config),
+    )  # fmt: skip
+
+
+def _other_device(load: Load, config: RunConfig) -> tuple[str, ...]:
+    """A note where the run's device is another than the one that is simulated, by its name."""
+    said, device = load.measured.manifest.get("device"), config.device
+    known = None if said is None else device_of(str(said))
+    if said is None or known == device.name or (known is None and (device.kind == "cpu" or device.path is not None)):
+        return ()
+    return (f"measured on {said!r}, and simulated as device={device.name}: say which it is with device=…",)
+
+
+def _second_half(
+    one: Compared, fitted: Fit, overrides: Sequence[str], folder: Path, command: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    ids = halves(one.load.trace)[1]
+    values = overrides_of(fitted.fitted, one.load.config(overrides))
+    config = one.load.config(replaced(overrides, values))
+    sim = simulate(config, one.load.trace, folder / one.load.name / "fitted", command)
+    return part_errors(one.sim, one.load.measured, ids), part_errors(sim, one.load.measured, ids)
+
+
+def _named(run: Run, key: str) -> Run:
+    """The run under its load's key, so that repeats pair although a client's clock sent them microseconds apart."""
+    return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "fingerprint": key}})
+
+
+def _rankings(compared: Sequence[Compared]) -> list[tuple[str, pd.DataFrame]]:
+    by_trace: dict[str, list[Compared]] = {}
+    for one in compared:
+        by_trace.setdefault(one.load.key, []).append(one)
+    found = []
+    for key, members in by_trace.items():
+        if len(members) > 1:
+            pairs = {
+                _policy_name(one, members): (_named(one.sim, key), _named(one.load.measured, key)) for one in members
+            }
+            noise: dict[str, float] = {}
+            for one in members:
+                noise |= {path: max(value, noise.get(path, 0.0)) for path, value in one.noise.items()}
+            found.append((", ".join(pairs), ranking_agreement(pairs, noise=noise)))
+    return found
+
+
+def _policy_name(one: Compared, members: Sequence[Compared]) -> str:
+    names = [str(other.load.measured.manifest.get("scheduler")) for other in members]
+    mine = str(one.load.measured.manifest.get("scheduler"))
+    return mine if names.count(mine) == 1 else one.load.name
+
+
+def as_json(found: Comparison) -> dict[str, Any]:
+    """All of it, for fidelity.json."""
+    loads = [
+        {
+            "name": one.load.name, "source": one.load.source, "used": one.used, "notes": [*one.load.notes, *one.notes],
+            "num_requests": len(one.matched), "repeats": one.repeats, "errors": one.errors.to_dict("records"),
+            "requests": one.requests.to_dict("records"), "noise": one.noise, "steps": _steps(one.steps),
+            "second_half": None if one.second is None else {
+                "as_given": one.second[0].to_dict("records"), "fitted": one.second[1].to_dict("records")
+            },
+        }
+        for one in found.loads
+    ]  # fmt: skip
+    fitted = None
+    if found.fit is not None:
+        fitted = {
+            name: getattr(found.fit, name)
+            for name in ("given", "fitted", "num_scored", "not_apart", "losses", "num_simulations")
+        }
+    rankings = [{"policies": names, "metrics": frame.to_dict("records")} for names, frame in found.rankings]
+    safe: dict[str, Any] = json_safe({"kind": "loads", "loads": loads, "rankings": rankings, "fit": fitted})
+    return safe
+
+
+def _steps(found: StepErrors | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    frames = {name: getattr(found, name).to_dict("records") for name in ("by_region", "by_decodes")}
+    return {**frames, "num_compared": found.num_compared, "num_steps": found.num_steps}

@@ -1,0 +1,87 @@
+"""Values of measured files, checked where they stand. Every refusal is one line: place, field, value, what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from testbed.errors import TraceError
+from testbed.foreign_text import parsed
+from testbed.traces.readers.fields import refuse, token_count
+from testbed.traces.readers.open_text import existing_file, open_text
+
+MAX_S = 1e8  # three years: more is surely another unit
+
+
+def read_text(path: Path) -> str:
+    """The text of a measured file, plain or packed. Raises TraceError if there is none."""
+    file = existing_file(path, "a measured run")
+    try:
+        with open_text(file) as stream:
+            return stream.read()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read ({error}); expected UTF-8 text") from None
+
+
+def json_value(text: str, place: str) -> Any:
+    """Raises TraceError if the text is not JSON."""
+    try:
+        return parsed(json.loads, text)
+    except ValueError as error:
+        raise TraceError(f"{place}: not JSON ({error}); expected the file as the tool wrote it") from None
+
+
+def mapping(value: Any, place: str, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise refuse(place, field, value, "an object")
+    return value
+
+
+def listed(value: Any, place: str, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise refuse(place, field, value, "a list")
+    return value
+
+
+def required(values: Mapping[str, Any], field: str, place: str, expected: str) -> Any:
+    if values.get(field) is None:
+        raise TraceError(f"{place}: field {field!r} is absent; expected {expected}")
+    return values[field]
+
+
+def count(values: Mapping[str, Any], field: str, place: str) -> int:
+    """A number of tokens, or of other things that must be there: 1 or more."""
+    return token_count(required(values, field, place, "a whole number above 0"), place, field)
+
+
+def real(value: Any, place: str, field: str, least: float, expected: str) -> float:
+    """A finite number of at least `least`; text of one is taken, as CSV has it."""
+    found: float | None = None
+    if isinstance(value, str):
+        try:
+            found = float(value)
+        except ValueError:
+            found = None
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        found = float(value)
+    if found is None or not math.isfinite(found) or not least <= found <= 1e30:
+        raise refuse(place, field, value, expected)
+    return found
+
+
+def duration_s(value: Any, place: str, field: str, unit_s: float = 1.0) -> float:
+    """A latency in seconds from a number in units of `unit_s`: 0 or more, and not of another unit."""
+    found = (
+        real(value, place, field, 0.0, "a latency of 0 or more: the clock ran backwards, leave the row out") * unit_s
+    )
+    if found > MAX_S:
+        raise refuse(place, field, value, f"a latency of at most {MAX_S:g} s: is the unit right?")
+    return found
+
+
+def instant_s(value: Any, place: str, field: str) -> float:
+    """An instant on any clock, s."""
+    return real(value, place, field, -1e18, "a number of seconds")

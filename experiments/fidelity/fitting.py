@@ -1,0 +1,202 @@
+"""At most two scalars of the device fitted to the first half of each load; the second half judges them.
+
+host: device.step_overhead_ns. link: how many times as long collectives take, which divides
+device.interconnect_bytes_per_s and multiplies device.interconnect_latency_ns.
+
+The halves are apart: only the first half's requests are simulated, and only those of them are scored that had ended in
+the measured run before the last of the half came, which nothing of the second half can have slowed down. In an overload
+hardly any has; then the whole trace is simulated and all of the first half is scored: of the second half the arrivals
+and lengths are load, and what was measured there is not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from analysis.frames import numbers
+from analysis.load import Run
+from experiments.config import RunConfig
+from experiments.fidelity.loads import Load
+from experiments.fidelity.simulating import replaced, simulate
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+from testbed.traces.schema import Trace
+
+NAMES = ("host", "link")
+MIN_REQUESTS = 4  # of a half
+MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
+_HOST_NS = (1e3, 5e7)  # searched: from 1 us to 50 ms
+_LINK = (1 / 64, 64.0)
+_LATENCIES = ("tpot_s", "e2e_s")
+_NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at around a minimum: steps fall otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """given, fitted: of each name its value: ns for host, a factor for link. losses: before and after, first half."""
+
+    given: dict[str, float]
+    fitted: dict[str, float]
+    num_scored: dict[str, int]  # of each load
+    not_apart: tuple[str, ...]  # loads of which the second half was load
+    losses: tuple[float, float]
+    num_simulations: int
+    notes: tuple[str, ...]
+
+
+class _Half(NamedTuple):
+    load: Load
+    trace: Trace  # its first half; or the whole one, if is_apart is not
+    is_apart: bool
+    scored: tuple[str, ...]
+    measured: dict[str, float]  # means of the scored requests
+
+
+def parse_names(text: str | None) -> tuple[str, ...]:
+    """The names of --fit. Raises ConfigError."""
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(unknown(f"--fit has {name!r}", name, NAMES))
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--fit is {text!r}; name each of {', '.join(NAMES)} once")
+    return names
+
+
+def halves(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Request ids of the first and of the second half, by arrival."""
+    ids = [row.request_id for row in trace.rows]
+    return tuple(ids[: len(ids) // 2]), tuple(ids[len(ids) // 2 :])
+
+
+def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], folder: Path, command: str) -> Fit:
+    """Minimises the squared log errors of mean TPOT and mean E2E, summed over loads. Raises ConfigError in one line."""
+    configs = [load.config(overrides) for load in loads]
+    _check(names, loads, configs)
+    parts = [_first_half(load) for load in loads]
+    number = count()
+
+    def loss(settings: Sequence[float]) -> float:
+        values = dict(zip(names, settings, strict=True))
+        total = 0.0
+        for part, config in zip(parts, configs, strict=True):
+            scaled = part.load.config(replaced(overrides, overrides_of(values, config)))
+            sim = simulate(scaled, part.trace, folder / str(next(number)), command)
+            means = _means(sim, part.scored)
+            total += sum(math.log(means[name] / part.measured[name]) ** 2 for name in means)
+        return total
+
+    given = {"host": float(configs[0].device.step_overhead_ns), "link": 1.0}
+    first = {name: given[name] for name in names}
+    _check_effect(loss, names, first, configs[0])
+    found = _search(loss, names, first)
+    fitted = dict(zip(names, found, strict=True))
+    losses = loss(list(first.values())), loss(found)
+    if losses[1] > losses[0]:  # the search stopped beside what was given
+        fitted, losses = dict(first), (losses[0], losses[0])
+    return Fit(
+        first, fitted, {part.load.name: len(part.scored) for part in parts},
+        tuple(part.load.name for part in parts if not part.is_apart), losses, next(number),
+        tuple(_at_edge(fitted)),
+    )  # fmt: skip
+
+
+def overrides_of(values: dict[str, float], config: RunConfig) -> list[str]:
+    """The values as overrides over what the configuration has."""
+    found = []
+    if "host" in values:
+        found.append(f"device.step_overhead_ns={round(values['host'])}")
+    if "link" in values:
+        device, factor = config.device, values["link"]
+        found.append(f"device.interconnect_bytes_per_s={max(device.interconnect_bytes_per_s / factor, 1.0):.6e}")
+        found.append(f"device.interconnect_latency_ns={round(device.interconnect_latency_ns * factor)}")
+    return found
+
+
+def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunConfig]) -> None:
+    for load, config in zip(loads, configs, strict=True):
+        if "link" in names and config.tensor_parallel_size == 1:
+            raise ConfigError(f"--fit link: {load.name} ran on one device, which has no collectives; leave link out")
+        if config.device.path is not None:
+            raise ConfigError(
+                f"--fit: device.path={config.device.path} has the last word on the device; give its values as overrides"
+            )
+    if "host" in names and len({config.device.step_overhead_ns for config in configs}) > 1:
+        raise ConfigError("--fit host: the loads are of different devices; fit those of one device at a time")
+
+
+def _first_half(load: Load) -> _Half:
+    ids, _ = halves(load.trace)
+    if len(ids) < MIN_REQUESTS:
+        raise ConfigError(
+            f"--fit: {load.name} has {len(load.trace)} requests; it takes {2 * MIN_REQUESTS}, as half of them are "
+            "kept to judge: measure a longer run"
+        )
+    rows = load.trace.rows[: len(ids)]
+    frame = load.measured.requests.set_index("request_id").loc[list(ids)]
+    ended = numbers(frame, "finish_ns") <= rows[-1].arrival_ns
+    if ended.sum() < max(MIN_REQUESTS, MIN_APART * len(ids)):
+        return _Half(load, load.trace, False, ids, _means(load.measured, ids))
+    scored = tuple(np.array(ids)[ended].tolist())
+    return _Half(load, replace(load.trace, rows=rows), True, scored, _means(load.measured, scored))
+
+
+def _means(run: Run, ids: Sequence[str]) -> dict[str, float]:
+    frame = run.requests.set_index("request_id").loc[list(ids)]
+    found = {name: numbers(frame, name) for name in _LATENCIES}
+    return {name: float(np.nanmean(values)) for name, values in found.items() if (values > 0).any()}
+
+
+def _check_effect(
+    loss: Callable[[Sequence[float]], float], names: Sequence[str], given: dict[str, float], config: RunConfig
+) -> None:
+    """Raises ConfigError where a scalar changes nothing."""
+    base = loss([given[name] for name in names])
+    for changed in names:
+        factor = 4.0
+        if loss([given[name] * (factor if name == changed else 1.0) + (name == changed) for name in names]) == base:
+            raise ConfigError(
+                f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline"
+            )
+
+
+def _search(loss: Callable[[Sequence[float]], float], names: Sequence[str], given: dict[str, float]) -> list[float]:
+    """Over logarithms: golden section with parabolas for one scalar, Nelder and Mead's simplex for two."""
+    from scipy import optimize  # slow to import
+
+    edges = [_HOST_NS if name == "host" else _LINK for name in names]
+    bounds = [(math.log(low), math.log(high)) for low, high in edges]
+    if len(names) == 1:
+        one = optimize.minimize_scalar(
+            lambda value: loss([math.exp(value)]), bounds=bounds[0], method="bounded",
+            options={"xatol": 1e-3, "maxiter": 60},
+        )  # fmt: skip
+        return [min((math.exp(float(one.x)) * near for near in _NEAR), key=lambda value: loss([value]))]
+    logs = [math.log(max(given[name], 1e-9)) for name in names]
+    start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
+    options: Any = {
+        "xatol": 2e-3, "fatol": 1e-7, "maxfev": 120,
+        "initial_simplex": [start, [start[0] + 0.7, start[1]], [start[0], start[1] + 0.7]],
+    }  # fmt: skip
+    minimize: Any = optimize.minimize  # its stubs know no initial simplex
+    both = minimize(
+        lambda values: loss([math.exp(value) for value in values]), np.array(start), method="Nelder-Mead",
+        bounds=bounds, options=options,
+    )  # fmt: skip
+    return [math.exp(float(value)) for value in both.x]
+
+
+def _at_edge(fitted: dict[str, float]) -> list[str]:
+    said = []
+    for name, value in fitted.items():
+        low, high = _HOST_NS if name == "host" else _LINK
+        if not low * 1.05 < value < high / 1.05:
+            said.append(f"{name} came to the edge of what is searched ({low:g} to {high:g}): something else is off")
+    return said

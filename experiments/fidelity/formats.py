@@ -1,0 +1,99 @@
+"""Which format a measured file has: by its content, or as --format says."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.fidelity import aiperf, guidellm, request_log, servingsim, study, vllm_bench
+from experiments.fidelity.fields import json_value, read_text
+from experiments.fidelity.measured import Measured
+from experiments.fidelity.study import StudyRun
+from testbed.errors import TraceError
+from testbed.foreign_text import unknown
+
+Reader = Callable[[str, Path, list[str]], list[Measured]]
+STUDY, RUN_FOLDER = "study", "run-folder"
+READERS: dict[str, Reader] = {
+    "vllm-bench": vllm_bench.read_vllm_bench,
+    "aiperf": aiperf.read_aiperf,
+    "guidellm": guidellm.read_guidellm,
+    "llmservingsim": servingsim.read_servingsim,
+    "llmservingsim-bench": servingsim.read_servingsim_bench,
+    "request-log": request_log.read_request_log,
+}
+FORMATS = (*READERS, STUDY, RUN_FOLDER)
+
+
+class Files(NamedTuple):
+    """What the files hold: runs with their requests, or runs of which only aggregates are known."""
+
+    measured: list[Measured]
+    study: list[StudyRun]
+
+
+def read_files(files: list[Path], given: list[str], format_name: str | None = None) -> Files:
+    """Reads each file as its format. given: the user's overrides. Raises TestbedError in one line."""
+    found = Files([], [])
+    for file in files:
+        text = read_text(file)
+        name = format_name or recognise(text)
+        if name == STUDY:
+            values = json_value(text, str(file))
+            if not isinstance(values, list):
+                raise TraceError(
+                    f"{file}: found a JSON {type(values).__name__}; expected a list of runs, as a study is"
+                )
+            found.study.extend(study.read_study(values, file, given))
+        elif name in READERS:
+            found.measured.extend(READERS[name](text, file, given))
+        elif name is None:
+            raise TraceError(f"{file}: not recognised; say with --format what it is: {', '.join(FORMATS)}")
+        else:
+            raise TraceError(f"{file}: --format {name} is of folders; expected {', '.join((*READERS, STUDY))}")
+    return found
+
+
+def check_format(name: str | None) -> None:
+    if name is not None and name not in FORMATS:
+        raise TraceError(unknown(f"--format is {name!r}", name, FORMATS))
+
+
+def recognise(text: str) -> str | None:
+    """The format of a file's text; None: none of them."""
+    start = text.lstrip()[:1]
+    if start == "[":
+        return STUDY
+    if start == "{":
+        return _of_object(_first_object(text))
+    header = {name.strip() for name in next(csv.reader(text.splitlines()[:1]), [])}
+    if {"arrival_s", "ttft_s"} <= header:
+        return "request-log"
+    return "llmservingsim" if {"queuing_delay", "TTFT", "arrival"} <= header else None
+
+
+def _first_object(text: str) -> dict[str, Any]:
+    """The object that the text is, or that its first line is; empty: none."""
+    for part in (text.lstrip().splitlines()[0], text):
+        try:
+            found = json.loads(part)
+        except (ValueError, RecursionError):
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _of_object(values: dict[str, Any]) -> str | None:
+    names = values.keys()
+    if "benchmarks" in names:
+        return "guidellm"
+    if {"metadata", "metrics"} <= names:
+        return "aiperf"
+    if set(servingsim.BENCH_FIELDS) <= names:
+        return "llmservingsim-bench"
+    if names & {"arrival_s", "ttft_s"}:
+        return "request-log"
+    return "vllm-bench" if names & {*vllm_bench.MARKS, *vllm_bench.AGGREGATES} else None

@@ -1,0 +1,204 @@
+"""A load: one measured run, its trace, and the configuration that simulates it. From files and from run folders.
+
+Of a run folder the configuration is its own, its trace keeps what prompts share, and its steps are kept; requests that
+did not end well are left out of trace and records.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import yaml
+
+from analysis.load import Run, load_run, read_json
+from experiments.compose import compose_from
+from experiments.config import RunConfig
+from experiments.fidelity.measured import Measured, trace_of, write_folder
+from experiments.fidelity.models import need
+from experiments.fidelity.simulating import composed
+from experiments.run_folder import TRACE_FILE, write_json
+from experiments.traces import build_trace
+from testbed.errors import RunFolderError
+from testbed.records.schema import COMPLETED
+from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.readers.own import read_jsonl
+from testbed.traces.schema import Part, Span, Trace, TraceRequest
+from testbed.traces.synthesis import content_key
+
+_KEPT = {  # of a run, where the user chooses another option of the group
+    "scheduler": ("max_num_seqs", "max_num_batched_tokens", "max_model_len"), "device": ("tensor_parallel_size",)
+}  # fmt: skip
+_RECORDED = ("record.steps=true", "record.token_times=true", "record.decisions=false", "record.operators=false")
+_SAME_S = 0.1  # two files are of one load where no request was sent further apart
+_TIMING = ("backend", "trace", "record", "cost", "seed")  # groups that are no policy
+
+
+@dataclass(frozen=True)
+class Load:
+    """settings: what the run itself says, before the user's overrides; `saved`: of a folder, its whole configuration.
+
+    key: equal for runs of one trace; policy: equal for runs under one policy.
+    """
+
+    name: str
+    source: str
+    trace: Trace
+    measured: Run
+    settings: tuple[str, ...]
+    saved: dict[str, Any] | None
+    key: str
+    policy: str
+    notes: tuple[str, ...]
+
+    def config(self, overrides: Sequence[str]) -> RunConfig:
+        """The simulation's configuration. Raises ConfigError in one line."""
+        if self.saved is None:
+            return composed((*_RECORDED, *self.settings), overrides)
+        return compose_from(self.saved, [*self.settings, *_carried(self.saved, overrides), *overrides, *_RECORDED])
+
+
+def _carried(saved: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Limits and ranks of the run that a group's new option would lose."""
+    keys = {item.partition("=")[0] for item in overrides}
+    return [
+        f"{group}.{name}={saved[group][name]}"
+        for group, names in _KEPT.items() if group in keys
+        for name in names if f"{group}.{name}" not in keys and saved[group].get(name) is not None
+    ]  # fmt: skip
+
+
+# --- from files ---
+
+
+def file_loads(runs: Sequence[Measured], overrides: Sequence[str], folder: Path) -> list[Load]:
+    """A load of each measured run. Raises TestbedError in one line."""
+    loads = []
+    for run in runs:
+        settings = list(run.settings)
+        for group in ("model", "device"):
+            if not any(item.startswith(f"{group}=") for item in settings):
+                need(group, None, "not said by the file", run.name, list(overrides))
+        config = composed((*_RECORDED, *settings), overrides)
+        trace = trace_of(run)
+        target = folder / run.name / "measured"
+        write_folder(run, trace, config.raw, target)
+        loads.append(Load(
+            run.name, run.source, trace, load_run(target), tuple(settings), None, "", "as measured", run.notes
+        ))  # fmt: skip
+    return _keyed(loads)
+
+
+def _keyed(loads: list[Load]) -> list[Load]:
+    """With equal keys where the same requests were sent at the same instants."""
+    keyed: list[Load] = []
+    for load in loads:
+        same = next((other for other in keyed if _is_repeat(other.trace, load.trace)), load)
+        keyed.append(replace(load, key=f"file {same.name}"))
+    return keyed
+
+
+def _is_repeat(one: Trace, other: Trace) -> bool:
+    return len(one) == len(other) and all(
+        (a.num_prompt_tokens, a.num_output_tokens) == (b.num_prompt_tokens, b.num_output_tokens)
+        and abs(a.arrival_ns - b.arrival_ns) <= _SAME_S * 1e9
+        for a, b in zip(one.rows, other.rows, strict=True)
+    )
+
+
+# --- from run folders ---
+
+
+def folder_load(run: Run, name: str, folder: Path) -> Load:
+    """A run folder of ours: backend real, vllm (also imported), or sim. Raises TestbedError in one line."""
+    if run.manifest.get("status") != "complete":
+        raise RunFolderError(f"{run.path}: the run is partial, so its load is not known; measure it again")
+    if int(run.manifest.get("num_replicas") or 1) > 1 and run.manifest.get("backend") != "sim":
+        raise RunFolderError(f"{run.path}: several engines served it; give the folder of a run of one")
+    saved = {
+        **run.config,
+        "backend": run.config["backend"] if run.manifest.get("backend") == "sim" else {"name": "sim"},
+    }
+    recorded = pq.read_table(run.path / "requests.parquet")
+    kept = recorded.filter(pc.and_(pc.is_in(recorded["finish_reason"], pa.array(COMPLETED)),
+                                   pc.greater(recorded["num_output_tokens"], 0)))  # fmt: skip
+    if not len(kept):
+        raise RunFolderError(f"{run.path}: no request that ended well; expected at least one")
+    notes = []
+    if len(kept) < len(recorded):
+        notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
+    trace = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
+    vocab_size = run.config["trace"].get("vocab_size")
+    kept_trace = {"name": "jsonl", "path": str(run.path / TRACE_FILE), "vocab_size": vocab_size, "forced": "lengths"}
+    pool = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
+            if run.manifest.get(name) is not None]  # fmt: skip
+    target = folder / name / "measured"
+    _write(run, kept, trace, target)
+    return Load(
+        name, f"backend={run.manifest.get('backend')}", trace, load_run(target), tuple(pool),
+        {**saved, "trace": kept_trace},
+        f"{run.fingerprint} {run.config['backend'].get('speed', 1.0)}", _policy(run), tuple(notes),
+    )  # fmt: skip
+
+
+def _policy(run: Run) -> str:
+    """What decides and on what, but for the pool's size, which follows from the device."""
+    kept = {key: value for key, value in run.flat_config.items() if key.split(".")[0] not in _TIMING}
+    return repr(sorted((key, value) for key, value in kept.items() if not key.endswith(("_blocks", "_gib", "path"))))
+
+
+def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: bool) -> Trace:
+    """The run's trace with the recorded arrivals and output lengths, only of the requests that are kept."""
+    file = run.path / TRACE_FILE
+    whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
+    by_id = {row.request_id: row for row in whole}
+    place = {row.request_id: number for number, row in enumerate(whole)}
+    columns = [kept[name].to_pylist() for name in ("request_id", "arrival_ns", "num_output_tokens", "num_token_steps")]
+    rows = []
+    for request_id, arrival_ns, num_output, num_steps in zip(*columns, strict=True):
+        row = by_id.get(request_id)
+        if row is None:
+            raise RunFolderError(
+                f"{run.path}: request {request_id!r} is not in the run's trace; was trace.path changed?"
+            )
+        row = row._replace(arrival_ns=arrival_ns, think_ns=None, cancel_after_ns=None)
+        if num_output == num_steps:
+            row = row._replace(output=_output(row, num_output))
+        rows.append(row if is_whole else row._replace(session_id=None, turn=None))
+    return arrange(whole.name, sorted(rows, key=lambda row: (row.arrival_ns, place[row.request_id])))
+
+
+def _output(row: TraceRequest, num_tokens: int) -> Part:
+    """The row's own output where it is as long; else as many of its tokens, or synthetic ones."""
+    part = row.output
+    if part is not None and part.num_tokens == num_tokens:
+        return part
+    return Span(
+        part.key if isinstance(part, Span) else content_key("measured", row.request_id, "output"), 0, num_tokens
+    )
+
+
+def _write(run: Run, kept: pa.Table, trace: Trace, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(kept, folder / "requests.parquet")
+    shutil.copyfile(run.path / "steps.parquet", folder / "steps.parquet")
+    (folder / "config.yaml").write_text(yaml.safe_dump(run.config, sort_keys=False))
+    manifest = read_json(run.path / "manifest.json")
+    manifest["trace"] = {"name": trace.name, "num_requests": len(trace), "fingerprint": fingerprint(trace), "notes": []}
+    write_json(folder / "manifest.json", manifest)
+    (folder / "done").write_text("measured\n")
+
+
+def grouped(loads: Sequence[Load]) -> list[list[Load]]:
+    """Loads of one trace and policy together: the first is compared, all of them say how much the engine varies."""
+    groups: dict[tuple[str, str], list[Load]] = {}
+    for load in loads:
+        groups.setdefault((load.key, load.policy), []).append(load)
+    return list(groups.values())

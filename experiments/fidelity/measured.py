@@ -1,0 +1,164 @@
+"""What was measured, whatever tool wrote it: requests with their own clock, and how they become trace and run folder.
+
+A reader (one module a format) gives `Measured`; `trace_of` and `write_folder` make of it what the simulator runs and
+what `analysis` compares. Nothing here knows a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from experiments.run_folder import write_json
+from testbed.errors import TraceError
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.readers.fields import refuse
+from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
+from testbed.traces.synthesis import content_key
+
+_ROUNDING_S = 2e-6  # clients write microseconds: first and last token of one instant may differ by that
+
+
+class MeasuredRequest(NamedTuple):
+    """One request that ended well. gaps_s: between what the client received; None: not recorded."""
+
+    request_id: str
+    sent_s: float  # on the file's clock
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ttft_s: float
+    e2e_s: float
+    tpot_s: float | None  # None: (E2E - TTFT) / (tokens - 1)
+    gaps_s: tuple[float, ...] | None
+    place: str
+
+    def checked(self) -> MeasuredRequest:
+        """Raises TraceError if the first token comes after the end."""
+        if self.ttft_s > self.e2e_s + _ROUNDING_S:
+            raise refuse(
+                self.place, "ttft", self.ttft_s, f"at most the request's end-to-end latency, {self.e2e_s:g} s: the "
+                "clocks disagree, leave the row out",
+            )  # fmt: skip
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured run of one load. settings: what the file says of the engine, as overrides."""
+
+    name: str
+    source: str  # the tool, in words
+    requests: tuple[MeasuredRequest, ...]  # by sent_s
+    settings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measured(
+    name: str, source: str, requests: Iterable[MeasuredRequest], file: Path, settings: Sequence[str] = (),
+    num_failed: int = 0, notes: Sequence[str] = (),
+) -> Measured:  # fmt: skip
+    """What every reader ends in. Raises TraceError for no request, or an id that two have."""
+    rows = sorted((row.checked() for row in requests), key=lambda row: row.sent_s)
+    if not rows:
+        why = f": all {num_failed} failed" if num_failed else ""
+        raise TraceError(f"{file}: no request that ended well{why}; expected at least one")
+    seen: dict[str, str] = {}
+    for row in rows:
+        if row.request_id in seen:
+            raise refuse(
+                row.place, "request_id", row.request_id, f"an id not used before (first at {seen[row.request_id]})"
+            )
+        seen[row.request_id] = row.place
+    if (rows[-1].sent_s - rows[0].sent_s) * 1e9 > MAX_NS:
+        raise refuse(
+            rows[-1].place, "arrival", rows[-1].sent_s, f"an instant near the first one's, {rows[0].sent_s:g} s"
+        )
+    said = list(notes)
+    if num_failed:
+        said.append(f"{num_failed} of {num_failed + len(rows)} requests failed in the measured run and were left out")
+    if any(row.gaps_s is None for row in rows):
+        rows = [row._replace(gaps_s=None) for row in rows]
+    return Measured(name, source, tuple(rows), tuple(settings), tuple(said))
+
+
+def arrivals_ns(run: Measured) -> list[int]:
+    """Of each request, from the first one's on."""
+    return [round((row.sent_s - run.requests[0].sent_s) * 1e9) for row in run.requests]
+
+
+def trace_of(run: Measured) -> Trace:
+    """The requests as they came: unique synthetic prompts, as many tokens as there were, at their own instants."""
+    rows = [
+        TraceRequest(
+            row.request_id, arrival_ns, (Span(content_key("measured", row.request_id), 0, row.num_prompt_tokens),),
+            Span(content_key("measured", row.request_id, "output"), 0, row.num_output_tokens), place=row.place,
+        )
+        for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)
+    ]  # fmt: skip
+    return arrange(run.name, rows, run.notes)
+
+
+def write_folder(run: Measured, trace: Trace, config: dict[str, Any], folder: Path) -> None:
+    """The measured run as a run folder, without steps. config: as the simulation of it has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    columns: dict[str, list[Any]] = {name: [] for name in REQUEST_COLUMNS}
+    for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True):
+        values = _record(row, arrival_ns)
+        for name, column in columns.items():
+            column.append(values.get(name))
+    pq.write_table(as_table(columns, REQUEST_COLUMNS), folder / "requests.parquet")
+    pq.write_table(as_table({name: [] for name in STEP_COLUMNS}, STEP_COLUMNS), folder / "steps.parquet")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    manifest = {
+        "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
+        "trace": {"name": trace.name, "num_requests": len(trace), "fingerprint": fingerprint(trace),
+                  "notes": list(run.notes)},
+        "model": config["model"].get("name"), "scheduler": config["scheduler"].get("name"),
+        "device": config["device"].get("name"), "num_gpu_blocks": config["cache"].get("num_gpu_blocks"),
+        "num_unsent": 0, "replay": None,
+    }  # fmt: skip
+    write_json(folder / "manifest.json", manifest)
+    (folder / "done").write_text("measured\n")
+
+
+def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:
+    first_ns = arrival_ns + round(row.ttft_s * 1e9)
+    finish_ns = max(first_ns, arrival_ns + round(row.e2e_s * 1e9))
+    num = row.num_output_tokens
+    tpot_s = row.tpot_s if row.tpot_s is not None else (finish_ns - first_ns) / max(num - 1, 1) / 1e9
+    return {
+        "request_id": row.request_id, "tenant": "default", "priority": 0, "replica": 0,
+        "num_prompt_tokens": row.num_prompt_tokens, "num_output_tokens": num, "num_token_steps": num,
+        "num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0, "finish_reason": "length",
+        "arrival_ns": arrival_ns, "queued_ns": arrival_ns, "first_token_ns": first_ns, "finish_ns": finish_ns,
+        "token_ns": _instants(first_ns, row.gaps_s), "ttft_s": (first_ns - arrival_ns) / 1e9,
+        "tpot_s": tpot_s if num > 1 else None, "e2e_s": (finish_ns - arrival_ns) / 1e9,
+    }  # fmt: skip
+
+
+def _instants(first_ns: int, gaps_s: tuple[float, ...] | None) -> list[int] | None:
+    if gaps_s is None:
+        return None
+    instants = [first_ns]
+    for gap in gaps_s:
+        instants.append(instants[-1] + round(gap * 1e9))
+    return instants
+
+
+_TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
+
+
+def as_table(columns: dict[str, list[Any]], kinds: dict[str, str]) -> pa.Table:
+    """An Arrow table of records in their schema."""
+    arrays = {
+        name: pa.array(columns[name], type=_TYPES.get(kind) or pa.type_for_alias(kind)) for name, kind in kinds.items()
+    }
+    return pa.table(arrays)

@@ -1,0 +1,68 @@
+"""One simulation of a measured run's trace: its configuration from what the run says and the user's overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from analysis.load import Run, load_run
+from experiments.compose import compose_config
+from experiments.config import GROUPS, RunConfig
+from experiments.run import execute
+from testbed.errors import ConfigError, TestbedError
+from testbed.traces.schema import Trace
+
+_SHOWN = (
+    "device.tensor_parallel_size", "cache.num_gpu_blocks", "cache.block_size", "scheduler.max_num_seqs",
+    "scheduler.max_num_batched_tokens", "device.step_overhead_ns",
+)  # fmt: skip
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for what cannot be laid over a measured run."""
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not equals or key.startswith(("-", "+", "~")):
+            raise ConfigError(f"{item!r}: give measured runs (files, folders) and plain key=value pairs")
+        if key.split(".")[0] in ("trace", "backend") and key in ("backend", "trace", "trace.name", "trace.path"):
+            raise ConfigError(f"{item!r}: the measured run is the trace, and the simulator runs it; leave it out")
+
+
+def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Both as one list of overrides: of a key that both have, the user's value; options of groups come first."""
+    keys = {item.partition("=")[0] for item in overrides}
+    kept = [item for item in settings if item.partition("=")[0] not in keys]
+    return sorted([*kept, *overrides], key=lambda item: item.partition("=")[0] not in GROUPS)
+
+
+def replaced(overrides: Sequence[str], newer: Sequence[str]) -> list[str]:
+    """The overrides with newer values in the place of those of the same keys."""
+    keys = {item.partition("=")[0] for item in newer}
+    return [*(item for item in overrides if item.partition("=")[0] not in keys), *newer]
+
+
+def composed(settings: Sequence[str], overrides: Sequence[str]) -> RunConfig:
+    """The configuration that a measured run's settings and the user's overrides make."""
+    return compose_config(["backend=sim", *laid_over(settings, overrides)])
+
+
+def simulate(config: RunConfig, trace: Trace, folder: Path, command: str) -> Run:
+    """Simulates the trace into the folder. Raises TestbedError in one line where the run is not whole."""
+    result = execute(replace(config, overwrite=True), folder, command=command, trace=trace)
+    if result.status != "complete" or result.exit_status:
+        raise TestbedError(result.message)
+    return load_run(result.folder)
+
+
+def described(config: RunConfig) -> str:
+    """What was used, in one line."""
+    raw = config.raw
+    model = config.model.name if config.model.path is None else f"model.path={config.model.path}"
+    words = [model, f"device={config.device.name}", f"cost={raw['cost'].get('name')}",
+             f"scheduler={config.scheduler.name}"]  # fmt: skip
+    for key in _SHOWN:
+        group, name = key.split(".")
+        value = getattr(config.device, name, raw[group].get(name))
+        words.append(f"{key}={value}")
+    return " ".join(words)

@@ -1,0 +1,154 @@
+"""A study of which only aggregates are public: its runs, their workloads as traces, what was measured and predicted.
+
+The file is a JSON list of runs (docs/fidelity.md has the fields). A run's stages have a constant rate each; its prompts
+are unique, of system_prompt_len + question_len tokens; every output has output_len tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.fidelity.fields import count, duration_s, listed, mapping, real, required
+from experiments.fidelity.models import device_of, model_of, need
+from testbed.errors import TraceError
+from testbed.traces.arrange import arrange
+from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.synthesis import content_key
+
+METRICS = ("e2e_mean", "ttft_mean", "itl_mean", "tpot_mean", "e2e_p90", "e2e_p99", "ttft_p90", "ttft_p99")
+FIELDS = ("workload", "measured_ms")  # an object that has them is a run of such a study
+WHOLE = "all"  # of a run, beside its stages
+_ASYNC_SINCE = (0, 14)  # vLLM plans ahead by default
+Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
+
+
+class Stage(NamedTuple):
+    start_s: float
+    duration_s: float
+    rate: float  # requests per second
+
+
+@dataclass(frozen=True, slots=True)
+class StudyRun:
+    """One run. settings: what the file says of the engine, as overrides."""
+
+    name: str
+    place: str
+    settings: tuple[str, ...]
+    engine: str
+    stages: tuple[Stage, ...]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    measured_ms: Parts
+    predicted_ms: dict[str, Parts]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (WHOLE, *(f"stage{number}" for number in range(len(self.stages))))
+
+    def num_gaps(self, part: str) -> float | None:
+        """Gaps between what the client received, by the measured means: fewer than tokens - 1 where they came in
+        chunks."""
+        known = self.measured_ms[part]
+        return (known["e2e_mean"] - known["ttft_mean"]) / known["itl_mean"] if "itl_mean" in known else None
+
+
+def read_study(values: list[Any], file: Path, given: list[str]) -> list[StudyRun]:
+    """The runs of a study's list. given: the user's overrides. Raises TestbedError in one line."""
+    return [_run(value, f"{file}: run {number + 1}", given) for number, value in enumerate(values)]
+
+
+def trace_of(run: StudyRun) -> Trace:
+    """The workload; ids are `stage<n>-<i>`."""
+    rows = []
+    for number, stage in enumerate(run.stages):
+        for i in range(round(stage.duration_s * stage.rate)):
+            prompt = Span(content_key(run.name, number, i), 0, run.num_prompt_tokens)
+            output = Span(content_key(run.name, number, i, "output"), 0, run.num_output_tokens)
+            arrival_ns = round((stage.start_s + i / stage.rate) * 1e9)
+            rows.append(TraceRequest(f"stage{number}-{i}", arrival_ns, (prompt,), output))
+    if not rows:
+        raise TraceError(f"{run.place}: its stages send no request; expected a duration and a rate above 0")
+    return arrange(run.name, rows)
+
+
+def _run(value: Any, place: str, given: list[str]) -> StudyRun:
+    values = mapping(value, place, "run")
+    name = str(required(values, "name", place, "the run's name"))
+    place = f"{place} ({name})"
+    work = mapping(required(values, "workload", place, "an object"), place, "workload")
+    num_prompt = sum(count(work, field, place) for field in ("system_prompt_len", "question_len"))
+    num_output = count(work, "output_len", place)
+    stages = _stages(work, place)
+    measured = _parts(values.get("measured_ms"), place, "measured_ms", num_output)
+    for part in (WHOLE, *(f"stage{number}" for number in range(len(stages)))):
+        if part not in measured:
+            raise TraceError(f"{place}: field 'measured_ms' has no {part!r}; expected 'all' and each stage")
+    others = mapping(values.get("predicted_ms") or {}, place, "predicted_ms")
+    predicted = {who: _parts(known, place, f"predicted_ms.{who}", num_output) for who, known in others.items()}
+    engine = str(values.get("engine") or "an unnamed engine")
+    return StudyRun(
+        name, place, tuple(_settings(values, engine, place, given)), engine, stages, num_prompt, num_output,
+        measured, predicted,
+    )  # fmt: skip
+
+
+def _settings(values: Mapping[str, Any], engine: str, place: str, given: list[str]) -> list[str]:
+    model = str(required(values, "model", place, "a Hugging Face name"))
+    device = str(required(values, "device", place, "the device's name"))
+    settings = need("model", model_of(model), model, place, given) + need(
+        "device", device_of(device), device, place, given
+    )
+    settings.append(f"scheduler={_preset(engine)}")
+    if values.get("dtype") is not None:
+        settings.append(f"model.dtype={values['dtype']}")
+    for key, field in (
+        ("device.tensor_parallel_size", "tensor_parallel_size"), ("scheduler.max_num_seqs", "max_num_seqs"),
+        ("scheduler.max_num_batched_tokens", "max_num_batched_tokens"), ("cache.block_size", "block_size"),
+        ("cache.num_gpu_blocks", "num_gpu_blocks"),
+    ):  # fmt: skip
+        if values.get(field) is not None:
+            settings.append(f"{key}={count(values, field, place)}")
+    return settings
+
+
+def _preset(engine: str) -> str:
+    found = re.search(r"(\d+)\.(\d+)", engine)
+    return "vllm_v1_async" if found and (int(found[1]), int(found[2])) >= _ASYNC_SINCE else "vllm_v1"
+
+
+def _stages(work: Mapping[str, Any], place: str) -> tuple[Stage, ...]:
+    stages: list[Stage] = []
+    start_s = 0.0
+    for number, item in enumerate(listed(work.get("stages"), place, "workload.stages")):
+        field = f"workload.stages[{number}]"
+        values = mapping(item, place, field)
+        length = duration_s(values.get("duration"), place, f"{field}.duration")
+        stages.append(Stage(start_s, length, real(values.get("rate"), place, f"{field}.rate", 1e-6, "a rate above 0")))
+        start_s += length
+    if not stages:
+        raise TraceError(f"{place}: field 'workload.stages' is empty; expected at least one stage")
+    return tuple(stages)
+
+
+def _parts(value: Any, place: str, field: str, num_output: int) -> Parts:
+    """With TPOT, which follows from the means of E2E and TTFT where every output has as many tokens."""
+    found: Parts = {}
+    for part, known in mapping(value, place, field).items():
+        values = mapping(known, place, f"{field}.{part}")
+        metrics = {
+            name: 1e3 * duration_s(values[name], place, f"{field}.{part}.{name}", 1e-3)
+            for name in METRICS
+            if values.get(name) is not None
+        }
+        if num_output > 1 and {"e2e_mean", "ttft_mean"} <= metrics.keys():
+            metrics["tpot_mean"] = (metrics["e2e_mean"] - metrics["ttft_mean"]) / (num_output - 1)
+        missing = [name for name in ("e2e_mean", "ttft_mean") if name not in metrics]
+        if missing:
+            raise TraceError(f"{place}: field '{field}.{part}' lacks {missing[0]!r}; expected its mean in ms")
+        found[str(part)] = metrics
+    return found

@@ -1,0 +1,82 @@
+"""What a simulated study says, as lines of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.fidelity.study import WHOLE
+from experiments.fidelity.study_report import OURS, Score, Simulated, merged, scores
+from experiments.fidelity.tables import percent, table
+
+NAMES = {
+    "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
+    "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
+}  # fmt: skip
+_COMPARED = ("e2e_mean", "ttft_mean", "itl_mean")
+
+
+def study_lines(found: Sequence[Simulated]) -> list[str]:
+    """Configurations, signed errors of each run, and the predictors beside each other."""
+    lines = ["## Configurations", ""]
+    lines += [f"- {one.run.name} ({one.run.engine}): {one.used}" for one in found]
+    lines += ["", "## Signed errors, %, (simulated - measured) / measured", "", _signed(found), ""]
+    parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
+    for part in parts:
+        rows = scores(found, part)
+        where = "whole runs" if part == WHOLE else part
+        lines += [f"## Mean absolute percentage errors, {where}", "", _mape(rows), "", *_lowest(rows), ""]
+    notes = merged(found)
+    return lines + (["## Notes", "", *(f"- {note}" for note in notes)] if notes else [])
+
+
+def page_lines(found: Sequence[Simulated]) -> list[str]:
+    """The same, short: errors of whole runs, the predictors beside each other."""
+    parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
+    lines = ["Signed errors of whole runs, %:", "", _signed(found, stages=False), ""]
+    for part in parts:
+        rows = scores(found, part)
+        where = "whole runs" if part == WHOLE else part
+        lines += [f"Mean absolute percentage errors, {where}:", "", _mape(rows), "", *_lowest(rows), ""]
+    return lines
+
+
+def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:
+    rows = []
+    for one in found:
+        for part in one.run.parts if stages else (WHOLE,):
+            measured, ours = one.run.measured_ms[part], one.ours_ms[part]
+            errors = [(ours[key] - measured[key]) / measured[key] if measured.get(key) else None for key in NAMES]
+            rows.append([f"{one.run.name} {part}" if stages else one.run.name, *(percent(error) for error in errors)])
+    return table(["run", *NAMES.values()], rows)
+
+
+def _mape(rows: Sequence[Score]) -> str:
+    """Where a predictor has not all runs, this simulator's error over its runs stands in brackets."""
+    most = max(row.num_runs for row in rows)
+    cells = []
+    for row in rows:
+        line = [row.who, str(row.num_runs)]
+        for key in NAMES:
+            text = percent(row.errors.get(key), signed=False)
+            if row.num_runs < most and key in row.errors:
+                text += f" [{percent(row.ours.get(key), signed=False)}]"
+            line.append(text)
+        cells.append(line)
+    return table(["predictor", "runs", *NAMES.values()], cells)
+
+
+def _lowest(rows: Sequence[Score]) -> list[str]:
+    """Of the compared columns, who is lowest among those that predict every run; then who beats us on its own runs."""
+    most = max(row.num_runs for row in rows)
+    said = []
+    for key in _COMPARED:
+        known = [row for row in rows if row.num_runs == most and key in row.errors]
+        if known:
+            best = min(known, key=lambda row: row.errors[key])
+            said.append(f"{NAMES[key]} {best.who} ({percent(best.errors[key], signed=False)})")
+    lines = [f"Lowest, of those that predict all {most} runs: {', '.join(said)}."]
+    for row in rows:
+        better = [NAMES[key] for key in _COMPARED if key in row.errors and row.errors[key] < row.ours[key]]
+        if row.who != OURS and row.num_runs < most and better:
+            lines.append(f"Lower than {OURS} on its own {row.num_runs} runs: {row.who} ({', '.join(better)}).")
+    return [" ".join(lines)]

@@ -1,0 +1,167 @@
+"""Readers of measured files: each reads what its tool writes, and says in one line what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.load import Run
+from experiments.cli import main
+from experiments.fidelity.formats import recognise
+from experiments.fidelity.models import device_of, model_of
+from tests.experiments.measured_files import WRITERS, rows_of, write
+from tests.experiments.test_fidelity_command import FILE, error_line, fidelity, ran, result
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return ran(tmp_path_factory.mktemp("truth") / "run")
+
+
+@pytest.fixture(scope="module")
+def rows(run) -> Rows:
+    return rows_of(run)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_format_is_recognised_and_read_to_the_microsecond(rows, tmp_path, name):
+    """The run was simulated under the very configuration that it is now simulated under again."""
+    file = write(tmp_path, name, rows)
+    assert recognise(file.read_text()) == name.removesuffix("-jsonl")
+    assert fidelity(file, *FILE, "--out", tmp_path / "out") == 0
+    (load,) = result(tmp_path / "out")["loads"]
+    assert load["num_requests"] == len(rows)
+    errors = {row["metric"]: row["error"] for row in load["errors"]}
+    has_gaps = name not in ("guidellm", "llmservingsim-bench", "request-log")
+    for metric, error in errors.items():
+        if metric.startswith("itl") and not has_gaps:
+            assert error is None
+        else:
+            assert error == pytest.approx(0.0, abs=2e-3), metric
+
+
+def change(rows: Rows, **values: Any) -> Rows:
+    """The rows, with other values in the third."""
+    return [{**row, **values} if i == 2 else row for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "vllm-bench"])
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"ttft_s": -0.5}, "latency of 0 or more"), ({"output": 0}, "output"), ({"prompt": 0}, "input|prompt"),
+     ({"ttft_s": 9.0}, "end-to-end latency")],
+)  # fmt: skip
+def test_rows_that_cannot_be_are_refused_with_their_place(rows, tmp_path, capsys, name, values, said):
+    if name == "llmservingsim-bench" and values == {"output": 0}:
+        pytest.skip("a request without output counts as failed there")
+    file = write(tmp_path, name, change(rows, **values))
+    message = error_line(capsys, file, *FILE)
+    assert str(file) in message
+    assert any(word in message for word in said.split("|"))
+    assert any(place in message for place in (":3", ":4", "request 3")), message
+
+
+def bench(rows: Rows, tmp_path: Path, **fields: Any) -> Path:
+    """A result of vllm bench serve; fields: other values, None: absent."""
+    file = write(tmp_path, "vllm-bench", rows)
+    values = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return file
+
+
+def test_vllm_results_that_cannot_be_rebuilt_say_how_to_measure(rows, tmp_path, capsys):
+    assert "'start_times' is absent" in error_line(capsys, bench(rows, tmp_path, start_times=None), *FILE)
+    plain = bench(rows, tmp_path, ttfts=None, itls=None, input_lens=None, start_times=None)
+    assert "run vllm bench serve with --save-detailed" in error_line(capsys, plain, *FILE)
+    short = bench(rows, tmp_path, ttfts=[0.1])
+    assert f"field 'ttfts' has 1 entries; expected {len(rows)}" in error_line(capsys, short, *FILE)
+    negative = bench(rows, tmp_path, ttfts=[-1.0] * len(rows))
+    assert "request 0: field 'ttfts' is -1.0" in error_line(capsys, negative, *FILE)
+    empty = bench(rows, tmp_path, output_lens=[0] * len(rows))
+    assert "request 0: field 'output_lens' is 0" in error_line(capsys, empty, *FILE)
+
+
+def test_failed_requests_are_left_out_and_counted(rows, tmp_path, capsys):
+    file = bench(rows, tmp_path, errors=["", "timed out", *[""] * (len(rows) - 2)], max_concurrency=8)
+    assert fidelity(file, *FILE) == 0
+    said = capsys.readouterr().out
+    assert f"1 of {len(rows)} requests failed in the measured run and were left out" in said
+    assert "by at most 8 at once" in said
+    everything = bench(rows, tmp_path, errors=["x"] * len(rows))
+    assert f"all {len(rows)} failed" in error_line(capsys, everything, *FILE)
+
+
+def test_appended_results_are_loads_of_their_own_and_repeats_are_found(rows, tmp_path):
+    line = bench(rows, tmp_path).read_text()
+    later = bench([{**row, "ttft_s": 1.1 * row["ttft_s"]} for row in rows], tmp_path).read_text()
+    other = bench(rows[:30], tmp_path).read_text()
+    file = tmp_path / "appended.json"
+    file.write_text("\n".join([line, later, other]))
+    assert fidelity(file, *FILE, "--out", tmp_path / "out") == 0
+    loads = result(tmp_path / "out")["loads"]
+    assert [(load["name"], load["repeats"]) for load in loads] == [("appended-1", ["appended-2"]), ("appended-3", [])]
+    assert loads[0]["noise"]["ttft_s.mean"] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_what_the_file_does_not_say_must_be_given(rows, tmp_path, capsys):
+    file = write(tmp_path, "guidellm", rows)
+    assert "the model is 'not said by the file'" in error_line(capsys, file, "device=h100")
+    assert "the device is 'not said by the file'" in error_line(capsys, file, "model=qwen3_0.6b")
+    unknown = bench(rows, tmp_path, model_id="acme/none")
+    assert "the model is 'acme/none'" in error_line(capsys, unknown, "device=h100")
+
+
+def test_files_that_are_no_measurement_say_so(rows, tmp_path, capsys):
+    file = tmp_path / "file.json"
+    for text, said in (
+        ("hello", "not recognised; say with --format"), ("{}", "not recognised"), ("", "not recognised"),
+        ("[1]", "field 'run' is 1; expected an object"), ("{", "not recognised"), ("[", "not JSON"),
+    ):  # fmt: skip
+        file.write_text(text)
+        assert said in error_line(capsys, file, *FILE), text
+    file.write_bytes(b"\xff\xfe\xff")
+    assert "UTF-8" in error_line(capsys, file, *FILE)
+    file.write_text("{}")
+    assert "no values of single requests" in error_line(capsys, file, *FILE, "--format", "vllm-bench")
+    log = write(tmp_path, "request-log", rows)
+    log.write_text(log.read_text().replace("ttft_s", "ttft"))
+    assert "not recognised" in error_line(capsys, log, *FILE)
+    assert "did you mean 'ttft_s'" in error_line(capsys, log, *FILE, "--format", "request-log")
+    doubled = write(tmp_path, "request-log", [*rows, rows[0]])
+    assert "expected an id not used before" in error_line(capsys, doubled, *FILE)
+    times = write(tmp_path, "request-log-jsonl", change(rows, gaps_s=[-0.1]))
+    assert "token_times_s" in error_line(capsys, times, *FILE)
+
+
+def test_sampled_reports_of_guidellm_are_refused(rows, tmp_path, capsys):
+    file = write(tmp_path, "guidellm", rows)
+    report = json.loads(file.read_text())
+    report["benchmarks"][0]["run_stats"] = {"requests_made": {"successful": len(rows) + 5}}
+    file.write_text(json.dumps(report))
+    assert f"holds {len(rows)} of {len(rows) + 5} requests" in error_line(capsys, file, *FILE)
+
+
+def test_two_files_of_one_name_are_refused(rows, tmp_path, capsys):
+    files = [write(tmp_path / name, "request-log", rows) for name in ("a", "b")]
+    assert "two measured files are called 'log'" in error_line(capsys, *files, *FILE)
+
+
+def test_names_of_models_and_devices_are_those_of_the_library():
+    assert model_of("meta-llama/Llama-3.1-70B-Instruct") == "llama3.1_70b"
+    assert model_of("meta-llama/Llama-2-7b-chat-hf") == "llama2_7b"
+    assert model_of("mistralai/Mistral-Nemo-Instruct-2407") == "mistral_nemo_12b"
+    assert model_of("Qwen/Qwen2.5-7B-Instruct") == "qwen2.5_7b"
+    assert model_of("01-ai/Yi-34B") == "yi_34b"
+    assert model_of("acme/none") is None
+    assert device_of("NVIDIA H100 80GB HBM3") == "h100"
+    assert device_of("Abacus") is None
+
+
+def test_the_usage_names_the_command(capsys):
+    assert main([]) == 0
+    assert "fidelity <measured> ..." in capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from experiments.config import COST_CONFIGS, RunConfig
 from experiments.policies import instantiate
@@ -25,7 +25,7 @@ from testbed.foreign_text import unknown
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
-from testbed.specs.operator_tables import OperatorTables, read_operator_tables
+from testbed.specs.operator_tables import product_dtype, read_operator_tables
 from testbed.specs.profiles import read_profile
 
 _Cost = TypeVar("_Cost", bound=RooflineCost)
@@ -136,37 +136,42 @@ def _roofline(kind: type[_Cost], config: RunConfig, options: RooflineConfig) -> 
 
 def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
     """Prices looked up in operator tables of the device. Raises TestbedError where there are none, or of another."""
-    file, device = options.path, config.device
+    file = options.path
     modified_ns = Path(file).stat().st_mtime_ns if file is not None and Path(file).is_file() else 0
-    tables = _operator_tables(file, device.name, options.engine, options.version, modified_ns)
-    if tables.device != device.name:
-        raise ConfigError(
-            f"cost.path: {file} has tables of {tables.device}, and the run's device is {device.name}; choose "
-            f"device={tables.device}, or import tables of {device.name}"
-        )
     cost = _roofline(TablesCost, config, options)
-    window = sliding_window(config)
-    cost.fill(_measured(tables, config.model, device, config.tensor_parallel_size, config.cache.kv_dtype, window))
+    source = _Source(file, modified_ns, options.engine, options.version)
+    shape = config.tensor_parallel_size, config.cache.kv_dtype, sliding_window(config)
+    cost.fill(_measured(source, config.model, config.device, *shape))
     return cost
 
 
-@lru_cache(maxsize=4)
-def _operator_tables(
-    file: str | None, device: str, engine: str, version: str | None, modified_ns: int
-) -> OperatorTables:
-    if file is not None:
-        return read_operator_tables(file)
-    from experiments.tables.aiconfigurator import load
+class _Source(NamedTuple):
+    """Where tables come from: a file as it was written last, or the installed package's of an engine."""
 
-    return load(device, engine, version)
+    file: str | None
+    modified_ns: int
+    engine: str
+    version: str | None
 
 
 @lru_cache(maxsize=64)
 def _measured(
-    tables: OperatorTables, model: ModelSpec, device: DeviceSpec, size: int, kv_dtype: str | None, window: int | None
+    source: _Source, model: ModelSpec, device: DeviceSpec, size: int, kv_dtype: str | None, window: int | None
 ) -> Measured:
     """Looked up once for all points of a sweep: policies change no operator."""
     from sim.cost.measured import measure
+
+    if source.file is not None:
+        tables = read_operator_tables(source.file)
+    else:
+        from experiments.tables.aiconfigurator import load
+
+        tables = load(device.name, source.engine, source.version, kept=(product_dtype(model), model.head_dim))
+    if tables.device != device.name:
+        raise ConfigError(
+            f"cost.path: {source.file} has tables of {tables.device}, and the run's device is {device.name}; choose "
+            f"device={tables.device}, or import tables of {device.name}"
+        )
 
     def make(of: ModelSpec, ranks: int) -> RooflineCost:
         layout = KVLayout(kv_dtype=kv_dtype, sliding_window=window)

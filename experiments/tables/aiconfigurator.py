@@ -51,11 +51,13 @@ class Coverage:
 
 
 def load(
-    device: str, engine: str = "vllm", version: str | None = None, *, systems: Path | None = None
-) -> OperatorTables:
+    device: str, engine: str = "vllm", version: str | None = None, *, systems: Path | None = None,
+    kept: tuple[str, int] | None = None,
+) -> OperatorTables:  # fmt: skip
     """The tables of a device (our name or theirs) and an engine; version: None is the newest that is whole.
 
-    systems: the package's folder `systems`; None finds the installed package. Raises ConfigError, ProfileError.
+    systems: the package's folder `systems`; None finds the installed package. kept: only what a model of this dtype and
+    head size needs, and no doubts. Raises ConfigError, ProfileError.
     """
     root = systems_folder(systems)
     system = _system(root, device)
@@ -68,9 +70,9 @@ def load(
     own = partial(label, engine=f"{engine} {chosen}")
     gemm = folder / "gemm" / engine / chosen / "gemm_perf.parquet"
     attention = folder / "attention" / engine / chosen
-    tables = [_gemm(gemm, own)]
-    tables += [_prefill(attention / "context_attention_perf.parquet", own)]
-    tables += [_decode(attention / "generation_attention_perf.parquet", own)]
+    tables = [_gemm(gemm, own, kept)]
+    tables += [_prefill(attention / "context_attention_perf.parquet", own, kept)]
+    tables += [_decode(attention / "generation_attention_perf.parquet", own, kept)]
     doubts = []
     reduce = _nearest(folder / "comm" / engine, "custom_allreduce_perf.parquet", chosen)
     if reduce is not None:
@@ -84,7 +86,8 @@ def load(
         tables += _nccl(nccl, partial(label, engine=f"nccl {nccl.parent.name}"))
     rows = pa.concat_tables(tables).combine_chunks()
     check_rows(rows, f"{source}, {system}")
-    doubts += _standing_doubts(rows)
+    if kept is None:
+        doubts += _standing_doubts(rows)
     return OperatorTables(OUR_DEVICES.get(system, system), _description(gemm), rows, tuple(doubts))
 
 
@@ -226,18 +229,22 @@ def _dtypes(column: Any) -> Any:
     return column
 
 
-def _gemm(file: Path, label: Any) -> Any:
+def _gemm(file: Path, label: Any, kept: tuple[str, int] | None) -> Any:
     table = _read(file, _GEMM)
+    if kept is not None:
+        table = table.filter(pc.equal(table["gemm_dtype"], kept[0]))
     return label(
         table.num_rows, operator="gemm", kernel=table["kernel_source"], dtype=_dtypes(table["gemm_dtype"]),
         m=table["m"], n=table["n"], k=table["k"], time_ns=table["time_ns"],
     )  # fmt: skip
 
 
-def _attention(file: Path, operator: str) -> tuple[Any, dict[str, Any]]:
+def _attention(file: Path, operator: str, kept: tuple[str, int] | None) -> tuple[Any, dict[str, Any]]:
     """A table of attention, and the columns that prompts and decodes have in common."""
     table = _read(file, _ATTENTION, "window_size")
     table = table.filter(pc.equal(table["beam_width"], 1))
+    if kept is not None:
+        table = table.filter(pc.equal(table["head_dim"], kept[1]))
     windows, heads, kv_heads = None, table["num_heads"], table["num_key_value_heads"]
     if "window_size" in table.column_names:
         size = table["window_size"]
@@ -250,13 +257,13 @@ def _attention(file: Path, operator: str) -> tuple[Any, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _prefill(file: Path, label: Any) -> Any:
-    table, shared = _attention(file, "attention_prefill")
+def _prefill(file: Path, label: Any, kept: tuple[str, int] | None) -> Any:
+    table, shared = _attention(file, "attention_prefill", kept)
     return label(table.num_rows, **shared, new_tokens=table["isl"], context=table["step"])
 
 
-def _decode(file: Path, label: Any) -> Any:
-    table, shared = _attention(file, "attention_decode")
+def _decode(file: Path, label: Any, kept: tuple[str, int] | None) -> Any:
+    table, shared = _attention(file, "attention_decode", kept)
     return label(table.num_rows, **shared, context=pc.add(table["isl"], table["step"]))
 
 

@@ -17,7 +17,7 @@ THEIR_DEVICES = {  # AIConfigurator's names of ours
     "h100": "h100_sxm",
     "h200": "h200_sxm",
     "l40s": "l40s",
-    "rtx_pro_6000": "rtx_pro_6000_server",
+    "rtx_pro_6000_server": "rtx_pro_6000_server",
 }
 OUR_DEVICES = {theirs: ours for ours, theirs in THEIR_DEVICES.items()}
 

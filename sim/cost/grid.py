@@ -15,33 +15,42 @@ class Grid:
     def __init__(self, axes: list[list[float]], values: list[float]) -> None:
         assert all(axis == sorted(set(axis)) for axis in axes), "axes ascend"
         self.axes = axes
-        self._values = values
-        self._strides: list[int] = []
-        size = 1
-        for axis in reversed(axes):
-            self._strides.insert(0, size)
-            size *= len(axis)
-        assert size == len(values), "a value for each combination"
+        self._axis = axes[0]
+        self._values: list[float] = []
+        self._parts: list[Grid] = []  # at each point of the first axis, of the other dimensions
+        if len(axes) == 1:
+            assert len(values) == len(self._axis), "a value for each point"
+            self._values = values
+        else:
+            size = len(values) // len(self._axis)
+            self._parts = [Grid(axes[1:], values[i * size : (i + 1) * size]) for i in range(len(self._axis))]
 
     def at(self, point: tuple[float, ...]) -> float:
         """The value at a point, each of whose coordinates counts as the nearest on its axis where it lies outside."""
-        corners: list[tuple[int, float]] = [(0, 1.0)]
-        for x, axis, stride in zip(point, self.axes, self._strides, strict=True):
-            right = bisect_right(axis, x)
-            if right == 0 or right == len(axis) or axis[right - 1] == x:
-                offset = max(0, right - 1) * stride
-                corners = [(at + offset, weight) for at, weight in corners]
-                continue
-            left = axis[right - 1]
-            share = (x - left) / (axis[right] - left)
-            offset = (right - 1) * stride
-            near = [(at + offset, weight * (1.0 - share)) for at, weight in corners]
-            corners = near + [(at + offset + stride, weight * share) for at, weight in corners]
-        total = 0.0
-        for at, weight in corners:
-            total += weight * self._values[at]
-        return total
+        return self._at(point, 0)
+
+    def along(self, x: float) -> float:
+        """The same of one dimension."""
+        axis, values = self._axis, self._values
+        right = bisect_right(axis, x)
+        if right == 0:
+            return values[0]
+        left, low = axis[right - 1], values[right - 1]
+        if right == len(axis) or left == x:
+            return low
+        return low + (values[right] - low) * ((x - left) / (axis[right] - left))
 
     def clamped(self, point: tuple[float, ...]) -> tuple[float, ...]:
         """The nearest point within the axes; the same one where it lies within."""
         return tuple([min(max(x, axis[0]), axis[-1]) for x, axis in zip(point, self.axes, strict=True)])
+
+    def _at(self, point: tuple[float, ...], dimension: int) -> float:
+        if not self._parts:
+            return self.along(point[dimension])
+        x, axis, parts = point[dimension], self._axis, self._parts
+        right = bisect_right(axis, x)
+        low = parts[max(0, right - 1)]._at(point, dimension + 1)
+        if right == 0 or right == len(axis) or axis[right - 1] == x:
+            return low
+        left = axis[right - 1]
+        return low + (parts[right]._at(point, dimension + 1) - low) * ((x - left) / (axis[right] - left))

@@ -9,6 +9,7 @@ logarithm of the sizes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from sim.cost.roofline import RooflineCost
 from sim.cost.tables import Measured, Part
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.model import ModelSpec
-from testbed.specs.operator_tables import OperatorTables
+from testbed.specs.operator_tables import OperatorTables, product_dtype
 
 OUTLIER = 1.5
 PER_OCTAVE = 8  # points of a prompt's length between two powers of two: its time grows with its square
@@ -34,11 +35,10 @@ def measure(
 ) -> Measured:
     """What the tables have for `model` on `size` ranks. make: the roofline of a model, for what lies between."""
     roofline = make(model, size)
-    dtype = {"float16": "bfloat16", "float32": "float32"}.get(model.dtype, model.dtype)  # 16 bits are alike
     attention = _Attention(tables, model, size, _kv_name(kv_dtype), window, make)
-    sources = sorted({f"{s} {e}" for s, e in _pairs(tables, "source", "engine")})
+    sources = sorted({f"{s} {e}" for s, e in _pairs(tables.rows, "source", "engine")})
     return Measured(
-        gemm=_products(tables, roofline, dtype),
+        gemm=_products(tables, roofline, product_dtype(model)),
         decode=attention.decode(),
         prefill=attention.prefill(),
         mixed=attention.mixed(),
@@ -50,8 +50,9 @@ def measure(
     )
 
 
-def _pairs(tables: OperatorTables, *names: str) -> set[tuple[Any, ...]]:
-    grouped = tables.rows.group_by(list(names)).aggregate([])
+def _pairs(rows: Any, *names: str) -> set[tuple[Any, ...]]:
+    """The different values of some columns."""
+    grouped = rows.group_by(list(names)).aggregate([])
     return set(zip(*(grouped[name].to_pylist() for name in names), strict=True))
 
 
@@ -62,13 +63,20 @@ def _kv_name(kv_dtype: str | None) -> str:
 # --- points along one size ---
 
 
+def _medians(sizes: list[Floats], times: Floats) -> list[Floats]:
+    """Each different point once, ascending, and the median of its times."""
+    order = np.lexsort(sizes[::-1])
+    points, times = np.column_stack(sizes)[order], times[order]
+    starts = np.flatnonzero(np.append(True, (np.diff(points, axis=0) != 0).any(axis=1)))
+    medians = np.array([np.median(part) for part in np.split(times, starts[1:])])
+    return [*points[starts].T, medians]
+
+
 def _line(sizes: Iterable[float], times: Iterable[float]) -> tuple[Floats, Floats]:
     """One time for each size, ascending: medians of repeats, without outliers, never falling."""
-    xs, ys = np.asarray(list(sizes), float), np.asarray(list(times), float)
-    unique, index = np.unique(xs, return_inverse=True)
-    medians = np.array([np.median(ys[index == i]) for i in range(unique.size)])
-    kept = _inliers(medians)
-    return unique[kept], _isotonic(medians[kept])
+    xs, ys = _medians([np.asarray(list(sizes), float)], np.asarray(list(times), float))
+    kept = _inliers(ys)
+    return xs[kept], _isotonic(ys[kept])
 
 
 def _inliers(ys: Floats) -> NDArray[np.bool_]:
@@ -81,13 +89,18 @@ def _inliers(ys: Floats) -> NDArray[np.bool_]:
 
 
 def _isotonic(ys: Floats) -> Floats:
-    """Never falling, as near as can be in the logarithm; what never falls stays as it is."""
-    if ys.size < 2 or bool((np.diff(ys) >= 0).all()):
-        return ys
-    from scipy.optimize import isotonic_regression  # slow to import
-
-    logs = np.log(ys)
-    fitted = isotonic_regression(logs).x
+    """Never falling, as near as can be in the logarithm: neighbours that fall take the mean of their logarithms (pool
+    adjacent violators). What never falls stays as it is. scipy has it, and takes 0.2 s to import, in every run."""
+    pools: list[tuple[float, int]] = []  # (mean of the logarithms, how many points)
+    logs = np.log(ys).tolist()
+    for log in logs:
+        mean, num = log, 1
+        while pools and pools[-1][0] > mean:
+            before, num_before = pools.pop()
+            mean = (mean * num + before * num_before) / (num + num_before)
+            num += num_before
+        pools.append((mean, num))
+    fitted = np.repeat([mean for mean, _ in pools], [num for _, num in pools])
     return np.where(fitted == logs, ys, np.exp(fitted))
 
 
@@ -221,16 +234,15 @@ class _Attention:
             rows = rows.filter(np.asarray(rows["batch"]) == 1)
         if not rows.num_rows:
             return None
-        frame = rows.select(["num_heads", "num_kv_heads", "kernel", "time_ns", *sizes]).to_pandas()
-        heads = self._nearest_heads(set(zip(frame["num_heads"], frame["num_kv_heads"], strict=True)))
-        frame = frame[(frame["num_heads"] == heads[0]) & (frame["num_kv_heads"] == heads[1])]
-        frame = frame[frame["kernel"] == frame["kernel"].mode()[0]]  # the one that the engine takes for most sizes
-        frame = frame.groupby(list(sizes), as_index=False)["time_ns"].median()
+        heads = self._nearest_heads(_pairs(rows, "num_heads", "num_kv_heads"))
+        rows = rows.filter((np.asarray(rows["num_heads"]) == heads[0]) & (np.asarray(rows["num_kv_heads"]) == heads[1]))
+        kernels = Counter(rows["kernel"].to_pylist())
+        chosen = max(sorted(kernels), key=lambda name: kernels[name])  # what the engine takes for most sizes
+        rows = rows.filter(np.asarray(rows["kernel"].to_pylist()) == chosen)
+        *points, times = _medians([np.asarray(rows[name], float) for name in sizes], np.asarray(rows["time_ns"], float))
         theirs = self._own if heads == self._heads else self._make(self._with_heads(*heads), 1)
-        points = [frame[name].to_numpy(float) for name in sizes]
         expected = np.array([_attention_ns(theirs, operator, *point) for point in zip(*points, strict=True)])
-        layers = self._model.num_hidden_layers
-        return *points, frame["time_ns"].to_numpy() * layers / expected, heads == self._heads
+        return *points, times * self._model.num_hidden_layers / expected, heads == self._heads
 
     def _nearest_heads(self, measured: set[tuple[int, int]]) -> tuple[int, int]:
         """KV heads count double: their bytes are what a decode reads."""
@@ -306,12 +318,16 @@ def _messages(tables: OperatorTables, operator: str, size: int) -> Part | None:
     rows = tables.select(operator, num_ranks=size)
     if size == 1 or not rows.num_rows:
         return None
-    frame = rows.select(["kernel", "num_bytes", "time_ns"]).to_pandas()
-    frame = frame[~frame["kernel"].str.endswith("_eager")]
-    if frame.empty:
+    fastest: dict[int, dict[str, list[float]]] = {}  # bytes -> kernel -> times
+    for kernel, num_bytes, ns in zip(
+        *(rows[name].to_pylist() for name in ("kernel", "num_bytes", "time_ns")), strict=True
+    ):
+        if not kernel.endswith("_eager"):
+            fastest.setdefault(num_bytes, {}).setdefault(kernel, []).append(ns)
+    if not fastest:
         return None
-    fastest = frame.groupby(["num_bytes", "kernel"])["time_ns"].median().groupby("num_bytes").min()
-    return Part(_grid(*_line(fastest.index, fastest)), True)
+    times = [min(float(np.median(of)) for of in kernels.values()) for kernels in fastest.values()]
+    return Part(_grid(*_line(fastest, times)), True)
 
 
 def _elementwise(tables: OperatorTables, model: ModelSpec, size: int, roofline: RooflineCost) -> Part | None:

@@ -93,6 +93,7 @@ class RooflineCost:
         self._unpacked = group // packed
         self._tile_ns_per_key = self._attention_ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
         self._gemm_floor_ns, self._kernel_floor_ns = device.gemm_floor_ns, device.kernel_floor_ns
+        self._gemm_tile_rows = device.gemm_tile_rows
         block_bytes = layout.block_size * token_bytes
         self._swap_ns_per_block = block_bytes * 1e9 / device.host_link_bytes_per_s
         self._swap_latency_ns = device.host_link_latency_ns
@@ -181,7 +182,7 @@ class RooflineCost:
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
         """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""
-        flops = 2 * num_rows * num_in * num_out
+        flops = 2 * -(-num_rows // self._gemm_tile_rows) * self._gemm_tile_rows * num_in * num_out
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
         return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
 

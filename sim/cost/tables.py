@@ -75,7 +75,7 @@ class MeasuredCollectives(Collectives):
     def all_reduce_ns(self, num_bytes: int) -> float:
         if self._reduce is None or self.size == 1:
             return super().all_reduce_ns(num_bytes)
-        least, (nearest,) = self._reduce.grid.at((num_bytes,)), self._reduce.grid.clamped((num_bytes,))
+        least, (nearest,) = self._reduce.grid.along(float(num_bytes)), self._reduce.grid.clamped((num_bytes,))
         if nearest == num_bytes:
             return least
         return least * super().all_reduce_ns(num_bytes) / super().all_reduce_ns(int(nearest))
@@ -83,7 +83,7 @@ class MeasuredCollectives(Collectives):
     def all_gather_ns(self, num_bytes: int) -> float:
         if self._gather is None or self.size == 1:
             return super().all_gather_ns(num_bytes)
-        least, (nearest,) = self._gather.grid.at((num_bytes,)), self._gather.grid.clamped((num_bytes,))
+        least, (nearest,) = self._gather.grid.along(float(num_bytes)), self._gather.grid.clamped((num_bytes,))
         if nearest == num_bytes:
             return least
         return least * super().all_gather_ns(num_bytes) / super().all_gather_ns(int(nearest))
@@ -97,6 +97,7 @@ class TablesCost(RooflineCost):
 
     def fill(self, measured: Measured) -> None:
         self.measured = measured
+        self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
         self._collectives = MeasuredCollectives(self._collectives, measured)
 
     def watch(self) -> OriginWatch:
@@ -132,7 +133,7 @@ class TablesCost(RooflineCost):
         part = None if self.measured is None else self.measured.gemm.get((num_in, num_out))
         if part is None:
             return super()._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
-        ns, (nearest,) = part.grid.at((num_rows,)), part.grid.clamped((num_rows,))
+        ns, (nearest,) = part.grid.along(float(num_rows)), part.grid.clamped((num_rows,))
         if nearest != num_rows:
             beyond = super()._matmul_ns(1, num_rows, num_in, num_out, weight_bytes)
             ns *= beyond / super()._matmul_ns(1, int(nearest), num_in, num_out, weight_bytes)
@@ -142,12 +143,28 @@ class TablesCost(RooflineCost):
         part = None if self.measured is None else self.measured.decode
         if part is None or num_decodes == 0:
             return super()._decode_attention_ns(num_decodes, context)
-        point = (num_decodes, context / num_decodes)
-        ns, nearest = self._model.num_hidden_layers * part.grid.at(point), part.grid.clamped(point)
-        if nearest != point:
-            beyond = super()._decode_attention_ns(num_decodes, context)
-            ns *= beyond / super()._decode_attention_ns(int(nearest[0]), int(nearest[0] * nearest[1]))
-        return to_ns(ns)
+        line = self._decodes.get(num_decodes)
+        if line is None:
+            line = self._decodes[num_decodes] = self._decode_line(part.grid, num_decodes)
+        x, axis = float(context), line.axes[0]
+        if axis[0] <= x <= axis[-1]:
+            return to_ns(line.along(x))
+        nearest = axis[0] if x < axis[0] else axis[-1]
+        growth = super()._decode_attention_ns(num_decodes, context)
+        return to_ns(line.along(nearest) * growth / super()._decode_attention_ns(num_decodes, int(nearest)))
+
+    def _decode_line(self, grid: Grid, num_decodes: int) -> Grid:
+        """Of all layers over the sum of contexts: a step asks for few numbers of sequences, and for many contexts."""
+        layers, batches = self._model.num_hidden_layers, grid.axes[0]
+        within = min(max(num_decodes, int(batches[0])), int(batches[-1]))
+        values = []
+        for context in grid.axes[1]:
+            ns = layers * grid.at((within, context))
+            if within != num_decodes:
+                ns *= super()._decode_attention_ns(num_decodes, int(num_decodes * context))
+                ns /= super()._decode_attention_ns(within, int(within * context))
+            values.append(ns)
+        return Grid([[num_decodes * context for context in grid.axes[1]]], values)
 
     def _mixed_attention_ns(self, num_decodes: int, context: int, prefills: tuple[PrefillChunk, ...]) -> int:
         whole_ns, measured = super()._mixed_attention_ns(num_decodes, context, prefills), self.measured
@@ -157,24 +174,20 @@ class TablesCost(RooflineCost):
         if num_decodes and measured.mixed is not None:
             num_tokens = sum([num for _, num in prefills])
             return to_ns(whole_ns * measured.mixed.grid.at((num_tokens, start, num_decodes, context / num_decodes)))
-        ratio = measured.prefill.grid.at((length, start))
-        if num_decodes == 0:
-            return to_ns(whole_ns * ratio)
-        alone_ns = super()._mixed_attention_ns(0, 0, prefills)
-        return to_ns(alone_ns * ratio) + whole_ns - alone_ns
+        return to_ns(whole_ns * measured.prefill.grid.at((float(length), float(start))))  # of decodes too: one kernel
 
     def _elementwise_ns(self, num_tokens: int) -> float:
         part = None if self.measured is None else self.measured.elementwise
         if part is None:
             return super()._elementwise_ns(num_tokens)
-        ns, (nearest,) = part.grid.at((num_tokens,)), part.grid.clamped((num_tokens,))
+        ns, (nearest,) = part.grid.along(float(num_tokens)), part.grid.clamped((num_tokens,))
         return ns * (super()._elementwise_ns(num_tokens) / super()._elementwise_ns(int(nearest)))
 
     def _sampler_ns(self, num_samples: int) -> float:
         part = None if self.measured is None else self.measured.sampler
         if part is None:
             return super()._sampler_ns(num_samples)
-        ns, (nearest,) = part.grid.at((num_samples,)), part.grid.clamped((num_samples,))
+        ns, (nearest,) = part.grid.along(float(num_samples)), part.grid.clamped((num_samples,))
         return ns * (super()._sampler_ns(num_samples) / super()._sampler_ns(int(nearest)))
 
 
@@ -194,7 +207,7 @@ def _origin(part: Part | None, point: tuple[float, ...]) -> str:
 
 
 class OriginWatch:
-    """Adds up, over every sixteenth step of a run, how much of the prices came from where. A `Recorder`."""
+    """Adds up, over every 64th step of a run, how much of the prices came from where. A `Recorder`."""
 
     def __init__(self, cost: TablesCost) -> None:
         self._cost = cost
@@ -205,7 +218,7 @@ class OriginWatch:
     def committed(self, step: StepView) -> None:
         self._num_seen += 1
         shape = step.plan.shape
-        if self._num_seen % 16 != 1 or shape.is_empty:
+        if self._num_seen % 64 != 1 or shape.is_empty:
             return
         parts, origins = self._cost.breakdown(shape), self._cost.origins(shape)
         for name, origin in origins.items():

@@ -43,6 +43,7 @@ class DeviceSpec:
     attention_packs_heads: bool = True  # else each of the heads that share K and V has tiles of its own
     attention_floor_ns: int = 0  # what an attention kernel over prompts takes beside its work
     decode_attention_floor_ns: int = 0  # the same of decodes alone, whose keys are split and merged again
+    gemm_tile_rows: int = 1  # rows of a matrix product are computed in multiples of these
     gemm_floor_ns: int = 0  # the same of a matrix product: fill, drain, the wait for the kernel before it
     kernel_floor_ns: int = 0  # the same of norms, rotary, activation, each of the sampler's kernels
     step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
@@ -83,6 +84,7 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "attention_packs_heads": Expected("true or false", lambda value: isinstance(value, bool)),
     "attention_floor_ns": _NS,
     "decode_attention_floor_ns": _NS,
+    "gemm_tile_rows": _COUNT,
     "gemm_floor_ns": _NS,
     "kernel_floor_ns": _NS,
     "step_overhead_ns": _NS,

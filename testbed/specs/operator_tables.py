@@ -4,7 +4,7 @@ reader.
 One Parquet file holds the tables of one device, of any number of engines and sources; one row is one measured point
 (OPERATOR_COLUMNS), with a null for each size that its operator does not have (SIZES). The file's metadata has, under
 the key `testbed.operators`, a JSON object that says what was measured and what is to be doubted. docs/tables.md
-documents both. Knows no source, no model and no cost model.
+documents both. Knows no source and no cost model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from testbed.errors import ProfileError
 from testbed.foreign_text import parsed, shown, unknown
+from testbed.specs.model import ModelSpec
 
 FORMAT: Final = 1
 METADATA_KEY: Final = "testbed.operators"
@@ -87,6 +88,11 @@ class OperatorTables:
             column = self.rows[name]
             mask = pc.and_(mask, column.is_null() if value is None else pc.fill_null(pc.equal(column, value), False))
         return self.rows.filter(mask)
+
+
+def product_dtype(model: ModelSpec) -> str:
+    """The dtype of the products that stand for a model's: 16 bits are alike."""
+    return "bfloat16" if model.dtype == "float16" else model.dtype
 
 
 def write_operator_tables(path: str | Path, tables: OperatorTables, command: str, *, date: str = "") -> None:

@@ -235,6 +235,12 @@ def test_a_decode_beside_a_prompt_costs_a_tile_and_heads_that_are_not_packed_rea
         assert least < mixed / alone < most
 
 
+def test_rows_of_a_product_are_computed_in_tiles():
+    device = replace(TILED, gemm_tile_rows=128)
+    downs = [RooflineCost(MODEL, device, NO_LAUNCH).breakdown(prefill(n))["down"] for n in (1, 128, 129, 256)]
+    assert downs[0] == downs[1] == downs[2] / 2 == downs[3] / 2
+
+
 def test_each_kernel_of_a_chain_has_a_floor():
     floors = {"gemm_floor_ns": 1000, "kernel_floor_ns": 100, "attention_floor_ns": 5000}
     device = replace(BARE, **floors, decode_attention_floor_ns=7000)

@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fit", metavar="host,link", help="fit these to the first half of each run; judge on the second"
     )
+    parser.add_argument(
+        "--beside", action="append", default=[], metavar="OVERRIDES",
+        help="of a study: simulate it again with these (quoted), a row beside the others; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder for fidelity.json, fidelity.md, the figure and the runs")
     parser.add_argument(
         "--page", type=Path, help="document whose marked part is replaced by the result (docs/fidelity.md)"
@@ -71,6 +75,8 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
             "testbed fidelity wants at least one measured run: a file, or a run folder (docs/fidelity.md)"
         )
     check_overrides(overrides)
+    for words in options.beside:
+        check_overrides(shlex.split(words))
     check_format(options.format)
     options.names = parse_names(options.fit)
     check_page(options.page)
@@ -89,6 +95,8 @@ def _loads(
     from experiments.fidelity.comparing import as_json, compare
     from experiments.fidelity.text import comparison_lines, metric_name
 
+    if options.beside:
+        raise ConfigError("--beside goes with a study; compare measured requests once with each configuration")
     loads = [*file_loads(_unique(files), overrides, runs), *_folder_loads(folders, runs, options.format)]
     found = compare(loads, overrides, options.names, runs, scratch, options.command)
     lines = comparison_lines(found)
@@ -129,11 +137,12 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:
     from analysis.fidelity_plots import study_figure
     from experiments.fidelity.study import WHOLE
-    from experiments.fidelity.study_report import as_json, scores, simulate_study
+    from experiments.fidelity.study_report import as_json, beside, scores, simulate_study
     from experiments.fidelity.study_text import NAMES, page_lines, study_lines
 
     if options.names:
         raise ConfigError("--fit needs measured requests, and a study has only aggregates; leave it out")
+    runs = beside(runs, overrides, options.beside, options.command)
     found = simulate_study(runs, overrides, options.command)
     text = "\n".join(study_lines(found))
     print(text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -47,6 +49,18 @@ def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: 
         for number, (run, config) in enumerate(tqdm(list(zip(runs, configs, strict=True)), "simulate", disable=hidden)):
             simulated = simulate(config, trace_of(run), Path(scratch, str(number)), command)
             found.append(Simulated(run, described(config), _means(simulated, run)))
+    return found
+
+
+def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str], command: str) -> list[StudyRun]:
+    """The runs with what this simulator says of them under more overrides, as if they were other predictors'."""
+    found = list(runs)
+    for words in reversed(variants):
+        simulated = simulate_study(runs, [*overrides, *shlex.split(words)], command)
+        found = [
+            replace(run, predicted_ms={f"{OURS}, {words}": one.ours_ms, **run.predicted_ms})
+            for run, one in zip(found, simulated, strict=True)
+        ]
     return found
 
 

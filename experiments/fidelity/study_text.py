@@ -77,6 +77,6 @@ def _lowest(rows: Sequence[Score]) -> list[str]:
     lines = [f"Lowest, of those that predict all {most} runs: {', '.join(said)}."]
     for row in rows:
         better = [NAMES[key] for key in _COMPARED if key in row.errors and row.errors[key] < row.ours[key]]
-        if row.who != OURS and row.num_runs < most and better:
+        if not row.who.startswith(OURS) and row.num_runs < most and better:
             lines.append(f"Lower than {OURS} on its own {row.num_runs} runs: {row.who} ({', '.join(better)}).")
     return [" ".join(lines)]

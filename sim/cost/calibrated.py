@@ -2,8 +2,9 @@
 
 The form is the roofline's with its numbers measured instead of looked up. What all rows share (projections, MLP, norms,
 launches) is a curve over the number of tokens, piecewise linear and never falling: one for steps of decodes only, which
-an engine may replay as graphs, and one for steps with prefills. Attention is linear in decode context, in prefill
-context and in (query, key) pairs. Prices are integers from plain arithmetic; sim/cost/calibration.py fits them.
+an engine may replay as graphs, and one for steps with prefills. Attention is linear in decode context and in how far
+contexts lie below the longest (both apart for steps with prefills), in prefill context and in (query, key) pairs.
+Prices are integers from plain arithmetic; sim/cost/calibration.py fits them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class Coefficients:
     """What each unit costs, in ns."""
 
     decode_context_token: float = 0.0  # K and V of one position, read for one decode
+    decode_skew_token: float = 0.0  # a position that a decode lacks of the longest: what tiles or padding cost
     mixed_decode: float = 0.0  # a decode row of a step with prefills, beside its share of the curve
+    mixed_decode_context_token: float = 0.0  # a position of a decode in a step with prefills, instead of the first
+    mixed_decode_skew_token: float = 0.0
     prefill: float = 0.0  # a prompt or chunk
     prefill_context_token: float = 0.0  # a position that a chunk attends to
     prefill_pair: float = 0.0  # a (query, key) pair of a chunk
@@ -101,7 +105,7 @@ class CalibratedCost:
         num_tokens, forward_ns = num_decodes + num_prefill_tokens, 0
         if num_tokens:
             forward_ns = self._dense_ns(num_tokens, has_prefills) + prefill_ns
-            forward_ns += self._decode_ns(num_decodes, shape.decode_context_tokens, has_prefills)
+            forward_ns += self._decode_ns(shape, has_prefills)
             forward_ns += to_ns(num_samples * c.logits_row)
         sample_ns = to_ns(c.sampler + num_samples * c.sampled_row) if num_samples else 0
         return Spans(0, host_ns, swap_ns, forward_ns, sample_ns)
@@ -118,7 +122,7 @@ class CalibratedCost:
         num_tokens = num_decodes + num_prefill_tokens
         if num_tokens:
             parts["dense"] = self._dense_ns(num_tokens, has_prefills)
-            parts["attention_decode"] = self._decode_ns(num_decodes, shape.decode_context_tokens, has_prefills)
+            parts["attention_decode"] = self._decode_ns(shape, has_prefills)
             parts["attention_prefill"] = prefill_ns
             parts["lm_head"] = to_ns(num_samples * self._c.logits_row)
         if num_samples:
@@ -137,9 +141,15 @@ class CalibratedCost:
         calls = (num_out > 0) + (num_in > 0)
         return to_ns(calls * c.swap_call + num_out * c.swapped_out_block + num_in * c.swapped_in_block)
 
-    def _decode_ns(self, num_decodes: int, context: int, has_prefills: bool) -> int:
-        context_ns = context * self._c.decode_context_token
-        return to_ns(context_ns + num_decodes * self._c.mixed_decode) if has_prefills else to_ns(context_ns)
+    def _decode_ns(self, shape: BatchShape, has_prefills: bool) -> int:
+        num, context, c = shape.num_decodes, shape.decode_context_tokens, self._c
+        if num == 0:
+            return 0
+        skew = max(0, num * shape.longest_decode_context - context)
+        if not has_prefills:
+            return to_ns(context * c.decode_context_token + skew * c.decode_skew_token)
+        mixed_ns = num * c.mixed_decode + context * c.mixed_decode_context_token
+        return to_ns(mixed_ns + skew * c.mixed_decode_skew_token)
 
     def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
         """Tokens of all chunks, and the ns of their attention."""

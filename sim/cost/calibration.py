@@ -168,8 +168,11 @@ def _forward(shape: BatchShape, knots: dict[str, list[int]], window: int | None)
         row += _pieces(own, num_tokens) if is_mode else [0.0] * len(own)
     return [
         *row,
-        shape.decode_context_tokens,
+        0 if has_prefills else shape.decode_context_tokens,
+        0 if has_prefills else shape.decode_skew,
         shape.num_decodes if has_prefills else 0,
+        shape.decode_context_tokens if has_prefills else 0,
+        shape.decode_skew if has_prefills else 0,
         len(shape.prefills),
         sum(start + num for start, num in shape.prefills),
         attention_pairs_doubled(shape, window) / 2,

@@ -111,7 +111,9 @@ class RooflineCost:
         num_tokens = num_decodes
         if prefills:
             num_tokens += shape.num_prefill_tokens
-            attention = self._mixed_attention_ns(num_decodes, shape.decode_context_tokens, prefills)
+            attention = self._mixed_attention_ns(
+                num_decodes, shape.decode_context_tokens, shape.longest_decode_context, prefills
+            )
         else:
             attention = self._decode_attention_ns(num_decodes, shape.decode_context_tokens)
         swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
@@ -154,8 +156,8 @@ class RooflineCost:
         is_graph = self._is_graph(num_decodes, prefills)
         operators = self._dense_parts(self._padded(num_decodes) if is_graph else shape.num_tokens)
         if prefills:  # one kernel: what the decodes add to it is theirs
-            prefill_ns = self._mixed_attention_ns(0, 0, prefills)
-            both_ns = self._mixed_attention_ns(num_decodes, context, prefills)
+            prefill_ns = self._mixed_attention_ns(0, 0, 0, prefills)
+            both_ns = self._mixed_attention_ns(num_decodes, context, shape.longest_decode_context, prefills)
             operators |= {"attention_decode": both_ns - prefill_ns, "attention_prefill": prefill_ns}
         else:
             operators |= {"attention_decode": self._decode_attention_ns(num_decodes, context), "attention_prefill": 0}
@@ -263,13 +265,17 @@ class RooflineCost:
         bytes_ns = (context + num_decodes) * self._kv_ns_per_token + num_decodes * self._qo_ns_per_token
         return to_ns(self._decode_attention_floor_ns + max(flops_ns, bytes_ns))
 
-    def _mixed_attention_ns(self, num_decodes: int, context: int, prefills: tuple[PrefillChunk, ...]) -> int:
+    def _mixed_attention_ns(
+        self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
+    ) -> int:
         """One kernel over chunks and decodes, each decode a tile: whole waves of tiles, no sooner than the longest one.
 
         K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
         tiles a turn has, the less is left in the caches of what the heads share.
         """
-        tiles, keys, longest = num_decodes, context, 0 if num_decodes == 0 else context // num_decodes
+        tiles, keys = num_decodes, context
+        if longest == 0 and num_decodes:
+            longest = context // num_decodes  # not said
         num_tokens, num_read = num_decodes, context + num_decodes
         for start, length in prefills:
             num_tiles = -(-length // self._tokens_per_tile)

@@ -166,8 +166,10 @@ class TablesCost(RooflineCost):
             values.append(ns)
         return Grid([[num_decodes * context for context in grid.axes[1]]], values)
 
-    def _mixed_attention_ns(self, num_decodes: int, context: int, prefills: tuple[PrefillChunk, ...]) -> int:
-        whole_ns, measured = super()._mixed_attention_ns(num_decodes, context, prefills), self.measured
+    def _mixed_attention_ns(
+        self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
+    ) -> int:
+        whole_ns, measured = super()._mixed_attention_ns(num_decodes, context, longest, prefills), self.measured
         if measured is None or measured.prefill is None:
             return whole_ns
         start, length = _largest(prefills)

@@ -53,19 +53,21 @@ class Batch(Rows):
 
     def shape(self, window: int | None, num_out: int, num_in: int, num_copied: int) -> BatchShape:
         """What is priced. window: as far as attention looks back, in tokens; beside it the blocks that move."""
-        num_decodes = context = num_samples = 0
+        num_decodes = context = longest = num_samples = 0
         prefills: tuple[PrefillChunk, ...] = ()
         for index, seq in enumerate(self.seqs):
             num_tokens, start = self.counts[index], seq.num_computed_tokens
             end = start + num_tokens
             if num_tokens == 1 and start >= seq.num_prompt_tokens:
                 num_decodes += 1
-                context += end if window is None else min(end, window)
+                attended = end if window is None else min(end, window)
+                context += attended
+                longest = max(longest, attended)
             else:
                 prefills += (PrefillChunk(start if window is None else min(start, window - 1), num_tokens),)
             if end == seq.num_tokens:
                 num_samples += 1
-        return BatchShape(num_decodes, context, prefills, num_samples, num_out, num_in, num_copied)
+        return BatchShape(num_decodes, context, prefills, num_samples, num_out, num_in, num_copied, longest)
 
     def make(self) -> tuple[ScheduledSequence, ...]:
         assert not self.is_over, "a plan's rows are valid until it is committed"

@@ -107,23 +107,30 @@ class ScheduledSequence(Value):
 class BatchShape(Value):
     """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
 
-    decode_context_tokens: the sum over decode rows of the positions attended, the new one included. num_samples: rows
-    that need logits.
+    decode_context_tokens: the sum over decode rows of the positions attended, the new one included;
+    longest_decode_context: of the longest (0: not said). num_samples: rows that need logits.
     """
 
     FIELDS: ClassVar = (
         "num_decodes", "decode_context_tokens", "prefills", "num_samples", "num_blocks_swapped_out",
-        "num_blocks_swapped_in", "num_blocks_copied",
+        "num_blocks_swapped_in", "num_blocks_copied", "longest_decode_context",
     )  # fmt: skip
     __slots__ = FIELDS
 
     def __init__(
         self, num_decodes: int, decode_context_tokens: int, prefills: tuple[PrefillChunk, ...], num_samples: int,
         num_blocks_swapped_out: int = 0, num_blocks_swapped_in: int = 0, num_blocks_copied: int = 0,
+        longest_decode_context: int = 0,
     ) -> None:  # fmt: skip
         self.num_decodes, self.decode_context_tokens, self.prefills = num_decodes, decode_context_tokens, prefills
         self.num_samples, self.num_blocks_swapped_out = num_samples, num_blocks_swapped_out
         self.num_blocks_swapped_in, self.num_blocks_copied = num_blocks_swapped_in, num_blocks_copied
+        self.longest_decode_context = longest_decode_context
+
+    @property
+    def decode_skew(self) -> int:
+        """How many more positions the decodes would attend to if all had the longest context."""
+        return max(0, self.num_decodes * self.longest_decode_context - self.decode_context_tokens)
 
     @property
     def num_prefill_tokens(self) -> int:

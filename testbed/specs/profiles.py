@@ -21,13 +21,14 @@ from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
 from testbed.specs.ranges import MAX_SIZE
 
-FORMAT = 1
+FORMAT = 2
 METADATA_KEY = "testbed.profile"
 _PREFILLS = "list<struct<start, num_tokens>>"
 
 COLUMNS: dict[str, str] = {
     "num_decodes": "int32",  # rows of one token whose prompt is computed
     "decode_context_tokens": "int64",  # positions that they attended to, their own included; summed
+    "longest_decode_context": "int64",  # positions that the longest of them attended to; 0: not known
     "prefills": _PREFILLS,  # each prompt or chunk: positions before it (within the window), tokens computed
     "num_samples": "int32",  # rows that needed logits
     "num_blocks_swapped_out": "int32",
@@ -293,6 +294,12 @@ def _step(row: dict[str, Any], place: str, max_length: int) -> MeasuredStep:
         raise ProfileError(
             f"{place}: decode_context_tokens is {context} with {num_decodes} decodes; expected at most the model's "
             f"length for each, {max_length:,}"
+        )
+    longest = row["longest_decode_context"]
+    if longest and not 0 < context <= num_decodes * longest <= num_decodes * context:
+        raise ProfileError(
+            f"{place}: longest_decode_context is {longest} of {num_decodes} decodes that attend to {context} positions "
+            "in all; expected from their mean to all of them, or 0 where it is not known"
         )
     if row["num_samples"] > num_decodes + len(chunks):
         raise ProfileError(

@@ -21,7 +21,11 @@ def grid(max_decodes: int = 256, seed: int = 7) -> list[BatchShape]:
     """Prefills, decodes, mixtures and moves, each varied on its own."""
     draw = random.Random(seed)
     sizes = [num for num in (1, 2, 3, 4, 6, 8, 16, 24, 32, 64, 128, 256) if num <= max_decodes]
-    shapes = [BatchShape(num, num * each, (), num) for num in sizes for each in (16, 200, 900, 3000)]
+    shapes = [
+        BatchShape(num, num * each, (), num, longest_decode_context=each * draw.choice((1, 1, 1 + (num > 1), num)))
+        for num in sizes
+        for each in (16, 200, 900, 3000)
+    ]
     for _ in range(80):
         chunks = tuple(
             PrefillChunk(draw.choice((0, draw.randrange(2000))), draw.choice((16, 60, 250, 900)))
@@ -29,7 +33,8 @@ def grid(max_decodes: int = 256, seed: int = 7) -> list[BatchShape]:
         )
         decodes = draw.choice((0, 0, draw.randrange(1, max_decodes)))
         context = decodes * draw.randrange(1, 3000) if decodes else 0
-        shapes.append(BatchShape(decodes, context, chunks, decodes + len(chunks)))
+        longest = -(-context // decodes) * draw.choice((1, 1 + (decodes > 1))) if decodes else 0
+        shapes.append(BatchShape(decodes, context, chunks, decodes + len(chunks), longest_decode_context=longest))
     for num in (1, 4, 16, 64):
         shapes += [BatchShape(8, 8 * 500, (), 8, num), BatchShape(8, 8 * 500, (), 8, 0, num)]
         shapes += [BatchShape(8, 8 * 500, (), 8, num, 2 * num), BatchShape(8, 8 * 500, (), 8, 0, 0, num)]

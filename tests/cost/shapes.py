@@ -6,16 +6,17 @@ from testbed.core.plan import BatchShape, PrefillChunk
 
 chunks = st.builds(PrefillChunk, st.integers(0, 30_000), st.integers(1, 8192))
 shapes = st.builds(
-    lambda decodes, context, prefills, samples, *blocks: BatchShape(
-        decodes, context + decodes if decodes else 0, tuple(prefills), samples, *blocks
+    lambda decodes, context, longest, prefills, samples, *blocks: BatchShape(
+        decodes, context + decodes if decodes else 0, tuple(prefills), samples, *blocks,
+        min(context + decodes, -(-(context + decodes) // decodes) + longest) if decodes else 0,
     ),
-    st.integers(0, 600), st.integers(0, 10**6), st.lists(chunks, max_size=4), st.integers(0, 600),
-    *[st.integers(0, 500)] * 3,
+    st.integers(0, 600), st.integers(0, 10**6), st.integers(0, 1000), st.lists(chunks, max_size=4),
+    st.integers(0, 600), *[st.integers(0, 500)] * 3,
 )  # fmt: skip
 
 
 def decode(num: int, context_each: int = 1000) -> BatchShape:
-    return BatchShape(num, num * context_each, (), num)
+    return BatchShape(num, num * context_each, (), num, longest_decode_context=context_each)
 
 
 def prefill(*lengths: int, start: int = 0) -> BatchShape:

@@ -1,6 +1,7 @@
 """The calibrated model: found again from its own prices, near the roofline's, honest about what it has not seen."""
 
 import json
+import random
 from collections import deque
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ KNOWN = Calibration(
     decode_curve=((1, 2e6), (32, 2.1e6), (256, 5e6)),
     prefill_curve=((16, 3e6), (2700, 60e6)),
     coefficients=Coefficients(
-        50.0, 0.0, 4e4, 90.0, 1.5, 0.0, 2e4, 4e4, 3e4, 1500.0, 9e4, 800.0, 3e5, 4e3, 120.0, 700.0
+        50.0, 7.0, 0.0, 80.0, 9.0, 4e4, 90.0, 1.5, 0.0, 2e4, 4e4, 3e4, 1500.0, 9e4, 800.0, 3e5, 4e3, 120.0, 700.0
     ),
     ranges=profiled_ranges(grid()),
     quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
@@ -48,16 +49,21 @@ def test_prices_are_positive_integers_and_the_breakdown_adds_up(shape):
 
 
 def test_the_price_is_the_sum_of_its_parts():
-    shape = BatchShape(2, 30, (PrefillChunk(10, 14), PrefillChunk(0, 3)), 4, 1, 2, 3)
+    shape = BatchShape(2, 30, (PrefillChunk(10, 14), PrefillChunk(0, 3)), 4, 1, 2, 3, 21)
     pairs = 14 * 10 + 14 * 15 // 2 + 6
     dense = 3e6 + (60e6 - 3e6) * (19 - 16) / (2700 - 16)
     assert CalibratedCost(KNOWN).price(shape) == Spans(
         0,
         round(3e5 + 4 * 4e3 + 17 * 120 + 6 * 700),
         round(2 * 2e4 + 1 * 4e4 + 2 * 3e4) + 3 * 1500,
-        round(dense) + 30 * 50 + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5 + 0.1),  # a half goes up
+        round(dense)
+        + 30 * 80
+        + (2 * 21 - 30) * 9
+        + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5 + 0.1),  # a half goes up
         round(9e4 + 4 * 800),
     )
+    alone = CalibratedCost(KNOWN).breakdown(BatchShape(2, 30, (), 2, longest_decode_context=21))
+    assert alone["attention_decode"] == 30 * 50 + (2 * 21 - 30) * 7
 
 
 def test_curves_are_level_before_and_go_on_after_what_was_measured():
@@ -189,7 +195,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 1'"),
+        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 2'"),
         (
             ["coefficients_ns", "prefill"],
             -1,
@@ -258,6 +264,32 @@ def test_no_fit_and_no_json_are_refused(tmp_path):
 def test_impossible_settings_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         CalibratedConfig(**values)
+
+
+def test_how_contexts_are_spread_is_told_from_how_long_they_are():
+    """An engine that pads every decode to the longest, as attention in plain torch does."""
+
+    class Padding(CalibratedCost):
+        def price(self, shape):
+            padded = shape.replace(decode_context_tokens=shape.num_decodes * shape.longest_decode_context)
+            return super().price(padded)
+
+    draw = random.Random(5)
+    spread = []
+    for _ in range(150):
+        contexts = [draw.randrange(1, 3000) for _ in range(draw.choice((2, 5, 16, 60)))]
+        chunks = (PrefillChunk(0, draw.randrange(1, 900)),) if draw.random() < 0.4 else ()
+        shape = BatchShape(len(contexts), sum(contexts), chunks, len(contexts), longest_decode_context=max(contexts))
+        spread.append(shape)
+    skewless = replace(
+        KNOWN, coefficients=replace(KNOWN.coefficients, decode_skew_token=0.0, mixed_decode_skew_token=0.0)
+    )
+    truth = Padding(skewless)
+    found = calibrate(Profile(manifest(), measured(truth, grid() + spread)))
+    assert found.coefficients.decode_skew_token == pytest.approx(50, rel=0.05)
+    assert found.coefficients.mixed_decode_skew_token == pytest.approx(80, rel=0.05)
+    assert found.coefficients.mixed_decode_context_token == pytest.approx(80, rel=0.05)
+    assert found.quality["all"].p90 < 0.02
 
 
 def test_a_window_counts_its_own_pairs():

@@ -49,6 +49,7 @@ def rows() -> list[dict]:
         ("prefills", [{"start": -3, "num_tokens": 1}], r"row 1: prefills\[0\].start is -3"),
         ("prefills", [], "row 1: the step computed and moved nothing"),
         ("decode_context_tokens", 7, "row 1: decode_context_tokens is 7 with 0 decodes"),
+        ("longest_decode_context", 9, "row 1: longest_decode_context is 9 of 0 decodes that attend to 0 positions"),
         ("num_samples", 2, "row 1: num_samples is 2; expected at most a row each, 1"),
         ("forward_ns", 10**12, "row 1: forward_ns is 1000000000000, and total_ns 9; expected no part longer than its"),
         ("num_blocks_copied", 2**41, "row 1: num_blocks_copied is 2199023255552; expected at most 1,099,511,627,776"),
@@ -88,7 +89,7 @@ def test_contexts_have_the_length_of_the_model_stretched_or_not(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "'format' is 2; expected 1"),
+        ({"format": 1}, "'format' is 1; expected 2"),
         ({"block_size": "16"}, "'block_size' is '16'; expected int"),
         ({"block_size": 0}, "'block_size' is 0; expected from 1 to "),
         ({"kv_dtype": 3}, "'kv_dtype' is 3; expected str or null"),

@@ -227,6 +227,7 @@ def test_what_cannot_be_fitted_is_refused(base, tmp_path, capsys):
     file = tmp_path / "study.json"
     file.write_text(json.dumps(study()))
     assert "--fit needs measured requests" in error_line(capsys, file, "--fit", "host")
+    assert "--beside goes with a study" in error_line(capsys, base.path, "--beside", "cost=constant")
 
 
 # --- studies of aggregates ---
@@ -251,6 +252,18 @@ def test_a_study_is_simulated_beside_what_others_predicted(tmp_path, capsys):
     assert scores["this simulator"]["errors"]["ttft_mean"] == pytest.approx(expected)
     assert "Lowest, of those that predict all 2 runs: E2E mean this simulator" in capsys.readouterr().out
     assert (tmp_path / "out" / "fidelity.png").exists()
+
+
+def test_a_study_is_simulated_under_other_settings_beside(tmp_path, capsys):
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study()))
+    slow = "scheduler=vllm_v1 device.step_overhead_ns=9000000"
+    assert fidelity(file, "scheduler=vllm_v1", "--beside", slow, "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    ours, row = (found["runs"][0][key] for key in ("simulated_ms", "predicted_ms"))
+    assert row[f"this simulator, {slow}"]["all"]["e2e_mean"] > ours["all"]["e2e_mean"] + 8
+    assert [score["who"] for score in found["mape"]["all"]][:2] == ["this simulator", f"this simulator, {slow}"]
+    assert "scheduller" in error_line(capsys, file, "--beside", "scheduller=vllm_v1")
 
 
 def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):

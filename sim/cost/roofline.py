@@ -24,6 +24,7 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
+from testbed.specs.ranges import MAX_SIZE
 
 _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _SMALL_KERNELS: Final = 6  # of these, neither products nor attention
@@ -90,6 +91,7 @@ class RooflineCost:
         self._tokens_per_tile = rows // packed
         self._tile_keys = device.attention_tile_keys
         self._tiled_heads = num_heads // packed
+        self._reach = MAX_SIZE if self._window is None else self._window + self._tokens_per_tile - 1  # keys of a tile
         self._unpacked = group // packed
         self._tile_ns_per_key = self._attention_ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
         self._gemm_floor_ns, self._kernel_floor_ns = device.gemm_floor_ns, device.kernel_floor_ns
@@ -268,39 +270,57 @@ class RooflineCost:
     def _mixed_attention_ns(
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
-        """One kernel over chunks and decodes, each decode a tile: whole waves of tiles, no sooner than the longest one.
+        """One kernel over chunks and decodes, each decode a tile. It takes the longest of: all tiles shared evenly; the
+        longest tile; whole waves of tiles that are at least as long as one of them. Each grows with any work added.
 
         K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
         tiles a turn has, the less is left in the caches of what the heads share.
         """
-        tiles, keys = num_decodes, context
+        tiles, keys, num_read, num_tokens = num_decodes, context, context, num_decodes
         if longest == 0 and num_decodes:
             longest = context // num_decodes  # not said
-        num_tokens, num_read = num_decodes, context + num_decodes
         for start, length in prefills:
             num_tiles = -(-length // self._tokens_per_tile)
             tiles += num_tiles
             keys += self._keys_of(start, length, num_tiles)
             longest = max(longest, start + length)
+            num_read += start + length
             num_tokens += length
-            num_read += start + 2 * length
-        if self._window is not None:
-            longest = min(longest, self._window + self._tokens_per_tile - 1)
-        waves = -(-tiles * self._tiled_heads // self._num_sms)
-        mean_keys = keys / tiles + self._tile_keys
-        flops_ns = max(longest + self._tile_keys, mean_keys * waves) * self._tile_ns_per_key
+        evenly = (keys + tiles * self._tile_keys) * self._tiled_heads / self._num_sms
+        alone = min(longest, self._reach) + self._tile_keys
+        flops_ns = max(evenly, alone, self._whole_waves(prefills)) * self._tile_ns_per_key
         num_reads = min(self._unpacked, max(1, self._unpacked * tiles / self._num_sms))
-        bytes_ns = num_reads * num_read * self._kv_ns_per_token + num_tokens * self._qo_ns_per_token
+        moved = num_reads * num_read + num_tokens  # positions of K and V
+        bytes_ns = moved * self._kv_ns_per_token + num_tokens * self._qo_ns_per_token
         return to_ns(self._attention_floor_ns + max(flops_ns, bytes_ns))
+
+    def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> int:
+        """Keys that one multiprocessor goes through in whole waves of the tiles at least as long as a chunk's first."""
+        most = 0
+        for start, length in prefills:
+            level = min(start + min(length, self._tokens_per_tile), self._reach)
+            tiles = sum([self._num_tiles_from(level, other, num) for other, num in prefills])
+            waves = -(-tiles * self._tiled_heads // self._num_sms)
+            most = max(most, waves * (level + self._tile_keys))
+        return most
+
+    def _num_tiles_from(self, level: int, start: int, length: int) -> int:
+        """How many tiles of a chunk go through at least `level` keys; `level` is within the window's reach."""
+        whole = -(-length // self._tokens_per_tile) - 1
+        shorter = min(whole, max(0, -(-(level - start) // self._tokens_per_tile) - 1))
+        return whole - shorter + (self._last_keys(start, length, whole) >= level)
+
+    def _last_keys(self, start: int, length: int, whole: int) -> int:
+        """Of a chunk's last tile, behind `whole` full ones."""
+        rows = self._tokens_per_tile
+        return min(start + length, self._reach - rows + length - whole * rows)
 
     def _keys_of(self, start: int, length: int, num_tiles: int) -> int:
         """Positions that the tiles of a chunk go through: each up to its own last token, back to the window's reach."""
-        rows = self._tokens_per_tile
-        if self._window is None or start + length <= self._window:
-            return num_tiles * start + rows * num_tiles * (num_tiles - 1) // 2 + length
-        reach = self._window + rows - 1
-        growing = min(num_tiles, max(0, (reach - start) // rows))  # tiles that still see everything before them
-        return growing * start + rows * growing * (growing + 1) // 2 + (num_tiles - growing) * reach
+        rows, whole = self._tokens_per_tile, num_tiles - 1
+        growing = min(whole, max(0, (self._reach - start) // rows))  # tiles that still see everything before them
+        grown = growing * start + rows * growing * (growing + 1) // 2
+        return grown + (whole - growing) * self._reach + self._last_keys(start, length, whole)
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         """Both directions one after the other, each with the link's latency once; every rank moves its own share."""

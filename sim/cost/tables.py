@@ -173,10 +173,12 @@ class TablesCost(RooflineCost):
         if measured is None or measured.prefill is None:
             return whole_ns
         start, length = _largest(prefills)
-        if num_decodes and measured.mixed is not None:
-            num_tokens = sum([num for _, num in prefills])
-            return to_ns(whole_ns * measured.mixed.grid.at((num_tokens, start, num_decodes, context / num_decodes)))
-        return to_ns(whole_ns * measured.prefill.grid.at((float(length), float(start))))  # of decodes too: one kernel
+        ratio = measured.prefill.grid.at((float(length), float(start)))  # of decodes beside them too: it is one kernel
+        if num_decodes == 0 or measured.mixed is None:
+            return to_ns(whole_ns * ratio)
+        num_tokens = sum([num for _, num in prefills])
+        mixed_ns = whole_ns * measured.mixed.grid.at((num_tokens, start, num_decodes, context / num_decodes))
+        return to_ns(max(mixed_ns, super()._mixed_attention_ns(0, 0, 0, prefills) * ratio))  # none is cheaper with it
 
     def _elementwise_ns(self, num_tokens: int) -> float:
         part = None if self.measured is None else self.measured.elementwise

@@ -200,16 +200,22 @@ TILED = replace(BARE, flops_per_s=1e9, memory_bytes_per_s=1e30, num_sms=4, atten
 
 
 def counted_ns(chunks, decodes, device, packs, heads=16, kv_heads=8):
-    """Two layers of attention, tile by tile: each goes through its keys on a multiprocessor of its own."""
+    """Two layers of attention, tile by tile, each of which goes through its keys on one multiprocessor."""
     group = heads // kv_heads if packs else 1
-    tokens = 16 // group
-    tiles = list(decodes)
+    tokens, copies = 16 // group, heads // group
+    of_chunks, firsts = [], []
     for start, length in chunks:
-        tiles += [start + min(first + tokens, length) for first in range(0, length, tokens)]
-    tiles = [keys + device.attention_tile_keys for keys in tiles]
-    waves = -(-len(tiles) * (heads // group) // device.num_sms)
+        keys = [start + min(first + tokens, length) for first in range(0, length, tokens)]
+        of_chunks += keys
+        firsts.append(keys[0])
+    more = device.attention_tile_keys
+    every = [keys + more for keys in (*of_chunks, *decodes)]
+    evenly = sum(every) * copies / device.num_sms
+    waves = [
+        -(-sum(keys >= first for keys in of_chunks) * copies // device.num_sms) * (first + more) for first in firsts
+    ]
     key_ns = 2 * 4 * 16 * MODEL.head_dim * device.num_sms / device.flops_per_s * 1e9
-    return max(max(tiles), sum(tiles) / len(tiles) * waves) * key_ns
+    return max(evenly, *every, *waves) * key_ns
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -224,6 +230,45 @@ def test_attention_of_prompts_is_counted_in_tiles_and_waves(chunks, decodes, key
     parts = RooflineCost(MODEL, device, NO_LAUNCH).breakdown(shape)
     found = parts["attention_prefill"] + parts["attention_decode"]
     assert found == pytest.approx(counted_ns(chunks, decodes, device, packs), rel=1e-9)
+
+
+@given(st.data())
+def test_nothing_beside_a_prompt_makes_a_step_cheaper(data):
+    numbers = {
+        "num_sms": (1, 150), "attention_tile_rows": (1, 128), "attention_tile_keys": (0, 600),
+        "attention_floor_ns": (0, 9000), "gemm_tile_rows": (1, 128),
+    }  # fmt: skip
+    values = {name: data.draw(st.integers(*bounds)) for name, bounds in numbers.items()}
+    device = replace(DEVICE, **values, attention_packs_heads=data.draw(st.booleans()))
+    window = data.draw(st.none() | st.integers(1, 5000))
+    cost = RooflineCost(MODEL, device, kv_layout=KVLayout(sliding_window=window))
+    most = 20_000 if window is None else window
+    chunk = st.tuples(st.integers(0, most - 1), st.integers(1, 3000))
+    chunks = data.draw(st.lists(chunk, min_size=1, max_size=5))
+    contexts = data.draw(st.lists(st.integers(1, most), max_size=20))
+
+    def price(chunks, contexts):
+        prefills = tuple(PrefillChunk(*one) for one in chunks)
+        longest = max(contexts, default=0)
+        shape = BatchShape(len(contexts), sum(contexts), prefills, 1, longest_decode_context=longest)
+        parts = cost.breakdown(shape)
+        assert min(parts.values()) >= 0
+        return parts["attention_prefill"] + parts["attention_decode"]
+
+    start, length = chunks[0]
+    before = price(chunks, contexts)
+    assert price(chunks, [*contexts, data.draw(st.integers(1, most))]) >= before
+    assert price([*chunks, data.draw(chunk)], contexts) >= before
+    assert price([(start, length + 1), *chunks[1:]], contexts) >= before
+    assert price([(min(start + 1, most - 1), length), *chunks[1:]], contexts) >= before
+
+
+def test_a_windows_last_tile_sees_what_its_own_tokens_see():
+    device = replace(TILED, attention_tile_rows=32, attention_packs_heads=False, num_sms=1)
+    cost = RooflineCost(MODEL, device, NO_LAUNCH, kv_layout=KVLayout(sliding_window=512))
+    for start, length, keys in ((511, 1, 512), (511, 2, 513), (500, 13, 513), (500, 40, 532 + 519), (0, 64, 32 + 64)):
+        expected = 2 * 16 * keys * 4 * 32 * MODEL.head_dim  # layers, heads, keys, rows
+        assert cost.breakdown(prefill(length, start=start))["attention_prefill"] == expected, (start, length)
 
 
 def test_a_decode_beside_a_prompt_costs_a_tile_and_heads_that_are_not_packed_read_again():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -25,7 +26,7 @@ from testbed.foreign_text import unknown
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
-from testbed.specs.operator_tables import product_dtype, read_operator_tables
+from testbed.specs.operator_tables import alike, product_dtype, read_operator_tables
 from testbed.specs.profiles import read_profile
 
 _Cost = TypeVar("_Cost", bound=RooflineCost)
@@ -104,6 +105,8 @@ def unread_settings(config: RunConfig) -> list[str]:
     if values.get("name") not in ("roofline", "tables"):
         return []
     notes, is_cpu = [], config.device.kind == "cpu"
+    if values.get("name") == "tables" and values.get("path") is not None:
+        notes += _changed(values, TablesConfig(), ("engine", "version"), "cost.path, whose tables are taken")
     if is_cpu:
         notes += _changed(
             values, RooflineConfig(), ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing"
@@ -124,7 +127,7 @@ def _changed(values: dict[str, Any], standard: object, names: tuple[str, ...], w
     ]
 
 
-def _roofline(kind: type[_Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
+def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
     return kind(
         config.model,
         config.device,
@@ -138,11 +141,10 @@ def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
     """Prices looked up in operator tables of the device. Raises TestbedError where there are none, or of another."""
     file = options.path
     modified_ns = Path(file).stat().st_mtime_ns if file is not None and Path(file).is_file() else 0
-    cost = _roofline(TablesCost, config, options)
     source = _Source(file, modified_ns, options.engine, options.version)
     shape = config.tensor_parallel_size, config.cache.kv_dtype, sliding_window(config)
-    cost.fill(_measured(source, config.model, config.device, *shape))
-    return cost
+    measured = _measured(source, config.model, config.device, *shape)
+    return _roofline(partial(TablesCost, measured=measured), config, options)
 
 
 class _Source(NamedTuple):
@@ -166,7 +168,8 @@ def _measured(
     else:
         from experiments.tables.aiconfigurator import load
 
-        tables = load(device.name, source.engine, source.version, kept=(product_dtype(model), model.head_dim))
+        dtypes = (*alike(model.dtype), product_dtype(model))
+        tables = load(device.name, source.engine, source.version, kept=(dtypes, model.head_dim))
     if tables.device != device.name:
         raise ConfigError(
             f"cost.path: {source.file} has tables of {tables.device}, and the run's device is {device.name}; choose "

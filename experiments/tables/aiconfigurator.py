@@ -25,6 +25,7 @@ from testbed.foreign_text import unknown
 from testbed.specs.operator_tables import OperatorTables, check_rows
 
 PACKAGE = "aiconfigurator_core"
+Kept = tuple[tuple[str, ...], int]  # dtypes of products, head size
 ENGINES = ("vllm", "sglang", "trtllm")
 LICENCE = "Apache-2.0"
 _DTYPES = {"half": "float16"}  # others are ours, or have no name of ours: fp8_block, int8_wo, nvfp4, ...
@@ -52,12 +53,12 @@ class Coverage:
 
 def load(
     device: str, engine: str = "vllm", version: str | None = None, *, systems: Path | None = None,
-    kept: tuple[str, int] | None = None,
+    kept: Kept | None = None,
 ) -> OperatorTables:  # fmt: skip
     """The tables of a device (our name or theirs) and an engine; version: None is the newest that is whole.
 
-    systems: the package's folder `systems`; None finds the installed package. kept: only what a model of this dtype and
-    head size needs, and no doubts. Raises ConfigError, ProfileError.
+    systems: the package's folder `systems`; None finds the installed package. kept: only products of these dtypes and
+    attention of this head size, and no doubts. Raises ConfigError, ProfileError.
     """
     root = systems_folder(systems)
     system = _system(root, device)
@@ -229,17 +230,17 @@ def _dtypes(column: Any) -> Any:
     return column
 
 
-def _gemm(file: Path, label: Any, kept: tuple[str, int] | None) -> Any:
+def _gemm(file: Path, label: Any, kept: Kept | None) -> Any:
     table = _read(file, _GEMM)
     if kept is not None:
-        table = table.filter(pc.equal(table["gemm_dtype"], kept[0]))
+        table = table.filter(pc.is_in(table["gemm_dtype"], value_set=pa.array(kept[0])))
     return label(
         table.num_rows, operator="gemm", kernel=table["kernel_source"], dtype=_dtypes(table["gemm_dtype"]),
         m=table["m"], n=table["n"], k=table["k"], time_ns=table["time_ns"],
     )  # fmt: skip
 
 
-def _attention(file: Path, operator: str, kept: tuple[str, int] | None) -> tuple[Any, dict[str, Any]]:
+def _attention(file: Path, operator: str, kept: Kept | None) -> tuple[Any, dict[str, Any]]:
     """A table of attention, and the columns that prompts and decodes have in common."""
     table = _read(file, _ATTENTION, "window_size")
     table = table.filter(pc.equal(table["beam_width"], 1))
@@ -257,12 +258,12 @@ def _attention(file: Path, operator: str, kept: tuple[str, int] | None) -> tuple
     }  # fmt: skip
 
 
-def _prefill(file: Path, label: Any, kept: tuple[str, int] | None) -> Any:
+def _prefill(file: Path, label: Any, kept: Kept | None) -> Any:
     table, shared = _attention(file, "attention_prefill", kept)
     return label(table.num_rows, **shared, new_tokens=table["isl"], context=table["step"])
 
 
-def _decode(file: Path, label: Any, kept: tuple[str, int] | None) -> Any:
+def _decode(file: Path, label: Any, kept: Kept | None) -> Any:
     table, shared = _attention(file, "attention_decode", kept)
     return label(table.num_rows, **shared, context=pc.add(table["isl"], table["step"]))
 

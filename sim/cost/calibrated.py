@@ -145,7 +145,7 @@ class CalibratedCost:
         num, context, c = shape.num_decodes, shape.decode_context_tokens, self._c
         if num == 0:
             return 0
-        skew = max(0, num * shape.longest_decode_context - context)
+        skew = shape.decode_skew
         if not has_prefills:
             return to_ns(context * c.decode_context_token + skew * c.decode_skew_token)
         mixed_ns = num * c.mixed_decode + context * c.mixed_decode_context_token

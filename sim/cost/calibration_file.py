@@ -131,7 +131,7 @@ def _ranges(path: str | Path, raw: Any) -> Ranges:
     return ranges
 
 
-_DECODES = ("num_decodes", "decode_context_tokens")
+_DECODES = ("num_decodes", "decode_context_tokens", "longest_decode_context")
 _PREFILLS = ("num_tokens", "num_prefills", "prefill_end")
 _FEATURES = {
     "decode": _DECODES,

@@ -26,19 +26,24 @@ PCIE = {"pcie_p2p": (35e9, 5_000), "pcie_host": (15e9, 10_000)}  # bytes/s, ns o
 
 def collectives_of(size: int, device: DeviceSpec) -> Collectives:
     """Between `size` devices of this kind, over the interconnect that it says."""
-    if device.interconnect == "nvlink":
-        return Collectives(size, device.interconnect_bytes_per_s, device.interconnect_latency_ns, is_switched=True)
-    bytes_per_s, latency_ns = PCIE[device.interconnect]
-    return Collectives(size, min(bytes_per_s, device.host_link_bytes_per_s), latency_ns)  # a slot's rate bounds both
+    bytes_per_s, latency_ns = device.interconnect_bytes_per_s, device.interconnect_latency_ns
+    if device.interconnect != "nvlink":
+        bytes_per_s, latency_ns = PCIE[device.interconnect]
+        bytes_per_s = min(bytes_per_s, device.host_link_bytes_per_s)  # no faster than the slot
+    is_switched = device.interconnect == "nvlink"
+    return Collectives(size, bytes_per_s, latency_ns, is_switched=is_switched, factor=device.interconnect_factor)
 
 
 class Collectives:
     """Times in ns (floats, to be rounded once by the caller) of one call between `size` ranks."""
 
-    def __init__(self, size: int, link_bytes_per_s: float, latency_ns: int, *, is_switched: bool = False) -> None:
+    def __init__(
+        self, size: int, link_bytes_per_s: float, latency_ns: int, *, is_switched: bool = False, factor: float = 1.0
+    ) -> None:
         self.size, self.link_bytes_per_s, self.latency_ns = size, link_bytes_per_s, latency_ns
-        self.is_switched = is_switched
-        self._ns_per_byte = 1e9 / link_bytes_per_s
+        self.is_switched, self.factor = is_switched, factor
+        self._ns_per_byte = 1e9 / link_bytes_per_s * factor
+        self._hop_ns = latency_ns * factor
         self._depth = (size - 1).bit_length()  # ceil(log2 size)
 
     def all_reduce_ns(self, num_bytes: int) -> float:
@@ -46,19 +51,19 @@ class Collectives:
         if self.size == 1:
             return 0.0
         hops = self.size - 1
-        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + 2 * hops * self.latency_ns
-        tree = 2 * num_bytes * self._ns_per_byte + 2 * self._depth * self.latency_ns
+        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + 2 * hops * self._hop_ns
+        tree = 2 * num_bytes * self._ns_per_byte + 2 * self._depth * self._hop_ns
         if not self.is_switched:
             return min(ring, tree)
-        whole = hops * num_bytes * self._ns_per_byte + 2 * self.latency_ns
-        halves = 2 * hops * num_bytes / self.size * self._ns_per_byte + 4 * self.latency_ns
+        whole = hops * num_bytes * self._ns_per_byte + 2 * self._hop_ns
+        halves = 2 * hops * num_bytes / self.size * self._ns_per_byte + 4 * self._hop_ns
         return min(ring, tree, whole, halves)
 
     def all_gather_ns(self, num_bytes: int) -> float:
         """num_bytes: of the gathered whole. The tree's volume is the ring's, and its hops are fewer."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) * num_bytes / self.size * self._ns_per_byte + self._depth * self.latency_ns
+        return (self.size - 1) * num_bytes / self.size * self._ns_per_byte + self._depth * self._hop_ns
 
     def gather_ns(self, num_bytes: int) -> float:
         """num_bytes: of the gathered whole, at one rank. The root's link carries as much as in an all-gather."""
@@ -69,6 +74,6 @@ class Collectives:
         if self.size == 1:
             return 0.0
         hops = self.size - 1
-        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + (hops + self._depth) * self.latency_ns
-        tree = self._depth * num_bytes * self._ns_per_byte + self._depth * self.latency_ns
+        ring = 2 * hops * num_bytes / self.size * self._ns_per_byte + (hops + self._depth) * self._hop_ns
+        tree = self._depth * num_bytes * self._ns_per_byte + self._depth * self._hop_ns
         return min(ring, tree)

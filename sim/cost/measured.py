@@ -22,7 +22,7 @@ from sim.cost.roofline import RooflineCost
 from sim.cost.tables import Measured, Part
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.model import ModelSpec
-from testbed.specs.operator_tables import OperatorTables, product_dtype
+from testbed.specs.operator_tables import OperatorTables, alike, product_dtype
 
 OUTLIER = 1.5
 PER_OCTAVE = 8  # points of a prompt's length between two powers of two: its time grows with its square
@@ -35,10 +35,10 @@ def measure(
 ) -> Measured:
     """What the tables have for `model` on `size` ranks. make: the roofline of a model, for what lies between."""
     roofline = make(model, size)
-    attention = _Attention(tables, model, size, _kv_name(kv_dtype), window, make)
+    attention = _Attention(tables, model, size, kv_dtype, window, make)
     sources = sorted({f"{s} {e}" for s, e in _pairs(tables.rows, "source", "engine")})
     return Measured(
-        gemm=_products(tables, roofline, product_dtype(model)),
+        gemm=_products(tables, roofline, model),
         decode=attention.decode(),
         prefill=attention.prefill(),
         mixed=attention.mixed(),
@@ -50,14 +50,23 @@ def measure(
     )
 
 
+def _any(tables: OperatorTables, operator: str, column: str, names: tuple[str, ...], **equal: Any) -> Any:
+    """The rows of an operator that have any of these names."""
+    import pyarrow as pa
+
+    return pa.concat_tables([tables.select(operator, **{column: name}, **equal) for name in names])
+
+
 def _pairs(rows: Any, *names: str) -> set[tuple[Any, ...]]:
     """The different values of some columns."""
     grouped = rows.group_by(list(names)).aggregate([])
     return set(zip(*(grouped[name].to_pylist() for name in names), strict=True))
 
 
-def _kv_name(kv_dtype: str | None) -> str:
-    return "fp8" if kv_dtype is not None and kv_dtype.startswith("fp8") else "bfloat16"
+def _kv_names(kv_dtype: str | None, model: ModelSpec) -> tuple[str, ...]:
+    """What tables call K and V of this type: 16 bits are alike, and so are the kinds of 8."""
+    name = kv_dtype or ("bfloat16" if model.dtype == "fp8" else model.dtype)
+    return alike("fp8" if name.startswith("fp8") else name)
 
 
 # --- points along one size ---
@@ -88,6 +97,13 @@ def _inliers(ys: Floats) -> NDArray[np.bool_]:
     return kept
 
 
+def _inliers_of(sizes: list[Floats], values: Floats) -> NDArray[np.bool_]:
+    """The same along the last size, the others fixed. Points are in ascending order."""
+    others = np.column_stack([*sizes[:-1], np.zeros(values.size)])
+    starts = np.flatnonzero(np.append(True, (np.diff(others, axis=0) != 0).any(axis=1)))
+    return np.concatenate([_inliers(part) for part in np.split(values, starts[1:])])
+
+
 def _isotonic(ys: Floats) -> Floats:
     """Never falling, as near as can be in the logarithm: neighbours that fall take the mean of their logarithms (pool
     adjacent violators). What never falls stays as it is. scipy has it, and takes 0.2 s to import, in every run."""
@@ -111,38 +127,47 @@ def _grid(xs: Floats, ys: Floats) -> Grid:
 # --- matrix products ---
 
 
-def _products(tables: OperatorTables, roofline: RooflineCost, dtype: str) -> dict[tuple[int, int], Part]:
+def _products(tables: OperatorTables, roofline: RooflineCost, model: ModelSpec) -> dict[tuple[int, int], Part]:
     """Over rows, of each product of the model; of one whose sizes are not in the table, from those around them."""
-    rows = tables.select("gemm", dtype=dtype)
-    m, n, k = (np.asarray(rows[name], float) for name in "mnk")
-    if not m.size:
-        return {}
-    lines, found = _Lines(m, n, k, np.asarray(rows["time_ns"], float)), {}
-    for _, num_in, num_out in roofline.products():
-        line = lines.at(num_in, num_out)
-        if line is not None:
-            found[num_in, num_out] = Part(_grid(*line), True)
-            continue
-        around = lines.around(num_in, num_out)
-        if not around:
-            continue
-        sizes = sorted(set.intersection(*(set(xs.tolist()) for (xs, _), _, _ in around)))
-        logs = np.zeros(len(sizes))
-        for (xs, ys), (near_in, near_out), weight in around:
-            at = np.searchsorted(xs, sizes)
-            expected = [roofline.product_ns(int(x), int(near_in), int(near_out)) for x in sizes]
-            logs += weight * np.log(ys[at] / expected)
-        expected = [roofline.product_ns(int(x), num_in, num_out) for x in sizes]
-        found[num_in, num_out] = Part(_grid(np.asarray(sizes), _isotonic(np.exp(logs) * expected)), False)
+    found = {}
+    for dtype, width, products in (
+        (model.dtype, model.dtype_bytes, roofline.products()[:-1]),
+        (product_dtype(model), model.activation_dtype_bytes, roofline.products()[-1:]),  # the LM head
+    ):
+        lines = _Lines(tables, dtype)
+        for _, num_in, num_out in products:
+            part = _product(lines, roofline, num_in, num_out, width)
+            if part is not None:
+                found[num_in, num_out] = part
     return found
+
+
+def _product(lines: _Lines, roofline: RooflineCost, num_in: int, num_out: int, width: int) -> Part | None:
+    line = lines.at(num_in, num_out)
+    if line is not None:
+        return Part(_grid(*line), True)
+    around = lines.around(num_in, num_out)
+    if not around:
+        return None
+    sizes = sorted(set.intersection(*(set(xs.tolist()) for (xs, _), _, _ in around)))
+    if not sizes:
+        return None
+    logs = np.zeros(len(sizes))
+    for (xs, ys), (near_in, near_out), weight in around:
+        expected = [roofline.product_ns(int(x), near_in, near_out, width) for x in sizes]
+        logs += weight * np.log(ys[np.searchsorted(xs, sizes)] / expected)
+    own = [roofline.product_ns(int(x), num_in, num_out, width) for x in sizes]
+    return Part(_grid(np.asarray(sizes), _isotonic(np.exp(logs) * own)), False)
 
 
 class _Lines:
     """Products of a table by their two fixed sizes."""
 
-    def __init__(self, m: Floats, n: Floats, k: Floats, time: Floats) -> None:
-        self._m, self._n, self._k, self._time = m, n, k, time
-        self._pairs = {(int(a), int(b)) for a, b in zip(k.tolist(), n.tolist(), strict=True)}
+    def __init__(self, tables: OperatorTables, dtype: str) -> None:
+        rows = _any(tables, "gemm", "dtype", alike(dtype))
+        self._m, self._n, self._k = (np.asarray(rows[name], float) for name in "mnk")
+        self._time = np.asarray(rows["time_ns"], float)
+        self._pairs = {(int(a), int(b)) for a, b in zip(self._k.tolist(), self._n.tolist(), strict=True)}
 
     def at(self, num_in: int, num_out: int) -> tuple[Floats, Floats] | None:
         if (num_in, num_out) not in self._pairs:
@@ -153,12 +178,12 @@ class _Lines:
     def around(self, num_in: int, num_out: int) -> list[tuple[tuple[Floats, Floats], tuple[int, int], float]]:
         """(line, its sizes, weight) of the measured products around one: the corners of the smallest rectangle whose
         corners were all measured, weighted by the logarithms of both sizes; else the nearest one alone."""
+        if not self._pairs:
+            return []
         ins = _neighbours(sorted({a for a, _ in self._pairs}), num_in)
         outs = _neighbours(sorted({b for _, b in self._pairs}), num_out)
         corners = [(a, b, u * v) for a, u in ins for b, v in outs if u * v > 0]
         if not all((a, b) in self._pairs for a, b, _ in corners):
-            if not self._pairs:
-                return []
             a, b = min(self._pairs, key=lambda one: abs(np.log(one[0] / num_in)) + abs(np.log(one[1] / num_out)))
             corners = [(a, b, 1.0)]
         found = [(self.at(a, b), (a, b), weight) for a, b, weight in corners]
@@ -184,9 +209,10 @@ class _Attention:
     """Attention of one head shape: the model's on one rank where it was measured, else the nearest that was."""
 
     def __init__(
-        self, tables: OperatorTables, model: ModelSpec, size: int, kv_dtype: str, window: int | None, make: MakeRoofline
-    ) -> None:
-        self._tables, self._kv_dtype, self._window = tables, kv_dtype, window
+        self, tables: OperatorTables, model: ModelSpec, size: int, kv_dtype: str | None, window: int | None,
+        make: MakeRoofline,
+    ) -> None:  # fmt: skip
+        self._tables, self._kv_names, self._window = tables, _kv_names(kv_dtype, model), window
         self._heads = model.num_attention_heads // size, model.num_kv_heads_per_rank(size)
         self._model, self._make, self._own = model, make, make(model, size)
 
@@ -227,9 +253,8 @@ class _Attention:
 
     def _points(self, operator: str, *sizes: str) -> Any:
         """Arrays of the sizes, of measured time over the roofline's, and whether these heads are the model's own."""
-        rows = self._tables.select(
-            operator, head_dim=self._model.head_dim, kv_dtype=self._kv_dtype, window=self._window
-        )
+        fixed = {"head_dim": self._model.head_dim, "window": self._window}
+        rows = _any(self._tables, operator, "kv_dtype", self._kv_names, **fixed)
         if operator == "attention_prefill" and rows.num_rows:
             rows = rows.filter(np.asarray(rows["batch"]) == 1)
         if not rows.num_rows:
@@ -242,7 +267,9 @@ class _Attention:
         *points, times = _medians([np.asarray(rows[name], float) for name in sizes], np.asarray(rows["time_ns"], float))
         theirs = self._own if heads == self._heads else self._make(self._with_heads(*heads), 1)
         expected = np.array([_attention_ns(theirs, operator, *point) for point in zip(*points, strict=True)])
-        return *points, times * self._model.num_hidden_layers / expected, heads == self._heads
+        ratio = times * self._model.num_hidden_layers / expected
+        kept = _inliers_of(points, ratio)
+        return *(values[kept] for values in points), ratio[kept], heads == self._heads
 
     def _nearest_heads(self, measured: set[tuple[int, int]]) -> tuple[int, int]:
         """KV heads count double: their bytes are what a decode reads."""
@@ -342,6 +369,8 @@ def _elementwise(tables: OperatorTables, model: ModelSpec, size: int, roofline: 
     lines = []
     for kernel, width in needed:
         rows = tables.select("elementwise", kernel=kernel, n=width)
+        if not rows.num_rows and kernel == "qk_norm":  # measured at one rank's width only: rows of the same length
+            rows = tables.select("elementwise", kernel=kernel, n=(q_size + kv_size) * size)
         if not rows.num_rows:
             return None
         lines.append(_line(rows["m"].to_pylist(), rows["time_ns"].to_pylist()))

@@ -43,7 +43,10 @@ def features_of(shape: BatchShape) -> dict[str, int]:
     """What of a shape has a range, beside its blocks."""
     features = {}
     if shape.num_decodes:
-        features = {"num_decodes": shape.num_decodes, "decode_context_tokens": shape.decode_context_tokens}
+        features = {
+            "num_decodes": shape.num_decodes, "decode_context_tokens": shape.decode_context_tokens,
+            "longest_decode_context": shape.longest_decode_context,
+        }  # fmt: skip
     if shape.prefills:
         features["num_tokens"] = shape.num_tokens
         features["num_prefills"] = len(shape.prefills)

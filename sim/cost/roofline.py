@@ -29,7 +29,7 @@ from testbed.specs.ranges import MAX_SIZE
 _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _SMALL_KERNELS: Final = 6  # of these, neither products nor attention
 _SAMPLER_KERNELS: Final = 10
-_LOGIT_BYTES: Final = 4
+LOGIT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
 
 
@@ -156,7 +156,7 @@ class RooflineCost:
         if shape.num_tokens == 0:
             return parts
         is_graph = self._is_graph(num_decodes, prefills)
-        operators = self._dense_parts(self._padded(num_decodes) if is_graph else shape.num_tokens)
+        operators = self._dense_parts(self.num_rows(shape))
         if prefills:  # one kernel: what the decodes add to it is theirs
             prefill_ns = self._mixed_attention_ns(0, 0, 0, prefills)
             both_ns = self._mixed_attention_ns(num_decodes, context, shape.longest_decode_context, prefills)
@@ -168,6 +168,11 @@ class RooflineCost:
         idle = max(0, self._launch_ns - sum(operators.values()))
         launch = self._graph_launch_ns if is_graph else idle
         return parts | operators | {"launch": launch, "sampler": sampler}
+
+    def num_rows(self, shape: BatchShape) -> int:
+        """Rows of the products: a graph's are padded."""
+        num_tokens = shape.num_tokens
+        return self._padded(num_tokens) if num_tokens and self._is_graph(num_tokens, shape.prefills) else num_tokens
 
     def _num_kernels(self) -> int:
         """Eager launches of a step: the layers', embedding, last norm, LM head, sampler; collectives between ranks."""
@@ -190,9 +195,9 @@ class RooflineCost:
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
         return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
 
-    def product_ns(self, num_rows: int, num_in: int, num_out: int) -> int:
-        """[num_rows, num_in] x [num_in, num_out], once, by the roofline."""
-        return RooflineCost._matmul_ns(self, 1, num_rows, num_in, num_out, self._model.dtype_bytes)
+    def product_ns(self, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
+        """[num_rows, num_in] x [num_in, num_out], once, by the roofline; weight_bytes: of one weight."""
+        return RooflineCost._matmul_ns(self, 1, num_rows, num_in, num_out, weight_bytes)
 
     def products(self) -> list[tuple[str, int, int]]:
         """(name, num_in, num_out) of each matrix product on one rank; the last, the LM head, is once a step."""
@@ -239,7 +244,7 @@ class RooflineCost:
         """LM head, gathering its logits, and the sampler, which passes over the logits twice; in ns."""
         if num_samples == 0:
             return {"lm_head": 0, "gather": 0, "sampler": 0}
-        links, logit_bytes = self._collectives, num_samples * self._model.vocab_size * _LOGIT_BYTES
+        links, logit_bytes = self._collectives, num_samples * self._model.vocab_size * LOGIT_BYTES
         _, num_in, num_out = self.products()[-1]
         head = self._matmul_ns(1, num_samples, num_in, num_out, self._model.activation_dtype_bytes)
         sampler = self._sampler_ns(num_samples)
@@ -252,7 +257,7 @@ class RooflineCost:
 
     def _sampler_ns(self, num_samples: int) -> float:
         """Its kernels pass over the logits twice."""
-        logit_bytes = num_samples * self._model.vocab_size * _LOGIT_BYTES
+        logit_bytes = num_samples * self._model.vocab_size * LOGIT_BYTES
         return _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:

@@ -14,13 +14,16 @@ from mypy_extensions import mypyc_attr
 
 from sim.cost.base import to_ns
 from sim.cost.collectives import Collectives
+from sim.cost.config import RooflineConfig
 from sim.cost.grid import Grid
-from sim.cost.roofline import RooflineCost
+from sim.cost.roofline import LOGIT_BYTES, KVLayout, RooflineCost
 from testbed.core.commands import StepView
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.core.request import Request
 from testbed.core.value import Value
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 
 MEASURED, SCALED, ROOFLINE = "measured", "scaled", "roofline"
 
@@ -69,36 +72,40 @@ class MeasuredCollectives(Collectives):
     """All-reduce and all-gather from tables, the others by volumes and hops."""
 
     def __init__(self, base: Collectives, measured: Measured) -> None:
-        super().__init__(base.size, base.link_bytes_per_s, base.latency_ns, is_switched=base.is_switched)
+        super().__init__(
+            base.size, base.link_bytes_per_s, base.latency_ns, is_switched=base.is_switched, factor=base.factor
+        )
         self._reduce, self._gather = measured.all_reduce, measured.all_gather
 
     def all_reduce_ns(self, num_bytes: int) -> float:
         if self._reduce is None or self.size == 1:
             return super().all_reduce_ns(num_bytes)
-        least, (nearest,) = self._reduce.grid.along(float(num_bytes)), self._reduce.grid.clamped((num_bytes,))
-        if nearest == num_bytes:
-            return least
-        return least * super().all_reduce_ns(num_bytes) / super().all_reduce_ns(int(nearest))
+        ns, (nearest,) = self._reduce.grid.along(float(num_bytes)), self._reduce.grid.clamped((num_bytes,))
+        if nearest != num_bytes:
+            ns *= super().all_reduce_ns(num_bytes) / super().all_reduce_ns(int(nearest))
+        return ns * self.factor
 
     def all_gather_ns(self, num_bytes: int) -> float:
         if self._gather is None or self.size == 1:
             return super().all_gather_ns(num_bytes)
-        least, (nearest,) = self._gather.grid.along(float(num_bytes)), self._gather.grid.clamped((num_bytes,))
-        if nearest == num_bytes:
-            return least
-        return least * super().all_gather_ns(num_bytes) / super().all_gather_ns(int(nearest))
+        ns, (nearest,) = self._gather.grid.along(float(num_bytes)), self._gather.grid.clamped((num_bytes,))
+        if nearest != num_bytes:
+            ns *= super().all_gather_ns(num_bytes) / super().all_gather_ns(int(nearest))
+        return ns * self.factor
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TablesCost(RooflineCost):
-    """Prices a step by measured operators, once `fill` has given them; the roofline that it is fills what they lack."""
+    """Prices a step by measured operators; the roofline that it is fills what they lack."""
 
-    measured: Measured | None = None
-
-    def fill(self, measured: Measured) -> None:
+    def __init__(
+        self, model: ModelSpec, device: DeviceSpec, config: RooflineConfig | None = None, *, measured: Measured,
+        tensor_parallel_size: int = 1, kv_layout: KVLayout | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout)
         self.measured = measured
-        self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
         self._collectives = MeasuredCollectives(self._collectives, measured)
+        self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
 
     def watch(self) -> OriginWatch:
         """A recorder that sees where the prices of a run come from."""
@@ -107,30 +114,32 @@ class TablesCost(RooflineCost):
     def origins(self, shape: BatchShape) -> dict[str, str]:
         """Of each operator of `breakdown(shape)`: MEASURED, SCALED from other sizes, or the ROOFLINE's."""
         measured, names = self.measured, self.breakdown(shape)
-        assert measured is not None
         found = dict.fromkeys(names, ROOFLINE)
-        num_tokens, num_decodes = shape.num_tokens, shape.num_decodes
+        rows, width = self.num_rows(shape), self._model.activation_dtype_bytes
         for name, num_in, num_out in self.products():
-            rows = shape.num_samples if name == "lm_head" else num_tokens
-            found[name] = _origin(measured.gemm.get((num_in, num_out)), (rows,))
-        if shape.prefills:
-            start, length = _largest(shape.prefills)
-            found["attention_prefill"] = _origin(measured.prefill, (length, start))
-            if num_decodes:
-                point = (shape.num_prefill_tokens, start, num_decodes, shape.decode_context_tokens / num_decodes)
-                found["attention_decode"] = _origin(measured.mixed, point)
-        elif num_decodes:
-            found["attention_decode"] = _origin(
-                measured.decode, (num_decodes, shape.decode_context_tokens / num_decodes)
-            )
-        found["elementwise"] = _origin(measured.elementwise, (num_tokens,))
+            part = measured.gemm.get((num_in, num_out))
+            found[name] = _origin(part, (shape.num_samples if name == "lm_head" else rows,))
+        found |= self._attention_origins(shape)
+        found["elementwise"] = _origin(measured.elementwise, (rows,))
         found["sampler"] = _origin(measured.sampler, (shape.num_samples,))
-        found["all_reduce"] = _origin(measured.all_reduce, ())
-        found["gather"] = _origin(measured.all_gather, ())
+        found["all_reduce"] = _origin(measured.all_reduce, (rows * self._model.hidden_size * width,))
+        found["gather"] = _origin(measured.all_gather, (shape.num_samples * self._model.vocab_size * LOGIT_BYTES,))
         return {name: origin for name, origin in found.items() if names.get(name)}
 
+    def _attention_origins(self, shape: BatchShape) -> dict[str, str]:
+        measured, num = self.measured, shape.num_decodes
+        each = shape.decode_context_tokens / num if num else 0.0
+        if not shape.prefills:
+            return {"attention_decode": _origin(measured.decode, (num, each))} if num else {}
+        start, length = _largest(shape.prefills)
+        found = {"attention_prefill": _origin(measured.prefill, (length, start))}
+        if num:
+            beside = _origin(measured.mixed, (shape.num_prefill_tokens, start, num, each))
+            found["attention_decode"] = SCALED if beside == ROOFLINE and measured.prefill is not None else beside
+        return found
+
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
-        part = None if self.measured is None else self.measured.gemm.get((num_in, num_out))
+        part = self.measured.gemm.get((num_in, num_out))
         if part is None:
             return super()._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
         ns, (nearest,) = part.grid.along(float(num_rows)), part.grid.clamped((num_rows,))
@@ -140,7 +149,7 @@ class TablesCost(RooflineCost):
         return to_ns(times * ns)
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
-        part = None if self.measured is None else self.measured.decode
+        part = self.measured.decode
         if part is None or num_decodes == 0:
             return super()._decode_attention_ns(num_decodes, context)
         line = self._decodes.get(num_decodes)
@@ -170,7 +179,7 @@ class TablesCost(RooflineCost):
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
         whole_ns, measured = super()._mixed_attention_ns(num_decodes, context, longest, prefills), self.measured
-        if measured is None or measured.prefill is None:
+        if measured.prefill is None:
             return whole_ns
         start, length = _largest(prefills)
         ratio = measured.prefill.grid.at((float(length), float(start)))  # of decodes beside them too: it is one kernel
@@ -181,14 +190,14 @@ class TablesCost(RooflineCost):
         return to_ns(max(mixed_ns, super()._mixed_attention_ns(0, 0, 0, prefills) * ratio))  # none is cheaper with it
 
     def _elementwise_ns(self, num_tokens: int) -> float:
-        part = None if self.measured is None else self.measured.elementwise
+        part = self.measured.elementwise
         if part is None:
             return super()._elementwise_ns(num_tokens)
         ns, (nearest,) = part.grid.along(float(num_tokens)), part.grid.clamped((num_tokens,))
         return ns * (super()._elementwise_ns(num_tokens) / super()._elementwise_ns(int(nearest)))
 
     def _sampler_ns(self, num_samples: int) -> float:
-        part = None if self.measured is None else self.measured.sampler
+        part = self.measured.sampler
         if part is None:
             return super()._sampler_ns(num_samples)
         ns, (nearest,) = part.grid.along(float(num_samples)), part.grid.clamped((num_samples,))
@@ -233,7 +242,7 @@ class OriginWatch:
     def notes(self) -> list[str]:
         """One line: shares of the time, and what the roofline filled, the largest first."""
         total = sum(self._ns.values())
-        if not total or self._cost.measured is None:
+        if not total:
             return []
         share = {name: f"{100 * self._ns.get(name, 0) / total:.0f} %" for name in (MEASURED, SCALED, ROOFLINE)}
         filled = sorted(self._filled, key=lambda name: -self._filled[name])[:4]

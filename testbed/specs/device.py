@@ -32,6 +32,7 @@ class DeviceSpec:
     interconnect: str = "nvlink"  # how devices reach one another: nvlink (as published), pcie_p2p, pcie_host
     interconnect_bytes_per_s: float = 450e9  # one direction, between devices; of nvlink
     interconnect_latency_ns: int = 5_000
+    interconnect_factor: float = 1.0  # how many times as long collectives take as all that says: what a fit finds
     host_link_bytes_per_s: float = 55e9  # PCIe, one direction, as measured rather than nominal
     host_link_latency_ns: int = 10_000
     compute_efficiency: float = 0.7  # share of flops_per_s that large matrix products reach
@@ -73,6 +74,7 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "interconnect": Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS),
     "interconnect_bytes_per_s": _RATE,
     "interconnect_latency_ns": _NS,
+    "interconnect_factor": Expected("a number from 0.001 to 1000", number(1e-3, 1e3)),
     "host_link_bytes_per_s": _RATE,
     "host_link_latency_ns": _NS,
     "compute_efficiency": _SHARE,

@@ -90,9 +90,14 @@ class OperatorTables:
         return self.rows.filter(mask)
 
 
+def alike(dtype: str) -> tuple[str, ...]:
+    """Types that take as long: both of 16 bits."""
+    return ("bfloat16", "float16") if dtype in ("bfloat16", "float16") else (dtype,)
+
+
 def product_dtype(model: ModelSpec) -> str:
-    """The dtype of the products that stand for a model's: 16 bits are alike."""
-    return "bfloat16" if model.dtype == "float16" else model.dtype
+    """The dtype of a model's products outside of its layers: weights of 8 bits are only within."""
+    return "bfloat16" if model.dtype == "fp8" else model.dtype
 
 
 def write_operator_tables(path: str | Path, tables: OperatorTables, command: str, *, date: str = "") -> None:

@@ -190,6 +190,8 @@ def test_through_a_switch_ranks_meet_directly_and_over_pcie_by_turns():
     )
     assert nvlink < p2p < host
     assert host == 20_000 + one_mb / 15  # 20 us, and 15 bytes a ns
+    twice = replace(DEVICE, interconnect="pcie_host", host_link_bytes_per_s=60e9, interconnect_factor=2.0)
+    assert collectives_of(2, twice).all_reduce_ns(one_mb) == pytest.approx(2 * host)
     slow = replace(DEVICE, interconnect="pcie_p2p", host_link_bytes_per_s=12e9)
     assert collectives_of(2, slow).all_reduce_ns(one_mb) == 10_000 + one_mb / 12  # no faster than its slot
 

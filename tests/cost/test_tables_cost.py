@@ -43,7 +43,7 @@ def table(operator: str, columns: dict[str, list[float]], times: list[float], **
 
 def products(factor: float = 1.5, sizes: list[tuple[int, int]] = PRODUCTS):
     points = [(m, n, k) for k, n in sizes for m in ROWS]
-    times = [factor * roofline().product_ns(m, k, n) for m, n, k in points]
+    times = [factor * roofline().product_ns(m, k, n, 2) for m, n, k in points]
     columns = {name: [point[i] for point in points] for i, name in enumerate("mnk")}
     return table("gemm", columns, times, kernel="linear", dtype="bfloat16")
 
@@ -74,9 +74,8 @@ def prompts(factor: float = 3.0):
 def priced(*tables, model: ModelSpec = MODEL, size: int = 1, kv_dtype: str | None = None) -> TablesCost:
     import pyarrow as pa
 
-    cost = TablesCost(model, DEVICE, CONFIG, tensor_parallel_size=size)
-    cost.fill(measure(OperatorTables("d", "ours", pa.concat_tables(tables)), model, size, kv_dtype, None, roofline))
-    return cost
+    found = measure(OperatorTables("d", "ours", pa.concat_tables(tables)), model, size, kv_dtype, None, roofline)
+    return TablesCost(model, DEVICE, CONFIG, measured=found, tensor_parallel_size=size)
 
 
 ALL = priced(products(), decodes(), prompts())
@@ -157,7 +156,7 @@ def test_the_breakdown_adds_up_to_the_price(shape):
 def test_between_measured_products_the_distance_from_the_roofline_is_interpolated():
     sizes = [(k, n) for k in (512, 2048) for n in (1024, 4096)]
     points = [(m, n, k, 1.0 + (k > 512) + 2 * (n > 1024)) for k, n in sizes for m in ROWS]
-    times = [factor * roofline().product_ns(m, k, n) for m, n, k, factor in points]
+    times = [factor * roofline().product_ns(m, k, n, 2) for m, n, k, factor in points]
     rows = table("gemm", {"m": [p[0] for p in points], "n": [p[1] for p in points], "k": [p[2] for p in points]}, times,
                  kernel="linear", dtype="bfloat16")  # fmt: skip
     cost = priced(rows)
@@ -194,6 +193,55 @@ def test_what_a_table_lacks_is_the_rooflines():
     assert fp8.breakdown(decode(4, 256)) == plain.breakdown(decode(4, 256))
 
 
+def with_column(rows, name: str, value: str):
+    import pyarrow as pa
+
+    return rows.set_column(rows.column_names.index(name), name, pa.repeat(pa.scalar(value), rows.num_rows))
+
+
+def test_types_of_16_bits_are_alike_and_others_are_not():
+    half = with_column(with_column(decodes(), "kv_dtype", "float16"), "dtype", "float16")
+    cost = priced(with_column(products(), "dtype", "float16"), half)
+    assert {cost.origins(decode(4, 256))[name] for name in ("qkv", "down", "attention_decode")} == {MEASURED}
+    single = priced(products(), decodes(), model=replace(MODEL, dtype="float32"))
+    assert set(single.origins(decode(4, 256)).values()) == {ROOFLINE}
+
+
+def test_the_lm_head_of_an_8_bit_model_has_16_bits():
+    sizes = [*PRODUCTS, (1024, 4096)]
+    model = replace(MODEL, dtype="fp8", hidden_size=1024)
+    eight = priced(with_column(products(1.5, PRODUCTS), "dtype", "fp8"), products(4.0, sizes), model=model)
+    plain = roofline(model)
+    shape = BatchShape(8, 800, (), 8)
+    assert eight.breakdown(shape)["lm_head"] == pytest.approx(4 * plain.breakdown(shape)["lm_head"], rel=1e-4)
+    assert eight.breakdown(shape)["attention_decode"] == plain.breakdown(shape)["attention_decode"]
+
+
+def test_a_spike_among_decodes_is_left_out():
+    points = [(b, c) for b in (1, 8) for c in (16, 64, 256, 1024, 4096)]
+    times = [2 * roofline().breakdown(decode(b, c))["attention_decode"] / 3 for b, c in points]
+    times[2] *= 7
+    cost = priced(attention("attention_decode", points, ("batch", "context"), times))
+    for b, c in points:
+        assert cost.breakdown(decode(b, c))["attention_decode"] == pytest.approx(
+            2 * roofline().breakdown(decode(b, c))["attention_decode"], rel=0.01
+        )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_nothing_beside_a_prompt_makes_a_step_cheaper(data):
+    points = [(c, s, n, k) for c in (16, 256) for s in (0, 1024) for n in (1, 16) for k in (64, 2048)]
+    times = [1e4 * data.draw(st.floats(0.3, 30)) for _ in points]
+    names = ("new_tokens", "context", "batch", "decode_context")
+    cost = priced(prompts(data.draw(st.floats(0.5, 3))), attention("attention_mixed", points, names, times))
+    chunk = PrefillChunk(data.draw(st.integers(0, 2000)), data.draw(st.integers(1, 600)))
+    num, context = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3000))
+    parts = cost.breakdown(BatchShape(num, num * context, (chunk,), 0))
+    assert min(parts.values()) >= 0
+    assert parts["attention_prefill"] == cost.breakdown(BatchShape(0, 0, (chunk,), 0))["attention_prefill"]
+
+
 def test_an_outlier_and_a_fall_do_not_stay():
     times = [1000.0, 1100.0, 9000.0, 1300.0, 1250.0, 1600.0]
     rows = table(
@@ -217,7 +265,11 @@ def test_collectives_come_from_tables_of_as_many_ranks():
     beyond = cost.breakdown(prefill(16384))["all_reduce"]
     assert 1.5 < beyond / (7 * 200_000) < 2.1  # as volumes and hops grow
     assert cost.origins(prefill(512))["all_reduce"] == MEASURED
+    assert cost.origins(prefill(16384))["all_reduce"] == SCALED
     assert priced(fast, other).breakdown(prefill(512))["all_reduce"] == 0
+    found = measure(OperatorTables("d", "", fast), MODEL, 2, None, None, roofline)
+    twice = TablesCost(MODEL, replace(DEVICE, interconnect_factor=2.0), CONFIG, measured=found, tensor_parallel_size=2)
+    assert twice.breakdown(prefill(512))["all_reduce"] == 7 * 40_000
 
 
 def test_small_operators_come_from_tables_that_have_them_all():
@@ -230,6 +282,9 @@ def test_small_operators_come_from_tables_that_have_them_all():
     cost = priced(*rows, sampler)
     assert cost.breakdown(prefill(100))["elementwise"] == 3 * 4 * 5000
     assert cost.breakdown(decode(64))["sampler"] == 70_000
+    qwen = replace(MODEL, architecture="Qwen3ForCausalLM")
+    norm = table("elementwise", {"m": [1, 100]}, [500.0, 900.0], kernel="qk_norm", dtype="bfloat16", n=1280)
+    assert priced(*rows, norm, model=qwen).breakdown(prefill(100))["elementwise"] == 3 * (4 * 5000 + 900)
     part = priced(*rows[:2])
     assert part.breakdown(prefill(100))["elementwise"] == roofline().breakdown(prefill(100))["elementwise"]
 

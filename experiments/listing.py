@@ -35,6 +35,7 @@ DESCRIPTIONS = {
     },
     "cost": {
         "roofline": "from the model's shape and the device's data sheet",
+        "tables": "operators looked up in measured tables of the device, else the roofline (cost.path; docs/tables.md)",
         "calibrated": "a fit to measured steps (cost.profile or cost.path)",
         "linear": "coefficients, fitted to measured steps",
         "constant": "every step takes cost.step_s seconds",

@@ -300,20 +300,19 @@ class RooflineCost:
         return to_ns(self._attention_floor_ns + max(flops_ns, bytes_ns))
 
     def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> int:
-        """Keys that one multiprocessor goes through in whole waves of the tiles at least as long as a chunk's first."""
-        most = 0
+        """Keys that one multiprocessor goes through in whole waves of tiles that are as long as some chunk's first."""
+        rows, tiles, most = self._tokens_per_tile, 0, 0
+        firsts = []
         for start, length in prefills:
-            level = min(start + min(length, self._tokens_per_tile), self._reach)
-            tiles = sum([self._num_tiles_from(level, other, num) for other, num in prefills])
+            first, whole = min(start + min(length, rows), self._reach), -(-length // rows) - 1
+            firsts.append((first, whole + (self._last_keys(start, length, whole) >= first)))
+        if len(firsts) > 1:
+            firsts.sort(reverse=True)
+        for keys, num_tiles in firsts:
+            tiles += num_tiles
             waves = -(-tiles * self._tiled_heads // self._num_sms)
-            most = max(most, waves * (level + self._tile_keys))
+            most = max(most, waves * (keys + self._tile_keys))
         return most
-
-    def _num_tiles_from(self, level: int, start: int, length: int) -> int:
-        """How many tiles of a chunk go through at least `level` keys; `level` is within the window's reach."""
-        whole = -(-length // self._tokens_per_tile) - 1
-        shorter = min(whole, max(0, -(-(level - start) // self._tokens_per_tile) - 1))
-        return whole - shorter + (self._last_keys(start, length, whole) >= level)
 
     def _last_keys(self, start: int, length: int, whole: int) -> int:
         """Of a chunk's last tile, behind `whole` full ones."""

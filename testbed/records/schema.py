@@ -98,6 +98,7 @@ MANIFEST_KEYS = (
     "tensor_parallel_size",
     "scheduler",  # name
     "async_scheduling",  # whether a step was planned while the one before it ran
+    "frontend_ns",  # between a request's arrival and the engine; simulated runs only
     "device",  # name
     "attention",  # provider, real runs only
     "weights",  # safetensors, or dummy: random; real runs only

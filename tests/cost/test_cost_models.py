@@ -205,17 +205,16 @@ def counted_ns(chunks, decodes, device, packs, heads=16, kv_heads=8):
     """Two layers of attention, tile by tile, each of which goes through its keys on one multiprocessor."""
     group = heads // kv_heads if packs else 1
     tokens, copies = 16 // group, heads // group
-    of_chunks, firsts = [], []
-    for start, length in chunks:
-        keys = [start + min(first + tokens, length) for first in range(0, length, tokens)]
-        of_chunks += keys
-        firsts.append(keys[0])
-    more = device.attention_tile_keys
-    every = [keys + more for keys in (*of_chunks, *decodes)]
-    evenly = sum(every) * copies / device.num_sms
-    waves = [
-        -(-sum(keys >= first for keys in of_chunks) * copies // device.num_sms) * (first + more) for first in firsts
+    of_chunks = [
+        [start + min(first + tokens, length) for first in range(0, length, tokens)] for start, length in chunks
     ]
+    more = device.attention_tile_keys
+    every = [keys + more for keys in (*(keys for tiles in of_chunks for keys in tiles), *decodes)]
+    evenly = sum(every) * copies / device.num_sms
+    waves = []
+    for level in (min(tiles) for tiles in of_chunks):  # all tiles of the chunks that have none shorter
+        num = sum(len(tiles) for tiles in of_chunks if min(tiles) >= level)
+        waves.append(-(-num * copies // device.num_sms) * (level + more))
     key_ns = 2 * 4 * 16 * MODEL.head_dim * device.num_sms / device.flops_per_s * 1e9
     return max(evenly, *every, *waves) * key_ns
 

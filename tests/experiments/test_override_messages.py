@@ -55,7 +55,7 @@ def test_a_value_for_a_group_of_keys() -> None:
         ),
         (
             ["cost=constant", "cost.path=fit.json"],
-            "cost.path is a key of cost=calibrated or linear; leave it out, or choose cost=calibrated",
+            "cost.path is a key of cost=tables or calibrated or linear; leave it out, or choose cost=tables",
         ),
         (
             ["trace.spread_batches=true"],

@@ -49,3 +49,8 @@ def pairs_doubled(start: int, num_tokens: int, window: int | None = None) -> int
 def attention_pairs_doubled(shape: BatchShape, window: int | None = None) -> int:
     """Twice the number of (query, key) pairs of all prefill chunks."""
     return sum([pairs_doubled(start, num_tokens, window) for start, num_tokens in shape.prefills])
+
+
+def decode_skew(shape: BatchShape) -> int:
+    """How many more positions the decodes would attend to if all had the longest context; 0 where it is not said."""
+    return max(0, shape.num_decodes * shape.longest_decode_context - shape.decode_context_tokens)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
-from sim.cost.base import pairs_doubled, to_ns
+from sim.cost.base import decode_skew, pairs_doubled, to_ns
 from sim.cost.profiled_range import Ranges, RangeWatch
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
@@ -145,7 +145,7 @@ class CalibratedCost:
         num, context, c = shape.num_decodes, shape.decode_context_tokens, self._c
         if num == 0:
             return 0
-        skew = shape.decode_skew
+        skew = decode_skew(shape)
         if not has_prefills:
             return to_ns(context * c.decode_context_token + skew * c.decode_skew_token)
         mixed_ns = num * c.mixed_decode + context * c.mixed_decode_context_token

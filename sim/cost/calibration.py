@@ -16,7 +16,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.cost.base import attention_pairs_doubled
+from sim.cost.base import attention_pairs_doubled, decode_skew
 from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality
 from sim.cost.profiled_range import REGIONS, profiled_ranges
 from testbed.core.plan import BatchShape
@@ -169,10 +169,10 @@ def _forward(shape: BatchShape, knots: dict[str, list[int]], window: int | None)
     return [
         *row,
         0 if has_prefills else shape.decode_context_tokens,
-        0 if has_prefills else shape.decode_skew,
+        0 if has_prefills else decode_skew(shape),
         shape.num_decodes if has_prefills else 0,
         shape.decode_context_tokens if has_prefills else 0,
-        shape.decode_skew if has_prefills else 0,
+        decode_skew(shape) if has_prefills else 0,
         len(shape.prefills),
         sum(start + num for start, num in shape.prefills),
         attention_pairs_doubled(shape, window) / 2,

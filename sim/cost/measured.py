@@ -167,7 +167,7 @@ class _Lines:
         rows = _any(tables, "gemm", "dtype", alike(dtype))
         self._m, self._n, self._k = (np.asarray(rows[name], float) for name in "mnk")
         self._time = np.asarray(rows["time_ns"], float)
-        self._pairs = {(int(a), int(b)) for a, b in zip(self._k.tolist(), self._n.tolist(), strict=True)}
+        self._pairs = {(int(a), int(b)): None for a, b in zip(self._k.tolist(), self._n.tolist(), strict=True)}
 
     def at(self, num_in: int, num_out: int) -> tuple[Floats, Floats] | None:
         if (num_in, num_out) not in self._pairs:
@@ -180,8 +180,8 @@ class _Lines:
         corners were all measured, weighted by the logarithms of both sizes; else the nearest one alone."""
         if not self._pairs:
             return []
-        ins = _neighbours(sorted({a for a, _ in self._pairs}), num_in)
-        outs = _neighbours(sorted({b for _, b in self._pairs}), num_out)
+        ins = _neighbours(sorted({a: None for a, _ in self._pairs}), num_in)
+        outs = _neighbours(sorted({b: None for _, b in self._pairs}), num_out)
         corners = [(a, b, u * v) for a, u in ins for b, v in outs if u * v > 0]
         if not all((a, b) in self._pairs for a, b, _ in corners):
             a, b = min(self._pairs, key=lambda one: abs(np.log(one[0] / num_in)) + abs(np.log(one[1] / num_out)))

@@ -58,10 +58,8 @@ class Admission(NamedTuple):
 
 
 class PrefillChunk(NamedTuple):
-    """The shape of one prefill in a step: attention reads `start + num_tokens` positions.
-
-    With a sliding window start is at most what the window reaches back to; the chunk's own tokens all count.
-    """
+    """The shape of one prefill in a step: attention reads `start + num_tokens` positions. With a sliding window start is
+    at most what the window reaches back to; the chunk's own tokens all count."""
 
     start: int
     num_tokens: int
@@ -70,15 +68,15 @@ class PrefillChunk(NamedTuple):
 class ScheduledSequence(Value):
     """One sequence's share of a step.
 
-    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1; PLACEHOLDER alone: what the plan
-    before this one, which is in flight, draws for the sequence. samples: whether one token is drawn from
-    the logits of the last of them. forced: the drawn token is not fed back, the core already knows the next one.
-    block_table: physical GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
+    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1; PLACEHOLDER alone: what the plan before
+    this one, which is in flight, draws for the sequence. samples: whether one token is drawn from the logits of the
+    last of them. forced: the drawn token is not fed back, the core already knows the next one. block_table: physical
+    GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
     num_samples: tokens to draw from these logits; more than one where a group's members part (the prompt of parallel
     samples): the first continues this sequence, the others come back as `Outcome.forks`. group_id: the same for all
     sequences of a request; the rows of a group's beams stand together, in their order, and are searched together.
-    num_prompt_tokens: how many of the known tokens are the prompt's. history: all known tokens, given only where
-    `sampling.needs_history`. score: summed log-probability of what the sequence emitted, where it came with the tokens;
+    num_prompt_tokens: how many of the known tokens are the prompt's. history: all known tokens, only where
+    `sampling.needs_history`. score: summed log-probability of what it emitted, where it came with the tokens.
     num_finished: members of its group that have ended.
     """
 
@@ -107,9 +105,8 @@ class ScheduledSequence(Value):
 class BatchShape(Value):
     """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
 
-    decode_context_tokens: the sum over decode rows of the positions attended, the new one included;
-    longest_decode_context: of the longest (0: not said). num_samples: rows that need logits.
-    """
+    decode_context_tokens: the sum over decode rows of the positions attended, the new one included; of the longest:
+    longest_decode_context (0: not said). num_samples: rows that need logits."""
 
     FIELDS: ClassVar = (
         "num_decodes", "decode_context_tokens", "prefills", "num_samples", "num_blocks_swapped_out",
@@ -126,11 +123,6 @@ class BatchShape(Value):
         self.num_samples, self.num_blocks_swapped_out = num_samples, num_blocks_swapped_out
         self.num_blocks_swapped_in, self.num_blocks_copied = num_blocks_swapped_in, num_blocks_copied
         self.longest_decode_context = longest_decode_context
-
-    @property
-    def decode_skew(self) -> int:
-        """How many more positions the decodes would attend to if all had the longest context."""
-        return max(0, self.num_decodes * self.longest_decode_context - self.decode_context_tokens)
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -32,6 +32,6 @@ that the budget left cannot hold; a block that a window released writes no `last
 the old rules in the new core all were as before but three: 428 and 594, of the kind above, and 1498, where a group
 ended the budget of the old core's second way to decode.
 
-The configurations were written anew when the roofline got its tiles, floors and links: their steps take another time, so
-51 of 53 are decided otherwise, by the same rules (worlds, oracle cases and tapes, which know no prices, stayed).
+The configurations were written anew when the roofline got its tiles, floors and links: their steps take another time,
+so 51 of 53 are decided otherwise, by the same rules (worlds, oracle cases and tapes, which know no prices, stayed).
 """

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.fidelity.fields import count, duration_s, instant_s, required
+from experiments.fidelity.library import choice
 from experiments.fidelity.measured import Measured, MeasuredRequest, measured
-from experiments.fidelity.models import model_of, need
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import json_object, nanoseconds, refuse
 
@@ -42,7 +42,7 @@ def read_servingsim(text: str, file: Path, given: list[str]) -> list[Measured]:
     if len(set(models)) > 1:
         raise TraceError(f"{file}: requests of {len(set(models))} models; expected one, split the file")
     notes = [f"{len(instances)} instances served it; see backend.num_replicas"] if len(instances) > 1 else []
-    settings = need("model", model_of(model), model, str(file), given)
+    settings = choice("model", model, str(file), given)
     return [measured(file.stem, "LLMServingSim", rows, file, settings, 0, notes)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.fidelity.fields import count, duration_s, listed, mapping, real, required
-from experiments.fidelity.models import device_of, model_of, need
+from experiments.fidelity.library import choice
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, Trace, TraceRequest
@@ -100,9 +100,7 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
 def _settings(values: Mapping[str, Any], engine: str, place: str, given: list[str]) -> list[str]:
     model = str(required(values, "model", place, "a Hugging Face name"))
     device = str(required(values, "device", place, "the device's name"))
-    settings = need("model", model_of(model), model, place, given) + need(
-        "device", device_of(device), device, place, given
-    )
+    settings = choice("model", model, place, given) + choice("device", device, place, given)
     settings.append(f"scheduler={_preset(engine)}")
     if values.get("dtype") is not None:
         settings.append(f"model.dtype={values['dtype']}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.fidelity.fields import duration_s, instant_s, json_value, listed, mapping
+from experiments.fidelity.library import choice
 from experiments.fidelity.measured import Measured, MeasuredRequest, measured
-from experiments.fidelity.models import model_of, need
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import token_count
 
@@ -50,7 +50,7 @@ def _one(values: Mapping[str, Any], place: str, file: Path, name: str, given: li
             f"sent by at most {values['max_concurrency']} at once; the simulation sends at the measured instants"
         )
     return measured(
-        name, "vllm bench serve", rows, file, need("model", model_of(model), model, place, given), sum(failed), notes
+        name, "vllm bench serve", rows, file, choice("model", model, place, given), sum(failed), notes
     )  # fmt: skip
 
 

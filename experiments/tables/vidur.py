@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from experiments.tables.columns import CsvTable, rows_of
-from experiments.tables.devices import library_device
+from experiments.tables.devices import chosen
 from testbed.errors import ConfigError, ProfileError
 from testbed.specs.operator_tables import OperatorTables
 
@@ -52,7 +52,7 @@ def read(folder: Path, device: str | None) -> OperatorTables:
             if num_left_out:
                 doubts.append(f"{file.name}: {num_left_out:,} points across nodes, or of other ranks, are left out")
     rows = pa.concat_tables(tables).combine_chunks()
-    return OperatorTables(library_device(device, device), device, rows, tuple(doubts))
+    return OperatorTables(chosen("device", device), device, rows, tuple(doubts))
 
 
 def _mlp(file: Path, label: Any) -> list[Any]:

@@ -218,7 +218,12 @@ def test_a_bad_line_of_a_csv_is_named(tmp_path: Path, file: str, line: str, mess
     ("old", "new", "error", "message"),
     [
         ("Llama-3.1-8B", "Llama-9-8B", ConfigError, "no model 'meta-llama/Llama-9-8B'; say which it is with --model"),
-        ("hardware: RTX4090", "hardware: TPU", ConfigError, "the library has no device 'TPU'; say which it is with"),
+        (
+            "gpu: NVIDIA RTX 4090\nhardware: RTX4090",
+            "hardware: TPU",
+            ConfigError,
+            "the library has no device 'TPU'; say which it is with",
+        ),
         ("hardware: RTX4090\n", "", ProfileError, "meta.yaml: 'hardware' is None; expected a text"),
         ("variant: bf16", "variant: int3", ProfileError, "'variant' is 'int3'; expected one of bf16"),
         ("intermediate_size: 7168", "intermediate_size: 7000", ProfileError, "7000, which is no share of 14336"),

@@ -23,7 +23,10 @@ from testbed.specs.operator_tables import OperatorTables
 LICENCE = "MIT"
 _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
 _GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
-_OTHERS = ("emb", "input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act", "add")
+_OTHERS = {  # their names, and those that cost=tables looks for where there is one
+    "emb": "emb", "input_layernorm": "layernorm", "post_attention_layernorm": "layernorm", "attn_rope": "rotary_emb",
+    "mlp_act": "act_fn", "add": "add",
+}  # fmt: skip
 _ATTENTION = (
     "n_embd", "n_q_head", "n_kv_head", "num_tensor_parallel_workers", "batch_size", "prefill_chunk_size",
     "kv_cache_size", "is_prefill", "attention_backend",
@@ -77,7 +80,7 @@ def _mlp(file: Path, label: Any) -> list[Any]:
         if csv.has(_time(name)):  # not all models have all of them
             time_ns = csv.times(_time(name), "ms", may_be_empty=True)
             had = np.isfinite(time_ns)
-            label_one = partial(label, operator="elementwise", kernel=name)
+            label_one = partial(label, operator="elementwise", kernel=_OTHERS[name])
             tables.append(label_one(int(had.sum()), m=rows[had], n=n[had], time_ns=time_ns[had]))
     return tables
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from experiments.fidelity.comparing import Compared, Comparison
@@ -137,16 +135,3 @@ def _ranking(frame: pd.DataFrame) -> str:
         ])  # fmt: skip
     headers = ["metric", "Kendall's tau", "measured best", "simulated best", "same", "pairs in order, of those apart"]
     return table(headers, rows)
-
-
-def summary_line(found: Sequence[Compared]) -> str:
-    """One line for the end: mean errors of the loads."""
-    said = []
-    for one in found:
-        errors = one.errors.set_index("metric")["error"]
-        values = [
-            f"{metric_name(path)} {percent(float(errors[path]))} %"
-            for path in ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean")
-        ]
-        said.append(f"{one.load.name}: {', '.join(values)}")
-    return "; ".join(said)

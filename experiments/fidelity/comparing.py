@@ -91,7 +91,7 @@ def _second_half(
     one: Compared, fitted: Fit, overrides: Sequence[str], folder: Path, command: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     ids = halves(one.load.trace)[1]
-    values = overrides_of(fitted.fitted, one.load.config(overrides))
+    values = overrides_of(fitted.fitted)
     config = one.load.config(replaced(overrides, values))
     sim = simulate(config, one.load.trace, folder / one.load.name / "fitted", command)
     return part_errors(one.sim, one.load.measured, ids), part_errors(sim, one.load.measured, ids)

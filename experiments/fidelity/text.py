@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.fidelity.comparing import Compared, Comparison
-from experiments.fidelity.fitting import Fit
+from experiments.fidelity.fitting import KEYS, Fit
 from experiments.fidelity.tables import milliseconds, percent, table
 
 _WORDS = {
@@ -105,9 +105,8 @@ def _fitted(fit: Fit) -> list[str]:
         ]  # fmt: skip
     rows = []
     for name, value in fit.fitted.items():
-        of = "device.step_overhead_ns" if name == "host" else "time of collectives, times"
         texts = [f"{number:.0f}" if name == "host" else f"{number:.3f}" for number in (fit.given[name], value)]
-        rows.append([f"{name}: {of}", *texts])
+        rows.append([f"{name}: device.{KEYS[name]}", *texts])
     return [*lines, table(["scalar", "as given", "fitted"], rows), *(f"\nnote: {note}" for note in fit.notes)]
 
 

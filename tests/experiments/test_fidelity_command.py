@@ -197,19 +197,24 @@ def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
     pq.write_table(table, folder / "requests.parquet")
 
 
+def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
+    trace = {**TRACE, "num_requests": 12, "output": {"kind": "uniform", "min_tokens": 2, "max_tokens": 6}}
+    device = {"name": "l40s", "tensor_parallel_size": 2, "interconnect_factor": 2.5}
+    run = simulate(trace, folder=tmp_path / "pcie", device=device, **ENGINE)
+    assert fidelity(run.path, "device.interconnect_factor=1", "--fit", "link", "--out", tmp_path / "out") == 0
+    assert result(tmp_path / "out")["fit"]["given"] == {"link": 1.0}
+    assert result(tmp_path / "out")["fit"]["fitted"]["link"] == pytest.approx(2.5, rel=0.02)
+    assert "| link: device.interconnect_factor |" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_link_is_fitted_beside_host(tmp_path):
     output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
     settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 16, "output": output}}
-    device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS,
-              "interconnect_bytes_per_s": 1.5e11, "interconnect_latency_ns": 6000}  # fmt: skip
+    device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS, "interconnect_factor": 3}
     trace = settings.pop("trace")
     run = simulate(trace, folder=tmp_path / "two", device=device, **{**ENGINE, **settings})
-    given = [
-        f"device.step_overhead_ns={GIVEN_NS}",
-        "device.interconnect_bytes_per_s=4.5e11",
-        "device.interconnect_latency_ns=2000",
-    ]
+    given = [f"device.step_overhead_ns={GIVEN_NS}", "device.interconnect_factor=1"]
     assert fidelity(run.path, *given, "--fit", "host,link", "--out", tmp_path / "out") == 0
     found = result(tmp_path / "out")
     assert found["fit"]["losses"][1] < 1e-4 * found["fit"]["losses"][0]

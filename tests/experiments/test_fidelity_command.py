@@ -220,7 +220,7 @@ def test_link_is_fitted_beside_host(tmp_path):
     assert found["fit"]["losses"][1] < 1e-4 * found["fit"]["losses"][0]
     for row in found["loads"][0]["second_half"]["fitted"]:
         if row["metric"] in ("tpot_s.mean", "e2e_s.mean"):
-            assert abs(row["error"]) < 0.01
+            assert abs(row["error"]) < 0.02  # on one small load each stands in for the other; as given it is 0.2
 
 
 def test_what_cannot_be_fitted_is_refused(base, tmp_path, capsys):

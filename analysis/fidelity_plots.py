@@ -104,7 +104,7 @@ def _signed(axes: Axes, runs: Mapping[str, tuple[Mapping[str, float], Mapping[st
     for index, key in enumerate(_COMPARED):
         known = [
             (place, 100.0 * (ours[key] - measured[key]) / measured[key])
-            for place, (ours, measured) in enumerate(runs.values()) if measured.get(key)
+            for place, (ours, measured) in enumerate(runs.values()) if key in ours and measured.get(key)
         ]  # fmt: skip
         axes.plot(
             [error for _, error in known], [place + 0.2 * (index - 1) for place, _ in known], linestyle="none",

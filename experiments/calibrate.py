@@ -21,8 +21,8 @@ from experiments import build
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.costs import sliding_window
-from experiments.device_file import library_name
 from experiments.environment import describe_driver, describe_versions
+from experiments.names import device_named
 from experiments.recorders import Recorders
 from real.config import RealConfig
 from sim.cost.calibrated import Calibration
@@ -116,7 +116,7 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
     assert isinstance(config.backend, RealConfig)
     is_cpu = resolve_device(config.backend.device).type == "cpu"
     return ProfileManifest(
-        device="cpu" if is_cpu else library_name(backend.device_description, config.device.name),
+        device="cpu" if is_cpu else device_named(backend.device_description) or config.device.name,
         device_description=backend.device_description,
         driver="" if is_cpu else describe_driver(),
         versions=describe_versions(),

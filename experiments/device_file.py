@@ -81,18 +81,3 @@ def _text(key: yaml.Node) -> str:
 
 def _shown(node: yaml.Node) -> str:
     return shown(node.value) if isinstance(node, yaml.ScalarNode) else "not a single value"
-
-
-def library_name(description: str, otherwise: str = "") -> str:
-    """The name in the device library of what a driver calls, say, `NVIDIA H100 80GB HBM3`."""
-    for words, name in _LIBRARY_NAMES.items():
-        if re.search(rf"\b{words}\b", description, re.IGNORECASE):
-            return name
-    return otherwise
-
-
-_LIBRARY_NAMES = {
-    "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "L40S": "l40s", "RTX 4090": "rtx4090",
-    "RTX PRO 6000 Blackwell Server": "rtx_pro_6000_server", "RTX PRO 6000": "rtx_pro_6000", "MI300X": "mi300x",
-    "T4": "t4",
-}  # fmt: skip

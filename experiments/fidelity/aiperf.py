@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.fidelity.fields import duration_s, listed, mapping, required
-from experiments.fidelity.measured import Measured, MeasuredRequest, measured
+from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import json_object, nanoseconds, refuse, token_count
 
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 
 
-def read_aiperf(text: str, file: Path, given: list[str]) -> list[Measured]:
+def read_aiperf(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """Raises TestbedError in one line."""
     rows: list[MeasuredRequest] = []
     num_failed = num_warmup = 0

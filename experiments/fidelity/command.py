@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.loads import Load, file_loads, folder_load
-from experiments.fidelity.measured import Measured
+from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.page import check_page, write_page
 from experiments.fidelity.simulating import check_overrides
 from experiments.run_folder import write_json
@@ -88,7 +88,7 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
 
 
 def _loads(
-    files: list[Measured], folders: list[Path], overrides: list[str], options: argparse.Namespace, runs: Path,
+    files: list[MeasuredRun], folders: list[Path], overrides: list[str], options: argparse.Namespace, runs: Path,
     scratch: Path,
 ) -> int:  # fmt: skip
     from analysis.fidelity_plots import fidelity_figure
@@ -111,7 +111,7 @@ def _loads(
     return 0
 
 
-def _unique(files: list[Measured]) -> list[Measured]:
+def _unique(files: list[MeasuredRun]) -> list[MeasuredRun]:
     names = [run.name for run in files]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:

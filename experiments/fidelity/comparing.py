@@ -16,8 +16,8 @@ from analysis.step_fidelity import StepErrors, step_errors
 from experiments.config import RunConfig
 from experiments.fidelity.fitting import Fit, fit, halves, overrides_of
 from experiments.fidelity.loads import Load, grouped
-from experiments.fidelity.models import device_of
 from experiments.fidelity.simulating import described, replaced, simulate
+from experiments.names import device_named
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
 def _other_device(load: Load, config: RunConfig) -> tuple[str, ...]:
     """A note where the run's device is another than the one that is simulated, by its name."""
     said, device = load.measured.manifest.get("device"), config.device
-    known = None if said is None else device_of(str(said))
+    known = None if said is None else device_named(str(said))
     if said is None or known == device.name or (known is None and (device.kind == "cpu" or device.path is not None)):
         return ()
     return (f"measured on {said!r}, and simulated as device={device.name}: say which it is with device=…",)
@@ -91,7 +91,7 @@ def _second_half(
     one: Compared, fitted: Fit, overrides: Sequence[str], folder: Path, command: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     ids = halves(one.load.trace)[1]
-    values = overrides_of(fitted.fitted, one.load.config(overrides))
+    values = overrides_of(fitted.fitted)
     config = one.load.config(replaced(overrides, values))
     sim = simulate(config, one.load.trace, folder / one.load.name / "fitted", command)
     return part_errors(one.sim, one.load.measured, ids), part_errors(sim, one.load.measured, ids)

@@ -1,7 +1,6 @@
 """At most two scalars of the device fitted to the first half of each load; the second half judges them.
 
-host: device.step_overhead_ns. link: how many times as long collectives take, which divides
-device.interconnect_bytes_per_s and multiplies device.interconnect_latency_ns.
+host: device.step_overhead_ns. link: device.interconnect_factor, how many times as long collectives take.
 
 The halves are apart: only the first half's requests are simulated, and only those of them are scored that had ended in
 the measured run before the last of the half came, which nothing of the second half can have slowed down. In an overload
@@ -29,7 +28,8 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces.schema import Trace
 
-NAMES = ("host", "link")
+KEYS = {"host": "step_overhead_ns", "link": "interconnect_factor"}  # of the device
+NAMES = tuple(KEYS)
 MIN_REQUESTS = 4  # of a half
 MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
 _HOST_NS = (1e3, 5e7)  # searched: from 1 us to 50 ms
@@ -40,7 +40,7 @@ _NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at aro
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """given, fitted: of each name its value: ns for host, a factor for link. losses: before and after, first half."""
+    """given, fitted: of each name its key's value: ns, or a factor. losses: before and after, first half."""
 
     given: dict[str, float]
     fitted: dict[str, float]
@@ -86,15 +86,14 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
     def loss(settings: Sequence[float]) -> float:
         values = dict(zip(names, settings, strict=True))
         total = 0.0
-        for part, config in zip(parts, configs, strict=True):
-            scaled = part.load.config(replaced(overrides, overrides_of(values, config)))
+        for part in parts:
+            scaled = part.load.config(replaced(overrides, overrides_of(values)))
             sim = simulate(scaled, part.trace, folder / str(next(number)), command)
             means = _means(sim, part.scored)
             total += sum(math.log(means[name] / part.measured[name]) ** 2 for name in means)
         return total
 
-    given = {"host": float(configs[0].device.step_overhead_ns), "link": 1.0}
-    first = {name: given[name] for name in names}
+    first = {name: float(getattr(configs[0].device, KEYS[name])) for name in names}
     _check_effect(loss, names, first, configs[0])
     found = _search(loss, names, first)
     fitted = dict(zip(names, found, strict=True))
@@ -108,16 +107,9 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
     )  # fmt: skip
 
 
-def overrides_of(values: dict[str, float], config: RunConfig) -> list[str]:
-    """The values as overrides over what the configuration has."""
-    found = []
-    if "host" in values:
-        found.append(f"device.step_overhead_ns={round(values['host'])}")
-    if "link" in values:
-        device, factor = config.device, values["link"]
-        found.append(f"device.interconnect_bytes_per_s={max(device.interconnect_bytes_per_s / factor, 1.0):.6e}")
-        found.append(f"device.interconnect_latency_ns={round(device.interconnect_latency_ns * factor)}")
-    return found
+def overrides_of(values: dict[str, float]) -> list[str]:
+    """The values as overrides."""
+    return [f"device.{KEYS[name]}={round(value) if name == 'host' else value}" for name, value in values.items()]
 
 
 def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunConfig]) -> None:
@@ -128,8 +120,9 @@ def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunCon
             raise ConfigError(
                 f"--fit: device.path={config.device.path} has the last word on the device; give its values as overrides"
             )
-    if "host" in names and len({config.device.step_overhead_ns for config in configs}) > 1:
-        raise ConfigError("--fit host: the loads are of different devices; fit those of one device at a time")
+    for name in names:
+        if len({getattr(config.device, KEYS[name]) for config in configs}) > 1:
+            raise ConfigError(f"--fit {name}: the loads are of different devices; fit those of one device at a time")
 
 
 def _first_half(load: Load) -> _Half:
@@ -163,7 +156,8 @@ def _check_effect(
         factor = 4.0
         if loss([given[name] * (factor if name == changed else 1.0) + (name == changed) for name in names]) == base:
             raise ConfigError(
-                f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline"
+                f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline "
+                "or cost=tables"
             )
 
 

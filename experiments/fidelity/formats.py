@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from experiments.fidelity import aiperf, guidellm, request_log, servingsim, study, vllm_bench
 from experiments.fidelity.fields import json_value, read_text
-from experiments.fidelity.measured import Measured
+from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.study import StudyRun
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
 
-Reader = Callable[[str, Path, list[str]], list[Measured]]
+Reader = Callable[[str, Path, list[str]], list[MeasuredRun]]
 STUDY, RUN_FOLDER = "study", "run-folder"
 READERS: dict[str, Reader] = {
     "vllm-bench": vllm_bench.read_vllm_bench,
@@ -31,7 +31,7 @@ FORMATS = (*READERS, STUDY, RUN_FOLDER)
 class Files(NamedTuple):
     """What the files hold: runs with their requests, or runs of which only aggregates are known."""
 
-    measured: list[Measured]
+    measured: list[MeasuredRun]
     study: list[StudyRun]
 
 

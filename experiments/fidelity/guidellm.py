@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.fidelity.fields import count, duration_s, instant_s, json_value, listed, mapping, required
-from experiments.fidelity.measured import Measured, MeasuredRequest, measured
+from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 
 
-def read_guidellm(text: str, file: Path, given: list[str]) -> list[Measured]:
+def read_guidellm(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """Raises TestbedError in one line."""
     report = mapping(json_value(text, str(file)), str(file), "report")
     benchmarks = listed(report.get("benchmarks"), str(file), "benchmarks")
@@ -27,7 +27,7 @@ def read_guidellm(text: str, file: Path, given: list[str]) -> list[Measured]:
     ]
 
 
-def _one(value: Any, place: str, name: str, file: Path) -> Measured:
+def _one(value: Any, place: str, name: str, file: Path) -> MeasuredRun:
     benchmark = mapping(value, place, "benchmark")
     requests = mapping(required(benchmark, "requests", place, "the requests of the benchmark"), place, "requests")
     successful = listed(requests.get("successful"), place, "requests.successful")

@@ -20,8 +20,8 @@ import yaml
 from analysis.load import Run, load_run, read_json
 from experiments.compose import compose_from
 from experiments.config import RunConfig
-from experiments.fidelity.measured import Measured, trace_of, write_folder
-from experiments.fidelity.models import need
+from experiments.fidelity.library import choice
+from experiments.fidelity.measured import MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
 from experiments.run_folder import TRACE_FILE, write_json
 from experiments.traces import build_trace
@@ -78,14 +78,14 @@ def _carried(saved: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 # --- from files ---
 
 
-def file_loads(runs: Sequence[Measured], overrides: Sequence[str], folder: Path) -> list[Load]:
+def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Path) -> list[Load]:
     """A load of each measured run. Raises TestbedError in one line."""
     loads = []
     for run in runs:
         settings = list(run.settings)
         for group in ("model", "device"):
             if not any(item.startswith(f"{group}=") for item in settings):
-                need(group, None, "not said by the file", run.name, list(overrides))
+                choice(group, None, run.name, list(overrides))
         config = composed((*_RECORDED, *settings), overrides)
         trace = trace_of(run)
         target = folder / run.name / "measured"

@@ -1,6 +1,6 @@
 """What was measured, whatever tool wrote it: requests with their own clock, and how they become trace and run folder.
 
-A reader (one module a format) gives `Measured`; `trace_of` and `write_folder` make of it what the simulator runs and
+A reader (one module a format) gives `MeasuredRun`; `trace_of` and `write_folder` make of it what the simulator runs and
 what `analysis` compares. Nothing here knows a format.
 """
 
@@ -51,7 +51,7 @@ class MeasuredRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """One measured run of one load. settings: what the file says of the engine, as overrides."""
 
     name: str
@@ -64,7 +64,7 @@ class Measured:
 def measured(
     name: str, source: str, requests: Iterable[MeasuredRequest], file: Path, settings: Sequence[str] = (),
     num_failed: int = 0, notes: Sequence[str] = (),
-) -> Measured:  # fmt: skip
+) -> MeasuredRun:  # fmt: skip
     """What every reader ends in. Raises TraceError for no request, or an id that two have."""
     rows = sorted((row.checked() for row in requests), key=lambda row: row.sent_s)
     if not rows:
@@ -86,15 +86,15 @@ def measured(
         said.append(f"{num_failed} of {num_failed + len(rows)} requests failed in the measured run and were left out")
     if any(row.gaps_s is None for row in rows):
         rows = [row._replace(gaps_s=None) for row in rows]
-    return Measured(name, source, tuple(rows), tuple(settings), tuple(said))
+    return MeasuredRun(name, source, tuple(rows), tuple(settings), tuple(said))
 
 
-def arrivals_ns(run: Measured) -> list[int]:
+def arrivals_ns(run: MeasuredRun) -> list[int]:
     """Of each request, from the first one's on."""
     return [round((row.sent_s - run.requests[0].sent_s) * 1e9) for row in run.requests]
 
 
-def trace_of(run: Measured) -> Trace:
+def trace_of(run: MeasuredRun) -> Trace:
     """The requests as they came: unique synthetic prompts, as many tokens as there were, at their own instants."""
     rows = [
         TraceRequest(
@@ -106,7 +106,7 @@ def trace_of(run: Measured) -> Trace:
     return arrange(run.name, rows, run.notes)
 
 
-def write_folder(run: Measured, trace: Trace, config: dict[str, Any], folder: Path) -> None:
+def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> None:
     """The measured run as a run folder, without steps. config: as the simulation of it has it."""
     folder.mkdir(parents=True, exist_ok=True)
     columns: dict[str, list[Any]] = {name: [] for name in REQUEST_COLUMNS}

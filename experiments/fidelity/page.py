@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -30,7 +31,7 @@ def write_page(page: Path, arguments: Sequence[str], lines: Sequence[str]) -> No
     words = [Path(word).name if Path(word).exists() and word != str(page) else word for word in arguments]
     machine = describe_machine()
     head = [
-        f"`testbed fidelity {' '.join(words)}`, {date.today().isoformat()}, {machine.get('cpu')}, testbed "
+        f"`{shlex.join(['testbed', 'fidelity', *words])}`, {date.today().isoformat()}, {machine.get('cpu')}, testbed "
         f"{describe_versions()['llm-serving-testbed']}:",
         "",
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.fidelity.fields import count, duration_s, instant_s, listed, required
-from experiments.fidelity.measured import Measured, MeasuredRequest, measured
+from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
 from testbed.traces.readers.fields import json_object, refuse
@@ -25,7 +25,7 @@ COLUMNS = ("request_id", *NEEDED, "tpot_s", "token_times_s", "failed")
 _FAILED = ("true", "1")
 
 
-def read_request_log(text: str, file: Path, given: list[str]) -> list[Measured]:
+def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """Raises TestbedError in one line."""
     rows: list[MeasuredRequest] = []
     num_failed = 0

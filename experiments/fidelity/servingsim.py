@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.fidelity.fields import count, duration_s, instant_s, required
-from experiments.fidelity.measured import Measured, MeasuredRequest, measured
-from experiments.fidelity.models import model_of, need
+from experiments.fidelity.library import choice
+from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import json_object, nanoseconds, refuse
 
@@ -26,7 +26,7 @@ BENCH_FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "las
 _OTHER_CLOCK_S = 100_000
 
 
-def read_servingsim(text: str, file: Path, given: list[str]) -> list[Measured]:
+def read_servingsim(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """The CSV. Raises TestbedError in one line."""
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or [])]
@@ -42,7 +42,7 @@ def read_servingsim(text: str, file: Path, given: list[str]) -> list[Measured]:
     if len(set(models)) > 1:
         raise TraceError(f"{file}: requests of {len(set(models))} models; expected one, split the file")
     notes = [f"{len(instances)} instances served it; see backend.num_replicas"] if len(instances) > 1 else []
-    settings = need("model", model_of(model), model, str(file), given)
+    settings = choice("model", model, str(file), given)
     return [measured(file.stem, "LLMServingSim", rows, file, settings, 0, notes)]
 
 
@@ -81,7 +81,7 @@ class _Timed(NamedTuple):
     place: str
 
 
-def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[Measured]:
+def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """requests.jsonl. Raises TestbedError in one line."""
     timed: list[_Timed] = []
     num_failed = 0

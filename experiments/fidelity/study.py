@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.fidelity.fields import count, duration_s, listed, mapping, real, required
-from experiments.fidelity.models import device_of, model_of, need
+from experiments.fidelity.library import choice
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, Trace, TraceRequest
@@ -52,9 +52,11 @@ class StudyRun:
 
     def num_gaps(self, part: str) -> float | None:
         """Gaps between what the client received, by the measured means: fewer than tokens - 1 where they came in
-        chunks."""
+        chunks. None where there are none, or ITL is not known."""
         known = self.measured_ms[part]
-        return (known["e2e_mean"] - known["ttft_mean"]) / known["itl_mean"] if "itl_mean" in known else None
+        if self.num_output_tokens < 2 or not known.get("itl_mean"):
+            return None
+        return (known["e2e_mean"] - known["ttft_mean"]) / known["itl_mean"]
 
 
 def read_study(values: list[Any], file: Path, given: list[str]) -> list[StudyRun]:
@@ -88,6 +90,12 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
     for part in (WHOLE, *(f"stage{number}" for number in range(len(stages)))):
         if part not in measured:
             raise TraceError(f"{place}: field 'measured_ms' has no {part!r}; expected 'all' and each stage")
+    for part, known in measured.items():
+        if num_output > 1 and known.get("itl_mean") == 0:
+            raise TraceError(
+                f"{place}: field 'measured_ms.{part}.itl_mean' is 0, between {num_output} tokens; expected a mean "
+                "above 0, or leave it out"
+            )
     others = mapping(values.get("predicted_ms") or {}, place, "predicted_ms")
     predicted = {who: _parts(known, place, f"predicted_ms.{who}", num_output) for who, known in others.items()}
     engine = str(values.get("engine") or "an unnamed engine")
@@ -100,9 +108,7 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
 def _settings(values: Mapping[str, Any], engine: str, place: str, given: list[str]) -> list[str]:
     model = str(required(values, "model", place, "a Hugging Face name"))
     device = str(required(values, "device", place, "the device's name"))
-    settings = need("model", model_of(model), model, place, given) + need(
-        "device", device_of(device), device, place, given
-    )
+    settings = choice("model", model, place, given) + choice("device", device, place, given)
     settings.append(f"scheduler={_preset(engine)}")
     if values.get("dtype") is not None:
         settings.append(f"model.dtype={values['dtype']}")

@@ -65,7 +65,8 @@ def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequenc
 
 
 def _means(simulated: Run, run: StudyRun) -> Parts:
-    """The study's metrics of a simulated run, ms, by stage of arrival. ITL: of all gaps together."""
+    """The study's metrics of a simulated run, ms, by stage of arrival. ITL: of all gaps together, so as TPOT, as all
+    outputs are of one length; of one token there is neither."""
     frame = simulated.requests
     stage = frame["request_id"].str.partition("-")[0].to_numpy()
     arrival, finish = numbers(frame, "arrival_ns"), numbers(frame, "finish_ns")
@@ -73,7 +74,9 @@ def _means(simulated: Run, run: StudyRun) -> Parts:
     found: Parts = {}
     for part in run.parts:
         mine = np.ones(len(frame), dtype=bool) if part == WHOLE else stage == part
-        found[part] = {"tpot_mean": 1e3 * float(tpot[mine].mean()), "itl_mean": 1e3 * float(tpot[mine].mean())}
+        found[part] = {}
+        if run.num_output_tokens > 1:
+            found[part] = dict.fromkeys(("tpot_mean", "itl_mean"), 1e3 * float(tpot[mine].mean()))
         for name, values in (("ttft", ttft[mine]), ("e2e", e2e[mine])):
             found[part][f"{name}_mean"] = 1e3 * float(values.mean())
             for level in (90, 99):

@@ -12,7 +12,6 @@ NAMES = {
     "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
     "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
 }  # fmt: skip
-_COMPARED = ("e2e_mean", "ttft_mean", "itl_mean")
 
 
 def study_lines(found: Sequence[Simulated]) -> list[str]:
@@ -24,7 +23,7 @@ def study_lines(found: Sequence[Simulated]) -> list[str]:
     for part in parts:
         rows = scores(found, part)
         where = "whole runs" if part == WHOLE else part
-        lines += [f"## Mean absolute percentage errors, {where}", "", _mape(rows), "", *_lowest(rows), ""]
+        lines += [f"## Mean absolute percentage errors, {where}", "", _mape(rows), "", *lowest_lines(rows), ""]
     notes = merged(found)
     return lines + (["## Notes", "", *(f"- {note}" for note in notes)] if notes else [])
 
@@ -36,7 +35,7 @@ def page_lines(found: Sequence[Simulated]) -> list[str]:
     for part in parts:
         rows = scores(found, part)
         where = "whole runs" if part == WHOLE else part
-        lines += [f"Mean absolute percentage errors, {where}:", "", _mape(rows), "", *_lowest(rows), ""]
+        lines += [f"Mean absolute percentage errors, {where}:", "", _mape(rows), "", *lowest_lines(rows), ""]
     return lines
 
 
@@ -45,7 +44,10 @@ def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:
     for one in found:
         for part in one.run.parts if stages else (WHOLE,):
             measured, ours = one.run.measured_ms[part], one.ours_ms[part]
-            errors = [(ours[key] - measured[key]) / measured[key] if measured.get(key) else None for key in NAMES]
+            errors = [
+                (ours[key] - measured[key]) / measured[key] if key in ours and measured.get(key) else None
+                for key in NAMES
+            ]
             rows.append([f"{one.run.name} {part}" if stages else one.run.name, *(percent(error) for error in errors)])
     return table(["run", *NAMES.values()], rows)
 
@@ -65,18 +67,19 @@ def _mape(rows: Sequence[Score]) -> str:
     return table(["predictor", "runs", *NAMES.values()], cells)
 
 
-def _lowest(rows: Sequence[Score]) -> list[str]:
-    """Of the compared columns, who is lowest among those that predict every run; then who beats us on its own runs."""
+def lowest_lines(rows: Sequence[Score]) -> list[str]:
+    """Of each column, who is lowest of those that predict every run; then where others beat us on their own runs."""
     most = max(row.num_runs for row in rows)
     said = []
-    for key in _COMPARED:
+    for key in NAMES:
         known = [row for row in rows if row.num_runs == most and key in row.errors]
         if known:
             best = min(known, key=lambda row: row.errors[key])
             said.append(f"{NAMES[key]} {best.who} ({percent(best.errors[key], signed=False)})")
     lines = [f"Lowest, of those that predict all {most} runs: {', '.join(said)}."]
     for row in rows:
-        better = [NAMES[key] for key in _COMPARED if key in row.errors and row.errors[key] < row.ours[key]]
+        both = row.errors.keys() & row.ours.keys()
+        better = [name for key, name in NAMES.items() if key in both and row.errors[key] < row.ours[key]]
         if not row.who.startswith(OURS) and row.num_runs < most and better:
             lines.append(f"Lower than {OURS} on its own {row.num_runs} runs: {row.who} ({', '.join(better)}).")
     return [" ".join(lines)]

@@ -18,7 +18,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def percent(share: float | None, *, signed: bool = True) -> str:
-    """A share of 1 in percent, with one decimal, and two where it is small."""
+    """A share of 1 in percent: with one decimal below 100, without from there on; a dash where it is not known."""
     if share is None or share != share:
         return "–"
     value = 100.0 * share

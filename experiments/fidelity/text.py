@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from experiments.fidelity.comparing import Compared, Comparison
-from experiments.fidelity.fitting import Fit
+from experiments.fidelity.fitting import KEYS, Fit
 from experiments.fidelity.tables import milliseconds, percent, table
 
 _WORDS = {
@@ -107,9 +105,8 @@ def _fitted(fit: Fit) -> list[str]:
         ]  # fmt: skip
     rows = []
     for name, value in fit.fitted.items():
-        of = "device.step_overhead_ns" if name == "host" else "time of collectives, times"
         texts = [f"{number:.0f}" if name == "host" else f"{number:.3f}" for number in (fit.given[name], value)]
-        rows.append([f"{name}: {of}", *texts])
+        rows.append([f"{name}: device.{KEYS[name]}", *texts])
     return [*lines, table(["scalar", "as given", "fitted"], rows), *(f"\nnote: {note}" for note in fit.notes)]
 
 
@@ -137,16 +134,3 @@ def _ranking(frame: pd.DataFrame) -> str:
         ])  # fmt: skip
     headers = ["metric", "Kendall's tau", "measured best", "simulated best", "same", "pairs in order, of those apart"]
     return table(headers, rows)
-
-
-def summary_line(found: Sequence[Compared]) -> str:
-    """One line for the end: mean errors of the loads."""
-    said = []
-    for one in found:
-        errors = one.errors.set_index("metric")["error"]
-        values = [
-            f"{metric_name(path)} {percent(float(errors[path]))} %"
-            for path in ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean")
-        ]
-        said.append(f"{one.load.name}: {', '.join(values)}")
-    return "; ".join(said)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.fidelity.fields import duration_s, instant_s, json_value, listed, mapping
-from experiments.fidelity.measured import Measured, MeasuredRequest, measured
-from experiments.fidelity.models import model_of, need
+from experiments.fidelity.library import choice
+from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import token_count
 
@@ -21,7 +21,7 @@ MARKS = ("ttfts", "itls", "input_lens")  # any of them, or what the aggregates a
 AGGREGATES = ("mean_ttft_ms", "request_throughput")
 
 
-def read_vllm_bench(text: str, file: Path, given: list[str]) -> list[Measured]:
+def read_vllm_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """Every run in the file. Raises TestbedError in one line."""
     found = list(_documents(text, file))
     return [_one(values, place, file, f"{file.stem}-{i + 1}" if len(found) > 1 else file.stem, given)
@@ -39,7 +39,7 @@ def _documents(text: str, file: Path) -> Iterator[tuple[Mapping[str, Any], str]]
         yield mapping(json_value(text, str(file)), str(file), "result"), str(file)
 
 
-def _one(values: Mapping[str, Any], place: str, file: Path, name: str, given: list[str]) -> Measured:
+def _one(values: Mapping[str, Any], place: str, file: Path, name: str, given: list[str]) -> MeasuredRun:
     columns = _columns(values, place)
     failed = [bool(error) for error in columns["errors"]]
     rows = [_row(columns, i, place) for i, has_failed in enumerate(failed) if not has_failed]
@@ -50,7 +50,7 @@ def _one(values: Mapping[str, Any], place: str, file: Path, name: str, given: li
             f"sent by at most {values['max_concurrency']} at once; the simulation sends at the measured instants"
         )
     return measured(
-        name, "vllm bench serve", rows, file, need("model", model_of(model), model, place, given), sum(failed), notes
+        name, "vllm bench serve", rows, file, choice("model", model, place, given), sum(failed), notes
     )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from analysis.load import Run
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
-from experiments.device_file import library_name
 from experiments.environment import describe_versions
 from experiments.messages import options
+from experiments.names import device_named
 from experiments.observe.case import case_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
@@ -107,8 +107,8 @@ def device_of(log: ObservedLog) -> str:
     said = log.header["device"]
     if said["type"] == "cpu":
         return "cpu"
-    found = library_name(said["name"])
-    if not found:
+    found = device_named(said["name"])
+    if found is None:
         raise ConfigError(
             f"the log's device is {said['name']!r}, which the device library does not have; say which is nearest with "
             f"--device ({', '.join(options('device'))})"

@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
+from experiments.names import device_named, model_named
 from experiments.tables.columns import CsvTable, rows_of
-from experiments.tables.devices import library_device, library_model, model_spec
+from experiments.tables.devices import chosen, found, model_spec
 from testbed.errors import ProfileError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import DTYPE_BYTES, ModelSpec, check_ranks
@@ -43,10 +44,11 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
     tables, notes, described = [], dict[str, list[str]](), dict[str, str]()
     for file in metas:
         meta = _meta(file)
-        described[library_device(meta["hardware"], device)] = str(meta.get("gpu", meta["hardware"]))
+        gpu = str(meta.get("gpu", meta["hardware"]))
+        described[_device(gpu, meta["hardware"]) if device is None else chosen("device", device)] = gpu
         if len(described) > 1:
             raise ProfileError(f"{folder} holds tables of several devices ({', '.join(described)}); give one's folder")
-        spec = model_spec(library_model(meta["model"], model))
+        spec = model_spec(_model(meta["model"]) if model is None else chosen("model", model))
         only = folder if folder.parent == file.parent else None
         folders = [only] if only is not None else sorted(file.parent.glob("tp*"))
         for ranks in folders:
@@ -60,6 +62,15 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
     [(name, gpu)] = described.items()
     doubts = (f"{', '.join(of)}: {note}" for note, of in notes.items())
     return OperatorTables(name, gpu, pa.concat_tables(tables).combine_chunks(), (_ALONE, *doubts))
+
+
+def _device(gpu: str, hardware: str) -> str:
+    """hardware: the name of their folder, which tells less."""
+    return found("device", device_named(gpu, hardware), hardware)
+
+
+def _model(name: str) -> str:
+    return found("model", model_named(name), name)
 
 
 def _how_often(meta: dict[str, Any]) -> str:

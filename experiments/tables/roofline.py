@@ -1,6 +1,7 @@
 """The least time that a data sheet allows each point of a table: arithmetic and traffic at the full rates.
 
-The formulas of docs/cost-models.md, for one call and without efficiencies, column by column.
+The formulas of docs/cost-models.md, for one call, column by column, without efficiencies, floors and tiles. They stand
+here again, as RooflineCost prices steps of one model one by one, and would count narrow types at the rate of wide ones.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sim.cost.collectives import Collectives, collectives_of
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import KV_DTYPE_BYTES
 
@@ -25,10 +27,9 @@ def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
     """The least ns of each row, all of this operator and of one dtype that `has_bound`."""
     sizes = {name: _numbers(rows, name) for name in ("m", "n", "k", "batch", "new_tokens", "context")}
     if operator in ("all_reduce", "all_gather"):
-        steps = 2.0 if operator == "all_reduce" else 1.0
-        ranks = _numbers(rows, "num_ranks")
-        crossed = steps * (ranks - 1) / ranks * _numbers(rows, "num_bytes")
-        return _array(crossed / spec.interconnect_bytes_per_s * 1e9)
+        ranks, index = np.unique(rows["num_ranks"].to_numpy(), return_inverse=True)
+        ns_per_byte = np.array([_collective_ns_per_byte(operator, int(size), spec) for size in ranks])
+        return _array(ns_per_byte[index] * _numbers(rows, "num_bytes"))
     width = _BYTES[str(rows["dtype"][0])]
     rate = spec.flops_per_s * {1: 2.0, 4: 0.5}.get(width, 1.0)
     if operator == "gemm":
@@ -39,6 +40,12 @@ def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
     else:
         flops, num_bytes = _attention(operator, rows, sizes, width)
     return _array(np.maximum(flops / rate, num_bytes / spec.memory_bytes_per_s) * 1e9)
+
+
+def _collective_ns_per_byte(operator: str, size: int, spec: DeviceSpec) -> float:
+    """At the rate of what joins the devices, NVLink or a slot, and without latencies."""
+    links = Collectives(size, collectives_of(size, spec).link_bytes_per_s, 0)
+    return links.all_reduce_ns(1) if operator == "all_reduce" else links.all_gather_ns(1)
 
 
 def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: int) -> tuple[FloatArray, FloatArray]:

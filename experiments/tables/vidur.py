@@ -16,14 +16,17 @@ import numpy as np
 import pyarrow as pa
 
 from experiments.tables.columns import CsvTable, rows_of
-from experiments.tables.devices import library_device
+from experiments.tables.devices import chosen
 from testbed.errors import ConfigError, ProfileError
 from testbed.specs.operator_tables import OperatorTables
 
 LICENCE = "MIT"
 _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
 _GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
-_OTHERS = ("emb", "input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act", "add")
+_OTHERS = {  # their names, and those that cost=tables looks for where there is one
+    "emb": "emb", "input_layernorm": "layernorm", "post_attention_layernorm": "layernorm", "attn_rope": "rotary_emb",
+    "mlp_act": "act_fn", "add": "add",
+}  # fmt: skip
 _ATTENTION = (
     "n_embd", "n_q_head", "n_kv_head", "num_tensor_parallel_workers", "batch_size", "prefill_chunk_size",
     "kv_cache_size", "is_prefill", "attention_backend",
@@ -52,7 +55,7 @@ def read(folder: Path, device: str | None) -> OperatorTables:
             if num_left_out:
                 doubts.append(f"{file.name}: {num_left_out:,} points across nodes, or of other ranks, are left out")
     rows = pa.concat_tables(tables).combine_chunks()
-    return OperatorTables(library_device(device, device), device, rows, tuple(doubts))
+    return OperatorTables(chosen("device", device), device, rows, tuple(doubts))
 
 
 def _mlp(file: Path, label: Any) -> list[Any]:
@@ -77,7 +80,7 @@ def _mlp(file: Path, label: Any) -> list[Any]:
         if csv.has(_time(name)):  # not all models have all of them
             time_ns = csv.times(_time(name), "ms", may_be_empty=True)
             had = np.isfinite(time_ns)
-            label_one = partial(label, operator="elementwise", kernel=name)
+            label_one = partial(label, operator="elementwise", kernel=_OTHERS[name])
             tables.append(label_one(int(had.sum()), m=rows[had], n=n[had], time_ns=time_ns[had]))
     return tables
 

@@ -102,7 +102,8 @@ def csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
 def vidur(folder: Path) -> Path:
     """The four CSVs, of a model with 8 heads of 64 and 2 KV heads, on 2 ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    layers = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj", "input_layernorm", "mlp_act")
+    layers = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj", "emb", "input_layernorm",
+              "post_attention_layernorm", "attn_rope", "mlp_act", "add")  # fmt: skip
     times = {f"time_stats.{name}.median": 0.5 for name in layers}
     shape = {"n_head": 8, "n_kv_head": 2, "n_embd": 512, "n_expanded_embd": 2048, "use_gated_mlp": True}
     csv(folder / "mlp.csv", [times | shape | {"num_tokens": m, "num_tensor_parallel_workers": 2} for m in (1, 2, 4)])

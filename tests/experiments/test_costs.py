@@ -8,7 +8,6 @@ import pytest
 
 from analysis.operators import format_operators, load_operators, operator_bars, operator_table
 from experiments.cli import main
-from experiments.device_file import library_name
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
@@ -311,21 +310,3 @@ def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, caps
 def test_impossible_commands_are_one_line(arguments, message, capsys):
     assert main(["calibrate", *arguments]) == 1
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("description", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx_pro_6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx_pro_6000_server"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA GT400", "chosen"),
-    ],
-)
-def test_a_profiled_gpu_is_named_as_the_library_names_it(description, name):
-    assert library_name(description, "chosen") == name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,15 @@ import pytest
 
 from experiments.cli import main
 from experiments.tables import aiconfigurator
+from experiments.tables.devices import model_spec
 from experiments.tables.doubts import MAX_DOUBTS, checked
 from experiments.tables.llmservingsim import read as read_llmservingsim
 from experiments.tables.vidur import read as read_vidur
+from sim.cost.measured import measure
+from sim.cost.roofline import RooflineCost
 from testbed.errors import ConfigError, ProfileError
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables, check_rows, read_operator_tables
 from tests.experiments import tables_on_the_spot as spot
 
@@ -218,7 +224,12 @@ def test_a_bad_line_of_a_csv_is_named(tmp_path: Path, file: str, line: str, mess
     ("old", "new", "error", "message"),
     [
         ("Llama-3.1-8B", "Llama-9-8B", ConfigError, "no model 'meta-llama/Llama-9-8B'; say which it is with --model"),
-        ("hardware: RTX4090", "hardware: TPU", ConfigError, "the library has no device 'TPU'; say which it is with"),
+        (
+            "gpu: NVIDIA RTX 4090\nhardware: RTX4090",
+            "hardware: TPU",
+            ConfigError,
+            "the library has no device 'TPU'; say which it is with",
+        ),
         ("hardware: RTX4090\n", "", ProfileError, "meta.yaml: 'hardware' is None; expected a text"),
         ("variant: bf16", "variant: int3", ProfileError, "'variant' is 'int3'; expected one of bf16"),
         ("intermediate_size: 7168", "intermediate_size: 7000", ProfileError, "7000, which is no share of 14336"),
@@ -255,11 +266,25 @@ def test_vidurs_columns_give_the_shapes_of_a_rank(tmp_path: Path) -> None:
     found = {row["kernel"]: (row["n"], row["k"]) for row in tables.select("gemm", m=2).to_pylist()}
     assert found == {"attn_pre_proj": (256 + 2 * 64, 512), "attn_post_proj": (512, 256),
                      "mlp_up_proj": (2048, 512), "mlp_down_proj": (512, 1024)}  # fmt: skip
-    assert only(tables, "elementwise", kernel="mlp_act", m=2)["n"] == 1024
+    layers = {(row["kernel"], row["n"]) for row in tables.select("elementwise", m=2).to_pylist()}
+    assert layers == {("emb", 512), ("layernorm", 512), ("rotary_emb", 256 + 64), ("act_fn", 1024), ("add", 512)}
     decode, prefill = only(tables, "attention_decode"), only(tables, "attention_prefill")
     assert {"batch": 4, "context": 100, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64}.items() <= decode.items()
     assert {"new_tokens": 64, "context": 32, "time_ns": 250_000.0}.items() <= prefill.items()
     assert decode["kernel"] == "flash_attention"
+
+
+def test_vidurs_small_layers_are_found_by_a_price(tmp_path: Path) -> None:
+    """Two norms, rotary embedding and activation of 0.5 ms each."""
+    model = replace(model_spec("llama3.1_8b"), hidden_size=512, intermediate_size=2048, num_attention_heads=8,
+                    num_key_value_heads=2, head_dim=64)  # fmt: skip
+    found = measure(read_vidur(spot.vidur(tmp_path), "a100"), model, 2, None, None, _roofline)
+    assert found.elementwise is not None
+    assert found.elementwise.grid.along(2.0) == pytest.approx(4 * 500_000.0)
+
+
+def _roofline(model: ModelSpec, size: int) -> RooflineCost:
+    return RooflineCost(model, DeviceSpec("a100"), tensor_parallel_size=size)
 
 
 def test_vidurs_collectives_are_bytes_and_a_gather_is_its_whole(tmp_path: Path) -> None:

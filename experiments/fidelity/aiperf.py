@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.fidelity.fields import duration_s, listed, mapping, required
+from experiments.fidelity.fields import duration_s, listed, mapping, request_id, required
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import json_object, nanoseconds, refuse, token_count
@@ -54,7 +54,7 @@ def _row(about: Mapping[str, Any], metrics: Mapping[str, Any], place: str) -> Me
         gaps = tuple(duration_s(value, place, "inter_chunk_latency", unit_s) for value in values)
     has_tpot = "inter_token_latency" in metrics
     return MeasuredRequest(
-        str(about.get("x_request_id") or place.rsplit(":", 1)[-1]), start_ns / 1e9,
+        request_id(about, "x_request_id", place, place.rsplit(":", 1)[-1]), start_ns / 1e9,
         _tokens(metrics, "input_sequence_length", place), _tokens(metrics, "output_sequence_length", place), ttft_s,
         _latency(metrics, "request_latency", place),
         _latency(metrics, "inter_token_latency", place) if has_tpot else None, gaps, place,
@@ -67,9 +67,9 @@ def _metric(metrics: Mapping[str, Any], name: str, place: str) -> Mapping[str, A
 
 def _unit(metric: Mapping[str, Any], name: str, place: str) -> float:
     unit = metric.get("unit")
-    if unit not in UNITS_S:
+    if not isinstance(unit, str) or unit not in UNITS_S:
         raise refuse(place, f"{name}.unit", unit, f"one of {', '.join(UNITS_S)}")
-    return UNITS_S[str(unit)]
+    return UNITS_S[unit]
 
 
 def _latency(metrics: Mapping[str, Any], name: str, place: str) -> float:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
 from testbed.foreign_text import parsed
-from testbed.traces.readers.fields import refuse, token_count
+from testbed.traces.readers.fields import name_text, refuse, token_count
 from testbed.traces.readers.open_text import existing_file, open_text
 
 MAX_S = 1e8  # three years: more is surely another unit
+_MAX_FIELD = 2**31 - 1  # characters of one field of a CSV, whose own limit a list of 20,000 gaps passes
 
 
 def read_text(path: Path) -> str:
@@ -32,6 +35,28 @@ def json_value(text: str, place: str) -> Any:
         return parsed(json.loads, text)
     except ValueError as error:
         raise TraceError(f"{place}: not JSON ({error}); expected the file as the tool wrote it") from None
+
+
+def csv_rows(text: str, file: Path) -> Iterator[tuple[dict[str, str], str]]:
+    """Each row of a CSV and its place; the first names the columns. Raises TraceError where it is none."""
+    csv.field_size_limit(_MAX_FIELD)
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    try:
+        for values in reader:
+            if None in values:
+                raise TraceError(f"{file}:{reader.line_num}: more values than columns; quote lists")
+            yield values, f"{file}:{reader.line_num}"
+    except csv.Error as error:
+        raise TraceError(f"{file}:{reader.line_num}: not CSV ({error}); expected the file as it was written") from None
+
+
+def csv_columns(text: str) -> list[str]:
+    """The names in the first line; none where it is not one of a CSV."""
+    csv.field_size_limit(_MAX_FIELD)
+    try:
+        return [name.strip() for name in next(csv.reader(text.splitlines()[:1]), [])]
+    except csv.Error:
+        return []
 
 
 def mapping(value: Any, place: str, field: str) -> Mapping[str, Any]:
@@ -55,6 +80,12 @@ def required(values: Mapping[str, Any], field: str, place: str, expected: str) -
 def count(values: Mapping[str, Any], field: str, place: str) -> int:
     """A number of tokens, or of other things that must be there: 1 or more."""
     return token_count(required(values, field, place, "a whole number above 0"), place, field)
+
+
+def request_id(values: Mapping[str, Any], field: str, place: str, otherwise: object) -> str:
+    """A name or a number; `otherwise` where the field is absent or empty."""
+    value = values.get(field)
+    return str(otherwise) if value is None or value == "" else name_text(value, place, field)
 
 
 def real(value: Any, place: str, field: str, least: float, expected: str) -> float:

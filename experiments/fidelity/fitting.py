@@ -90,7 +90,7 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
             scaled = part.load.config(replaced(overrides, overrides_of(values)))
             sim = simulate(scaled, part.trace, folder / str(next(number)), command)
             means = _means(sim, part.scored)
-            total += sum(math.log(means[name] / part.measured[name]) ** 2 for name in means)
+            total += sum(math.log(means[name] / mean) ** 2 for name, mean in part.measured.items() if name in means)
         return total
 
     first = {name: float(getattr(configs[0].device, KEYS[name])) for name in names}
@@ -135,10 +135,15 @@ def _first_half(load: Load) -> _Half:
     rows = load.trace.rows[: len(ids)]
     frame = load.measured.requests.set_index("request_id").loc[list(ids)]
     ended = numbers(frame, "finish_ns") <= rows[-1].arrival_ns
-    if ended.sum() < max(MIN_REQUESTS, MIN_APART * len(ids)):
-        return _Half(load, load.trace, False, ids, _means(load.measured, ids))
-    scored = tuple(np.array(ids)[ended].tolist())
-    return _Half(load, replace(load.trace, rows=rows), True, scored, _means(load.measured, scored))
+    is_apart = bool(ended.sum() >= max(MIN_REQUESTS, MIN_APART * len(ids)))
+    scored = tuple(np.array(ids)[ended].tolist()) if is_apart else ids
+    means = _means(load.measured, scored)
+    if not means:
+        raise ConfigError(
+            f"--fit: {load.name} has no TPOT and no E2E above 0 among the {len(scored)} requests that would be scored; "
+            "measure what the client received"
+        )
+    return _Half(load, replace(load.trace, rows=rows) if is_apart else load.trace, is_apart, scored, means)
 
 
 def _means(run: Run, ids: Sequence[str]) -> dict[str, float]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.fidelity import aiperf, guidellm, request_log, servingsim, study, vllm_bench
-from experiments.fidelity.fields import json_value, read_text
+from experiments.fidelity.fields import csv_columns, json_value, read_text
 from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.study import StudyRun
 from testbed.errors import TraceError
@@ -69,7 +68,7 @@ def recognise(text: str) -> str | None:
         return STUDY
     if start == "{":
         return _of_object(_first_object(text))
-    header = {name.strip() for name in next(csv.reader(text.splitlines()[:1]), [])}
+    header = set(csv_columns(text))
     if {"arrival_s", "ttft_s"} <= header:
         return "request-log"
     return "llmservingsim" if {"queuing_delay", "TTFT", "arrival"} <= header else None

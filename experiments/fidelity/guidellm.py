@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.fidelity.fields import count, duration_s, instant_s, json_value, listed, mapping, required
+from experiments.fidelity.fields import (
+    count,
+    duration_s,
+    instant_s,
+    json_value,
+    listed,
+    mapping,
+    request_id,
+    required,
+)
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 
@@ -31,7 +40,11 @@ def _one(value: Any, place: str, name: str, file: Path) -> MeasuredRun:
     benchmark = mapping(value, place, "benchmark")
     requests = mapping(required(benchmark, "requests", place, "the requests of the benchmark"), place, "requests")
     successful = listed(requests.get("successful"), place, "requests.successful")
-    num_failed = sum(len(requests.get(kind) or []) for kind in ("errored", "incomplete"))
+    num_failed = sum(
+        len(listed(requests[kind], place, f"requests.{kind}"))
+        for kind in ("errored", "incomplete")
+        if requests.get(kind) is not None
+    )
     totals = benchmark.get("run_stats", {}) if isinstance(benchmark.get("run_stats"), dict) else {}
     made = totals.get("requests_made")
     total = made.get("successful") if isinstance(made, dict) else None
@@ -58,7 +71,7 @@ def _row(values: Mapping[str, Any], place: str, i: int) -> MeasuredRequest:
         latency = end_s - sent_s
     tpot = values.get("inter_token_latency_ms")
     return MeasuredRequest(
-        str(values.get("request_id") or i), sent_s, count(values, "prompt_tokens", place),
+        request_id(values, "request_id", place, i), sent_s, count(values, "prompt_tokens", place),
         count(values, "output_tokens", place),
         duration_s(values["time_to_first_token_ms"], place, "time_to_first_token_ms", 1e-3),
         duration_s(latency, place, "request_latency"),

@@ -6,15 +6,13 @@ of the tokens after the arrival, a list; in CSV as text) and failed (true, 1: th
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from experiments.fidelity.fields import count, duration_s, instant_s, listed, required
+from experiments.fidelity.fields import count, csv_rows, duration_s, instant_s, listed, request_id, required
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
@@ -22,7 +20,8 @@ from testbed.traces.readers.fields import json_object, refuse
 
 NEEDED = ("arrival_s", "num_prompt_tokens", "num_output_tokens", "ttft_s", "e2e_s")
 COLUMNS = ("request_id", *NEEDED, "tpot_s", "token_times_s", "failed")
-_FAILED = ("true", "1")
+_FAILED, _ENDED_WELL = ("true", "1"), ("false", "0", "")
+_NEAR_S = 1e-3  # of the first and last token's instants to TTFT and E2E
 
 
 def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
@@ -33,7 +32,7 @@ def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRu
         for name in values:
             if name not in COLUMNS:
                 raise TraceError(unknown(f"{place}: unknown column {name!r}", str(name), COLUMNS))
-        if str(values.get("failed") or "").lower() in _FAILED:
+        if _has_failed(values, place):
             num_failed += 1
         else:
             rows.append(_row(values, place))
@@ -46,36 +45,53 @@ def _rows(text: str, file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
             if line.strip():
                 yield json_object(line, f"{file}:{number}"), f"{file}:{number}"
         return
-    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
-    for values in reader:
-        if None in values:
-            raise TraceError(f"{file}:{reader.line_num}: more values than columns; quote lists")
-        yield {name: value for name, value in values.items() if value not in ("", None)}, f"{file}:{reader.line_num}"
+    for values, place in csv_rows(text, file):
+        yield {name: value for name, value in values.items() if value not in ("", None)}, place
+
+
+def _has_failed(values: Mapping[str, Any], place: str) -> bool:
+    value = values.get("failed")
+    word = "" if value is None else str(value).strip().lower()
+    if word not in (*_FAILED, *_ENDED_WELL):
+        raise refuse(place, "failed", value, "true, false, 1, 0 or nothing")
+    return word in _FAILED
 
 
 def _row(values: Mapping[str, Any], place: str) -> MeasuredRequest:
     known = {name: required(values, name, place, "it, as docs/fidelity.md has it") for name in NEEDED}
     ttft_s = duration_s(known["ttft_s"], place, "ttft_s")
-    tpot = values.get("tpot_s")
-    return MeasuredRequest(
-        str(values.get("request_id") or place.rsplit(":", 1)[-1]), instant_s(known["arrival_s"], place, "arrival_s"),
-        count(values, "num_prompt_tokens", place), count(values, "num_output_tokens", place), ttft_s,
-        duration_s(known["e2e_s"], place, "e2e_s"), None if tpot is None else duration_s(tpot, place, "tpot_s"),
-        _token_gaps(values.get("token_times_s"), place), place,
-    )  # fmt: skip
+    e2e_s = duration_s(known["e2e_s"], place, "e2e_s")
+    tpot, times = values.get("tpot_s"), values.get("token_times_s")
+    num_output = count(values, "num_output_tokens", place)
+    row = MeasuredRequest(
+        request_id(values, "request_id", place, place.rsplit(":", 1)[-1]),
+        instant_s(known["arrival_s"], place, "arrival_s"), count(values, "num_prompt_tokens", place), num_output,
+        ttft_s, e2e_s, None if tpot is None else duration_s(tpot, place, "tpot_s"), None, place,
+    ).checked()  # fmt: skip
+    return row if times is None else row._replace(gaps_s=_token_gaps(times, row))
 
 
-def _token_gaps(value: Any, place: str) -> tuple[float, ...] | None:
-    """Gaps between the tokens' instants, which may not run backwards."""
-    if value is None:
-        return None
+def _token_gaps(value: Any, row: MeasuredRequest) -> tuple[float, ...]:
+    """Gaps between the tokens' instants: as many as tokens, none backwards, from the row's TTFT to its E2E."""
+    place = row.place
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
             raise refuse(place, "token_times_s", value, "a list of s, as [0.1, 0.2]") from None
     times = [duration_s(time, place, "token_times_s") for time in listed(value, place, "token_times_s")]
+    if len(times) != row.num_output_tokens:
+        has = f"field 'token_times_s' has {len(times)} instants"
+        raise TraceError(f"{place}: {has}; expected {row.num_output_tokens}, as num_output_tokens says")
     for before, after in pairwise(times):
         if after < before:
             raise refuse(place, "token_times_s", after, f"an instant not before the one before it, {before:g}")
+    for which, time, name, wanted in (
+        ("first", times[0], "ttft_s", row.ttft_s),
+        ("last", times[-1], "e2e_s", row.e2e_s),
+    ):
+        if abs(time - wanted) > _NEAR_S:
+            raise refuse(
+                place, "token_times_s", time, f"its {which} instant within {_NEAR_S:g} s of {name}, {wanted:g}"
+            )
     return tuple(after - before for before, after in pairwise(times))

@@ -8,14 +8,12 @@ least waited not at all.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.fidelity.fields import count, duration_s, instant_s, required
+from experiments.fidelity.fields import count, csv_columns, csv_rows, duration_s, instant_s, request_id, required
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
@@ -28,13 +26,12 @@ _OTHER_CLOCK_S = 100_000
 
 def read_servingsim(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """The CSV. Raises TestbedError in one line."""
-    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or [])]
+    columns = csv_columns(text)
+    missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise TraceError(f"{file}:1: column {missing[0]!r} is absent; expected {', '.join(COLUMNS)}")
     rows, models, instances = [], [], set()
-    for values in reader:
-        place = f"{file}:{reader.line_num}"
+    for values, place in csv_rows(text, file):
         rows.append(_row(values, place))
         models.append(str(values.get("model") or "not said"))
         instances.add(values.get("instance id"))
@@ -120,7 +117,8 @@ def _bench_row(one: _Timed, offset_s: float) -> MeasuredRequest:
     values, place = one.values, one.place
     arrival_s = one.queued_s if one.wall_s is None else one.wall_s + offset_s
     return MeasuredRequest(
-        str(values.get("request_id") or place.rsplit(":", 1)[-1]), arrival_s, count(values, "input_toks", place),
-        count(values, "output_toks", place), duration_s(one.first_s - arrival_s, place, "first_token_ts - arrival"),
+        request_id(values, "request_id", place, place.rsplit(":", 1)[-1]), arrival_s,
+        count(values, "input_toks", place), count(values, "output_toks", place),
+        duration_s(one.first_s - arrival_s, place, "first_token_ts - arrival"),
         duration_s(one.last_s - arrival_s, place, "last_token_ts - arrival"), None, None, place,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from analysis.load import Run
 from experiments.cli import main
-from experiments.fidelity.formats import recognise
+from experiments.fidelity.formats import read_files, recognise
 from tests.experiments.measured_files import WRITERS, rows_of, write
 from tests.experiments.test_fidelity_command import FILE, error_line, fidelity, ran, result
 
@@ -153,3 +153,65 @@ def test_two_files_of_one_name_are_refused(rows, tmp_path, capsys):
 def test_the_usage_names_the_command(capsys):
     assert main([]) == 0
     assert "fidelity <measured> ..." in capsys.readouterr().out
+
+
+def test_a_field_may_be_as_long_as_many_tokens_make_it(rows, tmp_path, capsys):
+    num = 20_000
+    long = {**rows[2], "output": num, "gaps_s": [0.001] * (num - 1), "e2e_s": rows[2]["ttft_s"] + 0.001 * (num - 1)}
+    few = [{**long, "arrival_s": 0.0}, rows[0], rows[1]]
+    text = WRITERS["llmservingsim"][1](few)
+    assert max(len(line) for line in text.splitlines()) > 131_072
+    file = tmp_path / "sim.csv"
+    file.write_text(text)
+    assert read_files([file], FILE).measured[0].requests[0].num_output_tokens == num
+    times = json.loads(WRITERS["request-log-jsonl"][1](few).splitlines()[0])["token_times_s"]
+    log = tmp_path / "log.csv"
+    header = "request_id,arrival_s,num_prompt_tokens,num_output_tokens,ttft_s,e2e_s,token_times_s\n"
+    log.write_text(header + f'a,0,5,{num},{long["ttft_s"]},{long["e2e_s"]},"{times}"\n')
+    assert len(read_files([log], FILE).measured[0].requests[0].gaps_s or ()) == num - 1
+    file.write_text(text.replace('"[', '"[\0', 1).replace("\n", "\r\r\n", 1))
+    assert "sim.csv" in error_line(capsys, file, *FILE)
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ([0.1, 0.2], "has 2 instants; expected 3, as num_output_tokens says"),
+        ([0.1, 0.3, 0.2], "is 0.2; expected an instant not before the one before it, 0.3"),
+        ([0.11, 0.2, 0.3], "is 0.11; expected its first instant within 0.001 s of ttft_s, 0.1"),
+        ([0.1, 0.2, 0.4], "is 0.4; expected its last instant within 0.001 s of e2e_s, 0.3"),
+    ],
+)
+def test_instants_of_tokens_are_those_of_the_row(tmp_path, capsys, times, said):
+    file = tmp_path / "log.jsonl"
+    row = {"arrival_s": 0, "num_prompt_tokens": 5, "num_output_tokens": 3, "ttft_s": 0.1, "e2e_s": 0.3}
+    file.write_text(json.dumps({**row, "token_times_s": [0.1, 0.2, 0.3005]}))
+    assert len(read_files([file], FILE).measured[0].requests) == 1
+    file.write_text(json.dumps({**row, "token_times_s": times}))
+    assert f"log.jsonl:1: field 'token_times_s' {said}" in error_line(capsys, file, *FILE)
+
+
+def test_values_of_another_kind_are_refused_where_they_stand(rows, tmp_path, capsys):
+    log = write(tmp_path, "request-log-jsonl", rows[:3])
+    lines = log.read_text().splitlines()
+    for change, said in (
+        ({"failed": "maybe"}, "log.jsonl:3: field 'failed' is 'maybe'; expected true, false, 1, 0 or nothing"),
+        ({"request_id": {"a": 1}}, "log.jsonl:3: field 'request_id' is {'a': 1}; expected a name"),
+    ):
+        log.write_text("\n".join([*lines[:2], json.dumps({**json.loads(lines[2]), **change})]))
+        assert said in error_line(capsys, log, *FILE)
+    log.write_text("\n".join([*lines[:2], json.dumps({**json.loads(lines[2]), "failed": True})]))
+    assert len(read_files([log], FILE).measured[0].requests) == 2
+    report = write(tmp_path, "guidellm", rows)
+    report.write_text(report.read_text().replace('"errored": [{}]', '"errored": 5'))
+    assert "benchmark 1: field 'requests.errored' is 5; expected a list" in error_line(capsys, report, *FILE)
+    records = write(tmp_path, "aiperf", rows)
+    records.write_text(records.read_text().replace('"unit": "ms"', '"unit": ["ms"]', 1))
+    said = error_line(capsys, records, *FILE)
+    assert "profile_export.jsonl:1: field 'time_to_first_token.unit' is ['ms']; expected one of ns" in said
+
+
+def test_times_of_0_have_nothing_to_fit(rows, tmp_path, capsys):
+    no_time = [{**row, "ttft_s": 0.0, "e2e_s": 0.0, "gaps_s": [0.0] * len(row["gaps_s"])} for row in rows]
+    file = bench(no_time, tmp_path)
+    assert "bench has no TPOT and no E2E above 0" in error_line(capsys, file, *FILE, "--fit", "host")

@@ -13,7 +13,7 @@ from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.page import check_page, write_page
-from experiments.fidelity.simulating import check_overrides
+from experiments.fidelity.simulating import check_overrides, variant
 from experiments.run_folder import write_json
 from testbed.errors import ConfigError, RunFolderError, TraceError
 
@@ -76,7 +76,7 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
         )
     check_overrides(overrides)
     for words in options.beside:
-        check_overrides(shlex.split(words))
+        variant(words)
     check_format(options.format)
     options.names = parse_names(options.fit)
     check_page(options.page)

@@ -53,6 +53,7 @@ def read_files(files: list[Path], given: list[str], format_name: str | None = No
             raise TraceError(f"{file}: not recognised; say with --format what it is: {', '.join(FORMATS)}")
         else:
             raise TraceError(f"{file}: --format {name} is of folders; expected {', '.join((*READERS, STUDY))}")
+    study.check_names(found.study)
     return found
 
 

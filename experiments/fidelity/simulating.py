@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,29 @@ _SHOWN = (
 )  # fmt: skip
 
 
+def variant(words: str) -> list[str]:
+    """The overrides of one --beside. Raises ConfigError if they are none."""
+    try:
+        overrides = shlex.split(words)
+    except ValueError as error:
+        raise ConfigError(f"--beside {words!r}: {error}; quote it as --beside 'cost=tables seed=1'") from None
+    if not overrides:
+        raise ConfigError(f"--beside {words!r} has no override; expected one or more, as --beside cost=tables")
+    check_overrides(overrides)
+    return overrides
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raises ConfigError for what cannot be laid over a measured run."""
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or key.startswith(("-", "+", "~")):
             raise ConfigError(f"{item!r}: give measured runs (files, folders) and plain key=value pairs")
-        if key.split(".")[0] in ("trace", "backend") and key in ("backend", "trace", "trace.name", "trace.path"):
+        group = key.partition(".")[0]
+        if group == "trace" or key in ("backend", "backend.name"):
             raise ConfigError(f"{item!r}: the measured run is the trace, and the simulator runs it; leave it out")
+        if group == "hydra":
+            raise ConfigError(f"{item!r}: runs are kept where --out says; leave it out")
 
 
 def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ are unique, of system_prompt_len + question_len tokens; every output has output_
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,14 @@ from experiments.fidelity.fields import count, duration_s, listed, mapping, real
 from experiments.fidelity.library import choice
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
+from testbed.traces.readers.fields import name_text, refuse
 from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
 METRICS = ("e2e_mean", "ttft_mean", "itl_mean", "tpot_mean", "e2e_p90", "e2e_p99", "ttft_p90", "ttft_p99")
 FIELDS = ("workload", "measured_ms")  # an object that has them is a run of such a study
+OURS = "this simulator"  # among the predictors; those of --beside are called so too, with a comma and overrides
+MAX_REQUESTS = 2_000_000  # of a run: a simulation keeps them all
 WHOLE = "all"  # of a run, beside its stages
 _ASYNC_SINCE = (0, 14)  # vLLM plans ahead by default
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
@@ -30,6 +33,10 @@ class Stage(NamedTuple):
     start_s: float
     duration_s: float
     rate: float  # requests per second
+
+    @property
+    def num_requests(self) -> int:
+        return round(self.duration_s * self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +68,35 @@ class StudyRun:
 
 def read_study(values: list[Any], file: Path, given: list[str]) -> list[StudyRun]:
     """The runs of a study's list. given: the user's overrides. Raises TestbedError in one line."""
+    if not values:
+        raise TraceError(f"{file}: an empty list; expected at least one run")
     return [_run(value, f"{file}: run {number + 1}", given) for number, value in enumerate(values)]
+
+
+def check_names(runs: Iterable[StudyRun]) -> None:
+    """Raises TraceError if two runs have one name."""
+    places: dict[str, str] = {}
+    for run in runs:
+        if run.name in places:
+            raise refuse(run.place, "name", run.name, f"a name not used before (first at {places[run.name]})")
+        places[run.name] = run.place
 
 
 def trace_of(run: StudyRun) -> Trace:
     """The workload; ids are `stage<n>-<i>`."""
     rows = []
     for number, stage in enumerate(run.stages):
-        for i in range(round(stage.duration_s * stage.rate)):
+        for i in range(stage.num_requests):
             prompt = Span(content_key(run.name, number, i), 0, run.num_prompt_tokens)
             output = Span(content_key(run.name, number, i, "output"), 0, run.num_output_tokens)
             arrival_ns = round((stage.start_s + i / stage.rate) * 1e9)
             rows.append(TraceRequest(f"stage{number}-{i}", arrival_ns, (prompt,), output))
-    if not rows:
-        raise TraceError(f"{run.place}: its stages send no request; expected a duration and a rate above 0")
     return arrange(run.name, rows)
 
 
 def _run(value: Any, place: str, given: list[str]) -> StudyRun:
     values = mapping(value, place, "run")
-    name = str(required(values, "name", place, "the run's name"))
+    name = name_text(required(values, "name", place, "the run's name"), place, "name")
     place = f"{place} ({name})"
     work = mapping(required(values, "workload", place, "an object"), place, "workload")
     num_prompt = sum(count(work, field, place) for field in ("system_prompt_len", "question_len"))
@@ -91,12 +107,20 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
         if part not in measured:
             raise TraceError(f"{place}: field 'measured_ms' has no {part!r}; expected 'all' and each stage")
     for part, known in measured.items():
+        if known["e2e_mean"] < known["ttft_mean"]:
+            raise refuse(
+                place, f"measured_ms.{part}.e2e_mean", known["e2e_mean"],
+                f"at least ttft_mean, {known['ttft_mean']:g}: a request ends after its first token",
+            )  # fmt: skip
         if num_output > 1 and known.get("itl_mean") == 0:
             raise TraceError(
                 f"{place}: field 'measured_ms.{part}.itl_mean' is 0, between {num_output} tokens; expected a mean "
                 "above 0, or leave it out"
             )
     others = mapping(values.get("predicted_ms") or {}, place, "predicted_ms")
+    for who in others:
+        if who.startswith(OURS):
+            raise refuse(place, "predicted_ms", who, f"another name: rows of {OURS!r} are simulated here")
     predicted = {who: _parts(known, place, f"predicted_ms.{who}", num_output) for who, known in others.items()}
     engine = str(values.get("engine") or "an unnamed engine")
     return StudyRun(
@@ -129,12 +153,24 @@ def _preset(engine: str) -> str:
 
 def _stages(work: Mapping[str, Any], place: str) -> tuple[Stage, ...]:
     stages: list[Stage] = []
-    start_s = 0.0
+    start_s = num_requests = 0.0
     for number, item in enumerate(listed(work.get("stages"), place, "workload.stages")):
         field = f"workload.stages[{number}]"
         values = mapping(item, place, field)
         length = duration_s(values.get("duration"), place, f"{field}.duration")
         stages.append(Stage(start_s, length, real(values.get("rate"), place, f"{field}.rate", 1e-6, "a rate above 0")))
+        num = length * stages[-1].rate  # not yet whole: rates may be absurd
+        if round(num) < 1:
+            raise TraceError(
+                f"{place}: field '{field}' sends no request ({length:g} s at {stages[-1].rate:g} a second); expected "
+                "one or more, or leave the stage out"
+            )
+        num_requests += num
+        if num_requests > MAX_REQUESTS:
+            raise TraceError(
+                f"{place}: field 'workload.stages' sends {num_requests:,.0f} requests; expected at most "
+                f"{MAX_REQUESTS:,} a run"
+            )
         start_s += length
     if not stages:
         raise TraceError(f"{place}: field 'workload.stages' is empty; expected at least one stage")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +14,9 @@ from tqdm import tqdm
 
 from analysis.frames import numbers
 from analysis.load import Run
-from experiments.fidelity.simulating import composed, described, simulate
-from experiments.fidelity.study import METRICS, WHOLE, Parts, StudyRun, trace_of
+from experiments.fidelity.simulating import composed, described, simulate, variant
+from experiments.fidelity.study import METRICS, OURS, WHOLE, Parts, StudyRun, trace_of
 
-OURS = "this simulator"
 _RECORDED = ["record.steps=false", "record.token_times=false"]
 MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between tokens
 
@@ -56,7 +54,7 @@ def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequenc
     """The runs with what this simulator says of them under more overrides, as if they were other predictors'."""
     found = list(runs)
     for words in reversed(variants):
-        simulated = simulate_study(runs, [*overrides, *shlex.split(words)], command)
+        simulated = simulate_study(runs, [*overrides, *variant(words)], command)
         found = [
             replace(run, predicted_ms={f"{OURS}, {words}": one.ours_ms, **run.predicted_ms})
             for run, one in zip(found, simulated, strict=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.fidelity.study import WHOLE
-from experiments.fidelity.study_report import OURS, Score, Simulated, merged, scores
+from experiments.fidelity.study import OURS, WHOLE
+from experiments.fidelity.study_report import Score, Simulated, merged, scores
 from experiments.fidelity.tables import percent, table
 
 NAMES = {
@@ -68,7 +68,11 @@ def _mape(rows: Sequence[Score]) -> str:
 
 
 def lowest_lines(rows: Sequence[Score]) -> list[str]:
-    """Of each column, who is lowest of those that predict every run; then where others beat us on their own runs."""
+    """Of each column, who is lowest of those that predict every run; then where others beat us on their own runs.
+
+    Rows of --beside are none of them: they are this simulator under other overrides, chosen with the result in sight.
+    """
+    rows = [row for row in rows if not row.who.startswith(f"{OURS}, ")]
     most = max(row.num_runs for row in rows)
     said = []
     for key in NAMES:
@@ -80,6 +84,6 @@ def lowest_lines(rows: Sequence[Score]) -> list[str]:
     for row in rows:
         both = row.errors.keys() & row.ours.keys()
         better = [name for key, name in NAMES.items() if key in both and row.errors[key] < row.ours[key]]
-        if not row.who.startswith(OURS) and row.num_runs < most and better:
+        if row.who != OURS and row.num_runs < most and better:
             lines.append(f"Lower than {OURS} on its own {row.num_runs} runs: {row.who} ({', '.join(better)}).")
     return [" ".join(lines)]

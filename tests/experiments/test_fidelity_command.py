@@ -16,7 +16,8 @@ from analysis.load import Run, load_run
 from experiments import simulate
 from experiments.cli import main
 from experiments.fidelity.page import BEGIN, END
-from experiments.fidelity.study_report import OURS, Score
+from experiments.fidelity.study import OURS
+from experiments.fidelity.study_report import Score
 from experiments.fidelity.study_text import lowest_lines
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.measured_files import rows_of, study, write
@@ -274,11 +275,38 @@ def test_a_study_is_simulated_under_other_settings_beside(tmp_path, capsys):
     assert "scheduller" in error_line(capsys, file, "--beside", "scheduller=vllm_v1")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ('cost="tables', "--beside 'cost=\"tables': No closing quotation; quote it as"),
+        ("", "--beside '' has no override; expected one or more"),
+        ("trace.limit=3", "'trace.limit=3': the measured run is the trace"),
+        ("backend=vllm", "'backend=vllm': the measured run is the trace, and the simulator runs it"),
+        ("hydra.run.dir=x", "'hydra.run.dir=x': runs are kept where --out says"),
+    ],
+)
+def test_what_cannot_be_laid_over_a_measured_run_is_refused(base, tmp_path, capsys, words, said):
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study()))
+    assert said in error_line(capsys, file, "--beside", words)
+    if words and '"' not in words:
+        assert said in error_line(capsys, file, words)
+        assert said in error_line(capsys, base.path, words)
+    assert fidelity(file, "--beside", "backend.frontend_ns=1000000") == 0
+
+
+def test_a_study_of_no_runs_is_refused(tmp_path, capsys):
+    file = tmp_path / "study.json"
+    file.write_text("[]")
+    assert f"{file}: an empty list; expected at least one run" in error_line(capsys, file)
+
+
 def test_every_column_says_who_is_lowest():
     full = {"e2e_mean": 0.1, "ttft_mean": 0.3, "ttft_p99": 0.4}
     few = {"e2e_mean": 0.2, "ttft_p90": 0.05, "ttft_p99": 0.1}
     rows = [
         Score(OURS, 3, full, full),
+        Score(f"{OURS}, cost=tables", 3, dict.fromkeys(full, 0.01), full),
         Score("whole", 3, {"e2e_mean": 0.2, "ttft_mean": 0.2, "ttft_p99": 0.1}, full),
         Score("part", 1, few, {"e2e_mean": 0.3, "ttft_p90": 0.1, "ttft_p99": 0.05}),
     ]
@@ -320,6 +348,24 @@ def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
             "field 'output_len' is 0; expected a whole number of tokens",
         ),
         (lambda run: run["workload"].update(stages=[]), "field 'workload.stages' is empty"),
+        (
+            lambda run: run["workload"]["stages"][1].update(duration=0),
+            "field 'workload.stages[1]' sends no request (0 s at 20 a second)",
+        ),
+        (
+            lambda run: run["workload"]["stages"][0].update(rate=1e7),
+            "field 'workload.stages' sends 20,000,000 requests; expected at most 2,000,000 a run",
+        ),
+        (
+            lambda run: run["measured_ms"]["stage1"].update(e2e_mean=8),
+            "field 'measured_ms.stage1.e2e_mean' is 8.0; expected at least ttft_mean, 12",
+        ),
+        (lambda run: run.update(name="run-0"), "field 'name' is 'run-0'; expected a name not used before (first at"),
+        (lambda run: run.update(name=["a"]), "field 'name' is ['a']; expected a name"),
+        (
+            lambda run: run.update(predicted_ms={"this simulator, x": {}}),
+            "field 'predicted_ms' is 'this simulator, x'; expected another name",
+        ),
         (lambda run: run.pop("model"), "field 'model' is absent"),
         (lambda run: run.update(model="acme/none"), "the model is 'acme/none', which the library does not have"),
         (lambda run: run.update(device="Abacus"), "the device is 'Abacus'"),

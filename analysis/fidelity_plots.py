@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ Panel = tuple[pd.DataFrame, Mapping[str, float], pd.DataFrame]  # error_table, n
 _SCATTERED = {"ttft_s": "TTFT", "e2e_s": "E2E"}
 _COMPARED = ("e2e_mean", "ttft_mean", "itl_mean")
 _LARGE = 100.0  # %: a bar that is longer is cut there, with its number
+_LABEL, _MAX_LINES, _LINE_IN = 28, 4, 0.13  # a row's label: characters of a line, lines, inches of each
 
 
 def fidelity_figure(loads: Mapping[str, Panel], name_of: Callable[[str], str]) -> Figure:
@@ -87,12 +89,15 @@ def study_figure(
     names: Mapping[str, str],
 ) -> Figure:
     """Left: of each run (ours, measured) the signed errors of the means. Right: each predictor's mean absolute
-    percentage error; beyond 100 % the number stands at the bar's end."""
+    percentage error; a bar beyond 100 % is cut, and says so beside its number. Long labels are broken into lines, and
+    the figure is as tall as its rows need."""
+    left_labels = [_wrapped(name.lstrip("0123456789-") or name, hyphens=True) for name in runs]
+    right_labels = [_wrapped(name) for name in predictors]
     with style.styled():
-        height = max(0.34 * len(runs), 0.36 * len(predictors), 1.6) + 0.9
+        height = max(_height(left_labels), _height(right_labels), 1.6) + 1.0
         figure, ((left, right),) = style.grid(1, 2, height)
-        _signed(left, runs)
-        _predictors(right, predictors)
+        _signed(left, list(runs.values()), left_labels)
+        _predictors(right, list(predictors.values()), right_labels)
         handles = [
             style.line_handle(color=_colour(i), marker=style.marker(i), linestyle="none") for i in range(len(_COMPARED))
         ]
@@ -100,34 +105,51 @@ def study_figure(
     return figure
 
 
-def _signed(axes: Axes, runs: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]) -> None:
+def _signed(axes: Axes, runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], labels: Sequence[str]) -> None:
     for index, key in enumerate(_COMPARED):
         known = [
             (place, 100.0 * (ours[key] - measured[key]) / measured[key])
-            for place, (ours, measured) in enumerate(runs.values()) if key in ours and measured.get(key)
+            for place, (ours, measured) in enumerate(runs) if key in ours and measured.get(key)
         ]  # fmt: skip
         axes.plot(
             [error for _, error in known], [place + 0.2 * (index - 1) for place, _ in known], linestyle="none",
             color=_colour(index), marker=style.marker(index),
         )  # fmt: skip
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
-    axes.set_yticks(range(len(runs)), [_short(name) for name in runs])
+    axes.set_yticks(range(len(runs)), labels)
     axes.set(ylim=(len(runs) - 0.5, -0.5), xlabel="signed error of this simulator, %")
 
 
-def _short(name: str, length: int = 34) -> str:
-    """Without the numbers that it begins with, and cut."""
-    bare = name.lstrip("0123456789-") or name
-    return bare if len(bare) <= length else bare[: length - 1] + "…"
+def _height(labels: Sequence[str]) -> float:
+    """Inches of rows with these labels, all as tall as the tallest needs."""
+    most = max((label.count("\n") + 1 for label in labels), default=1)
+    return max(0.36, 0.1 + _LINE_IN * most) * len(labels)
 
 
-def _predictors(axes: Axes, predictors: Mapping[str, Mapping[str, float]]) -> None:
+def _wrapped(label: str, *, hyphens: bool = False) -> str:
+    """Broken at spaces (or hyphens) into a few lines, each cut where it is too long; the last word is kept."""
+    text = label.replace("-", "- ") if hyphens else label  # textwrap breaks no hyphen beside a digit
+    lines = textwrap.wrap(text, _LABEL, break_long_words=False, break_on_hyphens=False)
+    if hyphens:
+        lines = [line.replace("- ", "-") for line in lines]
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES - 1], f"… {label.rpartition(' ')[2]}"]
+    return "\n".join(line if len(line) <= _LABEL else line[: _LABEL - 1] + "…" for line in lines)
+
+
+def _predictors(axes: Axes, predictors: Sequence[Mapping[str, float]], labels: Sequence[str]) -> None:
+    values = [100.0 * errors[key] for errors in predictors for key in _COMPARED if key in errors]
+    limit = min(_LARGE, max(values, default=_LARGE)) or 1.0
     for index, key in enumerate(_COMPARED):
-        for place, errors in enumerate(predictors.values()):
+        for place, errors in enumerate(predictors):
             if key in errors:
                 value, where = 100.0 * errors[key], place + 0.25 * (index - 1)
-                axes.barh(where, min(value, _LARGE), height=0.23, color=_colour(index))
-                axes.text(min(value, _LARGE), where, f" {value:.0f}", va="center", fontsize=6.5)
-    axes.set_yticks(range(len(predictors)), list(predictors))
-    axes.set(ylim=(len(predictors) - 0.5, -0.5), xlim=(0, 1.12 * _LARGE), xlabel="mean absolute error, % (of runs)")
+                axes.barh(where, min(value, limit), height=0.23, color=_colour(index))
+                says = f" {value:.0f}" if value <= limit else f" {value:.0f}, cut"
+                axes.text(min(value, limit), where, says, va="center", fontsize=6.5)
+    axes.set_yticks(range(len(predictors)), labels)
+    is_cut = max(values, default=0.0) > limit
+    axes.set(ylim=(len(predictors) - 0.5, -0.5), xlim=(0, (1.3 if is_cut else 1.12) * limit))
+    says = "mean absolute error, % (of runs)"
+    axes.set_xlabel(f"{says}\nlonger bars are cut at {limit:.0f}" if is_cut else says)
     axes.grid(visible=False, axis="y")

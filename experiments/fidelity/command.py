@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
+from experiments.fidelity.leftovers import refuse_inside, remove_runs
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.page import check_page, write_page
@@ -37,6 +38,9 @@ def main(arguments: list[str]) -> int:
     read = read_files([path for path in inputs if not path.is_dir()], overrides, options.format)
     if read.study and (read.measured or folders):
         raise ConfigError("a study has only aggregates: compare it by itself, not beside measured requests")
+    if options.out is not None:
+        refuse_inside(inputs, options.out / RUNS)
+        remove_runs(options.out / RUNS)
     if read.study:
         return _study(read.study, overrides, options)
     with TemporaryDirectory(prefix="testbed-") as scratch:

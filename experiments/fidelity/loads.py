@@ -21,7 +21,7 @@ from analysis.load import Run, load_run, read_json
 from experiments.compose import compose_from
 from experiments.config import RunConfig
 from experiments.fidelity.library import choice
-from experiments.fidelity.measured import MeasuredRun, trace_of, write_folder
+from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
 from experiments.run_folder import TRACE_FILE, write_json
 from experiments.traces import build_trace
@@ -193,7 +193,7 @@ def _write(run: Run, kept: pa.Table, trace: Trace, folder: Path) -> None:
     manifest = read_json(run.path / "manifest.json")
     manifest["trace"] = {"name": trace.name, "num_requests": len(trace), "fingerprint": fingerprint(trace), "notes": []}
     write_json(folder / "manifest.json", manifest)
-    (folder / "done").write_text("measured\n")
+    (folder / "done").write_text(MEASURED)
 
 
 def grouped(loads: Sequence[Load]) -> list[list[Load]]:

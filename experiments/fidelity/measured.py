@@ -24,6 +24,7 @@ from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
+MEASURED = "measured\n"  # in the file `done` of a run folder that a measured run was written as
 _ROUNDING_S = 2e-6  # clients write microseconds: first and last token of one instant may differ by that
 
 
@@ -126,7 +127,7 @@ def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder:
         "num_unsent": 0, "replay": None,
     }  # fmt: skip
     write_json(folder / "manifest.json", manifest)
-    (folder / "done").write_text("measured\n")
+    (folder / "done").write_text(MEASURED)
 
 
 def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from analysis import fidelity
+from analysis.fidelity_plots import study_figure
 from analysis.load import load_run
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
@@ -73,3 +74,25 @@ def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_
 def test_a_simulated_run_matches_itself_exactly(tmp_path):
     run = load_run(write_run(tmp_path / "run", num_requests=20))
     assert (fidelity.error_table(run, run)["error"] == 0).all()
+
+
+def test_a_figure_of_a_study_has_room_for_long_rows_and_says_where_bars_are_cut():
+    errors = dict.fromkeys(("e2e_mean", "ttft_mean", "itl_mean"), 0.1)
+    names = {key: key for key in errors}
+    runs = {f"6{i}-mistral-nemo-12b-tp2-general-lite-2-{i}": (errors, errors) for i in range(2)}
+    words = "scheduler=vllm_v1 backend.frontend_ns=7000000 cost=tables cost.source=a/path/that/is/long.parquet seed=3"
+    rows = {"this simulator (9)": errors, f"this simulator, {words} (9)": errors}
+    figure = study_figure(runs, rows, names)
+    figure.draw_without_rendering()
+    left, right = figure.axes
+    assert all(axes.get_window_extent().width > 0.15 * figure.bbox.width for axes in (left, right))
+    label = right.get_yticklabels()[1].get_text()
+    assert len(label.splitlines()) == 4
+    assert label.endswith("(9)")
+    assert "cut" not in right.get_xlabel()
+    assert [text.get_text().rpartition("-")[2] for text in left.get_yticklabels()] == ["0", "1"]
+    more = {**rows, **{f"{words} {i}": {**errors, "ttft_mean": 8.53} for i in range(8)}}
+    taller = study_figure(runs, more, names)
+    assert taller.get_figheight() > 2 * figure.get_figheight()
+    assert "cut at 100" in taller.axes[1].get_xlabel()
+    assert " 853, cut" in [text.get_text() for text in taller.axes[1].texts]

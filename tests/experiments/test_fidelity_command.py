@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -98,8 +99,6 @@ def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path)
 
 def copied(run: Run, folder: Path) -> Path:
     """The run's folder with the trace in it, as a real run has it."""
-    import shutil
-
     from experiments.compose import compose_from
     from experiments.traces import build_trace
     from testbed.traces.serialize import write_jsonl
@@ -425,6 +424,26 @@ def test_runs_kept_with_out_are_run_folders(base, tmp_path):
     assert measured.fingerprint == simulated.fingerprint
     assert len(measured.requests) == 60
     assert main(["report", str(tmp_path / "out" / "runs"), "--out", str(tmp_path / "report.html")]) == 0
+
+
+def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, capsys):
+    file, out = write(tmp_path, "vllm-bench", rows_of(base)), tmp_path / "out"
+    runs = out / "runs"
+    assert fidelity(file, *FILE, "--out", out) == 0
+    (runs / "bench" / "notes.txt").write_text("mine")
+    ran(runs / "mine")
+    shutil.copytree(base.path, runs / "other" / "simulated")
+    file = file.rename(tmp_path / "later.json")
+    assert fidelity(file, *FILE, "--out", out, "--overwrite") == 0
+    left = {path.relative_to(runs).as_posix() for path in runs.glob("*/*") if path.is_dir()}
+    assert left == {"later/measured", "later/simulated", "other/simulated"}
+    assert (runs / "bench" / "notes.txt").exists()
+    assert load_run(runs / "mine").summary
+    said = error_line(capsys, runs / "later" / "measured", "--out", out, "--overwrite")
+    assert "which --overwrite renews; choose another --out" in said
+    (tmp_path / "study.json").write_text(json.dumps(study()))
+    assert fidelity(tmp_path / "study.json", "--out", out, "--overwrite") == 0
+    assert not (runs / "later").exists()
 
 
 def test_a_page_gets_the_table_between_its_marks_and_no_folders(tmp_path, capsys):

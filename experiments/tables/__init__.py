@@ -110,6 +110,7 @@ def _list(arguments: list[str]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
+    from experiments.tables.devices import chosen
     from experiments.tables.summary import range_lines
     from testbed.specs.operator_tables import OPERATORS
 
@@ -119,16 +120,18 @@ def _show(arguments: list[str]) -> int:
     parser.add_argument("--model", help="draw the shapes of this model of the library (llama3.1_8b)")
     parser.add_argument("--plot", type=Path, metavar="STEM", help="writes STEM-<operator>.png and .svg")
     options = parser.parse_args(arguments)
+    model = chosen("model", options.model or "llama3.1_8b")
     tables = _open(options.tables)
     there = [name for name in OPERATORS if tables.select(name).num_rows]
     if options.operator is not None and options.operator not in there:
         raise ConfigError(unknown(f"{options.tables} has no operator {options.operator!r}", options.operator, there))
-    chosen = there if options.operator is None else [options.operator]
-    print(*range_lines(tables, chosen), sep="\n")
+    operators = there if options.operator is None else [options.operator]
+    print(*range_lines(tables, operators), sep="\n")
     if options.plot is not None:
         from experiments.tables.figures import draw
 
-        for path in draw(tables, chosen, options.model or "llama3.1_8b", options.plot):
+        stem = options.plot.with_suffix("") if options.plot.suffix in (".png", ".svg") else options.plot
+        for path in draw(tables, operators, model, stem):
             print(path)
     return 0
 

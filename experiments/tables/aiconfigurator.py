@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from experiments.tables.columns import rows_of, times_ns
+from experiments.tables.columns import reason, rows_of, times_ns
 from experiments.tables.devices import OUR_DEVICES, THEIR_DEVICES
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import unknown
@@ -28,6 +28,7 @@ PACKAGE = "aiconfigurator_core"
 Kept = tuple[tuple[str, ...], int]  # dtypes of products, head size
 ENGINES = ("vllm", "sglang", "trtllm")
 LICENCE = "Apache-2.0"
+_ELSE = "import tables of your own (testbed tables import), or choose cost=roofline"
 _DTYPES = {"half": "float16"}  # others are ours, or have no name of ours: fp8_block, int8_wo, nvfp4, ...
 _DTYPE_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "float": 4, "float32": 4}
 _GEMM = ("kernel_source", "gemm_dtype", "m", "n", "k", "latency")
@@ -64,7 +65,7 @@ def load(
     system = _system(root, device)
     folder = root / "data" / system
     if engine not in ENGINES:
-        raise ConfigError(unknown(f"--engine is {engine!r}", engine, ENGINES))
+        raise ConfigError(unknown(f"engine is {engine!r}", engine, ENGINES))
     chosen = _version(folder, engine, version)
     source = f"aiconfigurator-core {_package_version(root)}"
     label = partial(rows_of, source=source, licence=LICENCE)
@@ -158,7 +159,8 @@ def _system(root: Path, device: str) -> str:
     with_data = [system for system in _systems(root) if any((root / "data" / system / "gemm").glob("*/*/*.parquet"))]
     if named not in with_data:
         names = [OUR_DEVICES.get(system, system) for system in with_data]
-        raise ConfigError(unknown(f"aiconfigurator-core has no tables of the device {device!r}", device, names))
+        problem = unknown(f"aiconfigurator-core has no tables of the device {device!r}", device, names)
+        raise ConfigError(f"{problem}; {_ELSE}")
     return named
 
 
@@ -183,11 +185,11 @@ def _version(folder: Path, engine: str, wanted: str | None) -> str:
     """The wanted version, or the newest, of those that are whole."""
     whole = _whole_versions(folder, engine)
     if not whole:
-        raise ConfigError(f"aiconfigurator-core has no tables of {engine} on {folder.name}")
+        raise ConfigError(f"aiconfigurator-core has no tables of {engine} on {folder.name}; {_ELSE}")
     if wanted is None:
         return whole[-1]
     if wanted not in whole:
-        raise ConfigError(unknown(f"--version is {wanted!r}", wanted, whole))
+        raise ConfigError(unknown(f"version is {wanted!r}", wanted, whole))
     return wanted
 
 
@@ -214,7 +216,7 @@ def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
             raise ProfileError(f"{file} lacks the column {missing[0]!r}; it has {', '.join(names)}")
         table = pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)])
     except (pa.ArrowException, OSError) as error:
-        raise ProfileError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        raise ProfileError(f"{file} cannot be read as Parquet: {reason(error)}") from None
     return table.append_column("time_ns", times_ns(table["latency"], "ms", str(file), "latency"))
 
 

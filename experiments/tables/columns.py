@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,16 @@ class CsvTable:
         self.path = path
         if not path.is_file():
             raise ProfileError(f"no file at {path}; docs/tables.md says what each source has")
-        try:
-            names = pa.csv.open_csv(path).schema.names
-            texts = pa.csv.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", "nan", "NaN"]
-            )
-            self._table = pa.csv.read_csv(path, convert_options=texts)
-        except (pa.ArrowException, OSError) as error:
-            raise ProfileError(f"{path} cannot be read as CSV: {str(error).splitlines()[0]}") from None
+        self._table = _read(path)
+        names = self._table.column_names
         missing = [name for name in needed if name not in names]
         if missing:
-            raise ProfileError(f"{path} lacks the column {missing[0]!r}; it has {', '.join(names[:30])}")
+            raise ProfileError(f"{path} lacks the column {missing[0]!r}; it has {', '.join(map(_plain, names[:30]))}")
+        doubled = [name for name in needed if names.count(name) > 1]
+        if doubled:
+            raise ProfileError(
+                f"{path} has the column {doubled[0]!r} {names.count(doubled[0])} times; expected it once"
+            )
         if not self._table.num_rows:
             raise ProfileError(f"{path} has no rows")
         self.num_rows: int = self._table.num_rows
@@ -119,6 +119,48 @@ class CsvTable:
         value = self._table[name][row].as_py()
         text = "empty" if value is None else shown(value)
         return ProfileError(f"{self.path}, line {row + 2}: {name} is {text}; expected {expected}")
+
+
+def reason(error: Exception) -> str:
+    """The first line of what a library says, with what cannot be printed escaped."""
+    return _plain((str(error).splitlines() or [type(error).__name__])[0], 160)
+
+
+def _plain(text: str, length: int = 40) -> str:
+    escaped = repr(text)[1:-1]
+    return escaped if len(escaped) <= length else escaped[: length - 1] + "…"
+
+
+def _read(path: Path) -> pa.Table:
+    """All columns as texts. Raises ProfileError, naming the line where pyarrow does."""
+    bad: list[Any] = []  # pyarrow's InvalidRow: number from 1, with the header, only where one thread reads
+
+    def refuse_row(row: Any) -> str:
+        bad.append(row)
+        return "error"
+
+    skip = pa.csv.ParseOptions(invalid_row_handler=lambda row: "skip")
+    try:
+        names = pa.csv.open_csv(path, parse_options=skip).schema.names
+        texts = pa.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", "nan", "NaN"]
+        )
+        return pa.csv.read_csv(
+            path, convert_options=texts, parse_options=pa.csv.ParseOptions(invalid_row_handler=refuse_row),
+            read_options=pa.csv.ReadOptions(use_threads=False),
+        )  # fmt: skip
+    except UnicodeDecodeError:
+        raise ProfileError(f"{path}, line 1: not UTF-8 text; expected a CSV with the names of its columns") from None
+    except (pa.ArrowException, OSError) as error:
+        if bad:
+            row = bad[0]
+            raise ProfileError(
+                f"{path}, line {row.number}: {row.actual_columns} values in {shown(row.text)}; expected "
+                f"{row.expected_columns}, as its first line has"
+            ) from None
+        line = re.search(r"Row #(\d+)", str(error))
+        where = f"{path}, line {line[1]}," if line else str(path)
+        raise ProfileError(f"{where} cannot be read as CSV: {reason(error)}") from None
 
 
 def _first_not_a_number(texts: list[str | None]) -> int:

@@ -19,6 +19,8 @@ MAX_DOUBTS = 10
 OFF = 1.5  # times the interpolation between neighbours
 FALLS = 0.85  # of the time at a smaller size
 GAP = 4.0  # neighbours further apart than this factor say nothing about what lies between
+SLOW = 20.0  # times the data sheet's time: half of a table's products above that are of another unit or device
+_LEAST_SLOW_NS = 5_000.0  # of the data sheet's time: below, launches make even a right time so slow
 _LEAST_SHARE = 0.2  # of the data sheet's time that large points can take: caches help, but not so much
 _LEAST_LOAD_NS = 100_000.0  # of the data sheet's time: from here on, launches and latencies are small beside it
 _AXES: dict[str, tuple[str, ...]] = {
@@ -65,6 +67,8 @@ def checked(tables: OperatorTables, spec: DeviceSpec | None) -> OperatorTables:
         rows = tables.select(operator)
         if rows.num_rows:
             found += _of_operator(operator, rows, spec)
+    if spec is not None:
+        found += _too_slow(tables.select("gemm"), spec)
     ranked = [text for _, text in sorted(found, key=lambda doubt: -doubt[0])]
     said = [*tables.doubts, *ranked]
     if len(said) > MAX_DOUBTS:
@@ -104,6 +108,24 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
             )
         if parts:
             yield again + off.num + falls.num + fast.num, f"{label}: of {num:,} points, {'; '.join(parts)}"
+
+
+def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
+    """Products of a whole table that take many times what the data sheet says, launches left aside."""
+    dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
+    factors: list[float] = []
+    for dtype in sorted(set(dtypes)):
+        if has_bound("gemm", dtype):
+            some = rows.filter(dtypes == dtype)
+            bound = bounds_ns("gemm", some, spec)
+            large = bound > _LEAST_SLOW_NS
+            factors += (some["time_ns"].to_numpy()[large] / bound[large]).tolist()
+    if len(factors) >= 4 and (median := float(np.median(factors))) > SLOW:
+        yield (
+            rows.num_rows,
+            f"gemm: half of {len(factors):,} large points take more than {median:,.3g} x the time of the data sheet of "
+            f"{spec.name}; is it this device, and are its times in the right unit?",
+        )
 
 
 class _Points:

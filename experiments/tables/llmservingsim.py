@@ -19,7 +19,7 @@ import pyarrow as pa
 import yaml
 
 from experiments.names import device_named, model_named
-from experiments.tables.columns import CsvTable, rows_of
+from experiments.tables.columns import CsvTable, reason, rows_of
 from experiments.tables.devices import chosen, found, model_spec
 from testbed.errors import ProfileError
 from testbed.foreign_text import parsed, shown, whole
@@ -41,11 +41,13 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
         raise ProfileError(
             f"{folder} holds no meta.yaml; expected <gpu>/<org>/<model>/<dtype>/, with meta.yaml and tp<n>/dense.csv"
         )
-    tables, notes, described = [], dict[str, list[str]](), dict[str, str]()
+    tables, notes, described, others = [], dict[str, list[str]](), dict[str, str](), dict[str, None]()
     for file in metas:
         meta = _meta(file)
         gpu = str(meta.get("gpu", meta["hardware"]))
         described[_device(gpu, meta["hardware"]) if device is None else chosen("device", device)] = gpu
+        if device is not None and device_named(gpu, meta["hardware"]) not in (None, device):
+            others[f"meta.yaml says {shown(gpu)}, and --device is {device}: are these tables of that device?"] = None
         if len(described) > 1:
             raise ProfileError(f"{folder} holds tables of several devices ({', '.join(described)}); give one's folder")
         spec = model_spec(_model(meta["model"]) if model is None else chosen("model", model))
@@ -61,7 +63,7 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
         raise ProfileError(f"{folder} holds no tp<n>/dense.csv; see docs/tables.md")
     [(name, gpu)] = described.items()
     doubts = (f"{', '.join(of)}: {note}" for note, of in notes.items())
-    return OperatorTables(name, gpu, pa.concat_tables(tables).combine_chunks(), (_ALONE, *doubts))
+    return OperatorTables(name, gpu, pa.concat_tables(tables).combine_chunks(), (*others, _ALONE, *doubts))
 
 
 def _device(gpu: str, hardware: str) -> str:
@@ -89,7 +91,7 @@ def _meta(file: Path) -> dict[str, Any]:
     try:
         meta = parsed(yaml.safe_load, file.read_bytes())
     except (ValueError, yaml.YAMLError) as error:
-        raise ProfileError(f"{file} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+        raise ProfileError(f"{file} cannot be read as YAML: {reason(error)}") from None
     if not isinstance(meta, dict):
         raise ProfileError(f"{file}: expected fields, as model and hardware")
     for name in ("model", "hardware", "variant", "vllm_version"):

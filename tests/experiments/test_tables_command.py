@@ -10,13 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.cli import main
 from experiments.tables import aiconfigurator
+from experiments.tables.columns import rows_of
 from experiments.tables.devices import model_spec
 from experiments.tables.doubts import MAX_DOUBTS, checked
 from experiments.tables.llmservingsim import read as read_llmservingsim
+from experiments.tables.roofline import bounds_ns
 from experiments.tables.vidur import read as read_vidur
 from sim.cost.measured import measure
 from sim.cost.roofline import RooflineCost
@@ -97,7 +100,7 @@ def test_the_newest_version_is_taken_and_the_nearest_all_reduce(tmp_path: Path) 
     assert "vllm 0.24.0 has no all-reduce of its own there: that of 0.9.1 is taken" in tables.doubts
     old = aiconfigurator.load("h200", version="0.9.1", systems=systems)
     assert only(old, "gemm", m=1, n=64, dtype="bfloat16")["engine"] == "vllm 0.9.1"
-    with pytest.raises(ConfigError, match=r"--version is '0\.9\.2'; did you mean '0\.9\.1'\? valid: 0\.9\.1, 0\.24\.0"):
+    with pytest.raises(ConfigError, match=r"^version is '0\.9\.2'; did you mean '0\.9\.1'\? valid: 0\.9\.1, 0\.24\.0"):
         aiconfigurator.load("h200", version="0.9.2", systems=systems)
 
 
@@ -105,9 +108,9 @@ def test_the_newest_version_is_taken_and_the_nearest_all_reduce(tmp_path: Path) 
     ("arguments", "message"),
     [
         (("h2000",), r"no tables of the device 'h2000'; did you mean 'h200'\? valid: gb200, h200"),
-        (("a100",), "no tables of the device 'a100'"),
-        (("h200", "vlm"), "--engine is 'vlm'; did you mean 'vllm'"),
-        (("h200", "sglang"), "no tables of sglang on h200_sxm"),
+        (("a100",), "no tables of the device 'a100'.*; import tables of your own .*, or choose cost=roofline$"),
+        (("h200", "vlm"), "^engine is 'vlm'; did you mean 'vllm'"),
+        (("h200", "sglang"), "no tables of sglang on h200_sxm; import tables of your own"),
     ],
 )
 def test_what_the_package_lacks_is_named(installed: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -203,7 +206,8 @@ def test_calls_of_attention_are_told_apart_and_decodes_see_themselves(tmp_path: 
         ("dense.csv", "o_proj,16,1e-9", "dense.csv, line 26: time_us is '1e-9'; expected us, from 0.1 to 1e"),
         ("dense.csv", "o_proj,16,inf", "dense.csv, line 26: time_us is 'inf'; expected a finite number"),
         ("dense.csv", "gate,16,12", "dense.csv, line 26: layer is 'gate'; expected one of qkv_proj, o_proj"),
-        ("dense.csv", "o_proj,16", "dense.csv cannot be read as CSV: .*Expected 3 columns, got 2"),
+        ("dense.csv", "o_proj,16", "dense.csv, line 26: 2 values in 'o_proj,16'; expected 3, as its first line has"),
+        ("dense.csv", "o,1,2,\0\x1b[31m" + "x" * 500, r"line 26: 4 values in 'o,1,2,\\x00\\x1b.{1,60}'; expected 3"),
         ("attention.csv", "0,0,0,16,12", "attention.csv, line 5: prefill_chunk is '0'; expected a chunk or decodes"),
         (
             "attention.csv",
@@ -218,6 +222,24 @@ def test_a_bad_line_of_a_csv_is_named(tmp_path: Path, file: str, line: str, mess
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ProfileError, match=message):
         read_llmservingsim(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"layer,tokens,time_us\no_proj,1,2\no_proj,\xff\xfe,2\n", r"dense.csv, line 3, cannot be read as CSV: .*UTF8"),
+        (b"\xff\xfe\x1b,tokens\n1,2\n", "dense.csv, line 1: not UTF-8 text; expected a CSV"),
+        (b"\x1b[31m,tokens\n1,2\n", r"dense.csv lacks the column 'layer'; it has \\x1b\[31m, tokens"),
+        (b"layer,tokens,tokens,time_us\na,1,1,2\n", "dense.csv has the column 'tokens' 2 times; expected it once"),
+        (b"", "dense.csv cannot be read as CSV: Empty CSV file"),
+    ],
+)
+def test_a_csv_that_is_none_is_named_without_its_bytes(tmp_path: Path, content: bytes, message: str) -> None:
+    folder = spot.llmservingsim(tmp_path, sizes=(1,))
+    (folder / "tp1" / "dense.csv").write_bytes(content)
+    with pytest.raises(ProfileError, match=message) as found:
+        read_llmservingsim(folder)
+    assert str(found.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -246,6 +268,30 @@ def test_a_model_and_a_device_can_be_said(tmp_path: Path) -> None:
     meta = spot.META.replace("Llama-3.1-8B", "mine").replace("hardware: RTX4090", "hardware: mine")
     tables = read_llmservingsim(spot.llmservingsim(tmp_path, meta), "l40s", "llama3.1_8b")
     assert tables.device == "l40s"
+
+
+def test_tables_of_another_device_than_is_said_are_doubted(tmp_path: Path) -> None:
+    folder = spot.llmservingsim(tmp_path)
+    tables = read_llmservingsim(folder, "h100")
+    assert tables.device == "h100"
+    assert tables.doubts[0] == (
+        "meta.yaml says 'NVIDIA RTX 4090', and --device is h100: are these tables of that device?"
+    )
+    assert not any("--device" in doubt for doubt in read_llmservingsim(folder, "rtx4090").doubts)
+
+
+@pytest.mark.parametrize(("factor", "is_doubted"), [(1.5, False), (1000.0, True)])
+def test_products_that_are_far_too_slow_are_doubted(factor: float, is_doubted: bool) -> None:
+    m, size = np.array([256, 512, 1024, 2048, 4096]), 4096
+    bare = rows_of(5, operator="gemm", dtype="bfloat16", m=m, n=size, k=size, time_ns=np.ones(5))
+    sheet = DeviceSpec("h100")
+    rows = rows_of(
+        5, operator="gemm", kernel="k", dtype="bfloat16", m=m, n=size, k=size, engine="e", source="s", licence="l",
+        time_ns=factor * bounds_ns("gemm", bare, sheet),
+    )  # fmt: skip
+    doubts = checked(OperatorTables("h100", "", rows), sheet).doubts
+    said = "gemm: half of 5 large points take more than 1e+03 x the time of the data sheet of h100"
+    assert any(doubt.startswith(said) for doubt in doubts) == is_doubted
 
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
@@ -350,6 +396,12 @@ def test_show_draws_each_operator_beside_the_data_sheet(
     say(capsys, "import", "llmservingsim", one, "--out", tmp_path / "l.parquet")
     drawn = say(capsys, "show", tmp_path / "l.parquet", "--plot", tmp_path / "l", "--model", "qwen3_8b").splitlines()
     assert sum(line.endswith(".png") for line in drawn) == 6
+    drawn = say(capsys, "show", "h200", "--operator", "gemm", "--plot", tmp_path / "one.png").splitlines()[-2:]
+    assert [Path(line).name for line in drawn] == ["one-gemm.png", "one-gemm.svg"]
+
+
+def test_show_checks_the_model_without_a_figure_too(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model is 'qwen3_8'; did you mean" in say(capsys, "show", "h200", "--model", "qwen3_8", status=1)
 
 
 @pytest.mark.parametrize(

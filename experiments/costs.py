@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from experiments.config import COST_CONFIGS, RunConfig
+from experiments.device_file import read_device_file
 from experiments.policies import instantiate
 from experiments.structured import freeze
 from sim.cost.base import CostModel, Itemised
@@ -26,9 +28,15 @@ from testbed.foreign_text import unknown
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
-from testbed.specs.operator_tables import alike, product_dtype, read_operator_tables
+from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
 from testbed.specs.profiles import read_profile
 
+MEASURED_FIELDS = (  # of a device, that measured operators do not follow
+    "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
+    "interconnect_latency_ns", "compute_efficiency", "memory_efficiency", "attention_efficiency", "num_sms",
+    "attention_tile_rows", "attention_tile_keys", "attention_packs_heads", "attention_floor_ns",
+    "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
+)  # fmt: skip
 _Cost = TypeVar("_Cost", bound=RooflineCost)
 
 
@@ -105,8 +113,11 @@ def unread_settings(config: RunConfig) -> list[str]:
     if values.get("name") not in ("roofline", "tables"):
         return []
     notes, is_cpu = [], config.device.kind == "cpu"
-    if values.get("name") == "tables" and values.get("path") is not None:
-        notes += _changed(values, TablesConfig(), ("engine", "version"), "cost.path, whose tables are taken")
+    if values.get("name") == "tables":
+        notes += [
+            f"device.{name} changes only what tables lack: the operators of {config.device.name} were measured as it is"
+            for name in _unlike_the_library(config.device)
+        ]
     if is_cpu:
         notes += _changed(
             values, RooflineConfig(), ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing"
@@ -117,6 +128,15 @@ def unread_settings(config: RunConfig) -> list[str]:
     if config.tensor_parallel_size == 1:
         notes += _changed(values, RooflineConfig(), ("logits",), "device.tensor_parallel_size=1")
     return notes
+
+
+def _unlike_the_library(device: DeviceSpec) -> list[str]:
+    """The fields in which a device of the library's name differs from it, of those that price measured operators."""
+    file = files("experiments.conf") / "device" / f"{device.name}.yaml"
+    if not file.is_file():
+        return []
+    known = read_device_file(str(file))
+    return [name for name, value in known.items() if name in MEASURED_FIELDS and getattr(device, name) != value]
 
 
 def _changed(values: dict[str, Any], standard: object, names: tuple[str, ...], why: str) -> list[str]:
@@ -164,7 +184,7 @@ def _measured(
     from sim.cost.measured import measure
 
     if source.file is not None:
-        tables = read_operator_tables(source.file)
+        tables = of_engine(read_operator_tables(source.file), source.engine, source.version, source.file)
     else:
         from experiments.tables.aiconfigurator import load
 
@@ -180,7 +200,10 @@ def _measured(
         layout = KVLayout(kv_dtype=kv_dtype, sliding_window=window)
         return RooflineCost(of, device, tensor_parallel_size=ranks, kv_layout=layout)
 
-    return measure(tables, model, size, kv_dtype, window, make)
+    measured = measure(tables, model, size, kv_dtype, window, make)
+    if "interconnect" in _unlike_the_library(device):  # not what was measured
+        return measured.replace(all_reduce=None, all_gather=None)
+    return measured
 
 
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:

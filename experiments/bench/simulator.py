@@ -13,14 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.bench import check_at_least
+from sim.cost.base import CostModel
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, TestbedError
 
 NUM_ROWS, DURATION_S = 10_000, 1_250
@@ -75,6 +80,8 @@ def main(arguments: list[str]) -> int:
     _show(f"{source}, {num_rows:,}", compiled)
     _show(f"{source}, {num_rows:,}, requests alone", _best([*short, "record.steps=false"], options.repeats))
     _show(f"{source}, {num_rows:,}, Qwen3-0.6B", _best([*short, "model=qwen3_0.6b"], options.repeats))
+    if find_spec("aiconfigurator_core") is not None:
+        _show(f"{source}, {num_rows:,}, cost=tables", _best([*short, "cost=tables"], options.repeats))
     interpreted = _best(short, 1, {"TESTBED_COMPILED": "0"})
     _show(f"{source}, {num_rows:,}, interpreted", interpreted)
     if interpreted.digest != compiled.digest or interpreted.num_steps != compiled.num_steps:
@@ -85,6 +92,7 @@ def main(arguments: list[str]) -> int:
         long = [*LOOK_ALIKE, f"trace.num_requests={options.requests}", "record.token_times=false"]
         _show(f"generated, {options.requests:,}", _best(long, 1))
     _bench_points(max(1, options.repeats))
+    _bench_prices(max(1, options.repeats))
     return 0
 
 
@@ -116,6 +124,47 @@ def _bench_points(repeats: int) -> None:
         f"loop {loop_s:.3f} and composing the configuration {time.perf_counter() - began:.3f} (the first one: "
         f"{timed[0][0]:.3f})"
     )
+
+
+def _bench_prices(repeats: int) -> None:
+    """What cost models take for the price of a step, by turns; `calibrated` is a fit to the roofline's prices."""
+    from experiments.compose import compose_config
+    from experiments.costs import build_cost
+    from sim.cost.calibrated import CalibratedCost
+    from sim.cost.calibration import calibrate
+    from testbed.specs.profiles import Profile, ProfileManifest, number_repeats
+
+    config = compose_config(["model=llama3.1_8b", "device=h100"])
+    models: dict[str, CostModel] = {"roofline": build_cost(config)}
+    shapes = {"decodes": _shapes(0), "mixed": _shapes(1)}
+    priced = [(shape, models["roofline"].price(shape)) for of in shapes.values() for shape in of]
+    steps = [(shape, spans, sum(spans)) for shape, spans in priced]
+    manifest = ProfileManifest("h100", asdict(config.model), 16, "bfloat16")
+    models["calibrated"] = CalibratedCost(calibrate(Profile(manifest, number_repeats(steps))))
+    if find_spec("aiconfigurator_core") is not None:
+        models["tables"] = build_cost(compose_config(["model=llama3.1_8b", "device=h100", "cost=tables"]))
+    for kind, of in shapes.items():
+        took = {name: [_price_s(model, of) for _ in range(1 + repeats)] for name, model in models.items()}
+        said = ", ".join(f"{name} {1e6 * min(times[1:]):.2f}" for name, times in took.items())
+        print(f"  the price of a step, {kind}, us: {said}")
+
+
+def _shapes(num_prefills: int) -> list[BatchShape]:
+    draw = random.Random(1)
+    found = []
+    for _ in range(2_000):
+        num, context = draw.randrange(1, 200), draw.randrange(50, 3_000)
+        chunks = tuple(PrefillChunk(draw.randrange(500), draw.randrange(16, 512)) for _ in range(num_prefills))
+        found.append(BatchShape(num, num * context, chunks, num, longest_decode_context=context))
+    return found
+
+
+def _price_s(model: CostModel, shapes: list[BatchShape]) -> float:
+    """CPU time of one price, in s."""
+    began = time.process_time()
+    for shape in shapes:
+        model.price(shape)
+    return (time.process_time() - began) / len(shapes)
 
 
 def _best(overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Measured:

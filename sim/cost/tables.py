@@ -135,7 +135,7 @@ class TablesCost(RooflineCost):
         found = {"attention_prefill": _origin(measured.prefill, (length, start))}
         if num:
             beside = _origin(measured.mixed, (shape.num_prefill_tokens, start, num, each))
-            found["attention_decode"] = SCALED if beside == ROOFLINE and measured.prefill is not None else beside
+            found["attention_decode"] = beside
         return found
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
@@ -182,12 +182,13 @@ class TablesCost(RooflineCost):
         if measured.prefill is None:
             return whole_ns
         start, length = _largest(prefills)
-        ratio = measured.prefill.grid.at((float(length), float(start)))  # of decodes beside them too: it is one kernel
+        alone_ns = whole_ns if num_decodes == 0 else super()._mixed_attention_ns(0, 0, 0, prefills)
+        prefill_ns = alone_ns * measured.prefill.grid.at((float(length), float(start)))
         if num_decodes == 0 or measured.mixed is None:
-            return to_ns(whole_ns * ratio)
+            return to_ns(prefill_ns + whole_ns - alone_ns)
         num_tokens = sum([num for _, num in prefills])
         mixed_ns = whole_ns * measured.mixed.grid.at((num_tokens, start, num_decodes, context / num_decodes))
-        return to_ns(max(mixed_ns, super()._mixed_attention_ns(0, 0, 0, prefills) * ratio))  # none is cheaper with it
+        return to_ns(max(mixed_ns, prefill_ns))  # a prompt is not cheaper for the decodes beside it
 
     def _elementwise_ns(self, num_tokens: int) -> float:
         part = self.measured.elementwise

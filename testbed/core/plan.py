@@ -58,8 +58,8 @@ class Admission(NamedTuple):
 
 
 class PrefillChunk(NamedTuple):
-    """The shape of one prefill in a step: attention reads `start + num_tokens` positions. With a sliding window start is
-    at most what the window reaches back to; the chunk's own tokens all count."""
+    """The shape of one prefill in a step: attention reads `start + num_tokens` positions. With a sliding window start
+    is at most what the window reaches back to; the chunk's own tokens all count."""
 
     start: int
     num_tokens: int

@@ -10,7 +10,7 @@ documents both. Knows no source and no cost model.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,6 +88,24 @@ class OperatorTables:
             column = self.rows[name]
             mask = pc.and_(mask, column.is_null() if value is None else pc.fill_null(pc.equal(column, value), False))
         return self.rows.filter(mask)
+
+
+def of_engine(tables: OperatorTables, engine: str, version: str | None, place: str) -> OperatorTables:
+    """The rows of one engine, and those of no engine (NCCL). Where all are of another one alone, these.
+
+    Raises ProfileError where there are several, and not this one. place: what the tables are called.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    wanted = engine if version is None else f"{engine} {version}"
+    names = [name for name in pc.unique(tables.rows["engine"]).to_pylist() if not name.startswith("nccl")]
+    chosen = [name for name in names if name == wanted or (version is None and name.split()[0] == engine)]
+    if not chosen and (len(names) > 1 or version is not None):
+        raise ProfileError(unknown(f"{place} has no engine {wanted!r}", wanted, sorted(names)))
+    others = [name for name in names if chosen and name not in chosen]
+    keep = pc.invert(pc.is_in(tables.rows["engine"], value_set=pa.array(others, pa.string())))
+    return replace(tables, rows=tables.rows.filter(keep))
 
 
 def alike(dtype: str) -> tuple[str, ...]:

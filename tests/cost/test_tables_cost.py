@@ -16,6 +16,7 @@ from sim.cost.measured import measure
 from sim.cost.roofline import RooflineCost
 from sim.cost.tables import MEASURED, ROOFLINE, SCALED, TablesCost
 from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.errors import ConfigError, ProfileError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables
@@ -302,3 +303,58 @@ def test_a_grid_is_multilinear_and_level_outside(data):
     x, y, z = (min(max(value, axis[0]), axis[-1]) for value, axis in zip(point, axes, strict=True))
     assert grid.clamped(point) == (x, y, z)
     assert grid.at(point) == pytest.approx(float(weights @ (x, y, z)) + x * y, abs=1e-6)
+
+
+# --- from a configuration ---
+
+
+def configured(tmp_path, rows, *overrides: str):
+    from experiments.compose import compose_config
+    from experiments.costs import build_cost, unread_settings
+    from testbed.specs.operator_tables import write_operator_tables
+
+    file = tmp_path / "tables.parquet"
+    write_operator_tables(file, OperatorTables("h100", "ours", rows), "by hand")
+    config = compose_config(["model=qwen3_0.6b", "device=h100", "cost=tables", f"cost.path={file}", *overrides])
+    return build_cost(config), unread_settings(config)
+
+
+def message(num_ranks: int):
+    sizes = [1024, 2**20, 2**24]
+    return table("all_reduce", {"num_bytes": sizes}, [5e3, 2e4, 9e5], kernel="g", dtype="bfloat16", num_ranks=num_ranks)
+
+
+def test_what_was_measured_does_not_follow_a_changed_device_and_says_so(tmp_path):
+    shape, two = decode(8), "device.tensor_parallel_size=2"
+    own, notes = configured(tmp_path, message(2), two)
+    assert (own.origins(shape)["all_reduce"], notes) == (MEASURED, [])
+    over_pcie, notes = configured(tmp_path, message(2), two, "device.interconnect=pcie_host")
+    assert over_pcie.origins(shape)["all_reduce"] == ROOFLINE
+    assert over_pcie.breakdown(shape)["all_reduce"] > 3 * own.breakdown(shape)["all_reduce"]
+    assert [note.split()[0] for note in notes] == ["device.interconnect"]
+    _, notes = configured(tmp_path, message(2), "device.flops_per_s=2e15", "device.step_overhead_ns=1")
+    assert notes == ["device.flops_per_s changes only what tables lack: the operators of h100 were measured as it is"]
+
+
+def test_of_several_engines_in_a_file_one_is_taken(tmp_path):
+    import pyarrow as pa
+
+    other = with_column(message(2), "engine", "sglang 0.5")
+    other = other.set_column(other.column_names.index("time_ns"), "time_ns", pa.array([7e3, 7e4, 7e5], pa.float64()))
+    both, ranks = pa.concat_tables([message(2), other]), "device.tensor_parallel_size=2"
+    shape = decode(8)
+    first, second = (configured(tmp_path, both, ranks, f"cost.engine={name}")[0] for name in ("vllm", "sglang"))
+    assert first.breakdown(shape)["all_reduce"] < second.breakdown(shape)["all_reduce"]
+    alone, _ = configured(tmp_path, other, ranks)  # there is no other
+    assert alone.breakdown(shape)["all_reduce"] == second.breakdown(shape)["all_reduce"]
+    with pytest.raises(ProfileError, match=r"tables\.parquet has no engine 'trtllm'; .*sglang 0\.5, vllm 0"):
+        configured(tmp_path, both, "cost.engine=trtllm")
+    with pytest.raises(ConfigError, match=r"has tables of h100, and the run's device is h200; choose device=h100"):
+        configured(tmp_path, both, "device=h200")
+
+
+def test_a_prompts_distance_from_the_roofline_is_not_that_of_the_decodes_beside_it():
+    shape = BatchShape(30, 30 * 900, (PrefillChunk(0, 16),), 30, longest_decode_context=900)
+    parts, plain = (cost.breakdown(shape) for cost in (priced(prompts(0.1)), roofline()))
+    assert parts["attention_prefill"] == pytest.approx(0.1 * plain["attention_prefill"], abs=2)
+    assert parts["attention_decode"] == pytest.approx(plain["attention_decode"], abs=2)

@@ -7,7 +7,8 @@ import re
 from experiments.messages import options
 
 _DRIVERS = {  # what a driver says, the longer before what it begins with
-    "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "L40S": "l40s", "RTX 4090": "rtx4090",
+    "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "B300": "b300",
+    "GB200": "gb200", "GB300": "gb300", "L40S": "l40s", "RTX 4090": "rtx4090",
     "RTX PRO 6000 (Blackwell )?Server": "rtx_pro_6000_server", "RTX PRO 6000": "rtx_pro_6000", "MI300X": "mi300x",
     "T4": "t4",
 }  # fmt: skip

@@ -11,6 +11,9 @@ from testbed.specs.model import ModelSpec
 THEIR_DEVICES = {  # AIConfigurator's names of ours
     "a100": "a100_sxm",
     "b200": "b200_sxm",
+    "b300": "b300_sxm",
+    "gb200": "gb200",
+    "gb300": "gb300",
     "h100": "h100_sxm",
     "h200": "h200_sxm",
     "l40s": "l40s",

@@ -23,6 +23,9 @@ SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
     ("said", "name"),
     [
         ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("H100_SXM", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),

@@ -101,6 +101,9 @@ class Scheduler:
 
     # --- requests ---
 
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._live
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError for an id that is live; one too long for the model ends as ignored."""
         if request.request_id in self._live:
@@ -120,11 +123,8 @@ class Scheduler:
     def _exceeds_limits(self, seq: Sequence) -> str:
         """Why a group is too large to be ever in a batch, which would block the queue; empty: it is not."""
         limits = self.limits
-        for name, limit in (
-            ("max_num_seqs", limits.max_num_seqs),
-            ("max_num_batched_tokens", limits.max_num_batched_tokens),
-        ):
-            if seq.num_seqs > limit:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if seq.num_seqs > (limit := getattr(limits, name)):
                 return f"{seq.num_seqs} sequences that run together exceed {name} ({limit})"
         return ""
 
@@ -140,9 +140,7 @@ class Scheduler:
         if first is None:
             return None
         finished: list[Finished] = []
-        for seq in first.members[:]:
-            if self._is_ended(seq):
-                continue  # a plan in flight ends it as ignored
+        for seq in [one for one in first.members if not self._is_ended(one)]:
             self._digest.aborted(seq.seq_id)
             self._leave(seq)
             self._end(seq, FinishReason.ABORT, "aborted", now_ns, finished)

@@ -99,9 +99,10 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
         recorder.arrived(event.request, now_ns, scheduler.num_steps)
         scheduler.add(event.request)
         return
+    if scheduler.is_live(event.request_id):  # of a group, what a plan in flight ignores ends later: it is aborted now
+        recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
     finished = scheduler.abort(event.request_id, now_ns)
     if finished is not None:
-        recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
         recorder.ended([finished], now_ns)
         inbox.finished([finished], now_ns)
 

@@ -218,38 +218,39 @@ class _Attention:
 
     def decode(self) -> Part | None:
         """ns of one layer over (sequences, context of each)."""
-        found = self._points("attention_decode", "batch", "context")
+        found = self._ratios("attention_decode", "batch", "context")
         if found is None:
             return None
-        batch, context, ratio, is_exact = found
-        axes = [np.unique(batch), np.unique(context)]
-        ratios = _filled(axes, [batch, context], ratio)
+        axes, ratios, is_exact = found
         layers = self._model.num_hidden_layers
         own = np.array([[_decode_ns(self._own, b, c) / layers for c in axes[1]] for b in axes[0]])
-        return Part(Grid([axis.tolist() for axis in axes], _rising(ratios * own).ravel().tolist()), is_exact)
+        return _part(axes, _rising(ratios * own), is_exact)
 
     def prefill(self) -> Part | None:
         """What was measured over the roofline, over (tokens, positions before them)."""
-        found = self._points("attention_prefill", "new_tokens", "context")
+        found = self._ratios("attention_prefill", "new_tokens", "context")
         if found is None:
             return None
-        tokens, context, ratio, is_exact = found
-        axes = [np.unique(tokens), np.unique(context)]
-        ratios = _filled(axes, [tokens, context], ratio)
-        fine = _refined(axes[0])
-        own = np.array([[_prefill_ns(self._own, c, s) for s in axes[1]] for c in fine])
-        logs = np.array([np.interp(np.log(fine), np.log(axes[0]), np.log(column)) for column in ratios.T]).T
-        rising = _rising(np.exp(logs) * own)
-        return Part(Grid([fine.tolist(), axes[1].tolist()], (rising / own).ravel().tolist()), is_exact)
+        (tokens, starts), ratios, is_exact = found
+        fine = _refined(tokens)
+        own = np.array([[_prefill_ns(self._own, c, s) for s in starts] for c in fine])
+        logs = np.array([np.interp(np.log(fine), np.log(tokens), np.log(column)) for column in ratios.T]).T
+        return _part([fine, starts], _rising(np.exp(logs) * own) / own, is_exact)
 
     def mixed(self) -> Part | None:
         """What was measured over the roofline, over (tokens, positions before them, decodes, context of each)."""
-        found = self._points("attention_mixed", "new_tokens", "context", "batch", "decode_context")
+        found = self._ratios("attention_mixed", "new_tokens", "context", "batch", "decode_context")
+        return None if found is None else _part(*found)
+
+    def _ratios(self, operator: str, *sizes: str) -> tuple[list[Floats], Floats, bool] | None:
+        """The sizes that were measured, measured time over the roofline's on the grid of them, and whether these heads
+        are the model's own."""
+        found = self._points(operator, *sizes)
         if found is None:
             return None
         *points, ratio, is_exact = found
         axes = [np.unique(values) for values in points]
-        return Part(Grid([axis.tolist() for axis in axes], _filled(axes, points, ratio).ravel().tolist()), is_exact)
+        return axes, _filled(axes, points, ratio), is_exact
 
     def _points(self, operator: str, *sizes: str) -> Any:
         """Arrays of the sizes, of measured time over the roofline's, and whether these heads are the model's own."""
@@ -283,6 +284,10 @@ class _Attention:
 
     def _with_heads(self, num_heads: int, num_kv_heads: int) -> ModelSpec:
         return replace(self._model, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+
+
+def _part(axes: list[Floats], values: Floats, is_exact: bool) -> Part:
+    return Part(Grid([axis.tolist() for axis in axes], values.ravel().tolist()), is_exact)
 
 
 def _attention_ns(cost: RooflineCost, operator: str, *point: float) -> float:

@@ -8,6 +8,7 @@ is outside of the tables, is the roofline's: beyond a table's ends, its last val
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from mypy_extensions import mypyc_attr
@@ -37,6 +38,12 @@ class Part(Value):
     def __init__(self, grid: Grid, is_exact: bool) -> None:
         self.grid = grid
         self.is_exact = is_exact
+
+    def at(self, size: int, roofline: Callable[[int], float]) -> float:
+        """Of a grid over one size: its value there, beyond its ends the last one, grown as the roofline grows."""
+        ns, axis = self.grid.along(float(size)), self.grid.axes[0]
+        nearest = min(max(float(size), axis[0]), axis[-1])
+        return ns if nearest == size else ns * (roofline(size) / roofline(int(nearest)))
 
 
 class Measured(Value):
@@ -69,29 +76,24 @@ class Measured(Value):
 
 
 class MeasuredCollectives(Collectives):
-    """All-reduce and all-gather from tables, the others by volumes and hops."""
+    """All-reduce and all-gather from tables, the others by volumes and hops (`base`)."""
 
     def __init__(self, base: Collectives, measured: Measured) -> None:
         super().__init__(
             base.size, base.link_bytes_per_s, base.latency_ns, is_switched=base.is_switched, factor=base.factor
         )
-        self._reduce, self._gather = measured.all_reduce, measured.all_gather
+        self._base, self._reduce, self._gather = base, measured.all_reduce, measured.all_gather
 
     def all_reduce_ns(self, num_bytes: int) -> float:
-        if self._reduce is None or self.size == 1:
-            return super().all_reduce_ns(num_bytes)
-        ns, (nearest,) = self._reduce.grid.along(float(num_bytes)), self._reduce.grid.clamped((num_bytes,))
-        if nearest != num_bytes:
-            ns *= super().all_reduce_ns(num_bytes) / super().all_reduce_ns(int(nearest))
-        return ns * self.factor
+        return self._measured_ns(self._reduce, num_bytes, self._base.all_reduce_ns)
 
     def all_gather_ns(self, num_bytes: int) -> float:
-        if self._gather is None or self.size == 1:
-            return super().all_gather_ns(num_bytes)
-        ns, (nearest,) = self._gather.grid.along(float(num_bytes)), self._gather.grid.clamped((num_bytes,))
-        if nearest != num_bytes:
-            ns *= super().all_gather_ns(num_bytes) / super().all_gather_ns(int(nearest))
-        return ns * self.factor
+        return self._measured_ns(self._gather, num_bytes, self._base.all_gather_ns)
+
+    def _measured_ns(self, part: Part | None, num_bytes: int, by_volume: Callable[[int], float]) -> float:
+        if part is None or self.size == 1:
+            return by_volume(num_bytes)
+        return part.at(num_bytes, by_volume) * self.factor
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -104,6 +106,9 @@ class TablesCost(RooflineCost):
     ) -> None:  # fmt: skip
         super().__init__(model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout)
         self.measured = measured
+        self._roofline = RooflineCost(
+            model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout
+        )  # what fills, and says how prices grow
         self._collectives = MeasuredCollectives(self._collectives, measured)
         self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
 
@@ -139,14 +144,10 @@ class TablesCost(RooflineCost):
         return found
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
-        part = self.measured.gemm.get((num_in, num_out))
+        part, roofline = self.measured.gemm.get((num_in, num_out)), self._roofline
         if part is None:
-            return super()._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
-        ns, (nearest,) = part.grid.along(float(num_rows)), part.grid.clamped((num_rows,))
-        if nearest != num_rows:
-            beyond = super()._matmul_ns(1, num_rows, num_in, num_out, weight_bytes)
-            ns *= beyond / super()._matmul_ns(1, int(nearest), num_in, num_out, weight_bytes)
-        return to_ns(times * ns)
+            return roofline._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
+        return to_ns(times * part.at(num_rows, lambda rows: roofline.product_ns(rows, num_in, num_out, weight_bytes)))
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
         part = self.measured.decode
@@ -181,32 +182,34 @@ class TablesCost(RooflineCost):
         whole_ns, measured = super()._mixed_attention_ns(num_decodes, context, longest, prefills), self.measured
         if measured.prefill is None:
             return whole_ns
-        start, length = _largest(prefills)
         alone_ns = whole_ns if num_decodes == 0 else super()._mixed_attention_ns(0, 0, 0, prefills)
-        prefill_ns = alone_ns * measured.prefill.grid.at((float(length), float(start)))
+        prefill_ns = alone_ns * self._prefill_ratio(measured.prefill.grid, prefills)
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)
-        num_tokens = sum([num for _, num in prefills])
+        start, num_tokens = _largest(prefills).start, sum([num for _, num in prefills])
         mixed_ns = whole_ns * measured.mixed.grid.at((num_tokens, start, num_decodes, context / num_decodes))
-        return to_ns(max(mixed_ns, prefill_ns))  # a prompt is not cheaper for the decodes beside it
+        return to_ns(max(mixed_ns, prefill_ns))  # prompts are not cheaper for the decodes beside them
+
+    def _prefill_ratio(self, grid: Grid, prefills: tuple[PrefillChunk, ...]) -> float:
+        """How far chunks lie from the roofline: the mean over them, weighted by (query, key) pairs, nearly."""
+        ratios = weights = 0.0
+        for start, length in prefills:
+            pairs = length * (start + length)
+            ratios += pairs * grid.at((float(length), float(start)))
+            weights += pairs
+        return ratios / weights
 
     def _elementwise_ns(self, num_tokens: int) -> float:
-        part = self.measured.elementwise
-        if part is None:
-            return super()._elementwise_ns(num_tokens)
-        ns, (nearest,) = part.grid.along(float(num_tokens)), part.grid.clamped((num_tokens,))
-        return ns * (super()._elementwise_ns(num_tokens) / super()._elementwise_ns(int(nearest)))
+        part, roofline = self.measured.elementwise, self._roofline
+        return roofline._elementwise_ns(num_tokens) if part is None else part.at(num_tokens, roofline._elementwise_ns)
 
     def _sampler_ns(self, num_samples: int) -> float:
-        part = self.measured.sampler
-        if part is None:
-            return super()._sampler_ns(num_samples)
-        ns, (nearest,) = part.grid.along(float(num_samples)), part.grid.clamped((num_samples,))
-        return ns * (super()._sampler_ns(num_samples) / super()._sampler_ns(int(nearest)))
+        part, roofline = self.measured.sampler, self._roofline
+        return roofline._sampler_ns(num_samples) if part is None else part.at(num_samples, roofline._sampler_ns)
 
 
 def _largest(prefills: tuple[PrefillChunk, ...]) -> PrefillChunk:
-    """The chunk with the most (query, key) pairs, nearly: whose efficiency stands for all of a step."""
+    """The chunk with the most (query, key) pairs, nearly: a table of mixed attention has one."""
     found = prefills[0]
     for chunk in prefills:
         if chunk.num_tokens * (chunk.start + chunk.num_tokens) > found.num_tokens * (found.start + found.num_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,5 @@ def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Pa
     result = execute(config, tmp_path / "run")
     assert result.exit_status == 0, result.message
     assert sum(table_of(tmp_path / "run", "steps").to_pydict()["num_swapped_out"]) > 0
-    import misbehaving as module  # type: ignore[import-not-found]  # written by the fixture
-
+    module = import_module("misbehaving")  # written by the fixture
     assert min(module.Counting.calls.values()) > 0

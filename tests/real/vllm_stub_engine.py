@@ -127,6 +127,18 @@ class _Ticking:
         return self._now_ns
 
 
+class _WatchedLoop(OwnLoop):
+    """Shows each plan before vLLM has it."""
+
+    watch: Callable[[BatchPlan], None]
+
+    def next_plan(self) -> BatchPlan | None:
+        plan = super().next_plan()
+        if plan is not None:
+            self.watch(plan)
+        return plan
+
+
 class InVllm:
     """A random core in a stub of vLLM. Clients' requests and what came of them are checked as they come."""
 
@@ -136,9 +148,8 @@ class InVllm:
         self.core = setup.scheduler()
         is_async = setup.limits.max_num_plans > 1
         writer = TapeWriter(tape, decision, is_live=True)
-        self.loop = OwnLoop(self.core, writer, self._ours, writer.close, _Ticking(rng))
-        next_plan: Callable[[], BatchPlan | None] = self.loop.next_plan
-        self.loop.next_plan = lambda: self._watched(next_plan())  # type: ignore[method-assign]
+        self.loop = _WatchedLoop(self.core, writer, self._ours, writer.close, _Ticking(rng))
+        self.loop.watch = self._watch
         config = engine_config(
             max_model_len=setup.limits.max_model_len, is_newer=is_newer, num_blocks=setup.num_blocks + 1
         )
@@ -158,12 +169,10 @@ class InVllm:
         made = self._requests[name] = _request_of(name, request, arrival_ns)
         return made
 
-    def _watched(self, plan: BatchPlan | None) -> BatchPlan | None:
-        if plan is not None:
-            assert plan.copies == plan.swap_in == plan.swap_out == (), "nobody moves blocks in vLLM"
-            self.counts["preempted"] += len(plan.preempted)
-            self.counts["hits"] += sum(item.num_cached_tokens > 0 for item in plan.admitted)
-        return plan
+    def _watch(self, plan: BatchPlan) -> None:
+        assert plan.copies == plan.swap_in == plan.swap_out == (), "nobody moves blocks in vLLM"
+        self.counts["preempted"] += len(plan.preempted)
+        self.counts["hits"] += sum(item.num_cached_tokens > 0 for item in plan.admitted)
 
     # --- clients ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -163,7 +164,8 @@ def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
     modified_ns = Path(file).stat().st_mtime_ns if file is not None and Path(file).is_file() else 0
     source = _Source(file, modified_ns, options.engine, options.version)
     shape = config.tensor_parallel_size, config.cache.kv_dtype, sliding_window(config)
-    measured = _measured(source, config.model, config.device, *shape)
+    device = replace(config.device, kernel_factor=1.0)  # acts on the prices, not on what was measured
+    measured = _measured(source, config.model, device, *shape)
     return _roofline(partial(TablesCost, measured=measured), config, options)
 
 

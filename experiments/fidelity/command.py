@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.leftovers import refuse_inside, remove_runs
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.page import check_page, write_page
+from experiments.fidelity.scalars import parse_names
 from experiments.fidelity.simulating import check_overrides, variant
 from experiments.run_folder import write_json
 from testbed.errors import ConfigError, RunFolderError, TraceError
@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--format", help=f"of the files, where their content does not say it: {', '.join(FORMATS)}")
     parser.add_argument(
-        "--fit", metavar="host,link", help="fit these to the first half of each run; judge on the second"
+        "--fit",
+        metavar="host,kernels,link",
+        help="fit these to the first half of each run (of a study: of its stages); judge on the second",
     )
     parser.add_argument(
         "--beside", action="append", default=[], metavar="OVERRIDES",
@@ -141,21 +143,24 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:
     from analysis.fidelity_plots import study_figure
     from experiments.fidelity.study import WHOLE
-    from experiments.fidelity.study_report import as_json, beside, scores, simulate_study
+    from experiments.fidelity.study_fitting import Fitted, fit_study, fits_json
+    from experiments.fidelity.study_report import as_json, beside, check_study, scores, simulate_study
     from experiments.fidelity.study_text import NAMES, page_lines, study_lines
 
+    check_study(runs, overrides, options.beside)
+    fits: list[Fitted] = []
     if options.names:
-        raise ConfigError("--fit needs measured requests, and a study has only aggregates; leave it out")
+        runs, fits = fit_study(runs, options.names, overrides, options.beside, options.command)
     runs = beside(runs, overrides, options.beside, options.command)
     found = simulate_study(runs, overrides, options.command)
-    text = "\n".join(study_lines(found))
+    text = "\n".join(study_lines(found, fits))
     print(text)
     if options.page is not None:
-        write_page(options.page, options.arguments, page_lines(found))
+        write_page(options.page, options.arguments, page_lines(found, fits))
     if options.out is not None:
         signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
-        _write(options, text, as_json(found), study_figure(signed, errors, NAMES))
+        _write(options, text, {**as_json(found), "fits": fits_json(fits)}, study_figure(signed, errors, NAMES))
         print(f"\nwrote {options.out / TEXT}, {FIGURE}.png")
     return 0
 

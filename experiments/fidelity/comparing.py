@@ -14,8 +14,9 @@ from analysis.frames import json_safe
 from analysis.load import Run
 from analysis.step_fidelity import StepErrors, step_errors
 from experiments.config import RunConfig
-from experiments.fidelity.fitting import Fit, fit, halves, overrides_of
+from experiments.fidelity.fitting import Fit, fit, halves
 from experiments.fidelity.loads import Load, grouped
+from experiments.fidelity.scalars import overrides_of
 from experiments.fidelity.simulating import described, replaced, simulate
 from experiments.names import device_named
 
@@ -91,7 +92,7 @@ def _second_half(
     one: Compared, fitted: Fit, overrides: Sequence[str], folder: Path, command: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     ids = halves(one.load.trace)[1]
-    values = overrides_of(fitted.fitted)
+    values = overrides_of(fitted.found.fitted)
     config = one.load.config(replaced(overrides, values))
     sim = simulate(config, one.load.trace, folder / one.load.name / "fitted", command)
     return part_errors(one.sim, one.load.measured, ids), part_errors(sim, one.load.measured, ids)
@@ -140,10 +141,8 @@ def as_json(found: Comparison) -> dict[str, Any]:
     ]  # fmt: skip
     fitted = None
     if found.fit is not None:
-        fitted = {
-            name: getattr(found.fit, name)
-            for name in ("given", "fitted", "num_scored", "not_apart", "losses", "num_simulations")
-        }
+        found_there, *rest = found.fit
+        fitted = found_there._asdict() | dict(zip(Fit._fields[1:], rest, strict=True))
     rankings = [{"policies": names, "metrics": frame.to_dict("records")} for names, frame in found.rankings]
     safe: dict[str, Any] = json_safe({"kind": "loads", "loads": loads, "rankings": rankings, "fit": fitted})
     return safe

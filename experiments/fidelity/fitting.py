@@ -1,7 +1,5 @@
 """At most two scalars of the device fitted to the first half of each load; the second half judges them.
 
-host: device.step_overhead_ns. link: device.interconnect_factor, how many times as long collectives take.
-
 The halves are apart: only the first half's requests are simulated, and only those of them are scored that had ended in
 the measured run before the last of the half came, which nothing of the second half can have slowed down. In an overload
 hardly any has; then the whole trace is simulated and all of the first half is scored: of the second half the arrivals
@@ -11,11 +9,11 @@ and lengths are load, and what was measured there is not looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,32 +21,23 @@ from analysis.frames import numbers
 from analysis.load import Run
 from experiments.config import RunConfig
 from experiments.fidelity.loads import Load
+from experiments.fidelity.scalars import KEYS, Found, Scalars, check_config, minimize, overrides_of
 from experiments.fidelity.simulating import replaced, simulate
 from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
 from testbed.traces.schema import Trace
 
-KEYS = {"host": "step_overhead_ns", "link": "interconnect_factor"}  # of the device
-NAMES = tuple(KEYS)
 MIN_REQUESTS = 4  # of a half
 MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
-_HOST_NS = (1e3, 5e7)  # searched: from 1 us to 50 ms
-_LINK = (1 / 64, 64.0)
 _LATENCIES = ("tpot_s", "e2e_s")
-_NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at around a minimum: steps fall otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """given, fitted: of each name its key's value: ns, or a factor. losses: before and after, first half."""
+class Fit(NamedTuple):
+    """What was fitted, and to what."""
 
-    given: dict[str, float]
-    fitted: dict[str, float]
+    found: Found
     num_scored: dict[str, int]  # of each load
     not_apart: tuple[str, ...]  # loads of which the second half was load
-    losses: tuple[float, float]
     num_simulations: int
-    notes: tuple[str, ...]
 
 
 class _Half(NamedTuple):
@@ -57,17 +46,6 @@ class _Half(NamedTuple):
     is_apart: bool
     scored: tuple[str, ...]
     measured: dict[str, float]  # means of the scored requests
-
-
-def parse_names(text: str | None) -> tuple[str, ...]:
-    """The names of --fit. Raises ConfigError."""
-    names = tuple(name.strip() for name in text.split(",")) if text else ()
-    for name in names:
-        if name not in NAMES:
-            raise ConfigError(unknown(f"--fit has {name!r}", name, NAMES))
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--fit is {text!r}; name each of {', '.join(NAMES)} once")
-    return names
 
 
 def halves(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -83,8 +61,7 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
     parts = [_first_half(load) for load in loads]
     number = count()
 
-    def loss(settings: Sequence[float]) -> float:
-        values = dict(zip(names, settings, strict=True))
+    def loss(values: Scalars) -> float:
         total = 0.0
         for part in parts:
             scaled = part.load.config(replaced(overrides, overrides_of(values)))
@@ -93,33 +70,16 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
             total += sum(math.log(means[name] / mean) ** 2 for name, mean in part.measured.items() if name in means)
         return total
 
-    first = {name: float(getattr(configs[0].device, KEYS[name])) for name in names}
-    _check_effect(loss, names, first, configs[0])
-    found = _search(loss, names, first)
-    fitted = dict(zip(names, found, strict=True))
-    losses = loss(list(first.values())), loss(found)
-    if losses[1] > losses[0]:  # the search stopped beside what was given
-        fitted, losses = dict(first), (losses[0], losses[0])
+    found = minimize(loss, names, configs[0])
     return Fit(
-        first, fitted, {part.load.name: len(part.scored) for part in parts},
-        tuple(part.load.name for part in parts if not part.is_apart), losses, next(number),
-        tuple(_at_edge(fitted)),
+        found, {part.load.name: len(part.scored) for part in parts},
+        tuple(part.load.name for part in parts if not part.is_apart), next(number),
     )  # fmt: skip
-
-
-def overrides_of(values: dict[str, float]) -> list[str]:
-    """The values as overrides."""
-    return [f"device.{KEYS[name]}={round(value) if name == 'host' else value}" for name, value in values.items()]
 
 
 def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunConfig]) -> None:
     for load, config in zip(loads, configs, strict=True):
-        if "link" in names and config.tensor_parallel_size == 1:
-            raise ConfigError(f"--fit link: {load.name} ran on one device, which has no collectives; leave link out")
-        if config.device.path is not None:
-            raise ConfigError(
-                f"--fit: device.path={config.device.path} has the last word on the device; give its values as overrides"
-            )
+        check_config(names, config, load.name)
     for name in names:
         if len({getattr(config.device, KEYS[name]) for config in configs}) > 1:
             raise ConfigError(f"--fit {name}: the loads are of different devices; fit those of one device at a time")
@@ -150,52 +110,3 @@ def _means(run: Run, ids: Sequence[str]) -> dict[str, float]:
     frame = run.requests.set_index("request_id").loc[list(ids)]
     found = {name: numbers(frame, name) for name in _LATENCIES}
     return {name: float(np.nanmean(values)) for name, values in found.items() if (values > 0).any()}
-
-
-def _check_effect(
-    loss: Callable[[Sequence[float]], float], names: Sequence[str], given: dict[str, float], config: RunConfig
-) -> None:
-    """Raises ConfigError where a scalar changes nothing."""
-    base = loss([given[name] for name in names])
-    for changed in names:
-        factor = 4.0
-        if loss([given[name] * (factor if name == changed else 1.0) + (name == changed) for name in names]) == base:
-            raise ConfigError(
-                f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline "
-                "or cost=tables"
-            )
-
-
-def _search(loss: Callable[[Sequence[float]], float], names: Sequence[str], given: dict[str, float]) -> list[float]:
-    """Over logarithms: golden section with parabolas for one scalar, Nelder and Mead's simplex for two."""
-    from scipy import optimize  # slow to import
-
-    edges = [_HOST_NS if name == "host" else _LINK for name in names]
-    bounds = [(math.log(low), math.log(high)) for low, high in edges]
-    if len(names) == 1:
-        one = optimize.minimize_scalar(
-            lambda value: loss([math.exp(value)]), bounds=bounds[0], method="bounded",
-            options={"xatol": 1e-3, "maxiter": 60},
-        )  # fmt: skip
-        return [min((math.exp(float(one.x)) * near for near in _NEAR), key=lambda value: loss([value]))]
-    logs = [math.log(max(given[name], 1e-9)) for name in names]
-    start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
-    options: Any = {
-        "xatol": 2e-3, "fatol": 1e-7, "maxfev": 120,
-        "initial_simplex": [start, [start[0] + 0.7, start[1]], [start[0], start[1] + 0.7]],
-    }  # fmt: skip
-    minimize: Any = optimize.minimize  # its stubs know no initial simplex
-    both = minimize(
-        lambda values: loss([math.exp(value) for value in values]), np.array(start), method="Nelder-Mead",
-        bounds=bounds, options=options,
-    )  # fmt: skip
-    return [math.exp(float(value)) for value in both.x]
-
-
-def _at_edge(fitted: dict[str, float]) -> list[str]:
-    said = []
-    for name, value in fitted.items():
-        low, high = _HOST_NS if name == "host" else _LINK
-        if not low * 1.05 < value < high / 1.05:
-            said.append(f"{name} came to the edge of what is searched ({low:g} to {high:g}): something else is off")
-    return said

@@ -14,10 +14,11 @@ from tqdm import tqdm
 
 from analysis.frames import numbers
 from analysis.load import Run
+from experiments.costs import build_cost
 from experiments.fidelity.simulating import composed, described, simulate, variant
 from experiments.fidelity.study import METRICS, OURS, WHOLE, Parts, StudyRun, trace_of
 
-_RECORDED = ["record.steps=false", "record.token_times=false"]
+RECORDED = ["record.steps=false", "record.token_times=false"]  # what the means need
 MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between tokens
 
 
@@ -38,15 +39,22 @@ class Score(NamedTuple):
     ours: dict[str, float]
 
 
+def check_study(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str]) -> None:
+    """Raises TestbedError for a configuration that cannot be priced, before anything is simulated."""
+    for more in ([], *map(variant, variants)):
+        for run in runs:
+            build_cost(composed(run.settings, [*overrides, *more]))
+
+
 def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: str) -> list[Simulated]:
-    """Each run simulated. Every configuration is checked before the first runs."""
-    configs = [composed(run.settings, [*_RECORDED, *overrides]) for run in runs]
+    """Each run simulated."""
+    configs = [composed(run.settings, [*RECORDED, *overrides]) for run in runs]
     found = []
     hidden = not sys.stderr.isatty()
     with TemporaryDirectory(prefix="testbed-") as scratch:
         for number, (run, config) in enumerate(tqdm(list(zip(runs, configs, strict=True)), "simulate", disable=hidden)):
             simulated = simulate(config, trace_of(run), Path(scratch, str(number)), command)
-            found.append(Simulated(run, described(config), _means(simulated, run)))
+            found.append(Simulated(run, described(config), means(simulated, run)))
     return found
 
 
@@ -62,7 +70,7 @@ def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequenc
     return found
 
 
-def _means(simulated: Run, run: StudyRun) -> Parts:
+def means(simulated: Run, run: StudyRun) -> Parts:
     """The study's metrics of a simulated run, ms, by stage of arrival. ITL: of all gaps together, so as TPOT, as all
     outputs are of one length; of one token there is neither."""
     frame = simulated.requests
@@ -84,7 +92,7 @@ def _means(simulated: Run, run: StudyRun) -> Parts:
 
 def scores(found: Sequence[Simulated], part: str) -> list[Score]:
     """Each predictor's errors in one part of the runs, this simulator first."""
-    runs = [one for one in found if part in one.run.measured_ms]
+    runs = [one for one in found if part in one.run.parts]
     others = list(dict.fromkeys(who for one in runs for who in one.run.predicted_ms))
     rows = []
     for who in (OURS, *others):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.fidelity.study import OURS, WHOLE
+from experiments.fidelity.study_fitting import Fitted
 from experiments.fidelity.study_report import Score, Simulated, merged, scores
 from experiments.fidelity.tables import percent, table
 
@@ -14,8 +15,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def study_lines(found: Sequence[Simulated]) -> list[str]:
-    """Configurations, signed errors of each run, and the predictors beside each other."""
+def study_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
+    """Configurations, signed errors of each run, the predictors beside each other, and what was fitted."""
     lines = ["## Configurations", ""]
     lines += [f"- {one.run.name} ({one.run.engine}): {one.used}" for one in found]
     lines += ["", "## Signed errors, %, (simulated - measured) / measured", "", _signed(found), ""]
@@ -24,11 +25,13 @@ def study_lines(found: Sequence[Simulated]) -> list[str]:
         rows = scores(found, part)
         where = "whole runs" if part == WHOLE else part
         lines += [f"## Mean absolute percentage errors, {where}", "", _mape(rows), "", *lowest_lines(rows), ""]
-    notes = merged(found)
+    if fits:
+        lines += ["## Fitted to the first half of each run's stages", "", _fitted(fits), ""]
+    notes = [*merged(found), *_edges(fits)]
     return lines + (["## Notes", "", *(f"- {note}" for note in notes)] if notes else [])
 
 
-def page_lines(found: Sequence[Simulated]) -> list[str]:
+def page_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
     """The same, short: errors of whole runs, the predictors beside each other."""
     parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
     lines = ["Signed errors of whole runs, %:", "", _signed(found, stages=False), ""]
@@ -36,7 +39,27 @@ def page_lines(found: Sequence[Simulated]) -> list[str]:
         rows = scores(found, part)
         where = "whole runs" if part == WHOLE else part
         lines += [f"Mean absolute percentage errors, {where}:", "", _mape(rows), "", *lowest_lines(rows), ""]
+    if fits:
+        lines += ["Fitted to the first half of each run's stages:", "", _fitted(fits), ""]
     return lines
+
+
+def _fitted(fits: Sequence[Fitted]) -> str:
+    rows = [
+        [f"{one.who}: {name}", *(f"{scalar} {_value(scalar, value[scalar])}" for value in (found.given, found.fitted))]
+        for one in fits
+        for name, found in one.found.items()
+        for scalar in found.fitted
+    ]
+    return table(["run", "as given", "fitted"], rows)
+
+
+def _value(name: str, value: float) -> str:
+    return f"{value / 1e3:,.0f} us" if name == "host" else f"{value:.3g}"
+
+
+def _edges(fits: Sequence[Fitted]) -> list[str]:
+    return [f"{name}: {note}" for one in fits for name, found in one.found.items() for note in found.notes]
 
 
 def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:

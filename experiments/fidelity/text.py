@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.fidelity.comparing import Compared, Comparison
-from experiments.fidelity.fitting import KEYS, Fit
+from experiments.fidelity.fitting import Fit
+from experiments.fidelity.scalars import KEYS
 from experiments.fidelity.tables import milliseconds, percent, table
 
 _WORDS = {
@@ -89,6 +90,7 @@ def _steps(frame: pd.DataFrame, what: str) -> str:
 
 
 def _fitted(fit: Fit) -> list[str]:
+    found = fit.found
     scored = ", ".join(
         f"{num} of {name} ({'all' if name in fit.not_apart else 'that ended before the last one came'})"
         for name, num in fit.num_scored.items()
@@ -96,7 +98,7 @@ def _fitted(fit: Fit) -> list[str]:
     lines = [
         "## Fitted", "",
         f"On the first half of each run's requests by arrival, scored: {scored}. Squared log errors of mean TPOT and "
-        f"E2E: {fit.losses[0]:.3g} as given, {fit.losses[1]:.3g} fitted, in {fit.num_simulations} simulations.", "",
+        f"E2E: {found.losses[0]:.3g} as given, {found.losses[1]:.3g} fitted, in {fit.num_simulations} simulations.", "",
     ]  # fmt: skip
     if fit.not_apart:
         lines[-1:] = [
@@ -104,10 +106,10 @@ def _fitted(fit: Fit) -> list[str]:
             "half's arrivals and lengths are load, and what was measured there is not looked at", "",
         ]  # fmt: skip
     rows = []
-    for name, value in fit.fitted.items():
-        texts = [f"{number:.0f}" if name == "host" else f"{number:.3f}" for number in (fit.given[name], value)]
+    for name, value in found.fitted.items():
+        texts = [f"{number:.0f}" if name == "host" else f"{number:.3f}" for number in (found.given[name], value)]
         rows.append([f"{name}: device.{KEYS[name]}", *texts])
-    return [*lines, table(["scalar", "as given", "fitted"], rows), *(f"\nnote: {note}" for note in fit.notes)]
+    return [*lines, table(["scalar", "as given", "fitted"], rows), *(f"\nnote: {note}" for note in found.notes)]
 
 
 def _second_half(one: Compared) -> list[str]:

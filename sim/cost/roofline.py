@@ -68,9 +68,10 @@ class RooflineCost:
         self._model = model
         self._size = size
         self._window = layout.sliding_window
-        rate = device.flops_per_s * (0.5 if model.dtype == "float32" and device.kind != "cpu" else 1.0)
+        slow = device.kernel_factor
+        rate = device.flops_per_s / slow * (0.5 if model.dtype == "float32" and device.kind != "cpu" else 1.0)
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
-        self._ns_per_byte = 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
+        self._ns_per_byte = slow * 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
         self._collectives = collectives_of(size, device)
         self._q_size = model.num_attention_heads * model.head_dim // size
         self._kv_size = model.num_kv_heads_per_rank(size) * model.head_dim
@@ -79,8 +80,8 @@ class RooflineCost:
         self._kv_ns_per_token = token_bytes * self._ns_per_byte
         self._qo_ns_per_token = layers * 2 * self._q_size * model.activation_dtype_bytes * self._ns_per_byte
         self._attention_ns_per_pair = layers * 4 * self._q_size * 1e9 / (rate * device.attention_efficiency)
-        self._attention_floor_ns = layers * device.attention_floor_ns
-        self._decode_attention_floor_ns = layers * device.decode_attention_floor_ns
+        self._attention_floor_ns = slow * layers * device.attention_floor_ns
+        self._decode_attention_floor_ns = slow * layers * device.decode_attention_floor_ns
         # heads that read the same K and V lie in one tile, or each in tiles of its own
         num_heads = self._q_size // model.head_dim
         group = max(1, self._q_size // self._kv_size)
@@ -94,7 +95,7 @@ class RooflineCost:
         self._reach = MAX_SIZE if self._window is None else self._window + self._tokens_per_tile - 1  # keys of a tile
         self._unpacked = group // packed
         self._tile_ns_per_key = self._attention_ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
-        self._gemm_floor_ns, self._kernel_floor_ns = device.gemm_floor_ns, device.kernel_floor_ns
+        self._gemm_floor_ns, self._kernel_floor_ns = slow * device.gemm_floor_ns, slow * device.kernel_floor_ns
         self._gemm_tile_rows = device.gemm_tile_rows
         block_bytes = layout.block_size * token_bytes
         self._swap_ns_per_block = block_bytes * 1e9 / device.host_link_bytes_per_s

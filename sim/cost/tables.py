@@ -106,6 +106,7 @@ class TablesCost(RooflineCost):
     ) -> None:  # fmt: skip
         super().__init__(model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout)
         self.measured = measured
+        self._factor = device.kernel_factor
         self._roofline = RooflineCost(
             model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout
         )  # what fills, and says how prices grow
@@ -147,7 +148,8 @@ class TablesCost(RooflineCost):
         part, roofline = self.measured.gemm.get((num_in, num_out)), self._roofline
         if part is None:
             return roofline._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
-        return to_ns(times * part.at(num_rows, lambda rows: roofline.product_ns(rows, num_in, num_out, weight_bytes)))
+        ns = part.at(num_rows, lambda rows: roofline.product_ns(rows, num_in, num_out, weight_bytes))
+        return to_ns(self._factor * times * ns)
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
         part = self.measured.decode
@@ -169,7 +171,7 @@ class TablesCost(RooflineCost):
         within = min(max(num_decodes, int(batches[0])), int(batches[-1]))
         values = []
         for context in grid.axes[1]:
-            ns = layers * grid.at((within, context))
+            ns = self._factor * layers * grid.at((within, context))
             if within != num_decodes:
                 ns *= super()._decode_attention_ns(num_decodes, int(num_decodes * context))
                 ns /= super()._decode_attention_ns(within, int(within * context))
@@ -200,12 +202,13 @@ class TablesCost(RooflineCost):
         return ratios / weights
 
     def _elementwise_ns(self, num_tokens: int) -> float:
-        part, roofline = self.measured.elementwise, self._roofline
-        return roofline._elementwise_ns(num_tokens) if part is None else part.at(num_tokens, roofline._elementwise_ns)
+        return self._small_ns(self.measured.elementwise, num_tokens, self._roofline._elementwise_ns)
 
     def _sampler_ns(self, num_samples: int) -> float:
-        part, roofline = self.measured.sampler, self._roofline
-        return roofline._sampler_ns(num_samples) if part is None else part.at(num_samples, roofline._sampler_ns)
+        return self._small_ns(self.measured.sampler, num_samples, self._roofline._sampler_ns)
+
+    def _small_ns(self, part: Part | None, size: int, roofline: Callable[[int], float]) -> float:
+        return roofline(size) if part is None else self._factor * part.at(size, roofline)
 
 
 def _largest(prefills: tuple[PrefillChunk, ...]) -> PrefillChunk:

@@ -47,6 +47,7 @@ class DeviceSpec:
     gemm_tile_rows: int = 1  # rows of a matrix product are computed in multiples of these
     gemm_floor_ns: int = 0  # the same of a matrix product: fill, drain, the wait for the kernel before it
     kernel_floor_ns: int = 0  # the same of norms, rotary, activation, each of the sampler's kernels
+    kernel_factor: float = 1.0  # how many times as long kernels take as all that says, collectives apart: as above
     step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
     source: str = ""
     path: str | None = None
@@ -61,6 +62,7 @@ class DeviceSpec:
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
 _RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: what is divided by it stays finite
 _SHARE = Expected("a share from 1e-6 to 1", number(1e-6, 1))
+_FACTOR = Expected("a number from 0.001 to 1000", number(1e-3, 1e3))
 _COUNT = Expected("a whole number from 1 to 1,000,000", whole(1, 10**6))
 _NS = Expected(f"a whole number of ns, from 0 to {MAX_PART_NS:,}", whole(0, MAX_PART_NS))
 
@@ -74,7 +76,7 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "interconnect": Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS),
     "interconnect_bytes_per_s": _RATE,
     "interconnect_latency_ns": _NS,
-    "interconnect_factor": Expected("a number from 0.001 to 1000", number(1e-3, 1e3)),
+    "interconnect_factor": _FACTOR,
     "host_link_bytes_per_s": _RATE,
     "host_link_latency_ns": _NS,
     "compute_efficiency": _SHARE,
@@ -89,6 +91,7 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "gemm_tile_rows": _COUNT,
     "gemm_floor_ns": _NS,
     "kernel_floor_ns": _NS,
+    "kernel_factor": _FACTOR,
     "step_overhead_ns": _NS,
     "source": Expected("a text", lambda value: isinstance(value, str)),
 }

@@ -1,0 +1,40 @@
+"""What tests of `testbed fidelity` share: a run of the simulator that stands for a measured one, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from analysis.load import Run
+from experiments import simulate
+from experiments.cli import main
+
+TRACE = {"name": "synthetic", "num_requests": 60, "rate": 10, "seed": 5,
+         "prompt": {"kind": "uniform", "min_tokens": 50, "max_tokens": 600},
+         "output": {"kind": "uniform", "min_tokens": 5, "max_tokens": 80}}  # fmt: skip
+ENGINE = {"model": "qwen3_0.6b", "scheduler": "vllm_v1", "cache": {"num_gpu_blocks": 3000}}
+GIVEN_NS, PLANTED_NS = 500_000, 550_000
+FILE = ["model=qwen3_0.6b", "device=h100", "scheduler=vllm_v1", "cache.num_gpu_blocks=3000"]
+
+
+def ran(folder: Path, overhead_ns: int = GIVEN_NS, **settings) -> Run:
+    device = {"name": "h100", "step_overhead_ns": overhead_ns}
+    return simulate(settings.pop("trace", TRACE), folder=folder, device=device, **{**ENGINE, **settings})
+
+
+def fidelity(*arguments: object) -> int:
+    return main(["fidelity", *(str(argument) for argument in arguments)])
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "fidelity.json").read_text())
+
+
+def error_line(capsys, *arguments: object) -> str:
+    capsys.readouterr()
+    assert fidelity(*arguments) != 0
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert "Traceback" not in said
+    return said

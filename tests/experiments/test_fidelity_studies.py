@@ -1,0 +1,239 @@
+"""`testbed fidelity` of a study of which only aggregates are public."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from experiments.fidelity.page import BEGIN, END
+from experiments.fidelity.study import OURS
+from experiments.fidelity.study_report import Score
+from experiments.fidelity.study_text import lowest_lines
+from tests.experiments.fidelity_kit import error_line, fidelity, ran, result
+from tests.experiments.measured_files import study
+
+
+def test_a_page_gets_the_table_between_its_marks_and_no_folders(tmp_path, capsys):
+    file, page = tmp_path / "study.json", tmp_path / "page.md"
+    file.write_text(json.dumps(study()))
+    assert "no such file" in error_line(capsys, file, "--page", page)
+    page.write_text("before\n")
+    assert "once each, in this order" in error_line(capsys, file, "--page", page)
+    page.write_text(f"before\n{BEGIN}old{END}\nafter\n")
+    words = "cost=roofline device.step_overhead_ns=600000"
+    for _ in range(2):
+        assert fidelity(file, "--beside", words, "--page", page) == 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "old" not in text
+    command = text.partition("`")[2].partition("`")[0]
+    assert shlex.split(command) == ["testbed", "fidelity", "study.json", "--beside", words, "--page", str(page)]
+    assert f"fidelity {tmp_path}/study.json" not in text
+    assert text.count("Mean absolute percentage errors, whole runs") == 1
+
+
+def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(tmp_path, capsys):
+    file, overrides = tmp_path / "study.json", ["scheduler=vllm_v1"]
+    file.write_text(json.dumps(study(2)))
+    assert fidelity(file, *overrides, "device.kernel_factor=1.4", "--out", tmp_path / "slow") == 0
+    planted = study(2)
+    for run, slow in zip(planted, result(tmp_path / "slow")["runs"], strict=True):
+        run["measured_ms"] = slow["simulated_ms"]
+    planted[1]["workload"]["stages"] = [{"duration": 2, "rate": 5}]  # nothing would judge it
+    file.write_text(json.dumps(planted))
+    more = ["--fit", "kernels", "--beside", "device.gemm_floor_ns=3000"]
+    assert fidelity(file, *overrides, *more, "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    plain, beside = found["fits"]
+    assert plain["who"] == "this simulator, kernels fitted"
+    assert beside["who"] == "this simulator, device.gemm_floor_ns=3000, kernels fitted"
+    assert list(plain["runs"]) == ["run-0"]
+    assert plain["runs"]["run-0"]["given"] == {"kernels": 1.0}
+    assert plain["runs"]["run-0"]["fitted"]["kernels"] == pytest.approx(1.4, rel=0.01)
+    assert beside["runs"]["run-0"]["fitted"]["kernels"] < 1.4
+    assert set(found["runs"][0]["predicted_ms"]["this simulator, kernels fitted"]) == {"stage1"}
+    scores = {score["who"]: score for score in found["mape"]["stage1"]}
+    assert scores["this simulator"]["errors"]["tpot_mean"] > 0.1
+    assert scores["this simulator, kernels fitted"]["errors"]["tpot_mean"] < 0.01
+    assert "| this simulator, kernels fitted: run-0 | kernels 1 | kernels 1.4 |" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_study_that_cannot_be_fitted_is_refused(tmp_path, capsys):
+    file, runs = tmp_path / "study.json", study()
+    file.write_text(json.dumps(runs))
+    assert "run-0 ran on one device, which has no collectives" in error_line(capsys, file, "--fit", "link")
+    assert "cost=constant does not depend on it" in error_line(capsys, file, "--fit", "kernels", "cost=constant")
+    runs[0]["workload"]["stages"] = [{"duration": 2, "rate": 5}]
+    file.write_text(json.dumps(runs))
+    assert "no run of the study has two stages" in error_line(capsys, file, "--fit", "host")
+
+
+def test_prices_that_are_not_there_are_missed_before_anything_runs(tmp_path, capsys):
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study()))
+    said = error_line(
+        capsys, file, "--beside", f"cost=tables cost.path={tmp_path / 'none.parquet'}", "--out", tmp_path / "out"
+    )
+    assert "none.parquet" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_study_is_simulated_beside_what_others_predicted(tmp_path, capsys):
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study(2)))
+    assert fidelity(file, "scheduler=vllm_v1", "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    assert found["kind"] == "study"
+    assert "scheduler=vllm_v1 " in found["runs"][0]["used"]
+    assert "scheduler.max_num_seqs=64" in found["runs"][0]["used"]
+    ours = found["runs"][0]["simulated_ms"]
+    assert set(ours) == {"all", "stage0", "stage1"}
+    scores = {score["who"]: score for score in found["mape"]["all"]}
+    assert scores["other"]["num_runs"] == 1
+    assert scores["other"]["errors"]["ttft_mean"] == pytest.approx(1.0)
+    assert scores["other"]["errors"]["e2e_mean"] == pytest.approx(0.5)
+    assert scores["this simulator"]["num_runs"] == 2
+    expected = abs(ours["all"]["ttft_mean"] - 12.0) / 12.0
+    assert scores["this simulator"]["errors"]["ttft_mean"] == pytest.approx(expected)
+    assert "Lowest, of those that predict all 2 runs: E2E mean this simulator" in capsys.readouterr().out
+    assert (tmp_path / "out" / "fidelity.png").exists()
+
+
+def test_a_study_is_simulated_under_other_settings_beside(tmp_path, capsys):
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study()))
+    slow = "scheduler=vllm_v1 device.step_overhead_ns=9000000"
+    assert fidelity(file, "scheduler=vllm_v1", "--beside", slow, "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    ours, row = (found["runs"][0][key] for key in ("simulated_ms", "predicted_ms"))
+    assert row[f"this simulator, {slow}"]["all"]["e2e_mean"] > ours["all"]["e2e_mean"] + 8
+    assert [score["who"] for score in found["mape"]["all"]][:2] == ["this simulator", f"this simulator, {slow}"]
+    assert "scheduller" in error_line(capsys, file, "--beside", "scheduller=vllm_v1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ('cost="tables', "--beside 'cost=\"tables': No closing quotation; quote it as"),
+        ("", "--beside '' has no override; expected one or more"),
+        ("trace.limit=3", "'trace.limit=3': the measured run is the trace"),
+        ("backend=vllm", "'backend=vllm': the measured run is the trace, and the simulator runs it"),
+        ("hydra.run.dir=x", "'hydra.run.dir=x': runs are kept where --out says"),
+    ],
+)
+def test_what_cannot_be_laid_over_a_measured_run_is_refused(tmp_path, capsys, words, said):
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study()))
+    assert said in error_line(capsys, file, "--beside", words)
+    if words and '"' not in words:
+        assert said in error_line(capsys, file, words)
+        assert said in error_line(capsys, ran(tmp_path / "run").path, words)
+    assert fidelity(file, "--beside", "backend.frontend_ns=1000000") == 0
+
+
+def test_a_study_of_no_runs_is_refused(tmp_path, capsys):
+    file = tmp_path / "study.json"
+    file.write_text("[]")
+    assert f"{file}: an empty list; expected at least one run" in error_line(capsys, file)
+
+
+def test_every_column_says_who_is_lowest():
+    full = {"e2e_mean": 0.1, "ttft_mean": 0.3, "ttft_p99": 0.4}
+    few = {"e2e_mean": 0.2, "ttft_p90": 0.05, "ttft_p99": 0.1}
+    rows = [
+        Score(OURS, 3, full, full),
+        Score(f"{OURS}, cost=tables", 3, dict.fromkeys(full, 0.01), full),
+        Score("whole", 3, {"e2e_mean": 0.2, "ttft_mean": 0.2, "ttft_p99": 0.1}, full),
+        Score("part", 1, few, {"e2e_mean": 0.3, "ttft_p90": 0.1, "ttft_p99": 0.05}),
+    ]
+    (said,) = lowest_lines(rows)
+    assert said == (
+        "Lowest, of those that predict all 3 runs: E2E mean this simulator (10.0), TTFT mean whole (20.0), "
+        "TTFT P99 whole (10.0). Lower than this simulator on its own 1 runs: part (E2E mean, TTFT P90)."
+    )
+
+
+def test_outputs_of_one_token_have_no_gaps(tmp_path, capsys):
+    runs = study(2)
+    for run, itl_ms in zip(runs, (0.0, 3.2), strict=True):
+        run["workload"]["output_len"] = 1
+        run["measured_ms"] = {
+            part: {**known, "itl_mean": itl_ms, "e2e_mean": 12.0} for part, known in run["measured_ms"].items()
+        }
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(runs))
+    assert fidelity(file, "--out", tmp_path / "out") == 0
+    assert "Notes" not in capsys.readouterr().out
+    (ours, _) = result(tmp_path / "out")["mape"]["all"]
+    assert {"e2e_mean", "ttft_mean"} <= ours["errors"].keys()
+    assert not {"itl_mean", "tpot_mean"} & ours["errors"].keys()
+
+
+def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study()))
+    assert fidelity(file) == 0
+    assert "scheduler=vllm_v1_async " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda run: run["workload"].update(output_len=0),
+            "field 'output_len' is 0; expected a whole number of tokens",
+        ),
+        (lambda run: run["workload"].update(stages=[]), "field 'workload.stages' is empty"),
+        (
+            lambda run: run["workload"]["stages"][1].update(duration=0),
+            "field 'workload.stages[1]' sends no request (0 s at 20 a second)",
+        ),
+        (
+            lambda run: run["workload"]["stages"][0].update(rate=1e7),
+            "field 'workload.stages' sends 20,000,000 requests; expected at most 2,000,000 a run",
+        ),
+        (
+            lambda run: run["measured_ms"]["stage1"].update(e2e_mean=8),
+            "field 'measured_ms.stage1.e2e_mean' is 8.0; expected at least ttft_mean, 12",
+        ),
+        (lambda run: run.update(name="run-0"), "field 'name' is 'run-0'; expected a name not used before (first at"),
+        (lambda run: run.update(name=["a"]), "field 'name' is ['a']; expected a name"),
+        (
+            lambda run: run.update(predicted_ms={"this simulator, x": {}}),
+            "field 'predicted_ms' is 'this simulator, x'; expected another name",
+        ),
+        (lambda run: run.pop("model"), "field 'model' is absent"),
+        (lambda run: run.update(model="acme/none"), "the model is 'acme/none', which the library does not have"),
+        (lambda run: run.update(device="Abacus"), "the device is 'Abacus'"),
+        (lambda run: run["measured_ms"].pop("stage1"), "field 'measured_ms' has no 'stage1'"),
+        (lambda run: run["measured_ms"]["all"].update(ttft_mean=-1), "field 'measured_ms.all.ttft_mean' is -1"),
+        (
+            lambda run: run["measured_ms"]["stage0"].update(itl_mean=0),
+            "field 'measured_ms.stage0.itl_mean' is 0, between 16 tokens; expected a mean above 0",
+        ),
+    ],
+)
+def test_a_study_that_is_wrong_says_where(tmp_path, capsys, change, said):
+    runs = study(2)
+    runs[1] = json.loads(json.dumps(runs[1]))
+    change(runs[1])
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(runs))
+    message = error_line(capsys, file)
+    assert f"{file}: run 2" in message
+    assert said in message
+
+
+def test_the_published_study_is_read_whole(capsys):
+    file = Path(os.environ.get("TESTBED_TRACES", "")) / "measured" / "h100_vllm_0.15" / "runs.json"
+    if "TESTBED_TRACES" not in os.environ or not file.is_file():
+        pytest.skip("set TESTBED_TRACES to a folder with measured/h100_vllm_0.15/runs.json")
+    assert fidelity(file) == 0
+    assert "Lowest, of those that predict all 9 runs" in capsys.readouterr().out

@@ -214,10 +214,24 @@ def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
         missing = [name for name in columns if name not in names]
         if missing:
             raise ProfileError(f"{file} lacks the column {missing[0]!r}; it has {', '.join(names)}")
-        table = pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)])
+        table = _typed(pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)]), file)
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{file} cannot be read as Parquet: {reason(error)}") from None
     return table.append_column("time_ns", times_ns(table["latency"], "ms", str(file), "latency"))
+
+
+def _typed(table: Any, file: Path) -> Any:
+    """Texts, latencies and whole numbers as such. Raises ProfileError for a column that has something else."""
+    for index, name in enumerate(table.column_names):
+        is_text = name.endswith("_dtype") or name in ("kernel_source", "op_name")
+        wanted = pa.string() if is_text else pa.float64() if name == "latency" else pa.int64()
+        try:
+            table = table.set_column(index, name, table[name].cast(wanted))
+        except pa.ArrowException:
+            raise ProfileError(
+                f"{file}: the column {name!r} is of {table[name].type}; expected {wanted}: install the package anew"
+            ) from None
+    return table
 
 
 def _description(file: Path) -> str:

@@ -157,7 +157,7 @@ def test_the_generated_trace_itself_is_the_same_trace(tmp_path: Path) -> None:
 # Every preset, with swap, groups and beams; the real engine moves the blocks.
 PRESETS = (
     "vllm_v1_0_8", "vllm_v0", "vllm_v0_chunked", "vllm_v0_classic", "nano_vllm", "sarathi", "orca", "static",
-    "trtllm_no_evict", "trtllm_max_util", "sglang_lpm", "lightllm", "vtc",
+    "trtllm_no_evict", "trtllm_max_util", "sglang_lpm", "lightllm", "vtc", "vllm_v1_async",
 )  # fmt: skip
 
 
@@ -199,6 +199,31 @@ def test_groups_are_swapped_copied_and_replayed(tmp_path: Path, composition: str
     steps = table_of(tmp_path / "real", "steps").to_pydict()
     assert max(steps["num_emitted"]) > 3
     assert sum(steps["num_swapped_out"]) > 0, "the regime is not what it says"
+
+
+AT_ONCE = {
+    "two ranks": ("decode_first", {"device__tensor_parallel_size": 2, "scheduler__preemption": "swap"}),
+    "two ranks, vllm_v1": ("vllm_v1", {"device__tensor_parallel_size": 2}),
+    "planned ahead": ("vllm_v1_async", {}),
+    "planned ahead, swap": ("decode_first", {"scheduler__async_scheduling": True, "scheduler__preemption": "swap"}),
+}
+
+
+@pytest.mark.parametrize(("composition", "settings"), AT_ONCE.values(), ids=AT_ONCE)
+def test_chunks_swaps_copies_hits_and_forced_tokens_at_once(
+    tmp_path: Path, composition: str, settings: dict[str, Any]
+) -> None:
+    config = real_config(
+        composition, cache__num_cpu_blocks=200, cache__num_gpu_blocks=44, scheduler__max_num_seqs=12,
+        scheduler__max_num_batched_tokens=24, sampling__n=3, **CLOSED, **settings,
+    )  # fmt: skip
+    summary = check_both_ways(tmp_path, config)
+    assert summary["prefix_hit_rate"] > 0
+    steps = table_of(tmp_path / "real", "steps").to_pydict()
+    assert sum(steps["num_prefills"]) > sum(steps["num_admitted"]), "no prompt came in chunks"
+    assert sum(steps["num_swapped_out"]) > 0
+    prompts = table_of(tmp_path / "real", "requests").to_pydict()["num_prompt_tokens"]
+    assert any(num % config.cache.block_size for num in prompts), "no members of a group copy the block they share"
 
 
 def test_sampled_groups_come_from_the_tape(tmp_path: Path) -> None:

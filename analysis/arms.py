@@ -14,7 +14,7 @@ from testbed.errors import RunFolderError
 
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
 _POLICY = ("scheduler.", "cache.")
-_NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record")  # top-level keys
+_NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record", "slo", "report")  # top-level keys
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,11 +73,17 @@ class Run:
         """`summary.json` where this version of `summarise` wrote it, else computed from the records."""
         file = self.path / "summary.json"
         stored = read_json(file) if file.exists() else {}
-        return stored if stored.get("summary_version") == SUMMARY_VERSION else self._summarise(None)
+        return stored if stored.get("summary_version") == SUMMARY_VERSION else self.summarise()
+
+    @property
+    def slo(self) -> SLO | None:
+        """What its configuration asks of a request; None: nothing."""
+        names = [limit.name for limit in fields(SLO)]
+        return SLO.parse({name: self.flat_config.get(f"slo.{name}") for name in names})
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:
-        """The summary with attainment and goodput under `slo`; computed once for each."""
-        if slo is None:
+        """The summary with attainment and goodput under `slo`, or under its own; computed once for each."""
+        if slo is None or slo == self.slo:
             return self.summary
         if slo not in self._under:
             self._under[slo] = self._summarise(slo)
@@ -90,7 +96,7 @@ class Run:
 
     def summarise(self) -> dict[str, Any]:
         """The summary from the records, whatever summary.json says."""
-        return self._summarise(None)
+        return self._summarise(self.slo)
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:

@@ -34,8 +34,10 @@ from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.groups import differing, experiments, left_out
 from analysis.load import Run, load_sweep, num_replicas, relative
 from analysis.metrics import SLO
+from analysis.study import stated, stated_slo
 from testbed.errors import RunFolderError
 
+DEFAULT_MARGIN = 0.02
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
 _TOLD = (*_HEADLINE, "e2e_s.p99", "slo.attainment")  # the metrics that findings speak of
 _MAX_CURVES = 8
@@ -53,7 +55,7 @@ class ReportInput:
     question: str = ""
     baseline: str | None = None  # an arm's name; the first arm by default
     slo: SLO | Mapping[str, float | None] | None = None
-    margin: float = 0.02  # relative change that counts as none
+    margin: float = DEFAULT_MARGIN  # relative change that counts as none
     commands: Sequence[str] = ()
     notes: Sequence[str] = ()  # limits that only the author knows
     incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
@@ -120,8 +122,10 @@ def report_from_folders(
     baseline: str | None = None,
     question: str | None = None,
     slo: SLO | Mapping[str, float | None] | None = None,
+    margin: float | None = None,
 ) -> Path:
     """A report on every complete run at or below `folders`: arms from what was swept, pairs from traces and policies.
+    Baseline, question, SLO and margin: as given, else as the runs' own configurations state them.
 
     Simulated runs are the arms (real ones where there are no others); a simulated run that only serves to be compared
     with a real one is no arm where others are. Of several experiments the largest is reported. What is left out
@@ -143,9 +147,10 @@ def report_from_folders(
         repeats=repeats,
         notes=[left_out(chosen, other, Path(out).parent) for other in others],
         title=title or "Ablation report",
-        question=question or "",
-        baseline=baseline,
-        slo=slo,
+        question=question or stated(chosen, "question") or "",
+        baseline=baseline or stated(chosen, "baseline"),
+        slo=slo or stated_slo(chosen),
+        margin=margin or stated(chosen, "margin") or DEFAULT_MARGIN,
         incomplete=[entry for sweep in sweeps for entry in sweep.incomplete],
     )
     return write_report(report, out)

@@ -129,13 +129,36 @@ def _report(arguments: list[str]) -> int:
     parser.add_argument("folders", nargs="+", type=Path, help="run or sweep folders")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="where to write it (report.html)")
     parser.add_argument("--title", help="the page's title")
-    parser.add_argument("--baseline", help="the arm that the others are compared with")
+    stated = "else as the runs state it:"
+    parser.add_argument("--question", help=f"what the study asks; {stated} report.question")
+    parser.add_argument("--baseline", help=f"the arm that the others are compared with; {stated} report.baseline")
+    parser.add_argument("--slo", help=f"ttft_s=0.5,tpot_s=0.05 (also e2e_s, itl_max_s); {stated} slo.*")
+    parser.add_argument("--margin", type=float, help=f"relative change that counts as none; {stated} report.margin")
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)
     if options.out.exists() and not options.overwrite:
         raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
-    print(report_from_folders(options.folders, options.out, title=options.title, baseline=options.baseline))
+    if options.margin is not None and not 0 < options.margin < 1:
+        raise ConfigError(f"--margin is {options.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
+    page = report_from_folders(
+        options.folders, options.out, title=options.title, baseline=options.baseline, question=options.question,
+        slo=_limits(options.slo), margin=options.margin,
+    )  # fmt: skip
+    print(page)
     return 0
+
+
+def _limits(text: str | None) -> dict[str, float] | None:
+    """The limits of --slo. Raises ConfigError."""
+    from experiments.settings import SloConfig
+
+    if text is None:
+        return None
+    try:
+        limits = {name: float(value) for name, _, value in (item.partition("=") for item in text.split(","))}
+        return SloConfig(**limits).limits
+    except (ValueError, TypeError):
+        raise ConfigError(f"--slo is {text!r}; expected limits in seconds, as ttft_s=0.5,tpot_s=0.05") from None
 
 
 def _trace(arguments: list[str]) -> int:

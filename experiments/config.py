@@ -23,10 +23,12 @@ from experiments.settings import (
     MooncakeTraceConfig,
     RecordConfig,
     RecordedConfig,
+    ReportConfig,
     SamplingConfig,
     ServeGenTraceConfig,
     ShareGPTTraceConfig,
     SimConfig,
+    SloConfig,
     SyntheticTraceConfig,
     TensorParallelConfig,
     TraceConfig,
@@ -67,7 +69,8 @@ COST_CONFIGS: dict[str, type] = {
     "constant": ConstantConfig,
 }  # fmt: skip
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
-GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record")
+GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
+JUDGING = ("slo", "report")  # groups that decide nothing of a run
 
 
 @dataclass
@@ -83,6 +86,8 @@ class Root:
     cost: Any = MISSING
     sampling: Any = MISSING
     record: Any = MISSING
+    slo: Any = MISSING
+    report: Any = MISSING
     seed: int = 0
     overwrite: bool = False  # replace a run that the folder already has
     allow_ignored: bool = False  # exit with 0 although requests could never fit
@@ -111,6 +116,8 @@ def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
         "cost": {name: (cls, _Name) for name, cls in COST_CONFIGS.items()} | {"recorded": (RecordedConfig,)},
         "sampling": {"default": (SamplingConfig,)},
         "record": {"default": (RecordConfig,)},
+        "slo": {"default": (SloConfig,)},
+        "report": {"default": (ReportConfig,)},
     }
 
 
@@ -159,6 +166,8 @@ class RunConfig:
     tensor_parallel_size: int
     sampling: SamplingConfig
     record: RecordConfig
+    slo: SloConfig
+    report: ReportConfig
     seed: int
     overwrite: bool
     allow_ignored: bool
@@ -193,6 +202,7 @@ class RunConfig:
         """Converts and validates a resolved configuration. Raises ConfigError in one line."""
         options = {name: bool(raw.get(name, False)) for name in ("overwrite", "allow_ignored")}
         raw = {key: value for key, value in raw.items() if key not in ("experiment", *options)}
+        raw = {**{group: {} for group in JUDGING}, **raw}  # configurations of before had none
         missing = [group for group in GROUPS if not isinstance(raw.get(group), dict)]
         if missing:
             raise ConfigError(f"the configuration lacks {', '.join(missing)}")
@@ -221,6 +231,8 @@ class RunConfig:
             tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
             sampling=freeze(SamplingConfig, "sampling", raw["sampling"]),
             record=freeze(RecordConfig, "record", raw["record"]),
+            slo=freeze(SloConfig, "slo", raw["slo"]),
+            report=freeze(ReportConfig, "report", raw["report"]),
             seed=raw.get("seed", 0),
             **options,
             raw=raw,

@@ -110,6 +110,10 @@ def print_summary(result: RunResult) -> None:
         print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
     hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
     print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemptions")
+    if summary["slo"] is not None:
+        kept, goodput = summary["slo"]["attainment"], summary["slo"]["goodput_per_s"]
+        if kept is not None:
+            print(f"SLO          kept by {kept:.2%} of requests, goodput {goodput:.4g} req/s")
     replicas = summary["replicas"]
     if replicas is not None:
         uneven, done = replicas["imbalance"]["computed_tokens"], "computed"

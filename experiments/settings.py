@@ -141,6 +141,51 @@ class RecordConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SloConfig:
+    """The `slo` group: limits that a request must keep, all at once, in seconds; null: none. They decide nothing: the
+    summary, reports and `testbed capacity` judge by them."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+    itl_max_s: float | None = None  # the longest gap between two tokens
+    attainment: float = 0.99  # share of requests that must keep them: `testbed capacity`
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < float("inf"):
+                raise ConfigError(f"slo.{name} is {limit}; it must be above 0 s, or null (no limit)")
+        if not 0 < self.attainment < 1:
+            raise ConfigError(f"slo.attainment is {self.attainment}; it must lie between 0 and 1, as 0.99")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Those that are set."""
+        named = {name: getattr(self, name) for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s")}
+        return {name: limit for name, limit in named.items() if limit is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """The `report` group: what a study asks, and how `testbed report` answers."""
+
+    question: str = ""
+    baseline: str | None = None  # the arm that the others are compared with; null: the first
+    margin: float = 0.02  # relative change that counts as none
+    replicates: tuple[str, ...] = ()  # keys of the trace whose values are replicates and no loads: [trace.transforms]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin < 1:
+            raise ConfigError(f"report.margin is {self.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
+        for key in self.replicates:
+            if not key.startswith("trace."):
+                raise ConfigError(
+                    f"report.replicates has {key!r}; a replicate is another trace: name keys of the trace"
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """The `backend=sim` group. The simulator's prices are the `cost` group's."""
 

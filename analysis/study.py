@@ -1,0 +1,32 @@
+"""What the runs of a study say of it themselves: question, baseline, margin (`report.*`) and SLO (`slo.*`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from analysis.load import Run
+from analysis.metrics import SLO
+from testbed.errors import RunFolderError
+
+
+def stated(runs: Sequence[Run], name: str) -> Any:
+    """`report.<name>` of those runs that state it; None: of none. RunFolderError where they state several."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        value = run.flat_config.get(f"report.{name}")
+        if value not in (None, "", []):
+            found.setdefault(repr(value), value)
+    if len(found) > 1:
+        raise RunFolderError(f"the runs state several report.{name}: {', '.join(found)}; say which with --{name}")
+    return next(iter(found.values()), None)
+
+
+def stated_slo(runs: Sequence[Run]) -> SLO | None:
+    """The same of the SLO."""
+    found = list(dict.fromkeys(run.slo for run in runs if run.slo is not None))
+    if len(found) > 1:
+        raise RunFolderError(
+            f"the runs state {len(found)} different SLOs ({found[0]}, {found[1]}); say which with --slo"
+        )
+    return found[0] if found else None

@@ -1,0 +1,72 @@
+"""Question, SLO, baseline and margin belong to the configuration: the summary and the report have them from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.load import load_run
+from tests.experiments.kit import SHORT, TINY, say
+
+SLO = ("slo.ttft_s=0.5", "slo.tpot_s=1e-9")
+
+
+def test_a_run_is_judged_by_its_own_slo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", *TINY, *SHORT, *SLO, f"hydra.run.dir={tmp_path / 'run'}")
+    assert "SLO          kept by 0.00% of requests, goodput 0 req/s" in said.out
+    run = load_run(tmp_path / "run")
+    assert run.summary["slo"]["attainment"] == 0
+    assert run.slo is not None
+    assert (run.slo.ttft_s, run.slo.tpot_s, run.slo.e2e_s) == (0.5, 1e-9, None)
+    assert say(capsys, "run", f"from={tmp_path / 'run'}", "slo.tpot_s=1", f"hydra.run.dir={tmp_path / 'b'}").status == 0
+    assert load_run(tmp_path / "b").summary["slo"]["attainment"] == 1
+    assert load_run(tmp_path / "b").manifest["digest"] == run.manifest["digest"], "an SLO decides nothing"
+
+
+def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = ("report.question='Is the second one faster?'", "report.baseline=sarathi", "report.margin=0.05")
+    sweep = ("-m", *TINY, *SHORT, "scheduler=vllm_v1,sarathi", f"hydra.sweep.dir={tmp_path / 's'}")
+    assert say(capsys, "run", *sweep, *SLO, *study).status == 0
+    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
+    text = (tmp_path / "r.md").read_text()
+    assert "Is the second one faster?" in text
+    assert "against sarathi, vllm" in text
+    assert "TTFT ≤ 500" in text
+    assert "±5" in text
+    given = ("--question", "Another?", "--slo", "e2e_s=9", "--margin", "0.1", "--baseline", "vllm_v1")
+    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "q.html"), *given).status == 0
+    text = (tmp_path / "q.md").read_text()
+    assert "Another?" in text
+    assert "against vllm\\_v1, sarathi" in text
+    assert "≤ 9" in text
+    assert "±10" in text
+
+
+def test_runs_that_state_different_things_are_not_mixed_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ("-m", *TINY, *SHORT, "scheduler=vllm_v1,sarathi", "slo.ttft_s=1,2", f"hydra.sweep.dir={tmp_path / 's'}")
+    assert say(capsys, "run", *sweep).status == 0
+    report = ("report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html"))
+    assert "the runs state 2 different SLOs" in say(capsys, *report).error()
+    assert say(capsys, *report, "--slo", "ttft_s=1").status == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("slo.ttft_s=0", "slo.ttft_s is 0.0; it must be above 0 s"),
+        ("slo.attainment=1", "slo.attainment is 1.0; it must lie between 0 and 1"),
+        ("slo.tttf_s=1", "did you mean 'slo.ttft_s'"),
+        ("report.margin=2", "report.margin is 2.0; it must lie between 0 and 1"),
+        ("report.replicates=[seed]", "report.replicates has 'seed'; a replicate is another trace"),
+    ],
+)
+def test_a_wrong_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
+    assert said in say(capsys, "run", *TINY, *SHORT, override, f"hydra.run.dir={tmp_path / 'r'}").error()
+
+
+@pytest.mark.parametrize("slo", ["ttft=1", "ttft_s", "ttft_s=fast", ""])
+def test_a_wrong_slo_of_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str], slo: str) -> None:
+    assert "expected limits in seconds, as ttft_s=0.5,tpot_s=0.05" in say(capsys, "report", ".", "--slo", slo).error()

@@ -22,6 +22,7 @@ USAGE = """usage: testbed <command> ...
   observe import <log>         make a run folder of what vLLM's own scheduler did (docs/vllm.md)
   generate --model <folder> "..."  text from a local model; --model tiny needs none
   report <folder> ...          one HTML page about runs or sweeps
+  timeline <run> [<run>]       a run, or two of one trace side by side, for Perfetto (docs/timeline.md)
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
   fidelity <measured> ...      simulate measured runs again, request by request: signed errors (docs/fidelity.md)
@@ -173,6 +174,32 @@ def _tables(arguments: list[str]) -> int:
     return tables(arguments)
 
 
+def _timeline(arguments: list[str]) -> int:
+    from analysis.timeline_export import LATEST_S, Window, write_timeline
+
+    parser = argparse.ArgumentParser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("other", nargs="?", type=Path, help="another of the same trace, side by side with it")
+    parser.add_argument("--from", type=float, default=0.0, dest="from_s", metavar="S", help="draw from this second on")
+    parser.add_argument("--to", type=float, default=LATEST_S, dest="to_s", metavar="S", help="draw up to this second")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="draw these steps of each replica instead")
+    parser.add_argument("--out", type=Path, help="the file, .json or .json.gz (timeline.json in the run's folder)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    options = parser.parse_args(arguments)
+    window = Window(options.from_s, options.to_s, options.steps)
+    folders = [options.run] if options.other is None else [options.run, options.other]
+    print(write_timeline(folders, options.out, window, overwrite=options.overwrite))
+    return 0
+
+
+def _steps(text: str) -> tuple[int, int]:
+    try:
+        first, last = text.split(":")
+        return int(first), int(last)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, two step numbers such as 100:200") from None
+
+
 def _costs(arguments: list[str]) -> int:
     from analysis.operators import format_operators, load_operators, operator_bars
     from analysis.style import save
@@ -220,6 +247,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "observe": _observe,
     "generate": _generate,
     "report": _report,
+    "timeline": _timeline,
     "costs": _costs,
     "calibrate": _calibrate,
     "fidelity": _fidelity,

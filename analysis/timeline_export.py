@@ -116,18 +116,23 @@ class Engine:
         if row["digest"] is not None:
             args["digest"] = f"{row['digest']:016x}"
         trace.slice(self.steps, kind_of(row), start_ns, end_ns, args)
-        at_ns = start_ns
-        for name in TIME_PARTS:  # their lengths are recorded: one after the other, as far as the step goes
-            until_ns = min(at_ns + (row[f"{name}_ns"] or 0), end_ns)
-            if until_ns > at_ns:
-                trace.slice(self.steps, name, at_ns, until_ns)
-            at_ns = until_ns
+        self._draw_parts(trace, row)
         self._count(trace, start_ns, row)
         if self.marks_events:
             for name, (column, _) in EVENTS.items():
                 if row[column]:
                     trace.instant(self.events, name, start_ns, {"step": row["step"], "num_requests": row[column]})
         self._end_ns, self._is_empty = end_ns, is_empty
+
+    def _draw_parts(self, trace: ChromeTrace, row: Row) -> None:
+        """Where the time went. Lengths alone are recorded, and are laid one after the other from the step's start; if
+        they are longer than the step, up to its end: what the host did during the step before is cut off."""
+        lengths_ns = {name: row[f"{name}_ns"] or 0 for name in TIME_PARTS}
+        at_ns = min(row["start_ns"], row["end_ns"] - sum(lengths_ns.values()))
+        for name, length_ns in lengths_ns.items():
+            from_ns, at_ns = max(at_ns, row["start_ns"]), at_ns + length_ns
+            if at_ns > from_ns:
+                trace.slice(self.steps, name, from_ns, at_ns)
 
     def rest(self, trace: ChromeTrace, until_ns: int) -> None:
         """From the end of the step before until then, if that is any time, nothing is computed."""
@@ -173,6 +178,8 @@ def write_timeline(
     if len(runs) > 1:
         same_trace(runs)
     file = out or runs[0].path / "timeline.json"
+    if file.exists() and not file.is_file():
+        raise RunFolderError(f"{file} is no file; choose another --out")
     if file.exists() and not overwrite:
         raise RunFolderError(f"{file} exists; choose another --out or pass --overwrite")
     with written(file) as text:

@@ -14,76 +14,9 @@ import pytest
 
 from analysis.timeline_export import PHASES, Window, kind_of, write_timeline
 from testbed.errors import ConfigError, RunFolderError
+from tests.analysis.chrome_events import Event, ns, read
 from tests.analysis.runs import write_run
 from tests.analysis.trace_processor import answers
-
-Event = dict[str, Any]
-
-
-def ns(microseconds: float) -> int:
-    return round(microseconds * 1000)
-
-
-def read(file: Path) -> list[Event]:
-    """The events of a timeline, which is held to the rules of the format."""
-    packed = file.suffix == ".gz"
-    document = json.loads(gzip.decompress(file.read_bytes()) if packed else file.read_bytes())
-    events = document["traceEvents"]
-    check_format(events)
-    return [event for event in events if event["ph"] != "M"]
-
-
-def check_format(events: list[Event]) -> None:
-    named: dict[str, set[Any]] = {"process_name": set(), "thread_name": set()}
-    nested: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    open_slices: dict[Any, list[tuple[int, str]]] = defaultdict(list)
-    for event in events:
-        assert isinstance(event["pid"], int)
-        if event["ph"] == "M":
-            if event["name"] in named:
-                assert isinstance(event["args"]["name"], str)
-                named[event["name"]].add((event["pid"], event.get("tid")))
-            continue
-        assert event["ph"] in "XiCbne"
-        assert isinstance(event["name"], str)
-        assert isinstance(event["ts"], float)
-        assert event["ts"] >= 0
-        assert (event["pid"], None) in named["process_name"]
-        if event["ph"] != "C":
-            assert (event["pid"], event["tid"]) in named["thread_name"]
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            nested[event["pid"], event["tid"]].append((ns(event["ts"]), ns(event["ts"]) + ns(event["dur"])))
-        elif event["ph"] == "i":
-            assert event["s"] == "t"
-        elif event["ph"] == "C":
-            assert event["args"]
-            assert all(type(value) is int for value in event["args"].values())
-        else:
-            check_asynchronous(event, open_slices[event["pid"], event["cat"], event["id2"]["local"]])
-    assert not any(open_slices.values()), "every b has its e"
-    for slices in nested.values():
-        check_nesting(slices)
-
-
-def check_asynchronous(event: Event, stack: list[tuple[int, str]]) -> None:
-    """Marks come after what they lie in, so they are not looked at here."""
-    if event["ph"] == "b":
-        assert not stack or ns(event["ts"]) >= stack[-1][0]
-        stack.append((ns(event["ts"]), event["name"]))
-    elif event["ph"] == "e":
-        at_ns, name = stack.pop()
-        assert name == event["name"]
-        assert ns(event["ts"]) >= at_ns
-
-
-def check_nesting(slices: list[tuple[int, int]]) -> None:
-    stack: list[tuple[int, int]] = []
-    for start, end in sorted(slices, key=lambda one: (one[0], -one[1])):
-        while stack and stack[-1][1] <= start:
-            stack.pop()
-        assert not stack or end <= stack[-1][1], "slices of a track lie side by side or one within the other"
-        stack.append((start, end))
 
 
 def drawn(*folders: Path, out: Path | None = None, window: Window | None = None) -> list[Event]:
@@ -142,19 +75,20 @@ def test_a_step_is_named_by_what_it_computes(decodes: int, prefills: int, kind: 
     assert kind_of({"num_decodes": decodes, "num_prefills": prefills}) == kind
 
 
-def test_where_the_time_went_lies_within_the_step_and_what_overlaps_is_cut(folder: Path) -> None:
+def test_where_the_time_went_lies_within_the_step_and_what_the_step_before_hid_is_cut(folder: Path) -> None:
     rows = records(folder, "steps")
-    forward = [row["forward_ns"] for row in rows]
-    forward[3] = 10 * (rows[3]["end_ns"] - rows[3]["start_ns"])
-    change(folder / "steps.parquet", forward_ns=forward)
+    prepare_ns = [row["prepare_ns"] for row in rows]
+    hidden = rows[3]["end_ns"] - rows[3]["start_ns"]
+    prepare_ns[3] = 10 * hidden
+    change(folder / "steps.parquet", prepare_ns=prepare_ns)
     events = drawn(folder)
-    for name, ns_of in (("schedule", "schedule_ns"), ("prepare", "prepare_ns"), ("forward", "forward_ns")):
-        expected = [row[ns_of] for row in rows]
-        if name == "forward":
-            expected[3] = rows[3]["end_ns"] - rows[3]["start_ns"] - rows[3]["schedule_ns"] - rows[3]["prepare_ns"]
+    for name in ("prepare", "forward", "sample"):
+        expected = [row[f"{name}_ns"] for row in rows]
+        if name == "prepare":
+            expected[3] = hidden - rows[3]["forward_ns"] - rows[3]["sample_ns"]
         assert [ns(event["dur"]) for event in slices(events, name)] == expected
-    assert len(slices(events, "sample")) == len(rows) - 1
-    assert slices(events, *KINDS)[3]["args"]["forward_ns"] == forward[3]
+    assert len(slices(events, "schedule")) == len(rows) - 1
+    assert slices(events, *KINDS)[3]["args"]["prepare_ns"] == 10 * hidden
 
 
 def test_every_request_goes_through_its_phases_at_its_own_instants(folder: Path) -> None:
@@ -366,6 +300,9 @@ def test_a_timeline_is_not_overwritten_unasked(folder: Path) -> None:
     with pytest.raises(RunFolderError, match="exists; choose another --out or pass --overwrite"):
         write_timeline([folder])
     write_timeline([folder], overwrite=True)
+    (folder / "timeline-2.json").mkdir()
+    with pytest.raises(RunFolderError, match="is no file"):
+        write_timeline([folder], folder / "timeline-2.json", overwrite=True)
 
 
 # --- Perfetto itself ---

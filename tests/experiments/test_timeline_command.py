@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.analysis.test_timeline_export import read
+from tests.analysis.chrome_events import read
 from tests.experiments.kit import REAL, SHORT, TINY, decisions_of, say
 
 CROWDED = ("cache.num_gpu_blocks=14", "cache.num_cpu_blocks=40", "scheduler=vllm_v0", "scheduler.preemption=swap")

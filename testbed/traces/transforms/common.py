@@ -63,11 +63,6 @@ def renamed(row: TraceRequest, *names: str | int) -> TraceRequest:
     return row._replace(prompt=tuple(rename_part(part, *names) for part in row.prompt), output=output)
 
 
-def unit(row: TraceRequest) -> tuple[str, str]:
-    """What is kept or left out together: a session, or a request outside sessions."""
-    return ("request", row.request_id) if row.session_id is None else ("session", row.session_id)
-
-
 def finite(number: float) -> bool:
     """Whether it is no infinity, no NaN, and no whole number beyond all floats."""
     return abs(number) <= MAX_FLOAT

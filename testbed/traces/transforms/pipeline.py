@@ -15,7 +15,7 @@ from testbed.traces.draws import nearest
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
-from testbed.traces.transforms import combination, selection, sizes, timing
+from testbed.traces.transforms import combination, resampling, selection, sizes, timing
 from testbed.traces.transforms.common import finite
 
 Step = Mapping[str, Any]
@@ -26,7 +26,7 @@ OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
 class Transform:
     """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces.
 
-    draws: what the seed decides: which "units" stay (of set_rate: by thin), or new "starts". ways: of a parameter that
+    draws: what the seed decides: which "units" stay (of set_rate: by thin), new "starts", … ways: of a parameter that
     has no default, for it is a choice to make: what each value keeps.
     """
 
@@ -82,7 +82,7 @@ TRANSFORMS: dict[str, Transform] = {
         draws="units",
         ways={"by": timing.WAYS},
     ),
-    "thin": Transform(selection.thin, "keeps each session with probability `fraction`", draws="units"),
+    "thin": Transform(selection.thin, "keeps each session or conversation with probability `fraction`", draws="units"),
     "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions", draws="units"),
     "time_warp": Transform(timing.time_warp, "moves arrivals by a curve through `points` [from_s, to_s]"),
     "stretch_to": Transform(timing.stretch_to, "scales time so that the last request comes at `duration_s`"),
@@ -90,6 +90,12 @@ TRANSFORMS: dict[str, Transform] = {
     "spread": Transform(timing.spread, "spreads requests of one instant up to the next one", is_streamed=False),
     "arrivals": Transform(
         _arrivals, "new starts for all sessions: `arrival`, `rate`, …", is_streamed=False, draws="starts"
+    ),
+    "jitter": Transform(
+        resampling.jitter, "moves each session's start by up to `within_s`", is_streamed=False, draws="jitter"
+    ),
+    "bootstrap": Transform(
+        resampling.bootstrap, "as many sessions, drawn with replacement", is_streamed=False, draws="bootstrap"
     ),
     "window": Transform(selection.window, "what arrives from `start_s` until `end_s`, moved to 0"),
     "limit": Transform(selection.limit, "the first `num_requests`"),

@@ -8,7 +8,8 @@ from itertools import islice
 
 from testbed.traces.schema import TraceRequest, TraceSource
 from testbed.traces.synthesis import content_key
-from testbed.traces.transforms.common import MAX_S, S, derived, require, unit
+from testbed.traces.transforms.common import MAX_S, S, derived, require
+from testbed.traces.transforms.units import UnitOf, units_of
 
 
 def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
@@ -97,7 +98,7 @@ def keep_within(
 
 
 def thin(trace: S, fraction: float, seed: int = 0) -> S:
-    """Keeps each session, and each request outside sessions, with probability `fraction`, by a hash of its id.
+    """Keeps each session, conversation, or request outside of them with probability `fraction`, by a hash of its name.
 
     Who stays at a smaller fraction also stays at a larger one.
     """
@@ -107,24 +108,27 @@ def thin(trace: S, fraction: float, seed: int = 0) -> S:
 def thinned(trace: S, fraction: float, seed: int, why: str = "") -> S:
     """As `thin`. why: stands before the note."""
     require(0 < fraction <= 1, "fraction", fraction, "above 0, up to 1")
-    return _below(trace, lambda: int(fraction * 2**64), seed, f"{why}thinned to {fraction:g} with seed {seed}")
+    return _below(trace, lambda _: int(fraction * 2**64), seed, f"{why}thinned to {fraction:g} with seed {seed}")
 
 
 def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
-    """Keeps `num` sessions (or requests outside sessions), drawn by a hash of their ids; all if there are fewer.
+    """Keeps `num` sessions, conversations, or requests outside of them, drawn by a hash of their names; all if there
+    are fewer.
 
-    Who is in a smaller sample is also in a larger one. Goes through a streamed trace twice; holds `num` hashes.
+    Who is in a smaller sample is also in a larger one. Goes through a streamed trace three times; holds `num` hashes.
     """
     require(num >= 1, "num", num, "at least 1")
-    return _below(trace, lambda: _bound(trace, num, seed), seed, f"a sample of {num} sessions with seed {seed}")
+    return _below(
+        trace, lambda unit_of: _bound(trace, num, seed, unit_of), seed, f"a sample of {num} sessions with seed {seed}"
+    )
 
 
-def _bound(trace: TraceSource, num: int, seed: int) -> int:
+def _bound(trace: TraceSource, num: int, seed: int, unit_of: UnitOf) -> int:
     """Above the `num` smallest hashes of the trace's units, below all others."""
     smallest: list[int] = []  # a heap of the negated hashes: the largest is first
     held: set[int] = set()  # asked, never iterated
     for row in trace:
-        key = content_key("thin", seed, *unit(row))
+        key = content_key("thin", seed, *unit_of(row))
         if key in held:
             continue
         if len(smallest) < num:
@@ -136,15 +140,16 @@ def _bound(trace: TraceSource, num: int, seed: int) -> int:
     return -smallest[0] + 1 if smallest else 0
 
 
-def _below(trace: S, bound_of: Callable[[], int], seed: int, note: str) -> S:
+def _below(trace: S, bound_of: Callable[[UnitOf], int], seed: int, note: str) -> S:
     """The units whose hash is below a bound."""
     num_kept = 0
 
     def rows() -> Iterator[TraceRequest]:
         nonlocal num_kept
-        num_kept, bound = 0, bound_of()
+        unit_of = units_of(trace)
+        num_kept, bound = 0, bound_of(unit_of)
         for row in trace:
-            if content_key("thin", seed, *unit(row)) < bound:
+            if content_key("thin", seed, *unit_of(row)) < bound:
                 num_kept += 1
                 yield row
 

@@ -9,8 +9,9 @@ from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import choose, streams
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
-from testbed.traces.transforms.common import MAX_S, S, derived, finite, last_ns, require, unit
+from testbed.traces.transforms.common import MAX_S, S, derived, finite, last_ns, require
 from testbed.traces.transforms.selection import thinned
+from testbed.traces.transforms.units import session_of
 
 
 def scale_rate(trace: S, factor: float) -> S:
@@ -197,7 +198,7 @@ def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
     offsets: dict[tuple[str, str], int] = {}
     rows = []
     for row in trace.rows:
-        key = unit(row)
+        key = session_of(row)
         if key not in offsets:
             offsets[key] = next(starts) - row.arrival_ns
         rows.append(row._replace(arrival_ns=row.arrival_ns + offsets[key]))

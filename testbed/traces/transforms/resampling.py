@@ -1,0 +1,69 @@
+"""Other traces like one that was recorded, each seed another: what replicates of a recorded trace are made by."""
+
+from __future__ import annotations
+
+from testbed.errors import TraceError
+from testbed.traces.parts import rename_part
+from testbed.traces.schema import Part, Span, Trace, TraceRequest
+from testbed.traces.synthesis import content_key
+from testbed.traces.transforms.common import MAX_S, derived, require
+from testbed.traces.transforms.units import Unit, contents_of, units_of
+
+_WHOLE = 2**64
+
+
+def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
+    """Moves the start of each session, conversation or single request by up to `within_s` either way, evenly drawn by a
+    hash of its name; what follows a start moves along. Nothing arrives before 0."""
+    require(0 < within_s <= MAX_S, "within_s", within_s, f"above 0, up to {MAX_S:.1e}")
+    unit_of, within_ns = units_of(trace), round(within_s * 1e9)
+    earliest: dict[Unit, int] = {}
+    for row in trace.rows:
+        earliest.setdefault(unit_of(row), row.arrival_ns)
+    moved = {
+        unit: max(-start_ns, content_key("jitter", seed, *unit) * (2 * within_ns + 1) // _WHOLE - within_ns)
+        for unit, start_ns in earliest.items()
+    }
+    rows = [row._replace(arrival_ns=row.arrival_ns + moved[unit_of(row)]) for row in trace.rows]
+    note = f"starts of {len(moved)} sessions moved by up to {within_s:g} s, seed {seed}"
+    return derived(trace, lambda: iter(sorted(rows, key=lambda row: row.arrival_ns)), note)
+
+
+def bootstrap(trace: Trace, seed: int = 0) -> Trace:
+    """As many sessions, conversations or single requests, drawn with replacement; the starts stay where they are.
+
+    A unit that is drawn again has contents of its own, but for what several units share (a system prompt): a copy must
+    not hit the first one's blocks. Its ids get `~` and the number of the start.
+    """
+    unit_of = units_of(trace)
+    members: dict[Unit, list[TraceRequest]] = {}
+    for row in trace.rows:
+        members.setdefault(unit_of(row), []).append(row)
+    if len(members) < 2:
+        raise TraceError(f"trace {trace.name!r} is one session: there is nothing to draw from; use windows of it")
+    common, units = contents_of(trace.rows, unit_of), list(members)
+    num_drawn: dict[Unit, int] = {}
+    rows: list[TraceRequest] = []
+    for number, slot in enumerate(units):
+        drawn = units[content_key("bootstrap", seed, number) * len(units) // _WHOLE]
+        copy = num_drawn[drawn] = num_drawn.get(drawn, 0) + 1
+        later_ns = members[slot][0].arrival_ns - members[drawn][0].arrival_ns
+        rows += [_copied(row, later_ns, number, copy - 1, common) for row in members[drawn]]
+    note = f"{len(units)} sessions drawn with replacement from as many ({len(num_drawn)} different), seed {seed}"
+    return derived(trace, lambda: iter(sorted(rows, key=lambda row: row.arrival_ns)), note)
+
+
+def _copied(row: TraceRequest, later_ns: int, number: int, copy: int, common: set[int]) -> TraceRequest:
+    row = row._replace(
+        arrival_ns=row.arrival_ns + later_ns,
+        request_id=f"{row.request_id}~{number}",
+        session_id=None if row.session_id is None else f"{row.session_id}~{number}",
+    )
+    if not copy:
+        return row
+
+    def own(part: Part) -> Part:
+        is_common = isinstance(part, Span) and part.key in common
+        return part if is_common else rename_part(part, "bootstrap", copy)
+
+    return row._replace(prompt=tuple(map(own, row.prompt)), output=None if row.output is None else own(row.output))

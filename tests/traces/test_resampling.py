@@ -1,0 +1,153 @@
+"""Replicates of a recorded trace: whole sessions and conversations are kept, drawn and moved; each seed is another."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.errors import ConfigError, TraceError
+from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.generators import SyntheticConfig, generate
+from testbed.traces.readers.mooncake import read_mooncake
+from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.transforms import pipeline
+from testbed.traces.transforms.resampling import bootstrap, jitter
+from testbed.traces.transforms.selection import sample_sessions, thin
+from testbed.traces.transforms.units import MAX_TURNS, units_of
+
+S = 10**9
+SYSTEM = 7  # a block that all conversations begin with
+CHAT = generate(SyntheticConfig(num_requests=80, min_turns=1, max_turns=5, num_system_prompts=1, closed_loop=False), 1)
+
+
+def blocks(num_conversations: int = 40, num_turns: int = 4) -> Trace:
+    """Conversations without sessions, by turns: each prompt is the one before and two blocks more, the last one cut."""
+    rows = []
+    for turn in range(num_turns):
+        for one in range(num_conversations):
+            keys = [SYSTEM, *(1000 * (one + 1) + i for i in range(2 * turn + 2))]
+            last = Span(10**9 + 1000 * one + turn, 0, 5)  # partial: another content than the block it becomes
+            prompt = (*(Span(key, 0, 16) for key in keys), last)
+            arrival_ns = (turn * num_conversations + one) * S
+            rows.append(TraceRequest(f"c{one}-{turn}", arrival_ns, prompt, Span(-one * 100 - turn - 1, 0, 4)))
+    return arrange("blocks", rows)
+
+
+def conversation(row: TraceRequest) -> str:
+    return row.request_id.split("-")[0]
+
+
+def test_conversations_show_by_their_blocks() -> None:
+    trace = blocks()
+    unit_of = units_of(trace)
+    names = {conversation(row): unit_of(row) for row in trace}
+    assert len(set(names.values())) == len(names) == 40
+    assert all(unit_of(row) == names[conversation(row)] for row in trace)
+
+
+def test_what_is_no_conversation_stays_a_request() -> None:
+    rows = [TraceRequest(f"r{i}", i * S, (Span(SYSTEM, 0, 16), Span(100 + i, 0, 9 + i)), None) for i in range(12)]
+    trace = arrange("system prompts", rows)
+    assert len({units_of(trace)(row) for row in trace}) == 12
+    assert MAX_TURNS > 12, "else the shared prompt would have told them apart anyway"
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.2, 0.5, 0.8]))
+def test_thinning_keeps_whole_conversations(seed: int, fraction: float) -> None:
+    trace = blocks()
+    kept = thin(trace, fraction, seed) if seed % 2 else sample_sessions(trace, round(40 * fraction), seed)
+    assert set(Counter(map(conversation, kept)).values()) <= {4}
+    if not seed % 2:
+        assert len(kept) == 4 * round(40 * fraction)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([blocks(), CHAT]))
+def test_jitter_moves_what_belongs_together_together(seed: int, trace: Trace) -> None:
+    moved = jitter(trace, 3.0, seed)
+    unit_of, by_id = units_of(trace), {row.request_id: row for row in trace}
+    assert {row.request_id for row in moved} == set(by_id)
+    by: dict[object, set[int]] = {}
+    for row in moved:
+        by.setdefault(unit_of(row), set()).add(row.arrival_ns - by_id[row.request_id].arrival_ns)
+        assert row.prompt == by_id[row.request_id].prompt
+    assert all(len(offsets) == 1 for offsets in by.values())
+    assert all(abs(offset) <= 3 * S for offsets in by.values() for offset in offsets)
+    assert moved.rows[0].arrival_ns >= 0
+    assert len({offset for offsets in by.values() for offset in offsets}) > len(by) // 2, "all moved alike"
+
+
+@given(st.integers(0, 2**32), st.sampled_from([blocks(), CHAT]))
+def test_a_bootstrap_has_the_starts_and_whole_units(seed: int, trace: Trace) -> None:
+    drawn = bootstrap(trace, seed)
+    unit_of = units_of(trace)
+    sizes = Counter(map(unit_of, trace))
+    starts: dict[object, int] = {}
+    for row in trace:
+        starts.setdefault(unit_of(row), row.arrival_ns)
+    groups: dict[str, list[TraceRequest]] = {}
+    for row in drawn:
+        groups.setdefault(row.request_id.rpartition("~")[2], []).append(row)
+    assert sorted(min(row.arrival_ns for row in rows) for rows in groups.values()) == sorted(starts.values())
+    by_id = {row.request_id: row for row in trace}
+    for rows in groups.values():
+        originals = [by_id[row.request_id.rpartition("~")[0]] for row in rows]
+        assert len({unit_of(row) for row in originals}) == 1
+        assert len(rows) == sizes[unit_of(originals[0])]
+        assert [row.num_prompt_tokens for row in rows] == [row.num_prompt_tokens for row in originals]
+
+
+def test_copies_share_with_the_first_one_no_more_than_others_do() -> None:
+    drawn = bootstrap(blocks(), 0)
+    owners: dict[int, set[str]] = {}
+    for row in drawn:
+        for part in row.prompt:
+            assert isinstance(part, Span)
+            owners.setdefault(part.key, set()).add(row.request_id.rpartition("~")[2])
+    assert {key for key, numbers in owners.items() if len(numbers) > 1} == {SYSTEM}
+
+
+@pytest.mark.parametrize("step", [{"name": "jitter", "within_s": 1.0}, {"name": "bootstrap"}], ids=lambda s: s["name"])
+def test_the_runs_seed_makes_another_replicate(step: dict[str, object]) -> None:
+    made = [fingerprint(pipeline.apply_all(CHAT, [step], _opens_nothing, seed)) for seed in (0, 1, 0)]
+    assert made[0] == made[2] != made[1]
+    assert made[0] != fingerprint(CHAT)
+
+
+def _opens_nothing(format: str, path: str) -> Trace:
+    raise AssertionError
+
+
+def test_what_cannot_be_resampled_is_refused() -> None:
+    one = arrange("one", [row for row in CHAT if row.session_id == CHAT.rows[0].session_id])
+    with pytest.raises(TraceError, match="is one session: there is nothing to draw from"):
+        bootstrap(one, 0)
+    with pytest.raises(ConfigError, match=r"within_s is 0; it must be above 0"):
+        jitter(CHAT, 0, 0)
+
+
+def test_half_of_the_published_conversations_hit_as_much_as_all() -> None:
+    file = Path(os.environ.get("TESTBED_TRACES", "")) / "mooncake_fast25_conversation.jsonl.gz"
+    if "TESTBED_TRACES" not in os.environ or not file.is_file():
+        pytest.skip("set TESTBED_TRACES to a folder with mooncake_fast25_conversation.jsonl.gz")
+    trace = read_mooncake(file)
+    whole, half = hit_rate(trace), hit_rate(thin(trace, 0.5, 0))
+    assert half == pytest.approx(whole, rel=0.1)
+    assert hit_rate(arrange("every other request", trace.rows[::2])) < 0.8 * whole
+
+
+def hit_rate(trace: Trace) -> float:
+    """With an infinite cache, of blocks."""
+    seen: set[object] = set()
+    num_hit = num = 0
+    for row in trace:
+        for part in row.prompt:
+            num_hit += part.num_tokens * (part in seen)
+            num += part.num_tokens
+            seen.add(part)
+    return num_hit / num

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ _NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record", "sl
 
 @dataclass(frozen=True)
 class Arm:
-    """One policy: its factors' levels, and its runs over seeds (replicates) and loads."""
+    """One policy: its factors' levels, and its runs over seeds (replicates) and loads. naming: keys its name says."""
 
     name: str
     levels: Mapping[str, Any]
     runs: tuple[Run, ...]
+    naming: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
     for members in groups.values():
         levels = {key: members[0].flat_config.get(key) for key in swept}
         name = ", ".join(_level_name(key, levels[key], naming) for key in naming) or "all runs"
-        arms.append(Arm(name, levels, tuple(members)))
+        arms.append(Arm(name, levels, tuple(members), tuple(naming)))
     return arms
 
 
@@ -168,21 +169,27 @@ def split_repeats(pairs: Sequence[Pair]) -> tuple[list[Pair], list[tuple[Run, Ru
 _FROM_MEMORY = ("num_gpu_blocks", "num_cpu_blocks", "gpu_memory_utilization", "swap_space_gib")
 
 
-def load_keys(runs: Sequence[Run]) -> list[str]:
-    """The swept settings of the trace, without its seed: what makes one load (one condition) another."""
-    return [key for key in swept_keys(runs) if key.startswith("trace.") and not is_seed(key)]
+def load_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str]:
+    """The swept settings of the trace, without its seed: what makes one load (one condition) another. replicated: those
+    whose values are replicates instead."""
+    keys = [key for key in swept_keys(runs) if key.startswith("trace.") and not is_seed(key)]
+    return [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in replicated)]
 
 
 def _load_value(run: Run, key: str) -> str:
     value, config = run.flat_config.get(key), run.flat_config
+    offered = run.summary["throughput"]["offered_per_s"]
+    if key == "trace.rate_scale" and offered is not None:
+        return f"{plain(value)} ({offered:.3g} requests/s)"
     if key != "trace.rate" or value is None or config.get("trace.name") != "synthetic":
         return plain(value)
     return f"{plain(value)} {'sessions' if (config.get('trace.max_turns') or 1) > 1 else 'requests'}/s"
 
 
-def by_load(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
-    """Load -> the arms with their runs at it, the lightest first; the label says what differs ("" for one load)."""
-    keys = load_keys([run for arm in arms for run in arm.runs])
+def by_load(arms: Sequence[Arm], replicated: Sequence[str] = ()) -> dict[str, list[Arm]]:
+    """Load -> the arms with their runs at it, the lightest first; the label says what differs ("" for one load).
+    replicated: keys of the trace whose values are replicates and no loads."""
+    keys = load_keys([run for arm in arms for run in arm.runs], replicated)
 
     def label(run: Run) -> str:
         return ", ".join(f"{key.removeprefix('trace.')} = {_load_value(run, key)}" for key in keys)
@@ -193,34 +200,50 @@ def by_load(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
     loads = sorted(offered, key=lambda load: offered[load])
     result = {}
     for load in loads:
-        parts = [Arm(arm.name, arm.levels, tuple(run for run in arm.runs if label(run) == load)) for arm in arms]
+        parts = [replace(arm, runs=tuple(run for run in arm.runs if label(run) == load)) for arm in arms]
         result[load] = [arm for arm in parts if arm.runs]
     return result
 
 
-def replicates(arm: Arm) -> dict[tuple[str | None, int | None, int], Run]:
-    """An arm's runs by (trace fingerprint, seed, repetition). Of simulated runs with equal digests only one counts."""
-    found: dict[tuple[str | None, int | None, int], Run] = {}
+Key = tuple[str | None, int | None, int]
+
+
+def _by_key(arm: Arm) -> dict[Key, Run]:
+    """An arm's runs by (trace fingerprint, seed, repetition)."""
+    found: dict[Key, Run] = {}
     for run in arm.runs:
         key = (run.fingerprint, run.manifest.get("seed"))
-        earlier = [other for (*known, _), other in found.items() if tuple(known) == key]
-        digest = run.manifest.get("digest")
-        is_copy = run.manifest.get("backend") == "sim" and any(o.manifest.get("digest") == digest for o in earlier)
-        if not is_copy:
-            found[(*key, len(earlier))] = run
+        found[(*key, sum(known[:2] == key for known in found))] = run
     return found
+
+
+def _observation(run: Run) -> tuple[str, ...]:
+    """What a run saw: of a simulated one its trace and its decisions, whatever its seed; else itself."""
+    if run.manifest.get("backend") == "sim" and run.manifest.get("digest"):
+        return str(run.fingerprint), str(run.manifest["digest"])
+    return (str(run.path),)
+
+
+def replicates(arm: Arm) -> dict[Key, Run]:
+    """An arm's different runs by (trace fingerprint, seed, repetition). Simulated runs of one trace that decided alike
+    are one observation: of a recorded trace a seed makes no other."""
+    found: dict[tuple[str, ...], tuple[Key, Run]] = {}
+    for key, run in _by_key(arm).items():
+        found.setdefault(_observation(run), (key, run))
+    return dict(found.values())
 
 
 def paired_replicates(baseline: Arm, arm: Arm) -> list[tuple[Run, Run]]:
     """(baseline run, arm's run) of each replicate that both have. RunFolderError where they share no trace."""
-    ours, theirs = replicates(arm), replicates(baseline)
+    ours, theirs = _by_key(arm), _by_key(baseline)
     shared = [key for key in theirs if key in ours and key[0] is not None]
     if not shared:
         raise RunFolderError(f"the arms '{arm.name}' and '{baseline.name}' share no run of one trace and seed")
-    return [(theirs[key], ours[key]) for key in shared]
+    found = {_observation(theirs[key]) + _observation(ours[key]): (theirs[key], ours[key]) for key in reversed(shared)}
+    return list(found.values())[::-1]
 
 
 def comparable(arms: Sequence[Arm], baseline: Arm) -> list[Arm]:
     """The arms that share a trace and seed with `baseline`, which is one of them."""
-    known = {key for key in replicates(baseline) if key[0] is not None}
-    return [arm for arm in arms if arm.name == baseline.name or known & set(replicates(arm))]
+    known = {key for key in _by_key(baseline) if key[0] is not None}
+    return [arm for arm in arms if arm.name == baseline.name or known & set(_by_key(arm))]

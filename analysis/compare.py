@@ -53,6 +53,7 @@ SLO_METRICS = (
     Metric("goodput", "slo.goodput_per_s", 1, _rate("req/s")),
 )
 INSIDE = (
+    Metric("offered", "throughput.offered_per_s", 0, _rate("req/s")),
     Metric("requests sent", "num_requests", 0, fmt.number),
     Metric("finished", "num_finished", 0, fmt.number),
     Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share),

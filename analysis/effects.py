@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,11 @@ class Effect:
 def main_effects(
     arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
 ) -> list[Effect]:
-    """Every factor of a design with at least two crossed factors, every level but the baseline's; else nothing."""
+    """Every factor of a design with at least two crossed factors, every level but the baseline's; else nothing: where
+    not every combination of levels ran, a factor's mean would mix in the others."""
     factors = level_groups(arms)
-    if len(factors) < 2 or len(arms) < 4:
+    num_combinations = prod(len({_level(arm, factor) for arm in arms}) for factor in factors)
+    if len(factors) < 2 or len(arms) < num_combinations:
         return []
     found: list[Effect] = []
     for metric in metrics:

@@ -112,8 +112,8 @@ def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     groups: dict[str, list[str]] = {}
     for row in rows:
         text = f"{row.metric.label} ({interval_text(row)})" if row.estimate is not None else row.metric.label
-        said = verdict_text(row, margin)
         same = row.verdict in ("identical", "equivalent")
+        said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
         groups.setdefault("same" if same else said, []).append(row.metric.label if same else text)
     parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]
     if parts:
@@ -139,10 +139,11 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
     methods = {row.estimate.method.split(" of ")[0] for row in rows if row.estimate is not None}
     if num_replicates >= 2:
         return (
-            f"Changes are relative: means of log-ratios over {num_replicates} replicates (seeds), paired on the same "
+            f"Changes are relative: means of log-ratios over {num_replicates} replicates, paired on the same "
             "trace, with 95 % Student intervals. A change counts when its p-value, corrected by Holm over the arms of "
-            "a metric, is below 0.05; the intervals are those of single comparisons. Holm's correction raises the "
-            "p-values so that among all arms of a metric even one false claim has a chance below 5 %."
+            "a metric at one load, is below 0.05; the intervals are those of single comparisons. Holm's correction "
+            "raises the p-values so that among all arms of a metric even one false claim has a chance below 5 %; over "
+            "many metrics and loads a few false claims are to be expected."
         )
     if "moving blocks" in methods:
         return (
@@ -266,6 +267,8 @@ def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
     counts = sorted({len(replicates(arm)) for arm in arms})
     if counts and counts[0] == 1:
         said.append("At least one arm has a single replicate: nothing here says how the result varies between traces.")
+        if any(len(arm.runs) > 1 for arm in arms):
+            said.append("Of a recorded trace a seed makes no replicate; docs/traces.md says what does.")
     elif counts and counts[0] < 5:
         said.append(f"There are only {counts[0]} replicates: intervals over so few are wide and lean on normality.")
     unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)

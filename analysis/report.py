@@ -26,9 +26,11 @@ from analysis.arms import (
     find_arm,
     infer_arms,
     infer_pairs,
+    paired_replicates,
     replicates,
     split_repeats,
 )
+from analysis.cautions import cautions
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.groups import differing, experiments, left_out
@@ -39,7 +41,6 @@ from testbed.errors import RunFolderError
 
 DEFAULT_MARGIN = 0.02
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
-_TOLD = (*_HEADLINE, "e2e_s.p99", "slo.attainment")  # the metrics that findings speak of
 _MAX_CURVES = 8
 _MAX_SVG_BYTES = 400_000
 
@@ -56,6 +57,7 @@ class ReportInput:
     baseline: str | None = None  # an arm's name; the first arm by default
     slo: SLO | Mapping[str, float | None] | None = None
     margin: float = DEFAULT_MARGIN  # relative change that counts as none
+    replicated: Sequence[str] = ()  # keys of the trace whose values are replicates and no loads
     commands: Sequence[str] = ()
     notes: Sequence[str] = ()  # limits that only the author knows
     incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
@@ -96,12 +98,13 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     sections = _Sections(path)
     slo = SLO.parse(report.slo)
     baseline = find_arm(report.arms, report.baseline)
-    loads = by_load(report.arms)
+    loads = by_load(report.arms, report.replicated)
     groups = _comparable_groups(sections, loads, baseline.name)
     for load, arms in groups.items():
         _ablation(sections, load, arms, report, slo)
     _run_plots(sections, groups, baseline)
     context = _context(report, sections, baseline, slo)
+    context["cautions"] += cautions(groups, report.margin)
     environment = Environment(
         loader=PackageLoader("analysis"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -151,6 +154,7 @@ def report_from_folders(
         baseline=baseline or stated(chosen, "baseline"),
         slo=slo or stated_slo(chosen),
         margin=margin or stated(chosen, "margin") or DEFAULT_MARGIN,
+        replicated=stated(chosen, "replicates") or (),
         incomplete=[entry for sweep in sweeps for entry in sweep.incomplete],
     )
     return write_report(report, out)
@@ -193,7 +197,7 @@ def _ablation(sections: _Sections, load: str, arms: Sequence[Arm], report: Repor
     rates = (*RATES, *(SLO_METRICS if slo else ()))
     rows = compare(arms, baseline, (*LATENCY, *rates), report.margin, slo)
     sections.comparisons += rows
-    num = min(len(replicates(arm)) for arm in arms)
+    num = min(len(paired_replicates(baseline, arm)) for arm in arms)
     inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for arm in arms for run in arm.runs) else ()))
     group: dict[str, Any] = {"load": load, "method": findings.interval_method(rows, num) if len(arms) > 1 else ""}
     args = (arms, baseline)
@@ -202,8 +206,7 @@ def _ablation(sections: _Sections, load: str, arms: Sequence[Arm], report: Repor
         tables.ablation_table(f"Throughput{at_load}", *args, rates, rows, report.margin, slo),
         tables.values_table(f"What happened inside{at_load} (means over replicates)", arms, inside, slo),
     ]
-    told = [metric for metric in (*LATENCY, *rates) if metric.path in _TOLD]
-    effects = main_effects(arms, baseline, told, report.margin, slo)
+    effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
     if effects:
         caption = f"Main effects{at_load}: one factor changed, averaged over the levels of the others"
         group["tables"].insert(0, tables.effects_table(caption, effects, report.margin))
@@ -228,11 +231,11 @@ def _said(
     """
     if effects and num_replicates > 1:
         said = [findings.effect_finding(group, margin) for group in by_factor(effects).values()]
-        return said + findings.best_arms([row for row in rows if row.metric.path in _TOLD], baseline.name)
+        return said + findings.best_arms(rows, baseline.name)
     near = one_factor_away(arms, baseline) if effects else {arm.name for arm in arms}
     by_arm: dict[str, list[Comparison]] = {}
     for row in rows:
-        if row.metric.path in _TOLD and row.arm in near:
+        if row.arm in near:
             by_arm.setdefault(row.arm, []).append(row)
     opening = "On this one trace, against" if num_replicates == 1 else "Against"
     return [findings.arm_finding(of_arm, f"{opening} {baseline.name}", margin) for of_arm in by_arm.values()]
@@ -337,7 +340,8 @@ def _context(report: ReportInput, sections: _Sections, baseline: Arm, slo: SLO |
     return {
         "title": report.title,
         "question": report.question or _default_question(report.arms, baseline),
-        "findings": [*findings.failed_checks(links, everything), *findings.too_noisy(noise), *sections.findings],
+        "cautions": [*findings.failed_checks(links, everything), *findings.too_noisy(noise)],
+        "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,

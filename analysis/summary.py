@@ -22,9 +22,10 @@ from analysis.replicas import describe_replicas, fleet_step_metrics, measure, sp
 from analysis.request_columns import RequestColumns, Requests
 from analysis.rows import BoolArray, Codes, FloatArray, as_rows
 from analysis.statistics import wilson
+from analysis.steadiness import steadiness
 from analysis.survival import distribution
 
-SUMMARY_VERSION = 6
+SUMMARY_VERSION = 7
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -72,6 +73,7 @@ def summarise(
         "fairness": _fairness(kept),
         **of_steps,
         "host_share": _host_share(of_steps["time_s"]),
+        "steadiness": steadiness(sent, end_ns),
         "replay": manifest.get("replay"),
         "replicas": describe_replicas(split(kept, manifest), measured, of_each, manifest, duration_s),
         "checks": run_checks(everything, step_rows, manifest),

@@ -303,6 +303,7 @@ def _close(
         )
         exit_status = 0 if config.allow_ignored else 1
     from analysis.checks import failures  # not at the top: Arrow is slow to import
+    from analysis.steadiness import outrun_note
 
     log = logging.getLogger("testbed")
     failed = failures(summary["checks"])
@@ -311,7 +312,8 @@ def _close(
     for sentence in warnings_of(manifest):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
-    notes = (*failed, *_notes(config, manifest))
+    outrun = outrun_note(summary)
+    notes = (*failed, *([] if outrun is None else [outrun]), *_notes(config, manifest))
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
 
 

@@ -1,9 +1,9 @@
 """Transformations of traces: pure functions from a trace to another, each of which says in the notes what it did.
 
 They take a whole Trace, which gives a Trace, or a StreamedTrace, which gives one: rows are then changed as they are
-asked for. `spread`, `with_arrivals`, `restart`, `jitter`, `bootstrap` and `merge` need the whole. Parameters out of range raise ConfigError; a
-result without requests raises TraceError (of a stream: when its rows are asked for). `pipeline` applies a list of them
-by name.
+asked for. `spread`, `with_arrivals`, `restart`, `jitter`, `bootstrap` and `merge` need the whole. Parameters out of
+range raise ConfigError; a result without requests raises TraceError (of a stream: when its rows are asked for).
+`pipeline` applies a list of them by name.
 """
 
 from testbed.traces.transforms.combination import merge, merge_streams, repeat

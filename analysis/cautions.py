@@ -1,0 +1,183 @@
+"""What a reader must know before the findings: each sentence names what would make them mislead."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from analysis import format as fmt
+from analysis.arms import NAMING_KEYS, Arm, factor_name, is_policy, is_seed, paired_replicates, replicates
+from analysis.frames import numbers
+from analysis.load import Run, swept_keys
+from analysis.statistics import mser5
+
+_RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
+_MAX_KEYS = 6  # that are spelt out
+
+
+def cautions(loads: Mapping[str, Sequence[Arm]], margin: float) -> list[str]:
+    """All of them. loads: the arms that are compared at each load, the baseline first."""
+    arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
+    said = [*_extrapolated(arms), *_copies(loads), *_unnamed(arms)]
+    for load, group in loads.items():
+        at_load = f"At {load}: " if load else ""
+        found = [*_outrun(group), *_warm_up(group, margin), *_never_triggered(group)]
+        said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
+    return said
+
+
+def _extrapolated(arms: Sequence[Arm]) -> list[str]:
+    """What cost models said of their prices: shares outside of a profile, or filled in."""
+    found: dict[str, list[str]] = {}
+    for arm in arms:
+        for run in arm.runs:
+            for note in run.manifest.get("cost_notes") or []:
+                found.setdefault(re.sub(r"[\d.,]+ ?%", "… %", note), []).append(f"{arm.name}: {note}")
+    return [
+        f"Prices, {texts[0]}" + (f" ({len(texts) - 1} more runs say the like, with other shares)" if texts[1:] else "")
+        for texts in found.values()
+    ]
+
+
+def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
+    """Runs that repeat another one decision for decision, and count once."""
+    arms = [arm for group in loads.values() for arm in group]
+    num, different = sum(len(arm.runs) for arm in arms), sum(len(replicates(arm)) for arm in arms)
+    if num == different:
+        return []
+    return [
+        f"{num - different} of {num} runs repeat another one on the same trace, decision for decision, and count once: "
+        "a seed makes no replicate of a recorded trace (docs/traces.md says what does)."
+    ]
+
+
+def _unnamed(arms: Sequence[Arm]) -> list[str]:
+    """Settings in which arms differ beside those that name them: what a preset brings along is its own."""
+    runs = [run for arm in arms for run in arm.runs]
+    named = {key for arm in arms for key in arm.naming}
+    if not named:
+        return []  # one arm, or arms that somebody named
+    bundles = {key.rpartition(".")[0] for key in named if key.split(".")[-1] in NAMING_KEYS}
+    given = {key for run in runs for key in _given(run)}
+    found = [
+        key
+        for key in swept_keys(runs)
+        if is_policy(key) and key not in named and (key in given or not any(key.startswith(f"{b}.") for b in bundles))
+    ]
+    said = [f"{factor_name(key)} ({_values(arms, key)})" for key in found[:_MAX_KEYS]]
+    said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
+    for name, words in _RESOLVED.items():
+        per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
+        if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
+            said.append(f"{words} ({'; '.join(f'{arm} {value}' for arm, value in list(per_arm.items())[:_MAX_KEYS])})")
+    return [f"The arms differ in more than their names say: {fmt.listing(said)}."] if said else []
+
+
+def _given(run: Run) -> list[str]:
+    """Keys that the run's command sets."""
+    try:
+        words = shlex.split(str(run.manifest.get("command") or ""))
+    except ValueError:
+        return []
+    return [word.partition("=")[0].lstrip("+~") for word in words if "=" in word and not is_seed(word)]
+
+
+def _values(arms: Sequence[Arm], key: str) -> str:
+    per_arm = {arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms}
+    return "; ".join(f"{arm} {value}" for arm, value in list(per_arm.items())[:_MAX_KEYS])
+
+
+def _span(values: Sequence[object]) -> str:
+    distinct = list(dict.fromkeys(fmt.plain(value) for value in values))
+    return distinct[0] if len(distinct) == 1 else f"{distinct[0]} and others"
+
+
+def _outrun(arms: Sequence[Arm]) -> list[str]:
+    """Loads beyond the capacity of some arms."""
+    beyond = {
+        arm.name: [run for run in replicates(arm).values() if (run.summary.get("steadiness") or {}).get("is_outrun")]
+        for arm in arms
+    }
+    named = [name for name, runs in beyond.items() if runs]
+    if not named:
+        return []
+    rates = [run.summary["throughput"] for runs in beyond.values() for run in runs]
+    offered = float(np.mean([rate["offered_per_s"] or 0.0 for rate in rates]))
+    reached = float(np.mean([rate["requests_per_s"] or 0.0 for rate in rates]))
+    who = "Every arm" if len(named) == len(arms) else fmt.listing(named)
+    return [
+        f"{who} {'is' if len(named) == 1 or who == 'Every arm' else 'are'} beyond capacity: {offered:.3g} requests/s "
+        f"came, {reached:.3g} were served, and queues grew until the trace ended. Such latencies depend on how long "
+        "the trace is; compare throughputs there, or lower the rate."
+    ]
+
+
+def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
+    """Where the start, as MSER-5 finds it in TTFT, moves the mean by more than the margin."""
+    worst: tuple[float, str] | None = None
+    for arm in arms:
+        run = next(iter(replicates(arm).values()))
+        if (run.summary.get("steadiness") or {}).get("is_outrun"):
+            continue  # no steady state to come to
+        frame = run.requests.sort_values("arrival_ns", kind="stable")
+        ttft = numbers(frame, "ttft_s")
+        ttft = ttft[~np.isnan(ttft)]
+        cut = mser5(ttft)
+        change = float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
+        if abs(change) > margin and (worst is None or abs(change) > abs(worst[0])):
+            worst = change, f"the first {cut:,} of {ttft.size:,} requests of {arm.name}"
+    if worst is None:
+        return []
+    return [
+        f"The start is part of all numbers: without {worst[1]}, which MSER-5 takes for warm-up, mean TTFT is "
+        f"{fmt.change(100 * worst[0])}. A longer trace weakens it."
+    ]
+
+
+# (parts of a key, whether a run never used it, what never happened)
+_UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
+    (("preemption", "victim"), lambda run: not run.summary["preemptions"]["total"], "nothing was preempted"),
+    (("watermark",), lambda run: not _blocked(run), "no step lacked KV blocks"),
+    (("admission",), lambda run: not _blocked(run), "no request was held back"),
+    (("prefix_caching", "eviction"), lambda run: not run.summary["prefix_hit_rate"], "no prefix was hit"),
+    (("queue_order",), lambda run: (run.summary["mean_waiting"] or 0.0) < 0.01, "requests hardly ever waited together"),
+)  # fmt: skip
+
+
+def _blocked(run: Run) -> bool:
+    return bool(run.steps["blocked_by"].notna().any())
+
+
+def _never_triggered(arms: Sequence[Arm]) -> list[str]:
+    """Arms that decided as the baseline at every step: what they differ in was never exercised."""
+    baseline, said = arms[0], []
+    for arm in arms[1:]:
+        pairs = paired_replicates(baseline, arm)
+        digests = [(one.manifest.get("digest"), other.manifest.get("digest")) for one, other in pairs]
+        if all(one is not None and one == other for one, other in digests):
+            keys = [key for key in swept_keys([*baseline.runs, *arm.runs]) if is_policy(key)]
+            runs = [run for pair in pairs for run in pair]
+            why = [
+                text
+                for parts, unused, text in _UNUSED
+                if any(part in key for part in parts for key in keys) and all(unused(run) for run in runs)
+            ]
+            if _is_about_tenants(arm) and all(_num_tenants(run) < 2 for run in runs):
+                why.append("the trace has one tenant")
+            reason = f": {fmt.listing(why)}" if why else ""
+            said.append(
+                f"{arm.name} took the same decisions as {baseline.name} at every step; what sets them apart was never "
+                f"triggered{reason}."
+            )
+    return said
+
+
+def _is_about_tenants(arm: Arm) -> bool:
+    return any("vtc" in str(value) for value in arm.levels.values())
+
+
+def _num_tenants(run: Run) -> int:
+    return int(run.requests["tenant"].nunique(dropna=False))

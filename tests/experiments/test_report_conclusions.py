@@ -1,0 +1,133 @@
+"""What a report concludes holds: copies are no replicates, nothing varies unnamed, what says nothing is called so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.compare import LATENCY, RATES, Comparison
+from analysis.findings import arm_finding
+from analysis.report import report_from_folders
+from analysis.statistics import Estimate
+from experiments import simulate
+from experiments.traces import build_trace
+from testbed.traces.serialize import write_jsonl
+from tests.experiments.kit import config_of
+
+MODEL = {"model": "qwen3_0.6b", "cost": "roofline"}
+LOAD = {"num_requests": 120, "rate": 40.0}
+TIGHT = {"num_gpu_blocks": 700}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace in a file: seeds change nothing of it."""
+    file = tmp_path_factory.mktemp("trace") / "recorded.jsonl"
+    write_jsonl(build_trace(config_of((), trace__num_requests=150, trace__rate=60.0)), file)
+    return file
+
+
+def ran(folder: Path, **settings: Any) -> None:
+    simulate(settings.pop("trace", LOAD), folder=folder, **{**MODEL, **settings})
+
+
+def report(folder: Path, **options: Any) -> str:
+    page = report_from_folders([folder], folder / "report.html", **options)
+    text = page.with_suffix(".md").read_text().replace("\\", "").replace("\u202f", " ").replace("\u00a0", " ")
+    assert (folder / "report.html").read_text().count("Before you read on") == text.count("Before you read on")
+    return text
+
+
+def test_seeds_of_a_recorded_trace_are_no_replicates(recorded: Path, tmp_path: Path) -> None:
+    for scheduler in ("vllm_v1", "sarathi"):
+        for seed in range(3):
+            trace = {"name": "jsonl", "path": str(recorded)}
+            ran(tmp_path / f"{scheduler}-{seed}", trace=trace, scheduler=scheduler, cache=TIGHT, seed=seed)
+    said = report(tmp_path)
+    assert "4 of 6 runs repeat another one on the same trace, decision for decision, and count once" in said
+    assert "There is one replicate." in said
+    assert "3 replicates" not in said
+    assert "Of a recorded trace a seed makes no replicate" in said
+
+
+@pytest.mark.parametrize("how", ["windows", "bootstrap"])
+def test_a_recorded_trace_is_replicated_by_windows_and_by_drawing(recorded: Path, tmp_path: Path, how: str) -> None:
+    windows = [[{"name": "window", "start_s": start, "end_s": start + 0.8}] for start in (0.0, 0.8, 1.6)]
+    for scheduler in ("vllm_v1", "sarathi"):
+        for seed in range(3):
+            steps = windows[seed] if how == "windows" else [{"name": "bootstrap"}]
+            ran(
+                tmp_path / f"{scheduler}-{seed}", trace={"name": "jsonl", "path": str(recorded), "transforms": steps},
+                scheduler=scheduler, cache=TIGHT, seed=0 if how == "windows" else seed,
+                report={"replicates": ["trace.transforms"]} if how == "windows" else {},
+            )  # fmt: skip
+    said = report(tmp_path)
+    assert "over 3 replicates, paired on the same trace" in said
+    assert "repeat another one" not in said
+
+
+def test_a_setting_that_goes_along_with_another_is_named(tmp_path: Path) -> None:
+    for scheduler, blocks in (("vllm_v1", 700), ("sarathi", 900)):
+        ran(tmp_path / scheduler, scheduler=scheduler, cache={"num_gpu_blocks": blocks})
+    said = report(tmp_path)
+    assert "The arms differ in more than their names say: num gpu blocks (sarathi 900; vllm_v1 700)." in said
+
+
+def test_a_pool_that_follows_from_memory_is_named_too(tmp_path: Path) -> None:
+    for scheduler in ("vllm_v1", "sarathi"):
+        ran(tmp_path / scheduler, scheduler=scheduler)
+    assert "The arms differ in more than their names say: GPU KV blocks (sarathi " in report(tmp_path)
+    for scheduler in ("vllm_v1", "vllm_v1_0_8"):
+        ran(tmp_path / "same" / scheduler, scheduler=scheduler)
+    assert "differ in more than" not in report(tmp_path / "same")
+
+
+def test_what_was_never_triggered_is_called_so(tmp_path: Path) -> None:
+    for mode in ("swap", "recompute"):
+        ran(tmp_path / mode, scheduler={"name": "vllm_v0", "preemption": mode})
+    said = report(tmp_path)
+    assert "preemption swap took the same decisions as preemption recompute at every step" in said
+    assert "was never triggered: nothing was preempted." in said
+
+
+def test_fair_shares_of_one_tenant_say_nothing(tmp_path: Path) -> None:
+    for order in ("fcfs", "vtc"):
+        ran(tmp_path / order, scheduler={"name": "decode_first", "queue_order": order})
+    assert "the trace has one tenant" in report(tmp_path)
+
+
+def test_a_load_beyond_capacity_is_flagged(tmp_path: Path) -> None:
+    for rate in (10.0, 400.0):
+        for scheduler in ("vllm_v1", "sarathi"):
+            trace = {"num_requests": 300, "rate": rate}
+            ran(tmp_path / f"{scheduler}-{rate}", trace=trace, scheduler=scheduler, cache=TIGHT)
+    said = report(tmp_path)
+    assert "At rate = 400 requests/s: every arm is beyond capacity" in said
+    assert "At rate = 10 requests/s: every arm is beyond capacity" not in said
+
+
+def test_one_factor_at_a_time_has_no_main_effects(tmp_path: Path) -> None:
+    for name, changed in (
+        ("base", {}), ("chunk", {"max_num_batched_tokens": 512}), ("seqs", {"max_num_seqs": 16}),
+        ("order", {"queue_order": "sjf"}),
+    ):  # fmt: skip
+        for seed in range(2):
+            scheduler = {"name": "decode_first", "oracle": "perfect", **changed}
+            ran(tmp_path / f"{name}-{seed}", scheduler=scheduler, cache=TIGHT, seed=seed)
+    said = report(tmp_path)
+    assert "Main effects" not in said
+    assert "On average over the other factors" not in said
+    assert said.count("- Against ") == 3
+
+
+def test_a_finding_tells_every_metric_and_what_the_correction_took_back() -> None:
+    metrics = (*LATENCY, *RATES)
+    away = Estimate(0.1, 0.05, 0.15, 3, "paired t", "log_ratio", p_value=0.04)
+    rows = [Comparison("b", metric, 1.0, away, "inside the noise", 0.2) for metric in metrics[:4]]
+    rows += [Comparison("b", metric, 1.0, away, "higher", 0.01) for metric in metrics[4:6]]
+    rows += [Comparison("b", metric, None, None, "unknown") for metric in metrics[6:]]
+    said = arm_finding(rows, "Against a", 0.02)
+    assert all(metric.label in said for metric in metrics)
+    assert "Inside the noise: mean TTFT" in said

@@ -15,7 +15,7 @@ from analysis.frames import numbers
 from analysis.load import Run
 from analysis.metrics import SLO, request_metrics
 from analysis.rows import FloatArray
-from analysis.statistics import Estimate, Verdict, holm, moving_block_bootstrap, paired_t, verdict
+from analysis.statistics import Estimate, Verdict, effect_size, holm, moving_block_bootstrap, paired_t, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ def _rate(unit: str) -> Callable[[float | None], str]:
     return lambda value: fmt.number(value, unit)
 
 
+_MIN_FOR_EFFECT = 3  # replicates
 _MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile, for its bootstrap to mean something
 LATENCY = (
     Metric("mean TTFT", "ttft_s.mean", -1, fmt.seconds),
@@ -78,6 +79,7 @@ class Comparison:
     estimate: Estimate | None  # on the scale log_ratio
     verdict: Verdict
     p_holm: float | None = None
+    effect: float | None = None  # d_z of the log-ratios, from three replicates on
 
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
@@ -101,8 +103,9 @@ def compare(
         for arm in arms:
             if arm.name != baseline.name:
                 pairs = paired_replicates(baseline, arm)
-                estimate = _estimate(pairs, metric, slo)
-                rows.append(Comparison(arm.name, metric, mean_over_replicates(arm, metric, slo), estimate, "unknown"))
+                estimate, value = _estimate(pairs, metric, slo), mean_over_replicates(arm, metric, slo)
+                effect = None if estimate is None else _effect(pairs, metric, slo)
+                rows.append(Comparison(arm.name, metric, value, estimate, "unknown", effect=effect))
         found += _judge(rows, margin)
     return found
 
@@ -134,6 +137,15 @@ def _estimate(pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None)
             return within
     base, other = zip(*known, strict=True)
     return paired_t(base, other, "log_ratio")
+
+
+def _effect(pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None) -> float | None:
+    values = [(metric.of(base.summary_under(slo)), metric.of(run.summary_under(slo))) for base, run in pairs]
+    known = [(base, run) for base, run in values if base and run and min(base, run) > 0]
+    if len(known) < max(len(pairs), _MIN_FOR_EFFECT):
+        return None
+    base, other = zip(*known, strict=True)
+    return effect_size(base, other, "log_ratio")
 
 
 def _within_one_trace(baseline: Run, run: Run, metric: Metric) -> Estimate | None:

@@ -144,7 +144,8 @@ def ranking_agreement(
     `pairs`: policy -> (sim run, real run), all on one trace. Columns: metric, num_policies, kendall_tau (tau-b; None
     for fewer than two policies or all equal), sim_winner, real_winner, same_winner,
     real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of policies whose real values
-    differ by more than the metric's `noise` and by more than `margin`; num_same_order: those that sim orders alike.
+    differ by more than the metric's `noise` and by more than `margin`; num_same_order: those that sim orders alike;
+    winner_is_clear: whether the best real value is so far from every other.
     """
     same_trace([run for pair in pairs.values() for run in pair])
     rows: list[dict[str, Any]] = []
@@ -153,7 +154,7 @@ def ranking_agreement(
         known = {name: (sim, real) for name, (sim, real) in values.items() if sim is not None and real is not None}
         row: dict[str, Any] = {"metric": path, "num_policies": len(known), "kendall_tau": None}
         row |= {"sim_winner": None, "real_winner": None, "same_winner": None, "real_spread": None}
-        row |= {"num_told_apart": 0, "num_same_order": 0}
+        row |= {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}
         if len(known) >= 2:
             sign = FIDELITY_METRICS.get(path, -1)
             sims, reals = zip(*known.values(), strict=True)
@@ -166,7 +167,10 @@ def ranking_agreement(
             row["real_winner"] = names[int(np.argmax(np.array(reals) * sign))]
             row["real_spread"] = max(reals) / min(reals) - 1.0 if min(reals) > 0 else None
             row["same_winner"] = row["sim_winner"] == row["real_winner"]
-            row |= _order(list(known.values()), max(margin, (noise or {}).get(path, 0.0)))
+            threshold = max(margin, (noise or {}).get(path, 0.0))
+            row |= _order(list(known.values()), threshold)
+            first, second = sorted(reals, key=lambda value: -sign * value)[:2]
+            row["winner_is_clear"] = max(first, second) > min(first, second) * (1.0 + threshold)
         rows.append(row)
     return pd.DataFrame(rows)
 

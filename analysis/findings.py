@@ -143,7 +143,8 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
             "trace, with 95 % Student intervals. A change counts when its p-value, corrected by Holm over the arms of "
             "a metric at one load, is below 0.05; the intervals are those of single comparisons. Holm's correction "
             "raises the p-values so that among all arms of a metric even one false claim has a chance below 5 %; over "
-            "many metrics and loads a few false claims are to be expected."
+            "many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' correction: "
+            "the mean paired difference over its standard deviation."
         )
     if "moving blocks" in methods:
         return (
@@ -175,15 +176,38 @@ def _largest(noise: Mapping[str, float]) -> float:
     return max((noise[path] for path in _ERRORS_TOLD if path in noise), default=0.0)
 
 
+def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
+    """Whether the simulator picks the real engine's best policy, a sentence for each load. rankings: by load, as
+    `fidelity.ranking_agreement` makes them."""
+    said = []
+    for load, ranking in rankings.items():
+        told = ranking[ranking["winner_is_clear"]]
+        where = f"At {load}" if load else "On this trace"
+        if told.empty:
+            said.append(f"{where} the real engine tells no policy apart as the best in any metric: no pick is checked.")
+            continue
+        missed = [
+            f"{metric_name(str(row['metric']))} ({row['sim_winner']}, where the engine's best is {row['real_winner']})"
+            for row in told[~told["same_winner"].astype(bool)].to_dict("records")
+        ]
+        said.append(
+            f"{where} the simulator picks the real engine's best policy in {len(told) - len(missed)} of the "
+            f"{len(told)} metrics in which the engine tells it apart from the second best"
+            + (f"; not in {fmt.listing(missed)}." if missed else ".")
+        )
+    return said
+
+
 def fidelity_findings(
     pairs: Sequence[Pair],
     tables: Mapping[str, pd.DataFrame],
-    ranking: pd.DataFrame | None,
+    rankings: Mapping[str, pd.DataFrame],
     margin: float,
     noise: Mapping[str, float],
 ) -> list[str]:
-    """What the pairs show: the error of each latency and rate, the machine's own noise, the order of the policies."""
-    said = []
+    """What the pairs show: whether the best policy is the engine's, the error of each latency and rate, the machine's
+    own noise, the order of the policies. rankings: by load."""
+    said = winners(rankings)
     known = [path for path in _ERRORS_TOLD if path in noise]
     for pair in pairs:
         errors = tables[pair.label].set_index("metric")["error"].dropna()
@@ -196,13 +220,13 @@ def fidelity_findings(
         told = fmt.listing([f"{metric_name(path)} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
         reach = "" if _largest(noise) > _TOO_NOISY else ": no simulator can be expected to come closer"
         said.append(f"The real engine itself, run twice on one trace under one policy, differed by {told}{reach}.")
-    if ranking is not None:
+    for load, ranking in rankings.items():
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
         limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")
         order = f"; the simulator orders {same} of these alike" if told_apart else ", so their order is not checked"
         said.append(
-            f"Over all metrics the real engine tells {told_apart or 'no'} pairs of policies apart by more than "
-            f"{limit}{order}."
+            f"Over all metrics{f' at {load}' if load else ''} the real engine tells {told_apart or 'no'} pairs of policies "
+            f"apart by more than {limit}{order}."
         )
     return said
 

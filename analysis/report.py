@@ -306,11 +306,8 @@ def _fidelity(report: ReportInput, sections: _Sections, noise: Mapping[str, floa
     matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
     errors = {pair.label: fidelity.error_table(pair.sim, pair.real) for pair in report.pairs}
     engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
-    ranking: pd.DataFrame | None = None
-    if len(report.pairs) > 1 and len(engines) == 1 and len({pair.real.fingerprint for pair in report.pairs}) == 1:
-        labelled = {pair.label: (pair.sim, pair.real) for pair in report.pairs}
-        ranking = fidelity.ranking_agreement(labelled, noise=noise, margin=report.margin)
-    result["said"] = findings.fidelity_findings(report.pairs, errors, ranking, report.margin, noise)
+    rankings = _rankings(report, noise) if len(engines) == 1 else {}
+    result["said"] = findings.fidelity_findings(report.pairs, errors, rankings, report.margin, noise)
     result["warnings"] = findings.smaller_than_error(sections.comparisons, errors)
     result["tables"] = [tables.error_tables(errors)]
     if len(engines) > 1:
@@ -318,8 +315,7 @@ def _fidelity(report: ReportInput, sections: _Sections, noise: Mapping[str, floa
     result["tables"].append(
         tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()})
     )
-    if ranking is not None:
-        result["tables"].append(tables.ranking_table(ranking))
+    result["tables"] += [tables.ranking_table(ranking, load) for load, ranking in rankings.items()]
     caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
     figure = plots.sim_versus_real(matched)
     result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
@@ -329,6 +325,22 @@ def _fidelity(report: ReportInput, sections: _Sections, noise: Mapping[str, floa
         (p.label, *(relative(run.path, sections.out.parent) for run in (p.sim, p.real))) for p in report.pairs
     ]
     return result
+
+
+def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:
+    """Load -> how the simulator ranks the policies that ran there, and how the real engine does; "" for one load."""
+    by_trace: dict[str | None, dict[str, tuple[Run, Run]]] = {}
+    for pair in report.pairs:
+        by_trace.setdefault(pair.real.fingerprint, {})[pair.label] = (pair.sim, pair.real)
+    several = {trace: pairs for trace, pairs in by_trace.items() if len(pairs) > 1}
+    found = {}
+    for pairs in several.values():
+        offered = next(iter(pairs.values()))[1].summary["throughput"]["offered_per_s"] or 0.0
+        load = f"{offered:.3g} requests/s" if len(several) > 1 else ""
+        while load in found:
+            load += " again"
+        found[load] = fidelity.ranking_agreement(pairs, noise=noise, margin=report.margin)
+    return found
 
 
 def _context(report: ReportInput, sections: _Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:

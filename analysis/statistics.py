@@ -81,33 +81,6 @@ def paired_t(baseline: ArrayLike, treatment: ArrayLike, scale: Scale = "differen
     return Estimate(mean, mean - half, mean + half, num, "paired t", scale, level, p_value)
 
 
-def paired_bootstrap(
-    baseline: ArrayLike,
-    treatment: ArrayLike,
-    scale: Scale = "difference",
-    level: float = 0.95,
-    num_resamples: int = 10_000,
-    seed: int = 0,
-) -> Estimate:
-    """Mean paired difference with a percentile bootstrap interval over replicates (Efron, 1979).
-
-    With fewer than about ten replicates percentile intervals are too narrow; this one is widened by
-    sqrt(n / (n - 1)) * t / z (Hesterberg, 2015), which is exact for the spread of normal differences.
-    """
-    diff = paired_differences(baseline, treatment, scale)
-    mean, num = float(diff.mean()), diff.size
-    if num < 2:
-        return Estimate(mean, -math.inf, math.inf, num, "paired bootstrap", scale, level)
-    from scipy import stats  # slow to import
-
-    widen = math.sqrt(num / (num - 1)) * float(stats.t.ppf(0.5 + level / 2, num - 1) / stats.norm.ppf(0.5 + level / 2))
-    tail = float(stats.norm.cdf(-widen * stats.norm.ppf(0.5 + level / 2)))
-    rng = np.random.default_rng(seed)
-    means = diff[rng.integers(0, num, size=(num_resamples, num))].mean(axis=1)
-    low, high = np.quantile(means, [tail, 1.0 - tail])
-    return Estimate(mean, float(low), float(high), num, "paired bootstrap", scale, level)
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values (Holm, 1979), in the order given: family-wise error over all comparisons."""
     adjusted, running = [0.0] * len(p_values), 0.0
@@ -193,21 +166,13 @@ def mser5(values: ArrayLike) -> int:
     return 5 * int(np.argmin(errors[: batches.size // 2 + 1]))
 
 
-def effect_size(baseline: ArrayLike, treatment: ArrayLike) -> float | None:
+def effect_size(baseline: ArrayLike, treatment: ArrayLike, scale: Scale = "difference") -> float | None:
     """Cohen's d_z of paired replicates with Hedges' correction: mean difference / its SD; None where the SD is 0."""
-    diff = paired_differences(baseline, treatment)
+    diff = paired_differences(baseline, treatment, scale)
     if diff.size < 2 or float(diff.std(ddof=1)) <= 1e-12 * abs(float(diff.mean())):
         return None
     correction = 1.0 - 3.0 / (4.0 * (diff.size - 1) - 1.0) if diff.size > 2 else 1.0
     return correction * float(diff.mean()) / float(diff.std(ddof=1))
-
-
-def cliffs_delta(baseline: ArrayLike, treatment: ArrayLike) -> float:
-    """P(treatment > baseline) - P(treatment < baseline) over all pairs of values (Cliff, 1993), in [-1, 1]."""
-    base, other = np.sort(np.asarray(baseline, dtype=np.float64)), np.asarray(treatment, dtype=np.float64)
-    below = np.searchsorted(base, other, side="left").sum()
-    above = base.size * other.size - np.searchsorted(base, other, side="right").sum()
-    return float(below - above) / (base.size * other.size)
 
 
 def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None, alpha: float = 0.05) -> Verdict:

@@ -60,7 +60,8 @@ def ablation_table(
             else:
                 said = verdict_text(row, margin)
                 kind = {"better": "better", "worse": "worse"}.get(said, "noise")
-                cells.append(Cell(value, tuple(note for note in (interval_text(row), said) if note), kind))
+                size = "" if row.effect is None else f"d = {row.effect:.2g}"
+                cells.append(Cell(value, tuple(note for note in (interval_text(row), said, size) if note), kind))
         rows.append(tuple(cells))
     return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows))
 
@@ -200,7 +201,7 @@ def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
     return Table("Error of single requests, matched by id", headers, tuple(rows))
 
 
-def ranking_table(ranking: pd.DataFrame) -> Table:
+def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
     """Per metric: Kendall's tau of the policies' order, and both winners."""
     rows = []
     for item in ranking.to_dict("records"):
@@ -213,7 +214,7 @@ def ranking_table(ranking: pd.DataFrame) -> Table:
         rows.append((Cell(cells[0], kind="head"), *[Cell(text) for text in cells[1:]], Cell(same)))
     headers = ("metric", "policies", "Kendall's τ", "pairs ordered alike", "best in sim", "best in real", "same")
     caption = (
-        "Do simulator and real engine rank the policies alike? "
+        f"Do simulator and real engine rank the policies alike{f' at {load}' if load else ''}? "
         "Kendall's τ is 1 for the same order, 0 for unrelated orders and −1 for the reverse."
     )
     return Table(caption, headers, tuple(rows))

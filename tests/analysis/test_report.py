@@ -206,8 +206,8 @@ def test_the_rate_of_a_synthetic_trace_has_a_unit(tmp_path):
 def test_a_noisy_machine_is_told_first(tmp_path):
     pair = Pair("p", *[load_run(write_run(tmp_path / kind, kind, num_requests=8)) for kind in ("sim", "real")])
     errors = {"p": fidelity.error_table(pair.sim, pair.real)}
-    calm = findings.fidelity_findings([pair], errors, None, 0.02, {"ttft_s.p99": 0.1})
-    noisy = findings.fidelity_findings([pair], errors, None, 0.02, {"ttft_s.p99": 0.8})
+    calm = findings.fidelity_findings([pair], errors, {}, 0.02, {"ttft_s.p99": 0.1})
+    noisy = findings.fidelity_findings([pair], errors, {}, 0.02, {"ttft_s.p99": 0.8})
     assert "can be expected to come closer" in calm[-1]
     assert not any("come closer" in text for text in noisy)
     assert findings.too_noisy({"ttft_s.p99": 0.1}) == findings.too_noisy({}) == []
@@ -225,11 +225,35 @@ def test_a_noisy_machine_is_told_first(tmp_path):
 def test_a_real_engine_that_tells_no_policies_apart_is_said_so(tmp_path):
     runs = {name: load_run(write_run(tmp_path / name, num_requests=8)) for name in ("a", "b")}
     ranking = fidelity.ranking_agreement({name: (run, run) for name, run in runs.items()})
-    assert {row[3].text for row in tables.ranking_table(ranking).rows} == {"none told apart"}
+    assert {row[3].text for row in tables.ranking_table(ranking, "").rows} == {"none told apart"}
     errors = tables.error_tables({name: fidelity.error_table(run, run) for name, run in runs.items()})
     assert errors.headers == ("metric", "a", "b")
     assert errors.rows[0][1].notes == (fmt.change(0.0),)
     assert " → " in errors.rows[0][1].text
+
+
+def test_whether_the_simulator_picks_the_winner_is_said_first(tmp_path):
+    runs = {}
+    for kind in ("sim", "real"):
+        for chunked in (False, True):
+            folder = write_run(tmp_path / f"{kind}-{chunked}", kind, chunked=chunked, num_requests=60, rate=20.0)
+            runs[kind, chunked] = load_run(folder)
+    pairs = [Pair(f"chunked {on}", runs["sim", on], runs["real", on]) for on in (False, True)]
+    write_report(ReportInput(infer_arms([pair.sim for pair in pairs]), pairs), tmp_path / "report.html")
+    said = [line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("- ")]
+    first = next(line for line in said if "simulator" in line)
+    assert re.search(
+        r"On this trace the simulator picks the real engine's best policy in (\d+) of the \1 metrics", first
+    )
+    ranking = fidelity.ranking_agreement({pair.label: (pair.sim, pair.real) for pair in pairs})
+    swapped = ranking.assign(
+        sim_winner=ranking["real_winner"].map({"chunked True": "chunked False"}.get), same_winner=False
+    )
+    (missed,) = findings.winners({"9 requests/s": swapped})
+    assert missed.startswith("At 9 requests/s the simulator picks the real engine's best policy in 0 of the ")
+    assert "where the engine's best is chunked" in missed
+    (none,) = findings.winners({"": ranking.assign(winner_is_clear=False)})
+    assert "tells no policy apart as the best" in none
 
 
 def test_swap_space_is_not_told_where_no_run_swapped(page):

@@ -10,12 +10,10 @@ from scipy import stats
 
 from analysis.statistics import (
     block_length,
-    cliffs_delta,
     effect_size,
     holm,
     moving_block_bootstrap,
     mser5,
-    paired_bootstrap,
     paired_t,
     verdict,
     wilson,
@@ -38,21 +36,7 @@ def test_log_ratio_says_percent():
         paired_t([1.0, 2.0], [1.0, 3.0]).percent()
 
 
-@pytest.mark.parametrize("num", [5, 12])
-def test_bootstrap_covers_about_as_often_as_it_says(num):
-    rng, hits = np.random.default_rng(3), 0
-    for trial in range(200):
-        base = rng.exponential(1.0, num)
-        other = base + rng.normal(0.2, 1.0, num)
-        estimate = paired_bootstrap(base, other, num_resamples=600, seed=trial)
-        hits += estimate.low <= 0.2 <= estimate.high
-    assert 0.88 <= hits / 200 <= 0.99
-
-
-def test_bootstraps_are_deterministic_in_their_seed():
-    base, other = np.arange(6.0), np.arange(6.0) ** 1.2
-    assert paired_bootstrap(base, other, seed=4) == paired_bootstrap(base, other, seed=4)
-    assert paired_bootstrap(base, other, seed=4, num_resamples=40) != paired_bootstrap(base, other, num_resamples=40)
+def test_a_bootstrap_is_deterministic_in_its_seed():
     series = np.sin(np.arange(200.0))
     assert moving_block_bootstrap(series, seed=1) == moving_block_bootstrap(series, seed=1)
 
@@ -81,7 +65,7 @@ def test_moving_blocks_keep_pairs_together():
 
 
 def test_one_replicate_or_too_few_requests_give_no_interval():
-    for estimate in (paired_t([1.0], [2.0]), paired_bootstrap([1.0], [2.0]), moving_block_bootstrap([1.0, 2.0])):
+    for estimate in (paired_t([1.0], [2.0]), moving_block_bootstrap([1.0, 2.0])):
         assert math.isinf(estimate.low)
         assert math.isinf(estimate.high)
         assert verdict(estimate) == "unknown"
@@ -112,8 +96,6 @@ def test_effect_sizes():
     assert effect_size([1.0, 2.0], [2.0, 3.0]) is None  # no spread
     diff = np.array([1.0, 2.0, 3.0, 4.0])
     assert effect_size(np.ones(4), 1 + diff) == pytest.approx((1 - 3 / 11) * 2.5 / diff.std(ddof=1))
-    assert cliffs_delta([1.0, 2.0], [3.0, 4.0]) == 1
-    assert cliffs_delta([1.0], [1.0]) == 0
 
 
 def test_verdicts():

@@ -182,11 +182,12 @@ class BatchPlan(Value):
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
     contents. swapped_in: ids of the requests behind `swap_in`. has_beams: whether rows of a beam search are among them.
+    preempted_for: beside `preempted`, whose growth took the blocks; None: no growth, but the order of the queue.
     """
 
     FIELDS: ClassVar = (
         "step", "shape", "rows", "admitted", "preempted", "swap_out", "swap_in", "swapped_in", "copies", "ignored",
-        "blocked_by", "has_beams",
+        "blocked_by", "has_beams", "preempted_for",
     )  # fmt: skip
     __slots__ = FIELDS
 
@@ -194,11 +195,12 @@ class BatchPlan(Value):
         self, step: int, shape: BatchShape, rows: Rows, admitted: tuple[Admission, ...] = (),
         preempted: tuple[Preemption, ...] = (), swap_out: tuple[Pair, ...] = (), swap_in: tuple[Pair, ...] = (),
         swapped_in: tuple[str, ...] = (), copies: tuple[Pair, ...] = (), ignored: tuple[Ignored, ...] = (),
-        blocked_by: BlockedBy | None = None, has_beams: bool = False,
+        blocked_by: BlockedBy | None = None, has_beams: bool = False, preempted_for: tuple[str | None, ...] = (),
     ) -> None:  # fmt: skip
         self.step, self.shape, self.rows, self.admitted = step, shape, rows, admitted
         self.preempted, self.swap_out, self.swap_in, self.swapped_in = preempted, swap_out, swap_in, swapped_in
         self.copies, self.ignored, self.blocked_by, self.has_beams = copies, ignored, blocked_by, has_beams
+        self.preempted_for = preempted_for
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:

@@ -8,20 +8,12 @@ from testbed.core.step import Step
 
 def make_plan(step: Step) -> BatchPlan:
     copies, swap_in = _last_into_each(step.blocks.planned()), _last_into_each(step.swap_in)
+    shape = step.batch.shape(step.blocks.sliding_window, len(step.leaving.swap_out), len(swap_in), len(copies))
+    has_beams = any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs)
     return BatchPlan(
-        step.number,
-        step.batch.shape(step.blocks.sliding_window, len(step.leaving.swap_out), len(swap_in), len(copies)),
-        step.batch,
-        step.admitted,
-        step.preempted,
-        step.leaving.swap_out,
-        swap_in,
-        step.swapped_in,
-        copies,
-        step.leaving.ignored,
-        step.blocked_by,
-        any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs),
-    )
+        step.number, shape, step.batch, step.admitted, step.preempted, step.leaving.swap_out, swap_in, step.swapped_in,
+        copies, step.leaving.ignored, step.blocked_by, has_beams, step.leaving.preempted_for,
+    )  # fmt: skip
 
 
 def _last_into_each(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:

@@ -24,16 +24,20 @@ class Preempting:
         self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policies: Policies, *, holds: bool
     ) -> None:
         self.preempted: tuple[Preemption, ...] = ()
+        self.preempted_for: tuple[str | None, ...] = ()  # beside them, whose growth it was for
         self.swap_out: tuple[Pair, ...] = ()
         self.held: tuple[Sequence, ...] = ()  # victims that are back in the queue when the step is decided
         self.ignored: tuple[Ignored, ...] = ()
         self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
         self._batch, self._blocks, self._running, self._waiting = batch, blocks, running, waiting
         self._policies, self._holds = policies, holds
+        self._grower: str | None = None
 
-    def preempt(self, seq: Sequence) -> None:
-        """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
+    def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
+        """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows.
+        grower: who finds none without them."""
         blocks = self._blocks
+        self._grower = None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)
         self._running.stop(seq)
         wish = self._policies.mode(seq, blocks.num_held_blocks(seq))
@@ -107,6 +111,7 @@ class Preempting:
 
     def _note(self, seq: Sequence, mode: PreemptionMode) -> None:
         self.preempted += (Preemption(seq.seq_id, seq.request_id, mode, seq.num_computed_tokens),)
+        self.preempted_for += (self._grower,)
         seq.num_preemptions += 1
 
     def _free_and_end(self, seq: Sequence, reason: str) -> None:

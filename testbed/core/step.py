@@ -153,7 +153,7 @@ class Step:
                     self.leaving.give_up(seq)
                     return False
                 seq.stuck_at = progress
-            self.preempt(victim)
+            self.leaving.preempt(victim, seq)
             if victim is seq:
                 return False
         for one in seq.together:

@@ -91,8 +91,9 @@ class RunRecords:
     def __init__(self, config: RunConfig, folder: Path, num_engines: int) -> None:
         record = config.record
         make = partial(
-            RunRecorder, folder, token_times=record.token_times, decisions=record.decisions, steps=record.steps
-        )
+            RunRecorder, folder, token_times=record.token_times, decisions=record.decisions or record.explain,
+            explains=record.explain, steps=record.steps,
+        )  # fmt: skip
         first = make(replica=0 if num_engines > 1 else None)
         self.recorders = [first, *(make(replica=number, beside=first) for number in range(1, num_engines))]
 

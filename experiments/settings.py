@@ -130,6 +130,7 @@ class RecordConfig:
     """The `record` group."""
 
     decisions: bool = False  # decisions.jsonl, one line a step
+    explain: bool = False  # decisions.jsonl, and in it for whom each preemption was (docs/explain.md)
     token_times: bool = True  # every token's instant in requests.parquet
     steps: bool = True  # a row for each step in steps.parquet; without, the summary has nothing of steps
     operators: bool = False  # operators.json: where the time went, by operator (`testbed costs`)

@@ -65,7 +65,7 @@ def import_log(
     config, unpriced = (replayed.config, "") if replayed is not None else _config(log, folder, device or device_of(log))
     claim(folder, config)
     write_jsonl(trace, folder / TRACE_FILE)
-    recorder = RunRecorder(folder)
+    recorder = RunRecorder(folder, decisions=True, explains=True)  # nobody could repeat it
     try:
         measured = replay(log, recorder)
     finally:

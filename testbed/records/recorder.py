@@ -12,10 +12,10 @@ from mypy_extensions import i64
 
 from testbed.core.commands import StepView
 from testbed.core.outcome import Finished, FinishReason
-from testbed.core.plan import Admission, Preemption, PreemptionMode
+from testbed.core.plan import Admission, BatchPlan, Preemption, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
-from testbed.records.schema import COMPLETED, REQUEST_COLUMNS, decision
+from testbed.records.schema import COMPLETED, REQUEST_COLUMNS, decision, explanation
 from testbed.records.tables import RowTable, StepTable
 
 
@@ -27,7 +27,8 @@ class RunRecorder:
     request that is unfinished and completes the files; it must be called also after a failure.
 
     replica: the number of the one that it records, of a fleet; None: there is only one. beside: another replica's
-    recorder, into whose files this one writes too; that one is closed last.
+    recorder, into whose files this one writes too; that one is closed last. explains: decisions say of each preemption
+    for whom it was, and what it cost.
     """
 
     FLUSH_ROWS: ClassVar[int] = 8192
@@ -39,6 +40,7 @@ class RunRecorder:
         *,
         token_times: bool = True,
         decisions: bool = False,
+        explains: bool = False,
         steps: bool = True,
         replica: int | None = None,
         beside: RunRecorder | None = None,
@@ -56,6 +58,7 @@ class RunRecorder:
         else:
             self._worker, self._requests, self._steps = beside._worker, beside._requests, beside._steps
             self._decisions = beside._decisions
+        self._explains = explains
         self._token_times = token_times
         self._end_ns = 0  # of the step before
         self._keeps_steps = steps
@@ -70,6 +73,7 @@ class RunRecorder:
 
     def committed(self, step: StepView) -> None:
         plan = step.plan
+        before = self._recomputed(plan) if self._explains else {}
         num_recomputed = num_preempted = 0
         if plan.preempted:
             num_recomputed, num_preempted = self._preempted(plan.preempted)
@@ -83,7 +87,14 @@ class RunRecorder:
         self._end_ns = step.end_ns
         if self._decisions is not None:
             whose = {} if self._replica is None else {"replica": self._replica}
-            self._decisions.write(json.dumps(whose | decision(step)) + "\n")
+            more = explanation(plan, before, self._recomputed(plan)) if self._explains else {}
+            self._decisions.write(json.dumps(whose | decision(step) | more) + "\n")
+
+    def _recomputed(self, plan: BatchPlan) -> dict[str, int]:
+        """Tokens computed again so far, of the requests that the plan preempts, or takes back."""
+        names = [item.request_id for item in plan.preempted]
+        names += [item.request_id for item in plan.admitted if item.is_resumed]
+        return {name: self._open[name].num_recomputed_tokens for name in names if name in self._open}
 
     def _emitted(self, emitters: list[Sequence], end_ns: int) -> None:
         for seq in emitters:

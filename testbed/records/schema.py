@@ -6,7 +6,7 @@ A run folder holds:
     requests.parquet   REQUEST_COLUMNS, one row a request, unfinished ones included
     steps.parquet      STEP_COLUMNS, one row a step; none with record.steps=false
     summary.json       the headline numbers (analysis.summary.summarise)
-    decisions.jsonl    with record.decisions=true: one line a step
+    decisions.jsonl    with record.decisions=true: one line a step; record.explain=true says more of preemptions
     operators.json     with record.operators=true: where the time went, by operator (testbed/records/operators.py)
     tape.jsonl         a real run only
     run.log            the log
@@ -143,6 +143,26 @@ def decision(step: StepView) -> dict[str, Any]:
         "cached_tokens": {item.request_id: item.num_cached_tokens for item in plan.admitted},
         "free_blocks": step.free_gpu_blocks,
         "free_cpu_blocks": step.free_cpu_blocks,
+    }
+
+
+def explanation(plan: BatchPlan, before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    """What record.explain=true adds to the line of a step that preempts, or takes back who was preempted.
+
+    preempted_for: whose growth took the blocks; null: nobody's, but the order of the queue; empty: it is not known.
+    lost_tokens: what the victim had computed (swapped out: it keeps them). recomputed_tokens: what will be computed
+    again; below 0 where it was preempted once more before that. before, after: that number, by request, so far.
+    """
+    if not (plan.preempted or after):
+        return {}
+    lost: dict[str, int] = {}
+    for item in plan.preempted:
+        lost[item.request_id] = lost.get(item.request_id, 0) + item.num_computed_tokens
+    growers = zip(plan.preempted, plan.preempted_for, strict=False)  # of a log of vLLM's they are not known
+    return {
+        "preempted_for": {item.request_id: name for item, name in growers},
+        "lost_tokens": lost,
+        "recomputed_tokens": {name: num - before[name] for name, num in after.items() if num != before[name]},
     }
 
 

@@ -55,12 +55,12 @@ class Run:
     @cached_property
     def requests(self) -> pd.DataFrame:
         """`requests.parquet`; token_ns stays an Arrow list column."""
-        return _read_frame(self.path / "requests.parquet", REQUEST_COLUMNS)
+        return read_frame(self.path / "requests.parquet", REQUEST_COLUMNS)
 
     @cached_property
     def steps(self) -> pd.DataFrame:
         """`steps.parquet`."""
-        return _read_frame(self.path / "steps.parquet", STEP_COLUMNS)
+        return read_frame(self.path / "steps.parquet", STEP_COLUMNS)
 
     @cached_property
     def has_swapped(self) -> bool:
@@ -152,7 +152,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     if not root.is_dir():
         raise RunFolderError(f"{root}: no such folder")
     runs, incomplete = [], []
-    for folder in _run_folders(root):
+    for folder in run_folders(root):
         try:
             run = load_run(folder)
         except RunFolderError as error:
@@ -217,7 +217,8 @@ def relative(path: Path, start: Path) -> str:
     return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()
 
 
-def _run_folders(root: Path) -> list[Path]:
+def run_folders(root: Path) -> list[Path]:
+    """Every folder at or below `root` that looks like a run's, in path order."""
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
@@ -261,7 +262,8 @@ def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
         raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
 
 
-def _read_frame(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
+def read_frame(file: Path, columns: Iterable[str]) -> pd.DataFrame:
+    """These columns of a file of records. Raises RunFolderError if it cannot be read."""
     try:
         return as_frame(pq.ParquetFile(file).read(columns=list(columns)))
     except (OSError, ValueError) as error:

@@ -1,0 +1,153 @@
+"""Small runs whose requests wait for a known reason: each is told, with who was before them, and for how long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from analysis.explain import preemptions, stretches, waits
+from analysis.explain_request import explain_request
+from analysis.explain_run import explain_run
+from analysis.load import load_run
+from experiments.run import execute
+from testbed.errors import RunFolderError
+from tests.experiments.kit import TINY, config_of, trace_of
+
+SECOND = 10**9
+CLOCK = (*TINY, "cost=constant", "cost.step_s=1", "record.explain=true")  # step k lasts from second k to k + 1
+
+
+def row(name: str, prompt: int, output: int, at: float = 0, **more: Any) -> dict[str, Any]:
+    return {"request_id": name, "arrival_time": at, "prompt_tokens": prompt, "output_tokens": output, **more}
+
+
+def run_of(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Path:
+    return execute(config_of((*CLOCK, *overrides)), folder / "run", trace=trace_of(folder, rows)).folder
+
+
+def causes(folder: Path, name: str) -> dict[str, int]:
+    """Seconds of a request's waiting by cause."""
+    frame = waits(folder)
+    sums = frame[frame["request_id"] == name].groupby("cause")["ns"].sum() // SECOND
+    return {str(cause): int(num) for cause, num in sums.items()}
+
+
+CAP = "scheduler.admission={_target_: testbed.policies.admission.MaxRunningRequests, max_requests: 1}"
+TWO = [row("a", 12, 9), row("b", 12, 3)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        (("cache.num_gpu_blocks=5",), "kv_blocks"),
+        (("cache.num_gpu_blocks=9", "cache.watermark=0.4"), "kv_blocks"),
+        (("scheduler.max_num_seqs=1",), "max_num_seqs"),
+        (("scheduler=static", "scheduler.max_num_seqs=1"), "batch"),
+        ((CAP,), "admission"),
+    ],
+)
+def test_who_finds_no_room_waits_at_the_head_until_the_other_has_ended(
+    tmp_path: Path, overrides: tuple[str, ...], cause: str
+) -> None:
+    folder = run_of(tmp_path, TWO, *overrides)
+    assert set(causes(folder, "b")) <= {cause, "max_num_seqs"}
+    assert sum(causes(folder, "b").values()) == 9
+    first = stretches(folder, "b").iloc[0]
+    assert (first["state"], first["ahead"]) == ("waiting", ("b",))
+    assert causes(folder, "a") == {}
+
+
+def test_a_prompt_beyond_the_budget_of_a_step_waits_for_the_next(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, [row("a", 16, 2), row("b", 16, 2)], "scheduler.max_num_batched_tokens=16")
+    assert causes(folder, "b") == {"token_budget": 1}
+    assert "most of it went to a (16 tokens)" in explain_request(load_run(folder), "b")
+
+
+def test_behind_another_the_head_of_the_queue_is_named(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, [*TWO, row("c", 4, 2)], "scheduler.max_num_seqs=1")
+    assert stretches(folder, "c")[["state", "ahead", "num_steps"]].to_dict("list") == {
+        "state": ["waiting", "waiting", "prefill", "decode"],
+        "ahead": [("b",), ("c",), (), ()],
+        "num_steps": [9, 3, 1, 1],
+    }
+    answer = explain_request(load_run(folder), "c").splitlines()
+    assert answer[0].replace("\xa0", " ") == (
+        "c waited 12.0 s of its 14.0 s in the system (85.7 %): 12.0 s for max_num_seqs (9 000 ms behind b and "
+        "3 000 ms at the head of the queue)."
+    ).replace("9 000", "9\u202f000").replace("3 000", "3\u202f000")
+    assert "behind b at the head of the queue, which waited for max_num_seqs" in answer[1]
+    assert answer[2] == "It was never preempted."
+
+
+def test_while_somebody_is_swapped_out_those_who_wait_wait_for_him(tmp_path: Path) -> None:
+    more = ("scheduler=vllm_v0", "scheduler.preemption=swap", "cache.num_gpu_blocks=8", "cache.num_cpu_blocks=16",
+            "cache.watermark=0")  # fmt: skip
+    folder = run_of(tmp_path, [row("a", 12, 16), row("b", 12, 16), row("c", 4, 2, at=6)], *more)
+    gone = preemptions(folder)
+    assert gone[["request_id", "mode", "for_request_id"]].to_numpy().tolist() == [["b", "swap", "a"]] * len(gone)
+    assert gone["caught_up_ns"].tolist() == gone["back_ns"].tolist()
+    assert causes(folder, "b") == {"swapped_out": int((gone["back_ns"] - gone["at_ns"]).sum()) // SECOND}
+    assert causes(folder, "c")["swapped_first"] > 0
+    assert "both swaps took about" in explain_request(load_run(folder), "b")
+
+
+def test_a_preemption_says_for_whom_and_what_it_cost(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, [row("a", 12, 16), row("b", 12, 16)], "cache.num_gpu_blocks=8", "cache.watermark=0")
+    gone = preemptions(folder).iloc[0]
+    assert (gone["request_id"], gone["for_request_id"], gone["mode"]) == ("b", "a", "recompute")
+    table = stretches(folder, "b")
+    assert table["state"].tolist() == ["prefill", "decode", "waiting", "waiting", "recompute", "decode"]
+    again = table[table["state"] == "recompute"].iloc[0]
+    assert gone["caught_up_ns"] == again["end_ns"]
+    assert gone["lost_tokens"] >= gone["recomputed_tokens"] > 0
+    assert "for the growth of a" in explain_request(load_run(folder), "b").splitlines()[2]
+    assert "for a (1)" in explain_run(load_run(folder))
+
+
+def test_who_is_aborted_or_can_never_fit_waits_until_then(tmp_path: Path) -> None:
+    rows = [row("a", 12, 9), row("long", 200, 2), row("gone", 12, 3, cancel_after=4.5)]
+    folder = run_of(tmp_path, rows, "cache.num_gpu_blocks=8", "cache.watermark=0", "allow_ignored=true")
+    assert set(causes(folder, "long")) <= {"never_fits", "kv_blocks"}
+    for name in ("long", "gone"):
+        facts = load_run(folder).requests.set_index("request_id").loc[name]
+        table = stretches(folder, name)
+        assert (table["start_ns"].iloc[0], table["end_ns"].iloc[-1]) == (facts["queued_ns"], facts["finish_ns"])
+    assert "It had never" not in explain_request(load_run(folder), "gone")
+
+
+def test_a_run_without_decisions_says_how_to_have_them(tmp_path: Path) -> None:
+    folder = execute(config_of(TINY), tmp_path / "run", trace=trace_of(tmp_path, TWO)).folder
+    with pytest.raises(RunFolderError, match=r"no decisions\.jsonl; run it with record\.explain"):
+        waits(folder)
+
+
+def test_decisions_that_do_not_say_for_whom_are_refused(tmp_path: Path) -> None:
+    rows = [row("a", 12, 16), row("b", 12, 16)]
+    more = ("cache.num_gpu_blocks=8", "cache.watermark=0", "record.explain=false", "record.decisions=true")
+    with pytest.raises(RunFolderError, match="does not say for whom"):
+        waits(run_of(tmp_path, rows, *more))
+
+
+def test_damaged_decisions_name_file_and_line(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, TWO)
+    file = folder / "decisions.jsonl"
+    lines = file.read_text().splitlines()
+    for bad in ("{", "[]", '{"step": 1}', lines[3]):
+        file.write_text("\n".join([lines[0], bad, *lines[2:]]))
+        with pytest.raises(RunFolderError, match=r"decisions\.jsonl, line 2"):
+            waits(folder)
+    file.write_text(lines[0] + "\n")
+    with pytest.raises(RunFolderError, match=r"decisions\.jsonl, line 2"):
+        waits(folder)
+
+
+def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, [row("a", 12, 3)])
+    assert waits(folder).empty
+    assert preemptions(folder).empty
+    assert explain_run(load_run(folder)).startswith("1 requests, and none waited.\nNobody was preempted.")
+    assert explain_request(load_run(folder), "a").startswith("a did not wait")
+    assert isinstance(stretches(folder, "a"), pd.DataFrame)

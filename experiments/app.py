@@ -169,8 +169,13 @@ def _with_its_trace(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     return raw
 
 
+def config_from(source: Path, overrides: list[str]) -> RunConfig:
+    """The configuration of a run's folder, checked as any other, with overrides laid over it."""
+    return compose_from(_with_its_trace(read_config(source), source), overrides)
+
+
 def _run_from(source: str, overrides: list[str]) -> int:
-    """Repeats the run of a folder: its configuration, checked as any other, with the overrides laid over it."""
+    """Repeats the run of a folder, with the overrides laid over its configuration."""
     if not source:
         raise ConfigError("from= needs the folder of a run")
     folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
@@ -183,7 +188,7 @@ def _run_from(source: str, overrides: list[str]) -> int:
             folder = Path(value)
         else:
             kept.append(item)
-    config = compose_from(_with_its_trace(read_config(Path(source)), Path(source)), kept)
+    config = config_from(Path(source), kept)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])
     _finish(execute(config, folder, command=command))
     return 0

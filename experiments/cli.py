@@ -23,6 +23,7 @@ USAGE = """usage: testbed <command> ...
   generate --model <folder> "..."  text from a local model; --model tiny needs none
   report <folder> ...          one HTML page about runs or sweeps
   timeline <run> [<run>]       a run, or two of one trace side by side, for Perfetto (docs/timeline.md)
+  explain <run folder> [<request>]  why did this request wait; without one, the same in sum (docs/explain.md)
   costs <run folder>           where the time of a run went, by operator (record.operators=true)
   calibrate [key=value ...]    profile the real engine and fit the simulator's prices to it (`profile`, `fit`: apart)
   fidelity <measured> ...      simulate measured runs again, request by request: signed errors (docs/fidelity.md)
@@ -215,6 +216,12 @@ def _costs(arguments: list[str]) -> int:
     return 0
 
 
+def _explain(arguments: list[str]) -> int:
+    from experiments.explain import main as explain
+
+    return explain(arguments)
+
+
 def _calibrate(arguments: list[str]) -> int:
     from experiments.calibrate_command import main as calibrate
 
@@ -249,6 +256,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "timeline": _timeline,
     "costs": _costs,
+    "explain": _explain,
     "calibrate": _calibrate,
     "fidelity": _fidelity,
     "tables": _tables,

@@ -12,9 +12,11 @@ from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
 from experiments.forcing import forcing
+from experiments.recorders import together
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView
+from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
@@ -107,8 +109,10 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedIn
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)
 
 
-def check_parity(folder: Path) -> ParityReport:
-    """Replays the tape of a real run's folder and compares every step. Raises RunFolderError for another folder."""
+def check_parity(folder: Path, *recorders: Recorder) -> ParityReport:
+    """Replays the tape of a real run's folder and compares every step. Raises RunFolderError for another folder.
+
+    recorders: see the replay too."""
     config = RunConfig.from_container(read_config(folder))
     if config.is_simulated:
         raise RunFolderError(
@@ -120,7 +124,7 @@ def check_parity(folder: Path) -> ParityReport:
     divergence: Divergence | None = None
     is_cut = False
     try:
-        inputs.drive(serve(inputs.inbox, scheduler, checker))
+        inputs.drive(serve(inputs.inbox, scheduler, together([*recorders, checker])))
     except _DivergedError as diverged:
         divergence = diverged.divergence
     except _TapeEndedError:

@@ -1,0 +1,127 @@
+"""`testbed explain`: why did this request wait? Owns where the decisions come from; `analysis/` says what they mean.
+
+Most runs are made without decisions, but each can be had again: a simulated run is repeated, a real run's tape is
+replayed, and the decision digest must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow.parquet as pq
+
+from analysis.decisions import DECISIONS_FILE
+from analysis.load import Run, load_run, run_folders
+from experiments.app import config_from
+from experiments.parity import check_parity
+from experiments.run import INTERRUPTED, execute
+from experiments.run_folder import has_run, refuse_overwrite
+from testbed.errors import RunFolderError
+from testbed.foreign_text import some
+from testbed.records.recorder import RunRecorder
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    parser = argparse.ArgumentParser("testbed explain", description="Why did this request wait?")
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("request", nargs="?", help="a request's id; without: all requests in sum")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run with its decisions here, for pandas")
+    options = parser.parse_args(arguments)
+    from analysis.explain import refuse_unknown  # not at the top: pandas is slow to import
+    from analysis.explain_request import explain_request
+    from analysis.explain_run import explain_run
+
+    _refuse_sweep(options.run)
+    if options.request is not None:
+        refuse_unknown(load_run(options.run), options.request)
+    with explained(options.run, options.keep) as (run, source):
+        text = explain_run(run) if options.request is None else explain_request(run, options.request)
+    print(text)
+    print(f"\nsource       {source}")
+    return 0
+
+
+def _refuse_sweep(folder: Path) -> None:
+    below = [] if has_run(folder) or not folder.is_dir() else run_folders(folder)
+    if below:
+        names = some([str(path) for path in below])
+        raise RunFolderError(f"{folder} is no run, but has {len(below)} below it; name one: {names}")
+
+
+@contextmanager
+def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str]]:
+    """The run with decisions that say of each preemption for whom it was; and where they are from.
+
+    keep: where the folder that has them stays; None: it goes. Raises TestbedError where they cannot be had.
+    """
+    run = load_run(folder)
+    is_simulated, has_tape = run.manifest.get("backend") == "sim", (folder / "tape.jsonl").is_file()
+    has_decisions = (folder / DECISIONS_FILE).is_file()
+    if has_decisions and (run.config.get("record", {}).get("explain") or not (is_simulated or has_tape)):
+        yield run, f"{folder / DECISIONS_FILE}{'' if keep is None else f'; nothing to keep in {keep}'}"
+        return
+    if not (is_simulated or has_tape):
+        raise RunFolderError(
+            f"{folder} has neither decisions.jsonl nor a tape to replay: who waited for whom is not known; make the "
+            "run again with record.explain=true"
+        )
+    if keep is not None:
+        refuse_overwrite(keep, overwrite=False)
+    with TemporaryDirectory(prefix="testbed-explain-") as scratch:
+        target = keep or Path(scratch, "run")
+        source = _repeat(run, target) if is_simulated else _replay(run, target)
+        _lay_over(run, target)
+        yield load_run(target), source if keep is None else f"{source}; kept in {keep}"
+
+
+def _repeat(run: Run, target: Path) -> str:
+    """Simulates it again, decisions recorded. Raises RunFolderError if it is not the same run."""
+    changes = ["record.explain=true", "record.steps=true", "record.operators=false", "record.status_s=null"]
+    result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}")
+    if result.exit_status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if run.is_complete:
+        if result.status != "complete":
+            raise RunFolderError(f"{run.path} cannot be repeated: {result.message}")
+        is_same = result.manifest["digest"] == run.manifest["digest"]
+    else:  # as far as it came
+        digests = [pq.read_table(path / "steps.parquet", columns=["digest"])["digest"] for path in (run.path, target)]
+        is_same = 0 < len(digests[0]) <= len(digests[1]) and digests[0].equals(digests[1].slice(0, len(digests[0])))
+    if not is_same:
+        raise RunFolderError(
+            f"{run.path} was repeated and decided otherwise: its code, its trace or a class that it names has changed "
+            "since; make the run again with record.explain=true"
+        )
+    return f"the run was simulated again: the same decision digest ({run.manifest['digest'] or 'of every step'})"
+
+
+def _replay(run: Run, target: Path) -> str:
+    """Replays its tape, decisions recorded. Raises RunFolderError if it decides otherwise."""
+    target.mkdir(parents=True, exist_ok=True)
+    recorder = RunRecorder(target, decisions=True, explains=True)
+    try:
+        report = check_parity(run.path, recorder)
+    finally:
+        recorder.close()
+    if (divergence := report.divergence) is not None:
+        raise RunFolderError(
+            f"{run.path}: its tape, replayed, decides otherwise at step {divergence.step} ({divergence.reason}); "
+            "`testbed parity` shows it"
+        )
+    shutil.copy(run.path / "config.yaml", target)
+    return f"the run's tape was replayed: the same decision digest ({report.digest:016x})"
+
+
+def _lay_over(run: Run, target: Path) -> None:
+    """The run's own records beside the decisions; its steps, if it recorded them."""
+    names = ["requests.parquet", "manifest.json", "done"]
+    names += ["steps.parquet"] if pq.read_metadata(run.path / "steps.parquet").num_rows else []
+    for name in names:
+        if (run.path / name).exists():
+            shutil.copy(run.path / name, target)

@@ -1,0 +1,236 @@
+"""`testbed explain`: every moment of every request is told once, and runs without decisions are repeated for them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from analysis.decisions import decided_steps
+from analysis.explain import Told
+from experiments.run import execute
+from testbed import compiled
+from testbed.core.preempting import Preempting
+from testbed.core.sequence import Sequence
+from testbed.errors import ConfigError
+from testbed.records.recorder import RunRecorder
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, write_rows
+
+needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+PRESETS = (
+    "vllm_v1", "vllm_v1_async", "vllm_v0", "vllm_v0_chunked", "vllm_v0_classic", "sarathi", "orca", "static",
+    "nano_vllm", "trtllm_max_util", "sglang_lpm", "lightllm", "vtc",
+)  # fmt: skip
+TIGHT = (
+    "trace.num_requests=16", "trace.rate=3000", "cache.num_gpu_blocks=22", "cache.watermark=0",
+    "trace.output={kind: uniform, min_tokens: 8, max_tokens: 30}",
+)  # fmt: skip
+
+
+def world(seed: int) -> tuple[str, ...]:
+    """Overrides of a small run that is short of something."""
+    draw = random.Random(seed)
+    preset = PRESETS[seed % len(PRESETS)]
+    chosen = [f"scheduler={preset}", *TIGHT, f"trace.num_requests={draw.choice([8, 20])}", f"seed={seed}"]
+    chosen += [f"cache.num_gpu_blocks={draw.choice([20, 24, 40])}", f"scheduler.max_num_seqs={draw.choice([2, 4, 8])}"]
+    chosen += [f"cache.prefix_caching={draw.choice(['true', 'false'])}", "allow_ignored=true", "record.explain=true"]
+    if draw.random() < 0.5:
+        chosen += ["cache.num_cpu_blocks=40", f"scheduler.preemption={draw.choice(['swap', 'auto', 'recompute'])}"]
+    if draw.random() < 0.3 and preset != "vllm_v1_async":
+        chosen.append("backend.num_replicas=2")
+    if draw.random() < 0.3:
+        chosen.append("sampling.n=2")
+    if draw.random() < 0.4:
+        chosen.append(f"scheduler.queue_order={draw.choice(['sjf', 'lcfs', 'hrrn', 'priority'])}")
+    return (*TINY, *SHORT, *chosen)
+
+
+@pytest.mark.parametrize("seed", range(26))
+def test_every_moment_of_every_request_is_told_once(tmp_path: Path, seed: int) -> None:
+    overrides = world(seed)
+    try:
+        folder = execute(config_of(overrides), tmp_path / "run").folder
+    except ConfigError as error:
+        pytest.skip(str(error))
+    told = Told(folder)
+    waits, requests = told.waits, told.requests.set_index("request_id")
+    own = waits.groupby(["request_id", "start_ns", "end_ns"])["ns"].sum().reset_index()
+    assert (own["ns"] == own["end_ns"] - own["start_ns"]).all()
+    assert waits["head_ns"].between(0, waits["ns"]).all()
+    by_request: dict[str, Any] = {}
+    for name, facts in requests.iterrows():
+        follower = Told(folder, str(name)).follower
+        assert follower is not None
+        life = follower.stretches()
+        bounds = [facts["queued_ns"], *(one.end_ns for one in life)]
+        assert bounds[-1] == facts["finish_ns"], name
+        assert [one.start_ns for one in life] == bounds[:-1], name
+        assert all(one.end_ns > one.start_ns for one in life)
+        for one in life:
+            if one.state in ("waiting", "swapped"):
+                key = str(name), one.cause
+                ns, at_head = by_request.get(key, (0, 0))
+                lasted = one.end_ns - one.start_ns
+                by_request[key] = ns + lasted, at_head + lasted * (one.ahead == (name,))
+    sums = waits.groupby(["request_id", "cause"])[["ns", "head_ns"]].sum()
+    assert {key: tuple(row) for key, row in zip(sums.index, sums.to_numpy().tolist(), strict=True)} == by_request
+    preempted = told.preemptions.groupby("request_id").agg(num=("step", "size"), again=("recomputed_tokens", "sum"))
+    preempted = preempted.reindex(requests.index, fill_value=0)
+    assert preempted["num"].tolist() == requests["num_preemptions"].tolist()
+    assert preempted["again"].tolist() == requests["num_recomputed_tokens"].tolist()
+
+
+@pytest.mark.parametrize("preset", ["vllm_v1", "vllm_v0", "sarathi", "nano_vllm"])
+def test_who_waits_and_for_how_long_is_what_a_plain_count_says(tmp_path: Path, preset: str) -> None:
+    """Of requests of one sequence: all steps in which a request is there, and neither runs nor is swapped out."""
+    overrides = (*TINY, *SHORT, *TIGHT, f"scheduler={preset}", "record.explain=true", "cache.num_cpu_blocks=40")
+    folder = execute(config_of(overrides), tmp_path / "run").folder
+    told = Told(folder)
+    counted: dict[str, int] = {}
+    steps = list(decided_steps(told.run))
+    running: set[str] = set()
+    for step, later in zip(steps, [*steps[1:], None], strict=True):
+        running |= {*step.admitted, *step.swapped_in}
+        running -= set(step.victims)
+        until = step.end_ns if later is None else later.start_ns
+        for row in told.requests.itertuples():
+            is_there = row.queued_ns <= step.start_ns and row.finish_ns > step.start_ns
+            if is_there and row.request_id not in running:
+                counted[row.request_id] = counted.get(row.request_id, 0) + until - step.start_ns
+    assert told.waits.groupby("request_id")["ns"].sum().to_dict() == counted
+
+
+@pytest.mark.skipif(compiled.current().mode == "compiled", reason="watches the core from inside")
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "priority"])
+@pytest.mark.parametrize("preset", ["vllm_v1", "vllm_v0", "sarathi"])
+def test_for_whom_is_what_the_core_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, order: str
+) -> None:
+    seen: list[tuple[str, str | None]] = []
+    preempt = Preempting.preempt
+
+    def watched(self: Preempting, seq: Sequence, grower: Sequence | None = None) -> None:
+        seen.append((seq.request_id, None if grower is None else grower.request_id))
+        preempt(self, seq, grower)
+
+    monkeypatch.setattr(Preempting, "preempt", watched)
+    overrides = (*TINY, *SHORT, *TIGHT, f"scheduler={preset}", f"scheduler.queue_order={order}", "record.explain=true")
+    found = Told(execute(config_of(overrides), tmp_path / "run").folder).preemptions
+    assert len(found) > 0
+    pairs = zip(found["request_id"], found["for_request_id"], strict=True)
+    assert [(name, None if pd.isna(whose) else whose) for name, whose in pairs] == seen
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return execute(config_of((*TINY, *SHORT, *TIGHT)), tmp_path / "run").folder
+
+
+def test_a_simulated_run_without_decisions_is_simulated_again(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {file.name: file.read_bytes() for file in plain.iterdir()}
+    digest = json.loads(before["manifest.json"])["digest"]
+    said = say(capsys, "explain", str(plain))
+    assert said.status == 0, said.err
+    assert said.out.startswith("16 requests waited ")
+    assert f"the run was simulated again: the same decision digest ({digest})" in said.out
+    assert {file.name: file.read_bytes() for file in plain.iterdir()} == before
+    kept = tmp_path / "kept"
+    one = say(capsys, "explain", str(plain), "r9", "--keep", str(kept))
+    assert one.out.splitlines()[-1].endswith(f"kept in {kept}")
+    assert say(capsys, "explain", str(kept), "r9").out.splitlines()[:-1] == one.out.splitlines()[:-1]
+    assert "already holds a run" in say(capsys, "explain", str(plain), "--keep", str(kept)).error()
+
+
+def test_an_interrupted_run_is_told_as_far_as_it_came(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = tmp_path / "cut"
+    ended = RunRecorder.ended
+
+    def stop(self: RunRecorder, finished: list[Any], now_ns: int) -> None:
+        ended(self, finished, now_ns)
+        if self.num_finished > 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunRecorder, "ended", stop)
+        execute(config_of((*TINY, *SHORT, *TIGHT)), cut)
+    assert not (cut / "done").exists()
+    said = say(capsys, "explain", str(cut), "r15")
+    assert said.status == 0, said.err
+    assert "It had not ended when the run was interrupted." in said.out
+    assert "the run was simulated again" in said.out
+
+
+def test_a_run_that_decides_otherwise_now_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"request_id": f"r{i}", "arrival_time": 0, "prompt_tokens": 20, "output_tokens": 9} for i in range(9)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    run = ("trace=jsonl", "trace.path=rows.jsonl", "hydra.run.dir=run")
+    assert say(capsys, "run", *TINY, *run).status == 0
+    write_rows(tmp_path / "rows.jsonl", rows[:-1])
+    assert "was repeated and decided otherwise" in say(capsys, "explain", "run").error()
+    (tmp_path / "rows.jsonl").unlink()
+    assert "rows.jsonl" in say(capsys, "explain", "run").error()
+
+
+@needs_engine
+def test_a_real_run_s_tape_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = execute(config_of((*TINY, *SHORT, *TIGHT, *REAL)), tmp_path / "run").folder
+    said = say(capsys, "explain", str(folder))
+    assert said.status == 0, said.err
+    assert "the run's tape was replayed: the same decision digest" in said.out
+    assert say(capsys, "explain", str(folder), "r3").status == 0
+    (folder / "tape.jsonl").unlink()
+    assert "neither decisions.jsonl nor a tape to replay" in say(capsys, "explain", str(folder)).error()
+
+
+def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = say(capsys, "explain", str(plain), "r99").error()
+    assert unknown == f"{plain} has no request 'r99' among its 16; nearest: r9, r8, r7"
+    sweep = say(capsys, "explain", str(tmp_path)).error()
+    assert sweep == f"{tmp_path} is no run, but has 1 below it; name one: {plain}"
+    assert "no such run folder" in say(capsys, "explain", str(tmp_path / "none")).error()
+    (tmp_path / "empty").mkdir()
+    assert "not a run folder" in say(capsys, "explain", str(tmp_path / "empty")).error()
+
+
+def test_what_vllm_s_own_scheduler_did_is_told_from_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Path(__file__).with_name("observed") / "sync.jsonl.gz"
+    folder = tmp_path / "run"
+    made = say(capsys, "observe", "import", str(log), "--out", str(folder))
+    assert made.status == 0, made.err
+    said = say(capsys, "explain", str(folder))
+    assert said.status == 0, said.err
+    assert "decisions.jsonl" in said.out.splitlines()[-1]
+    told = Told(folder)
+    assert set(told.preemptions["why"]) == {"unknown"}
+    assert told.preemptions["for_request_id"].isna().all()
+
+
+def test_the_page_shows_what_the_command_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    docs = Path(__file__).parents[2] / "docs"
+    blocks = re.findall(r"```\w*\n(.*?)```", (docs / "explain.md").read_text(), re.DOTALL)
+    commands = blocks[0].splitlines()
+    rows = re.search(r"```json\n(.*?)```", (docs / "life-of-a-request.md").read_text(), re.DOTALL)
+    assert rows is not None
+    (tmp_path / "two.jsonl").write_text(rows[1])
+    assert say(capsys, *commands[0].split()[1:]).status == 0
+    assert commands[1] == "testbed explain run b"
+    assert say(capsys, *commands[1].split()[1:]).out.replace("\xa0", " ") == blocks[1]

@@ -225,8 +225,8 @@ def fidelity_findings(
         limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")
         order = f"; the simulator orders {same} of these alike" if told_apart else ", so their order is not checked"
         said.append(
-            f"Over all metrics{f' at {load}' if load else ''} the real engine tells {told_apart or 'no'} pairs of policies "
-            f"apart by more than {limit}{order}."
+            f"Over all metrics{f' at {load}' if load else ''} the real engine tells {told_apart or 'no'} pairs of "
+            f"policies apart by more than {limit}{order}."
         )
     return said
 

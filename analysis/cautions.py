@@ -72,7 +72,7 @@ def _unnamed(arms: Sequence[Arm]) -> list[str]:
     for name, words in _RESOLVED.items():
         per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
         if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
-            said.append(f"{words} ({'; '.join(f'{arm} {value}' for arm, value in list(per_arm.items())[:_MAX_KEYS])})")
+            said.append(f"{words} ({_listed(per_arm)})")
     return [f"The arms differ in more than their names say: {fmt.listing(said)}."] if said else []
 
 
@@ -86,8 +86,12 @@ def _given(run: Run) -> list[str]:
 
 
 def _values(arms: Sequence[Arm], key: str) -> str:
-    per_arm = {arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms}
-    return "; ".join(f"{arm} {value}" for arm, value in list(per_arm.items())[:_MAX_KEYS])
+    return _listed({arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms})
+
+
+def _listed(per_arm: Mapping[str, str]) -> str:
+    shown = [f"{value} in {arm}" for arm, value in list(per_arm.items())[:_MAX_KEYS]]
+    return "; ".join(shown) + ("; …" if len(per_arm) > _MAX_KEYS else "")
 
 
 def _span(values: Sequence[object]) -> str:
@@ -97,10 +101,7 @@ def _span(values: Sequence[object]) -> str:
 
 def _outrun(arms: Sequence[Arm]) -> list[str]:
     """Loads beyond the capacity of some arms."""
-    beyond = {
-        arm.name: [run for run in replicates(arm).values() if (run.summary.get("steadiness") or {}).get("is_outrun")]
-        for arm in arms
-    }
+    beyond = {arm.name: [run for run in replicates(arm).values() if _is_outrun(run)] for arm in arms}
     named = [name for name, runs in beyond.items() if runs]
     if not named:
         return []
@@ -116,25 +117,31 @@ def _outrun(arms: Sequence[Arm]) -> list[str]:
 
 
 def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
-    """Where the start, as MSER-5 finds it in TTFT, moves the mean by more than the margin."""
+    """Where the start, as MSER-5 finds it in TTFT, moves the mean by more than the margin: in most replicates."""
     worst: tuple[float, str] | None = None
     for arm in arms:
-        run = next(iter(replicates(arm).values()))
-        if (run.summary.get("steadiness") or {}).get("is_outrun"):
-            continue  # no steady state to come to
-        frame = run.requests.sort_values("arrival_ns", kind="stable")
-        ttft = numbers(frame, "ttft_s")
-        ttft = ttft[~np.isnan(ttft)]
-        cut = mser5(ttft)
-        change = float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
+        runs = [run for run in replicates(arm).values() if not _is_outrun(run)]  # others come to no steady state
+        change = float(np.median([_change_by_warm_up(run) for run in runs])) if runs else 0.0
         if abs(change) > margin and (worst is None or abs(change) > abs(worst[0])):
-            worst = change, f"the first {cut:,} of {ttft.size:,} requests of {arm.name}"
+            worst = change, arm.name
     if worst is None:
         return []
     return [
-        f"The start is part of all numbers: without {worst[1]}, which MSER-5 takes for warm-up, mean TTFT is "
-        f"{fmt.change(100 * worst[0])}. A longer trace weakens it."
+        "The start is part of all numbers: without the requests that MSER-5 takes for warm-up, mean TTFT of "
+        f"{worst[1]} is {fmt.change(100 * worst[0])}. A longer trace weakens it."
     ]
+
+
+def _is_outrun(run: Run) -> bool:
+    return bool((run.summary.get("steadiness") or {}).get("is_outrun"))
+
+
+def _change_by_warm_up(run: Run) -> float:
+    frame = run.requests.sort_values("arrival_ns", kind="stable")
+    ttft = numbers(frame, "ttft_s")
+    ttft = ttft[~np.isnan(ttft)]
+    cut = mser5(ttft)
+    return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
 
 
 # (parts of a key, whether a run never used it, what never happened)

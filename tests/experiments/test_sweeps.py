@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
+from experiments.messages import options
 from tests.experiments.kit import SHORT, TINY, Said, manifest_of, say
 
 POINTS = "seed=0,1,2"
@@ -128,3 +129,27 @@ def test_a_failing_point_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "cache.block_size is 600" in said.err
     assert "Traceback" not in said.err + said.out
     assert len(load_sweep(tmp_path / "s").runs) == 2
+
+
+STUDIES = {  # what each overlay sweeps beside the seed
+    "admission": 4, "batch_composition": 5, "chunk_budget": 5, "preemption": 3, "prefix_caching": 4, "queue_order": 6,
+    "watermark": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("study", "num_arms"), STUDIES.items())
+def test_a_classic_study_is_one_command_and_its_report_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str, num_arms: int
+) -> None:
+    short = (f"experiment={study}", "trace.num_requests=12", "seed=0", f"hydra.sweep.dir={tmp_path / 's'}")
+    said = say(capsys, "run", *short)
+    assert said.status == 0, said.err
+    runs = load_sweep(tmp_path / "s").runs
+    assert len(runs) == num_arms
+    (question,) = {run.config["report"]["question"] for run in runs}
+    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
+    assert question in (tmp_path / "r.md").read_text()
+
+
+def test_every_study_that_is_shipped_is_tried() -> None:
+    assert set(options("experiment")) == {*STUDIES, "demo", "demo_real"}

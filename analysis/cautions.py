@@ -101,7 +101,7 @@ def _span(values: Sequence[object]) -> str:
 
 def _outrun(arms: Sequence[Arm]) -> list[str]:
     """Loads beyond the capacity of some arms."""
-    beyond = {arm.name: [run for run in replicates(arm).values() if _is_outrun(run)] for arm in arms}
+    beyond = {arm.name: [run for run in replicates(arm).values() if is_outrun(run)] for arm in arms}
     named = [name for name, runs in beyond.items() if runs]
     if not named:
         return []
@@ -120,7 +120,7 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     """Where the start, as MSER-5 finds it in TTFT, moves the mean by more than the margin: in most replicates."""
     worst: tuple[float, str] | None = None
     for arm in arms:
-        runs = [run for run in replicates(arm).values() if not _is_outrun(run)]  # others come to no steady state
+        runs = [run for run in replicates(arm).values() if not is_outrun(run)]  # others come to no steady state
         change = float(np.median([_change_by_warm_up(run) for run in runs])) if runs else 0.0
         if abs(change) > margin and (worst is None or abs(change) > abs(worst[0])):
             worst = change, arm.name
@@ -132,7 +132,7 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     ]
 
 
-def _is_outrun(run: Run) -> bool:
+def is_outrun(run: Run) -> bool:
     return bool((run.summary.get("steadiness") or {}).get("is_outrun"))
 
 

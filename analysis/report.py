@@ -6,23 +6,19 @@ Next to `<out>.html` it writes `<out>.md` and `<out>_files/` with every figure a
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from analysis import fidelity, findings, plots, style, tables
+from analysis import fidelity, findings, plots, tables
 from analysis.arms import (
     Arm,
     Pair,
     by_load,
     comparable,
-    engine_of,
     find_arm,
     infer_arms,
     infer_pairs,
@@ -33,60 +29,18 @@ from analysis.arms import (
 from analysis.cautions import cautions
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
+from analysis.first_screen import Compared, answer, trust
 from analysis.groups import differing, experiments, left_out
 from analysis.load import Run, load_sweep, num_replicas, relative
 from analysis.metrics import SLO
+from analysis.report_fidelity import fidelity_section
+from analysis.report_parts import DEFAULT_MARGIN, Plot, ReportInput, Sections
+from analysis.reproduce import MAX_COMMANDS, sweep_commands
 from analysis.study import stated, stated_slo
 from testbed.errors import RunFolderError
 
-DEFAULT_MARGIN = 0.02
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
 _MAX_CURVES = 8
-_MAX_SVG_BYTES = 400_000
-
-
-@dataclass(frozen=True)
-class ReportInput:
-    """What a report is made of. `arms` may span seeds and loads; `commands` default to those in the manifests."""
-
-    arms: Sequence[Arm]
-    pairs: Sequence[Pair] = ()
-    repeats: Sequence[tuple[Run, Run]] = ()  # equal real runs: their differences are the machine's noise
-    title: str = "Ablation report"
-    question: str = ""
-    baseline: str | None = None  # an arm's name; the first arm by default
-    slo: SLO | Mapping[str, float | None] | None = None
-    margin: float = DEFAULT_MARGIN  # relative change that counts as none
-    replicated: Sequence[str] = ()  # keys of the trace whose values are replicates and no loads
-    commands: Sequence[str] = ()
-    notes: Sequence[str] = ()  # limits that only the author knows
-    incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
-
-
-class Plot(NamedTuple):
-    title: str
-    caption: str
-    data_uri: str
-    file: str  # the PNG, relative to the report
-
-
-@dataclass
-class _Sections:
-    """What is gathered while a report is built."""
-
-    out: Path
-    findings: list[str] = field(default_factory=list)
-    ablation: list[Any] = field(default_factory=list)
-    plots: list[Plot] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be compared
-
-    def plot(self, figure: Any, name: str, title: str, caption: str) -> Plot:
-        png, svg = style.save(figure, self.out.with_name(f"{self.out.stem}_files") / name)
-        small = svg.stat().st_size <= _MAX_SVG_BYTES
-        kind, data = ("svg+xml", svg.read_bytes()) if small else ("png", png.read_bytes())
-        uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-        return Plot(title, caption, uri, relative(png, self.out.parent))
 
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
@@ -95,7 +49,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
         raise RunFolderError("a report needs at least one arm with a run")
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    sections = _Sections(path)
+    sections = Sections(path)
     slo = SLO.parse(report.slo)
     baseline = find_arm(report.arms, report.baseline)
     loads = by_load(report.arms, report.replicated)
@@ -105,6 +59,8 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     _run_plots(sections, groups, baseline)
     context = _context(report, sections, baseline, slo)
     context["cautions"] += cautions(groups, report.margin)
+    context["answer"] = answer(sections.compared, slo)
+    context["main_figure"] = next((plot for group in reversed(sections.ablation) for plot in group["plots"]), None)
     environment = Environment(
         loader=PackageLoader("analysis"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -126,6 +82,7 @@ def report_from_folders(
     question: str | None = None,
     slo: SLO | Mapping[str, float | None] | None = None,
     margin: float | None = None,
+    command: str = "",
 ) -> Path:
     """A report on every complete run at or below `folders`: arms from what was swept, pairs from traces and policies.
     Baseline, question, SLO and margin: as given, else as the runs' own configurations state them.
@@ -155,13 +112,14 @@ def report_from_folders(
         slo=slo or stated_slo(chosen),
         margin=margin or stated(chosen, "margin") or DEFAULT_MARGIN,
         replicated=stated(chosen, "replicates") or (),
+        command=command,
         incomplete=[entry for sweep in sweeps for entry in sweep.incomplete],
     )
     return write_report(report, out)
 
 
 def _comparable_groups(
-    sections: _Sections, loads: Mapping[str, Sequence[Arm]], baseline_name: str
+    sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline_name: str
 ) -> dict[str, list[Arm]]:
     """Load -> its baseline (the report's, else the first arm there) and the arms that share a trace with it.
 
@@ -190,7 +148,7 @@ def _comparable_groups(
     return groups
 
 
-def _ablation(sections: _Sections, load: str, arms: Sequence[Arm], report: ReportInput, slo: SLO | None) -> None:
+def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: ReportInput, slo: SLO | None) -> None:
     """Tables, bars and findings at one load; the first arm is the baseline."""
     baseline = arms[0]
     at_load = f" at {load}" if load else ""
@@ -207,9 +165,11 @@ def _ablation(sections: _Sections, load: str, arms: Sequence[Arm], report: Repor
         tables.values_table(f"What happened inside{at_load} (means over replicates)", arms, inside, slo),
     ]
     effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
+    sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
     if effects:
         caption = f"Main effects{at_load}: one factor changed, averaged over the levels of the others"
-        group["tables"].insert(0, tables.effects_table(caption, effects, report.margin))
+        parts = [[effect for effect in effects if effect.comparison.metric in part] for part in (LATENCY, rates)]
+        group["tables"] = [tables.effects_table(caption, part, report.margin) for part in parts] + group["tables"]
     if len(arms) > 1:
         group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
         said = _said(rows, effects, arms, baseline, report.margin, num)
@@ -241,7 +201,7 @@ def _said(
     return [findings.arm_finding(of_arm, f"{opening} {baseline.name}", margin) for of_arm in by_arm.values()]
 
 
-def _bars(sections: _Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
+def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
     chosen = [row for row in rows if row.metric.path in _HEADLINE]
     changes: dict[str, dict[str, Any]] = {}
     verdicts: dict[str, dict[str, Any]] = {}
@@ -254,7 +214,7 @@ def _bars(sections: _Sections, rows: Sequence[Comparison], load: str, index: int
     return sections.plot(figure, f"ablation_{index}", title, caption)
 
 
-def _run_plots(sections: _Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm) -> None:
+def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm) -> None:
     """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
@@ -297,58 +257,14 @@ def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
     return {name: base} | (dict([max(others, key=distance)]) if others else {})
 
 
-def _fidelity(report: ReportInput, sections: _Sections, noise: Mapping[str, float]) -> dict[str, Any]:
-    """The section on the real engine: tables, plot, sentences, and what was not measured."""
-    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": []}
-    result["not_measured"] = findings.not_measured(report.arms, report.pairs)
-    if not report.pairs:
-        return result
-    matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
-    errors = {pair.label: fidelity.error_table(pair.sim, pair.real) for pair in report.pairs}
-    engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
-    rankings = _rankings(report, noise) if len(engines) == 1 else {}
-    result["said"] = findings.fidelity_findings(report.pairs, errors, rankings, report.margin, noise)
-    result["warnings"] = findings.smaller_than_error(sections.comparisons, errors)
-    result["tables"] = [tables.error_tables(errors)]
-    if len(engines) > 1:
-        result["tables"].insert(0, tables.side_by_side(report.pairs, engines))
-    result["tables"].append(
-        tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()})
-    )
-    result["tables"] += [tables.ranking_table(ranking, load) for load, ranking in rankings.items()]
-    caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
-    figure = plots.sim_versus_real(matched)
-    result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
-    real = [pair.real for pair in report.pairs]
-    result["setup"] = tables.setup_table("Setup of the real runs", real, [run.manifest.get("seed") for run in real])
-    result["pairs"] = [
-        (p.label, *(relative(run.path, sections.out.parent) for run in (p.sim, p.real))) for p in report.pairs
-    ]
-    return result
-
-
-def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:
-    """Load -> how the simulator ranks the policies that ran there, and how the real engine does; "" for one load."""
-    by_trace: dict[str | None, dict[str, tuple[Run, Run]]] = {}
-    for pair in report.pairs:
-        by_trace.setdefault(pair.real.fingerprint, {})[pair.label] = (pair.sim, pair.real)
-    several = {trace: pairs for trace, pairs in by_trace.items() if len(pairs) > 1}
-    found = {}
-    for pairs in several.values():
-        offered = next(iter(pairs.values()))[1].summary["throughput"]["offered_per_s"] or 0.0
-        load = f"{offered:.3g} requests/s" if len(several) > 1 else ""
-        while load in found:
-            load += " again"
-        found[load] = fidelity.ranking_agreement(pairs, noise=noise, margin=report.margin)
-    return found
-
-
-def _context(report: ReportInput, sections: _Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:
+def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:
     runs = [run for arm in report.arms for run in arm.runs]
     everything = [*runs, *[run for pair in report.pairs for run in (pair.sim, pair.real)]]
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise(report.repeats) if report.pairs else {}
-    commands = report.commands or [str(run.manifest.get("command") or "") for run in everything]
+    commands = report.commands or sweep_commands([str(run.manifest.get("command") or "") for run in everything])
+    measured = fidelity_section(report, sections, noise)
+    versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     return {
         "title": report.title,
         "question": report.question or _default_question(report.arms, baseline),
@@ -358,10 +274,13 @@ def _context(report: ReportInput, sections: _Sections, baseline: Arm, slo: SLO |
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
         "plots": sections.plots,
-        "fidelity": {"warnings": [], "setup": None} | _fidelity(report, sections, noise),
+        "fidelity": {"warnings": [], "setup": None} | measured,
+        "trust": trust(sections.compared, report.pairs, measured.get("errors", {})),
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
-        "commands": list(dict.fromkeys(command for command in commands if command)),
+        "commands": [*commands, *([report.command] if report.command else [])],
+        "max_commands": MAX_COMMANDS,
+        "versions": [version for version in versions if version],
         "runs": tables.runs_table(report.arms, links),
         "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,7 +145,7 @@ def _report(arguments: list[str]) -> int:
         raise ConfigError(f"--margin is {options.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
     page = report_from_folders(
         options.folders, options.out, title=options.title, baseline=options.baseline, question=options.question,
-        slo=_limits(options.slo), margin=options.margin,
+        slo=_limits(options.slo), margin=options.margin, command=shlex.join(["testbed", "report", *arguments]),
     )  # fmt: skip
     print(page)
     return 0

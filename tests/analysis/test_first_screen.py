@@ -1,0 +1,90 @@
+"""The first screen answers in few sentences, the largest effects first, and says how far to trust them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.arms import Arm, Pair, infer_arms
+from analysis.compare import LATENCY, Comparison
+from analysis.fidelity import error_table
+from analysis.first_screen import MAX_SENTENCES, Compared, answer, trust
+from analysis.load import load_run
+from analysis.reproduce import sweep_commands
+from analysis.statistics import Estimate
+from tests.analysis.runs import write_run
+
+
+def row(arm: str, index: int, change: float, *, claimed: bool = True) -> Comparison:
+    said = ("higher" if change > 0 else "lower") if claimed else "inside the noise"
+    return Comparison(arm, LATENCY[index], 1.0, Estimate(change, change, change, 5, "paired t", "log_ratio"), said)
+
+
+def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> None:
+    names = [f"arm {index}" for index in range(9)]
+    rows = [row(name, 0, -0.1 * (index + 1)) for index, name in enumerate(names)] + [row("arm 8", 1, 0.3)]
+    said = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
+    assert len(said) == MAX_SENTENCES
+    assert said[0].startswith("arm 8 against base: better in mean TTFT (−59")
+    assert "worse in P99 TTFT (+35" in said[0]
+    assert [text.split(" against")[0] for text in said[:4]] == ["arm 8", "arm 7", "arm 6", "arm 5"]
+    assert said[4] == "5 more differences are below, under “All findings”."
+
+
+def test_what_is_inside_the_noise_is_no_answer() -> None:
+    base = [Arm("base", {}, ())]
+    assert answer([Compared("", base, [row("a", 0, 0.2, claimed=False)], ())], None) == [
+        "Nothing that was compared differs beyond the noise."
+    ]
+    both = [row("a", 0, 0.2, claimed=False), row("b", 0, 0.2)]
+    assert answer([Compared("9 requests/s", base, both, ())], None) == [
+        "At 9 requests/s, b against base: worse in mean TTFT (+22 %).".replace(" %", "\u00a0%"),
+        "1 more comparison shows no difference beyond the noise.",
+    ]
+    assert answer([Compared("", base, [], ())], None) == []
+
+
+@pytest.fixture
+def arms(tmp_path: Path) -> list[Arm]:
+    for chunked in (False, True):
+        for seed in range(5):
+            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, num_requests=30)
+    return infer_arms([load_run(folder) for folder in sorted(tmp_path.iterdir())])
+
+
+def lights(arms: list[Arm], pairs: list[Pair]) -> dict[str, tuple[str, str]]:
+    errors = {pair.label: error_table(pair.sim, pair.real) for pair in pairs}
+    return {light.about: (light.level, light.why) for light in trust([Compared("", arms, [], ())], pairs, errors)}
+
+
+def test_the_lights_say_what_was_not_measured(arms: list[Arm]) -> None:
+    found = lights(arms, [])
+    assert found["fidelity"] == ("poor", "simulated; how far from a real engine was not measured")
+    assert found["prices"][0] == "poor", "linear prices show a mechanism"
+    assert found["replicates"] == ("good", "5 replicates")
+    assert found["records"] == ("good", "all checks hold")
+    assert found["load"][0] == "good"
+    alone = [Arm(arm.name, arm.levels, arm.runs[:1]) for arm in arms]
+    assert lights(alone, [])["replicates"][0] == "poor"
+
+
+def test_a_measured_error_decides_the_light_of_fidelity(arms: list[Arm], tmp_path: Path) -> None:
+    sim = arms[0].runs[0]
+    for name, noise, level in (("same", 0.0, "good"), ("noisy", 0.6, "poor")):
+        real = load_run(write_run(tmp_path / name, "real", chunked=False, num_requests=30, noise=noise))
+        assert lights(arms, [Pair("p", sim, real)])["fidelity"][0] == level
+    elsewhere = load_run(write_run(tmp_path / "other", "real", chunked=False, num_requests=30))
+    elsewhere.manifest["model"] = "another"
+    assert lights(arms, [Pair("p", sim, elsewhere)])["fidelity"][0] == "fair"
+
+
+def test_points_of_a_sweep_are_one_command() -> None:
+    points = [f"testbed run model=tiny scheduler={name} seed={seed}" for name in "ab" for seed in range(3)]
+    assert sweep_commands(points) == ["testbed run -m model=tiny scheduler=a,b seed=0,1,2"]
+    assert sweep_commands([*points, *points]) == sweep_commands(points)
+    assert sweep_commands(points[:5]) == points[:5], "not every combination"
+    lone = ["testbed run seed=1", "testbed run from=x", "python me.py", "", "testbed run 'odd"]
+    assert sweep_commands(lone) == [text for text in lone if text]
+    lists = ["testbed run 'trace.transforms=[{name: a}]'", "testbed run 'trace.transforms=[{name: b}]'"]
+    assert sweep_commands(lists) == lists, "a list is no list of values"

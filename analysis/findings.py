@@ -41,7 +41,8 @@ def interval_text(comparison: Comparison) -> str:
     value, low, high = comparison.estimate.percent()
     if comparison.verdict == "unknown":
         return fmt.change(value)
-    return f"{fmt.change(value)} [{fmt.change(low)[:-2]},{fmt.SPACE}{fmt.change(high)[:-2]}]"
+    ends = [fmt.change(end).removesuffix(f"{fmt.SPACE}%") for end in (low, high)]
+    return f"{fmt.change(value)} [{ends[0]},{fmt.SPACE}{ends[1]}]"
 
 
 def verdict_text(comparison: Comparison, margin: float) -> str:

@@ -65,7 +65,9 @@ def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
         left = len(said) - MAX_SENTENCES + 1
         said = [*said[: MAX_SENTENCES - 1], f"{left} more differences are below, under “All findings”."]
     elif num_quiet and len(said) < MAX_SENTENCES:
-        said.append(f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'} no difference beyond the noise.")
+        said.append(
+            f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'} no difference beyond the noise."
+        )
     return said
 
 

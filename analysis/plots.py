@@ -235,6 +235,7 @@ def ablation_bars(
     return figure
 
 
+_FAR = 500.0  # percent
 _BARS: dict[str, dict[str, Any]] = {
     "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
     "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},
@@ -272,6 +273,12 @@ def _bar_panel(
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08)
     widest = max(abs(limit) for limit in axes.get_xlim())
+    if widest > _FAR:  # one arm far off would leave the others no length
+        axes.set_xscale("symlog", linthresh=100.0)
+        axes.set_xticks([tick for tick in (-100.0, 0.0, 100.0, 1e3, 1e4, 1e5, 1e6) if abs(tick) <= widest])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value < 1e3 else f"{value / 1e3:,.0f}k")
+        axes.minorticks_off()
+        return
     axes.xaxis.set_major_locator(MaxNLocator(3 if 1 <= widest < 1000 else 2))  # long labels: two steps fit a panel
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 import sys
 from contextlib import redirect_stderr
@@ -12,20 +13,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import hydra
-import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from experiments.compose import compose_from, compose_raw
+from experiments.compose import compose_from, compose_raw, in_one_line, literal
 from experiments.config import RunConfig, read_config, register
 from experiments.environment import ask_early
-from experiments.messages import is_hydras, read_own_options, translate
+from experiments.identity import identity_of
+from experiments.messages import read_own_options
+from experiments.points import Known, holds_another, is_done, refuse_others
 from experiments.run import INTERRUPTED, RunResult, execute
-from experiments.run_folder import TRACE_FILE, has_run, set_aside
-from testbed.errors import ConfigError, RunFolderError, TestbedError
+from experiments.run_folder import TRACE_FILE, named_folder
+from experiments.sweep import run_sweep
+from testbed.errors import ConfigError, TestbedError
 
 
 class RunFailedError(TestbedError):
@@ -34,6 +35,7 @@ class RunFailedError(TestbedError):
 
 def run_app(arguments: list[str]) -> int:
     """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
+    arguments = [_with_quotes(item) for item in arguments]
     sources = [item for item in arguments if item.startswith("from=")]
     if sources:
         return _run_from(sources[-1][5:], [item for item in arguments if not item.startswith("from=")])
@@ -42,6 +44,10 @@ def run_app(arguments: list[str]) -> int:
         config, folder = plain
         _finish(execute(config, folder, command=shlex.join(["testbed", "run", *arguments])))
         return 0
+    if any(item in ("-m", "--multirun", "hydra.mode=MULTIRUN") for item in arguments):
+        read_own_options(arguments)
+        if run_sweep(arguments):
+            return 0
     register()
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     flags = [item for item in arguments if item in ("-m", "--multirun")]  # argparse wants them before the overrides
@@ -49,21 +55,24 @@ def run_app(arguments: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
     try:
         read_own_options(arguments)
-        with redirect_stderr(_WithoutFraming(sys.stderr)):
+        with in_one_line(arguments), redirect_stderr(_WithoutFraming(sys.stderr)):
             hydra.main(version_base="1.3", config_path="conf", config_name="config")(_job)()
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise translate(error, arguments) from None
     except ValueError as error:
-        if str(error).startswith("Only one of --run"):
-            raise ConfigError("-m, --cfg, --info and --shell-completion ask for different things; give one") from None
-        if not is_hydras(error):
+        if not str(error).startswith("Only one of --run"):
             raise
-        raise translate(error, arguments) from None
+        raise ConfigError("-m, --cfg, --info and --shell-completion ask for different things; give one") from None
     finally:
         sys.argv = before[0]
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return 0
+
+
+def _with_quotes(argument: str) -> str:
+    """A folder as the shell gives it: Hydra's grammar has neither parentheses nor a comma outside quotes."""
+    key, _, value = argument.partition("=")
+    is_folder = key in ("hydra.run.dir", "hydra.sweep.dir") and "${" not in value
+    return f"{key}={literal(value)}" if is_folder and re.match(r"[^'\"].*[^\w\s./-]", value) else argument
 
 
 def _plain(arguments: list[str]) -> tuple[RunConfig, Path] | None:
@@ -81,7 +90,7 @@ def _plain(arguments: list[str]) -> tuple[RunConfig, Path] | None:
     job = of_hydra["job"]
     if of_hydra["mode"] not in (None, RunMode.RUN) or of_hydra["callbacks"] or job["env_set"] or job["chdir"]:
         return None  # the configuration itself wants it
-    return RunConfig.from_container(raw), Path(of_hydra["run"]["dir"])
+    return RunConfig.from_container(raw), named_folder("hydra.run.dir", of_hydra["run"]["dir"])
 
 
 class _WithoutFraming(io.TextIOBase):
@@ -106,7 +115,10 @@ class _WithoutFraming(io.TextIOBase):
 
 
 def _job(node: DictConfig) -> dict[str, Any] | None:
-    """One point of a sweep, or the only run. Of a sweep's failures only the first is raised: each is printed."""
+    """What only Hydra's own app runs: a run or a point with callbacks, another sweeper, a working folder of its own.
+
+    Of a sweep's failures only the first is raised: each is printed.
+    """
     try:
         return _run_point(node)
     except TestbedError as error:
@@ -121,27 +133,22 @@ def _run_point(node: DictConfig) -> dict[str, Any] | None:
     assert isinstance(raw, dict)
     config = RunConfig.from_container({str(key): value for key, value in raw.items()})
     info = HydraConfig.get()
+    is_sweep = info.mode is RunMode.MULTIRUN
+    named_folder("hydra.sweep.dir" if is_sweep else "hydra.run.dir", info.sweep.dir if is_sweep else info.run.dir)
     folder = Path(info.runtime.output_dir)
-    if info.mode is RunMode.MULTIRUN and has_run(folder) and not config.overwrite:
-        if (folder / "done").exists():
-            _same_point(folder, config)
+    if is_sweep:
+        identity = identity_of(config)
+        folder = folder / identity.name if info.sweep.subdir == "." else folder
+        if not config.overwrite and is_done(folder, identity):
             print(f"done before  {folder}")
             return None
-        print(f"set aside    {set_aside(folder)}")
-        folder.mkdir(parents=True)
+        refuse_others([folder] if not config.overwrite and holds_another(folder, config) else [])
+        for why, place in () if config.overwrite else Known(folder.parent).make_room(folder, identity):
+            print(f"set aside    ({why}): {place}")
     # a point of a sweep is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
-    of_hydra = [] if info.mode is RunMode.MULTIRUN else info.overrides.hydra
+    of_hydra = [] if is_sweep else info.overrides.hydra
     command = shlex.join(["testbed", "run", *of_hydra, *info.overrides.task])
     return _finish(execute(config, folder, command=command))
-
-
-def _same_point(folder: Path, config: RunConfig) -> None:
-    """A finished point is skipped only if it is this very point."""
-    if read_config(folder) != config.raw:
-        raise RunFolderError(
-            f"{folder} holds a finished run of another configuration; choose another hydra.sweep.dir or pass "
-            "overwrite=true"
-        )
 
 
 def _finish(result: RunResult) -> dict[str, Any]:
@@ -185,7 +192,7 @@ def _run_from(source: str, overrides: list[str]) -> int:
         if not equals or key.startswith(("-", "+", "~")):
             raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
         if key == "hydra.run.dir":
-            folder = Path(value)
+            folder = named_folder(key, value.strip("'\""))
         else:
             kept.append(item)
     config = config_from(Path(source), kept)

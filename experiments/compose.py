@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any
@@ -11,6 +13,7 @@ from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -22,7 +25,7 @@ from experiments.messages import is_hydras, not_a_list, options, too_large, tran
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
-PLAIN = ("seed", "allow_ignored", "overwrite")  # keys outside groups
+PLAIN = ("seed", "allow_ignored", "overwrite", "points_per_job")  # keys outside groups
 
 
 def compose_config(overrides: list[str]) -> RunConfig:
@@ -34,7 +37,7 @@ def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, 
     """The same as plain containers. with_hydra: Hydra's own settings too, as `hydra`: of these modes, callbacks, job
     and the run's folder. Raises ConfigError in one line."""
     of_hydra = {}
-    try:
+    with in_one_line(overrides):
         node = _hydras(overrides, with_hydra=True) if with_hydra else _composed(overrides)
         if with_hydra:
             of_hydra = {key: OmegaConf.to_container(node.hydra[key], resolve=True) for key in ("run", "callbacks")}
@@ -43,7 +46,16 @@ def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, 
             with open_dict(node):
                 del node["hydra"]
         raw = OmegaConf.to_container(node, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()} | ({"hydra": of_hydra} if with_hydra else {})
+
+
+@contextmanager
+def in_one_line(overrides: list[str]) -> Iterator[None]:
+    """Within, what Hydra and OmegaConf complain of is raised as a ConfigError about these overrides."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise translate(error, overrides) from None
     except ValueError as error:
         if not is_hydras(error):
@@ -51,8 +63,6 @@ def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, 
         raise translate(error, overrides) from None
     except OverflowError:
         raise too_large(overrides) from None
-    assert isinstance(raw, dict)
-    return {str(key): value for key, value in raw.items()} | ({"hydra": of_hydra} if with_hydra else {})
 
 
 def _hydras(overrides: list[str], *, with_hydra: bool = False) -> DictConfig:
@@ -76,6 +86,14 @@ def _composed(overrides: list[str]) -> DictConfig:
     _registered = _store()  # with the schemas that were made when they were asked for
     ConfigLoaderImpl._apply_overrides_to_config(parsed, node)
     return node
+
+
+def subfolder(overrides: list[str], number: int) -> str:
+    """What `hydra.sweep.subdir` says of this point of a sweep."""
+    with in_one_line(overrides):
+        node = _hydras([*overrides, f"hydra.job.num={number}"], with_hydra=True)
+        HydraConfig.instance().set_config(node)
+        return str(node.hydra.sweep.subdir)
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +133,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
     """
     register()
     chosen = dict(item.split("=", 1) for item in overrides if item.partition("=")[0] in GROUPS)
-    try:
+    with in_one_line(overrides):
         node = _composed([f"{group}={_option(group, saved, chosen)}" for group in GROUPS])
         OmegaConf.set_struct(node, True)
         for key, value in saved.items():
@@ -131,8 +149,6 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
             if item.partition("=")[0] not in chosen:
                 _lay_over(node, item, overrides)
         raw = OmegaConf.to_container(node, resolve=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise translate(error, overrides) from None
     assert isinstance(raw, dict)
     return RunConfig.from_container({str(key): value for key, value in raw.items()})
 
@@ -182,7 +198,7 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
                 chosen.append(f"{key}={value.pop('name')}")
             values += _flat(key, value)
         else:
-            chosen.append(f"{key}={_literal(value)}")
+            chosen.append(f"{key}={literal(value)}")
     return chosen + values
 
 
@@ -192,20 +208,20 @@ def _flat(prefix: str, tree: dict[str, Any]) -> list[str]:
         if isinstance(value, dict) and "_target_" not in value:
             items += _flat(f"{prefix}.{key}", value)
         else:
-            items.append(f"{prefix}.{key}={_literal(value)}")
+            items.append(f"{prefix}.{key}={literal(value)}")
     return items
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """A Python value in the grammar of Hydra's overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(_literal(item) for item in value) + "]"
+        return "[" + ",".join(literal(item) for item in value) + "]"
     if isinstance(value, str) and not value.replace("_", "").replace(".", "").isalnum():
         escaped = value.replace("\\", "\\\\").replace("'", "\\'")
         return f"'{escaped}'"

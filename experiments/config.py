@@ -91,6 +91,7 @@ class Root:
     seed: int = 0
     overwrite: bool = False  # replace a run that the folder already has
     allow_ignored: bool = False  # exit with 0 although requests could never fit
+    points_per_job: int | None = None  # of a sweep; null: one on a cluster, and as many as there are on one machine
 
 
 @cache
@@ -154,7 +155,7 @@ class _Options(dict[str, Any]):
 class RunConfig:
     """One run, typed. `raw` is the resolved configuration as plain containers, as config.yaml has it.
 
-    overwrite and allow_ignored say how this command behaves, not what the run is: they are not kept.
+    overwrite, allow_ignored and points_per_job say how this command behaves, not what the run is: they are not kept.
     """
 
     backend: SimConfig | RealConfig | VllmConfig
@@ -201,7 +202,7 @@ class RunConfig:
     def from_container(cls, raw: dict[str, Any]) -> RunConfig:
         """Converts and validates a resolved configuration. Raises ConfigError in one line."""
         options = {name: bool(raw.get(name, False)) for name in ("overwrite", "allow_ignored")}
-        raw = {key: value for key, value in raw.items() if key not in ("experiment", *options)}
+        raw = {key: value for key, value in raw.items() if key not in ("experiment", "points_per_job", *options)}
         raw = {**{group: {} for group in JUDGING}, **raw}  # configurations of before had none
         missing = [group for group in GROUPS if not isinstance(raw.get(group), dict)]
         if missing:

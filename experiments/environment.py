@@ -11,11 +11,14 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh64
+
 PACKAGES = (
     "torch", "triton", "flash-attn", "transformers", "simpy", "pandas", "pyarrow", "numpy", "matplotlib", "xxhash",
     "hydra-core",
 )  # fmt: skip
 ROOT = Path(__file__).parent.parent
+_MAKE_RUNS = ("testbed", "sim", "real", "experiments")  # analysis reads what they made
 _GIT = ("git", "-C", str(ROOT), "describe", "--always", "--dirty")
 _GPU = "name,memory.total"
 
@@ -53,6 +56,15 @@ def _own_version() -> str:
         own = "not installed"
     commit = _answer(*_GIT) if (ROOT / ".git").exists() else None
     return own if commit is None else f"{own}+{commit}"
+
+
+@cache
+def source_hash() -> str:
+    """Of all source that makes a run: a version cannot tell two states of a checkout with changes apart."""
+    digest = xxh64()
+    for file in sorted(file for room in _MAKE_RUNS for file in (ROOT / room).rglob("*.py")):
+        digest.update(f"{file.relative_to(ROOT).as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 @cache

@@ -18,10 +18,11 @@ from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
 from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
+from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
 from experiments.recorders import ProgressBar, status_lines, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
-from experiments.run_folder import TRACE_FILE, claim, describe_failure, log_to, refuse_overwrite, write_json
+from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
@@ -80,9 +81,8 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
     prepared = _prepare_sim(config, given) if config.is_simulated else _prepare_engine(config, whole(given))
     with closing(prepared):
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
-        claim(folder, config)
         manifest = _manifest(config, given, prepared, command)
-        with log_to(folder / "run.log"):
+        with claimed(folder, config):
             return _run(config, folder, given, prepared, schedulers, manifest)
 
 
@@ -146,12 +146,8 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
-    description = {
-        "cost": config.raw["cost"].get("name"),
-        "attention": None,
-        "weights": None,
-        "device": config.device.name,
-    }
+    cost = config.raw["cost"].get("name")
+    description = {"cost": cost, "attention": None, "weights": None, "device": config.device.name}
     inbox = _trace_inbox(config, trace)
     fleet = engines.build_fleet(config, inbox, priced)
     return _Prepared(
@@ -358,6 +354,7 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         "core": compiled.current().mode,
         "compiler": compiled.current().why if compiled.current().mode == "compiled" else None,
         "code_version": describe_versions()["llm-serving-testbed"],
+        "identity": identity_of(config).describe(),
         "machine": describe_machine(),
         "command": command or " ".join(sys.argv),
         "seed": config.seed,

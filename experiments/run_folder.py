@@ -1,8 +1,12 @@
-"""A run's folder as files: who may write into it, its log, what is written whole or not at all."""
+"""A run's folder as files: who may write into it, its log, what is written whole or not at all.
+
+Whoever writes holds a lock on the log, and the system takes it back when the process dies.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -10,17 +14,19 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from experiments.config import RunConfig
-from testbed.errors import RunFolderError
+from testbed.errors import ConfigError, RunFolderError
 from testbed.records.operators import OPERATORS_FILE
 
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where it was built with libyaml
 
 TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
+LOG_FILE = "run.log"
+SET_ASIDE = ".stale"  # of a sweep's folder: finished points that were made from something else
 
 
 def has_run(folder: Path) -> bool:
@@ -29,6 +35,8 @@ def has_run(folder: Path) -> bool:
 
 
 def refuse_overwrite(folder: Path, overwrite: bool) -> None:
+    if is_locked(folder):
+        raise _in_use(folder)
     if has_run(folder) and not overwrite:
         raise RunFolderError(
             f"{folder} already holds a run, and runs are not overwritten; choose another hydra.run.dir or pass "
@@ -36,23 +44,75 @@ def refuse_overwrite(folder: Path, overwrite: bool) -> None:
         )
 
 
+def named_folder(key: str, value: object) -> Path:
+    """The folder that a key names. Raises ConfigError for none: it would be the working directory."""
+    if not str(value).strip():
+        raise ConfigError(f"{key} is empty; name a folder, as {key}=runs/one, or leave it out")
+    return Path(str(value))
+
+
 def claim(folder: Path, config: RunConfig) -> None:
     """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
-             "tape.jsonl", OPERATORS_FILE, TRACE_FILE, "run.log", "config.yaml")  # fmt: skip
+             "tape.jsonl", OPERATORS_FILE, TRACE_FILE, "config.yaml")  # fmt: skip
     for name in names:
         (folder / name).unlink(missing_ok=True)
-    (folder / "config.yaml").write_text(yaml.dump(config.raw, Dumper=_Dumper, sort_keys=False))
+    if (folder / LOG_FILE).exists():
+        os.truncate(folder / LOG_FILE, 0)  # the lock is on this very file
+    (folder / "config.yaml").write_text(as_yaml(config.raw))
 
 
-def set_aside(folder: Path) -> Path:
-    """Moves a partial run out of the way, so that the point is run again; nothing is lost."""
+def as_yaml(tree: dict[str, Any]) -> str:
+    """As config.yaml has it."""
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
+
+
+@contextmanager
+def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
+    """Within, the folder is claimed and its log open, and no other process can claim it. Raises RunFolderError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_FILE).open("ab") as log:
+        if not _lock(log):
+            raise _in_use(folder)
+        claim(folder, config)
+        with _log_to(folder / LOG_FILE):
+            yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a live process writes there."""
+    try:
+        with (folder / LOG_FILE).open("rb") as log:
+            return not _lock(log, fcntl.LOCK_SH)
+    except OSError:
+        return False  # no log, no writer
+
+
+def _lock(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True
+
+
+def _in_use(folder: Path) -> RunFolderError:
+    return RunFolderError(
+        f"another process is writing a run to {folder}; wait for its end, or choose another hydra.run.dir"
+    )
+
+
+def set_aside(folder: Path, target: Path) -> Path:
+    """Moves a run out of the way, to `target-1` or the next that is free; nothing is lost."""
     number = 1
-    while (target := folder.with_name(f"{folder.name}.partial-{number}")).exists():
+    while (free := target.with_name(f"{target.name}-{number}")).exists():
         number += 1
-    shutil.move(folder, target)
-    return target
+    free.parent.mkdir(exist_ok=True)
+    shutil.move(folder, free)
+    return free
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -79,7 +139,7 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def log_to(path: Path) -> Iterator[None]:
+def _log_to(path: Path) -> Iterator[None]:
     log = logging.getLogger("testbed")
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

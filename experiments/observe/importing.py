@@ -13,6 +13,7 @@ from analysis.load import Run
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from experiments.environment import describe_versions
+from experiments.identity import identity_of
 from experiments.messages import options
 from experiments.names import device_named
 from experiments.observe.case import case_of, why_no_case
@@ -74,7 +75,7 @@ def import_log(
     lines += [f"no profile   {unpriced}"] if unpriced else _write_profile(log, folder, config, measured, command)
     manifest = _manifest(log, config, trace, recorder, command)
     if replayed is not None:
-        manifest["replay"] = replayed.replay
+        manifest |= {"replay": replayed.replay, "identity": identity_of(config).describe()}
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
     if not log.is_cut:

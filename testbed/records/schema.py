@@ -87,6 +87,7 @@ MANIFEST_KEYS = (
     "created",  # ISO time
     "wall_s",  # wall clock of the run
     "code_version",
+    "identity",  # hashes of what it was made from: {config, files: {path: }, classes: {module: }, code, version}
     "versions",  # {package: version}
     "core",  # compiled, interpreted
     "compiler",  # of a compiled core: mypyc 2.4.1, gcc 12.2.0

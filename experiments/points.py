@@ -1,0 +1,221 @@
+"""The points of a sweep: where each belongs, whether it was run before, and what one job of a launcher does of them.
+
+A job takes points one after another that no other job has taken, so the launcher's own cost is paid once a job and a
+dead job costs the point that it was at. Jobs and sweep speak through a folder, the board: any launcher will do.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from experiments.config import RunConfig, read_config
+from experiments.identity import Identity, identity_of
+from experiments.run import INTERRUPTED, execute
+from experiments.run_folder import SET_ASIDE, describe_failure, has_run, is_locked, set_aside
+from testbed.errors import RunFolderError, TestbedError
+
+_NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # of a point's folder: Identity.name
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """label: its swept overrides. root: the sweep's folder. folder: in it, if the user names it; None: by identity."""
+
+    label: str
+    command: str
+    raw: dict[str, Any]
+    root: str
+    folder: str | None
+
+    def place(self, identity: Identity) -> Path:
+        return Path(self.root, identity.name if self.folder is None else self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a point. status: complete, failed (also one whose requests could never fit), interrupted."""
+
+    label: str
+    status: str
+    folder: str = ""
+    message: str = ""
+    exit_status: int = 0
+    notes: tuple[str, ...] = ()
+
+
+# --- folders ---
+
+
+class Known:
+    """The points that a sweep's folder has, by the configuration that their names begin with."""
+
+    def __init__(self, root: Path) -> None:
+        self._by_config: dict[str, list[Path]] = {}
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():
+            if match := _NAME.fullmatch(folder.name):
+                self._by_config.setdefault(match[1], []).append(folder)
+
+    def make_room(self, folder: Path, identity: Identity) -> Iterator[tuple[str, Path]]:
+        """Sets aside what is in a point's way: (why, where it is now). What another process is writing stays."""
+        others = [path for path in self._by_config.get(identity.config[:12], []) if path != folder]
+        for path in (*others, folder):
+            if not has_run(path) or is_locked(path):
+                continue
+            if path == folder and not (path / "done").exists():
+                yield "partial", set_aside(path, path.with_name(f"{path.name}.partial"))
+                continue
+            why = identity.changes_since(_manifest(path))
+            yield f"stale: {why}", set_aside(path, path.parent / SET_ASIDE / path.name)
+
+
+def is_done(folder: Path, identity: Identity) -> bool:
+    """Whether this very point was finished there."""
+    return (folder / "done").exists() and identity.is_of(_manifest(folder))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def holds_another(folder: Path, config: RunConfig) -> bool:
+    """Whether a finished run of another configuration is in a folder that the user named."""
+    if not (folder / "done").exists():
+        return False
+    try:
+        return identity_of(RunConfig.from_container(read_config(folder))).config != identity_of(config).config
+    except TestbedError:
+        return True
+
+
+def refuse_others(folders: list[Path]) -> None:
+    """Raises RunFolderError if there are any."""
+    if folders:
+        raise RunFolderError(
+            f"{', '.join(map(str, folders))} {'holds a finished run' if len(folders) == 1 else 'hold finished runs'} "
+            "of another configuration; choose another hydra.sweep.dir, or pass overwrite=true"
+        )
+
+
+# --- jobs ---
+
+
+class Board:
+    """A folder in which jobs say what they have taken and what came of it. It is gone once nobody waits for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: set[str] = set()
+
+    def write(self, points: list[Point]) -> None:
+        (self._folder / "points").write_text(json.dumps([asdict(point) for point in points]))
+
+    def points(self) -> list[Point]:
+        try:
+            return [Point(**fields) for fields in json.loads((self._folder / "points").read_bytes())]
+        except FileNotFoundError:
+            return []
+
+    def take(self, index: int) -> bool:
+        """Whether the point is now the caller's alone."""
+        try:
+            (self._folder / f"{index}.taken").open("x").close()
+        except (FileExistsError, FileNotFoundError):
+            return False
+        return True
+
+    def say(self, index: int, outcome: Outcome) -> None:
+        file = self._folder / f"{index}.said"
+        try:
+            file.with_suffix(".new").write_text(json.dumps(asdict(outcome)))
+            os.replace(file.with_suffix(".new"), file)
+        except FileNotFoundError:
+            return  # nobody waits for it any more
+
+    def num_taken(self) -> int:
+        return len(list(self._folder.glob("*.taken")))
+
+    def news(self) -> list[Outcome]:
+        """What was said since the last call."""
+        files = sorted(file for file in self._folder.glob("*.said") if file.name not in self._read)
+        self._read |= {file.name for file in files}
+        said = [json.loads(file.read_bytes()) for file in files]
+        return [Outcome(**{**fields, "notes": tuple(fields["notes"])}) for fields in said]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a job of a launcher does: Hydra's task function. limit: points that it may take; None: all that are left."""
+
+    board: str
+    limit: int | None
+    working_folder: str
+
+    def __call__(self, node: Any) -> None:
+        if os.path.isdir(self.working_folder):
+            os.chdir(self.working_folder)  # a launcher may have started this process elsewhere
+        if self.working_folder not in sys.path:
+            sys.path.insert(0, self.working_folder)  # as cli.main does
+        board, left = Board(Path(self.board)), self.limit
+        for index, point in enumerate(board.points()):
+            if left == 0:
+                return
+            if not board.take(index):
+                continue
+            left = None if left is None else left - 1
+            outcome = _run(point)
+            board.say(index, outcome)
+            if outcome.status == "interrupted":
+                return
+
+
+def _run(point: Point) -> Outcome:
+    """Runs a point, silently: whoever reads the board speaks of all of them."""
+    folder = ""
+    try:
+        config = RunConfig.from_container(point.raw)
+        identity = identity_of(config)
+        folder = str(point.place(identity))
+        if is_done(Path(folder), identity) and not config.overwrite:
+            return Outcome(point.label, "complete", folder)
+        with redirect_stderr(_NoTerminal(sys.stderr)):
+            result = execute(config, Path(folder), command=point.command)
+    except KeyboardInterrupt:
+        return Outcome(point.label, "interrupted", folder, exit_status=INTERRUPTED)
+    except (TestbedError, OSError, MemoryError) as error:
+        status = error.exit_status if isinstance(error, TestbedError) else 1
+        return Outcome(point.label, "failed", folder, describe_failure(error), status)
+    if result.exit_status == INTERRUPTED:
+        return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
+    if result.exit_status:
+        return Outcome(point.label, "failed", folder, result.message, result.exit_status, result.notes)
+    notes = (*result.notes, result.message) if result.message else result.notes
+    return Outcome(point.label, "complete", folder, notes=notes)
+
+
+class _NoTerminal(io.TextIOBase):
+    """Standard error without the bars of single points."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return False

@@ -1,0 +1,26 @@
+"""What a finished run is judged by, given anew: `slo` and `report` decide nothing, so the run need not be repeated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from experiments.config import JUDGING, RunConfig, read_config
+from experiments.run_folder import as_yaml, write_json
+
+
+def restate(folder: Path, config: RunConfig) -> bool:
+    """Whether the run in the folder stated another SLO or question than `config` does; it now states this one."""
+    file = folder / "config.yaml"
+    if as_yaml({group: config.raw[group] for group in JUDGING}) in file.read_text():
+        return False
+    kept = read_config(folder)
+    if all(kept.get(group) == config.raw[group] for group in JUDGING):
+        return False
+    from analysis.load import load_run  # not at the top: Arrow is slow to import
+
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(as_yaml(kept | {group: config.raw[group] for group in JUDGING}))
+    os.replace(temporary, file)
+    write_json(folder / "summary.json", load_run(folder).summarise())
+    return True

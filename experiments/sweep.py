@@ -1,0 +1,282 @@
+"""`testbed run -m`: the points of a sweep, those that are finished left out, the others through Hydra's launcher.
+
+Hydra composes, parses and launches; but it is given jobs that run many points (experiments/points.py), since it takes
+longer to compose a small point than to simulate it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_module
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.compose import compose_raw, in_one_line, literal, subfolder
+from experiments.config import JUDGING, RunConfig, register
+from experiments.environment import ask_early
+from experiments.identity import identity_of
+from experiments.interrupt import terminated_as_interrupted
+from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
+from experiments.restate import restate
+from experiments.run_folder import named_folder
+from experiments.sweep_progress import Followed
+from testbed.errors import ConfigError, TestbedError
+
+_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # whose work this file does
+_FEW = 3  # points that are named one by one
+
+
+class SweepError(TestbedError):
+    """Some points failed, or were not run; the others are complete."""
+
+
+def run_sweep(arguments: list[str]) -> bool:
+    """Runs `testbed run <arguments>`, which ask for a sweep. False: only Hydra's own app does what they ask for.
+
+    Raises TestbedError in one line, and KeyboardInterrupt.
+    """
+    overrides = _overrides(arguments)
+    if overrides is None:
+        return False
+    ask_early()
+    register()
+    with in_one_line(arguments):
+        sweep = _composed(overrides)
+    if sweep is None:
+        return False
+    points, failed = _points(sweep)
+    todo = _left_to_run(sweep, points, failed)
+    outcomes = _launched(sweep, todo) if todo else []
+    _conclude(sweep, [*failed, *outcomes], len(todo) - len(outcomes))
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """combinations: the overrides of each point, the swept ones among them as its label. of_hydra: Hydra's own."""
+
+    master: DictConfig
+    context: HydraContext
+    of_hydra: list[str]
+    combinations: list[tuple[str, list[str]]]
+    root: Path
+
+    @property
+    def names_folders(self) -> bool:
+        """Whether the user does, with hydra.sweep.subdir."""
+        sweep: Any = OmegaConf.to_container(self.master.hydra.sweep, resolve=False)
+        return str(sweep["subdir"]) != "."
+
+
+# --- what to run ---
+
+
+def _overrides(arguments: list[str]) -> list[str] | None:
+    """The arguments without flags; None where there are flags of another kind than --multirun and --config-dir."""
+    overrides, left = [], iter(arguments)
+    for item in left:
+        if item in ("--config-dir", "-cd"):
+            folder = Path(next(left, "")).absolute()
+            if not folder.is_dir():
+                raise ConfigError(f"--config-dir: there is no folder {folder}")
+            overrides.append(f"hydra.searchpath=[{literal(f'file://{folder}')}]")
+        elif item.startswith("-"):
+            if item not in ("-m", "--multirun"):
+                return None
+        else:
+            overrides.append(item)
+    return overrides
+
+
+def _composed(overrides: list[str]) -> _Sweep | None:
+    """The sweep by its first point. None: Hydra's own sweeper is not to be asked, or its callbacks are."""
+    with initialize_config_module("experiments.conf", version_base="1.3", job_name="run"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides(overrides)
+        of_hydra = [str(item.input_line) for item in parsed if item.is_hydra_override()]
+        if not any(item.startswith(("hydra/hydra_logging", "hydra.verbose")) for item in of_hydra):
+            of_hydra.append("hydra/hydra_logging=none")  # it names every job before it starts one
+        combinations = _combinations(parsed)
+        first = [*of_hydra, *combinations[0][1]]
+        master = hydra.compose_config("config", first, RunMode.RUN)
+        callbacks = Callbacks(master)
+    sweeper = OmegaConf.to_container(master.hydra.sweeper)
+    if sweeper != {"_target_": _SWEEPER, "max_batch_size": None, "params": None}:
+        return None
+    if master.hydra.callbacks or master.hydra.job.chdir:
+        return None
+    root = named_folder("hydra.sweep.dir", master.hydra.sweep.dir).absolute()
+    return _Sweep(master, HydraContext(hydra.config_loader, callbacks), of_hydra, combinations, root)
+
+
+def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
+    """Each point's swept overrides as a label, and all its overrides; the last key varies fastest, as Hydra has it."""
+    choices: dict[str, list[str]] = {}
+    for item in parsed:
+        key = item.get_key_element()
+        if not item.is_sweep_override():
+            if not item.is_hydra_override():
+                choices[key] = [str(item.input_line)]
+            continue
+        if item.is_hydra_override() or not item.is_discrete_sweep():
+            raise ConfigError(f"{item.input_line}: only lists of values of the run's own keys are swept: key=a,b,c")
+        choices[key] = list(dict.fromkeys(f"{key}={value}" for value in item.sweep_string_iterator()))
+        if len(choices[key]) > 1 and key.partition(".")[0] in JUDGING:
+            raise ConfigError(f"{key} decides nothing of a run, so its values are not swept: give it to testbed report")
+    swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
+    return [
+        (" ".join(combination[index] for index in swept), list(combination))
+        for combination in itertools.product(*choices.values())
+    ]
+
+
+def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]]:
+    """Every point with its configuration, and those whose configuration is refused. Raises ConfigError if a key is."""
+    points, failed = [], []
+    for number, (label, overrides) in enumerate(sweep.combinations):
+        searched = [item for item in sweep.of_hydra if item.startswith("hydra.searchpath=")]
+        raw = compose_raw([*searched, *overrides])
+        folder = subfolder([*sweep.of_hydra, *overrides], number) if sweep.names_folders else None
+        command = shlex.join(["testbed", "run", *searched, *overrides])
+        try:
+            points.append((Point(label, command, raw, str(sweep.root), folder), RunConfig.from_container(raw)))
+        except TestbedError as error:
+            failed.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
+            print(f"failed       {label}: {error}")
+    return points, failed
+
+
+def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: list[Outcome]) -> list[Point]:
+    """The points that were not finished before, what is in their way set aside. Says what it found."""
+    known = Known(sweep.root)
+    todo: dict[Path, Point] = {}
+    done: list[Path] = []
+    aside: list[tuple[str, Path]] = []
+    num_restated = 0
+    if sweep.names_folders:
+        places = [(Path(point.root, point.folder or ""), config) for point, config in points]
+        refuse_others([place for place, config in places if not config.overwrite and holds_another(place, config)])
+    for point, config in points:
+        identity = identity_of(config)
+        folder = point.place(identity)
+        if not config.overwrite and is_done(folder, identity):
+            done.append(folder)
+            num_restated += restate(folder, config)
+            continue
+        aside += [] if config.overwrite else known.make_room(folder, identity)
+        todo[folder] = point
+    _say_found(len(points) + len(failed), done, aside, num_restated)
+    return list(todo.values())
+
+
+def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]], num_restated: int) -> None:
+    for why, count in Counter(why for why, _ in aside).items():
+        places = [place for reason, place in aside if reason == why]
+        where = f"{places[0].parent}" if count > _FEW else ", ".join(map(str, places))
+        print(f"set aside    {count} point{'s' * (count > 1)} ({why}): {where}")
+    if done:
+        names = f": {', '.join(map(str, done))}" if len(done) <= _FEW else ""
+        print(f"done before  {len(done)} of {num_points} points{names}")
+    if num_restated:
+        print(f"restated     {num_restated} of them: {' and '.join(JUDGING)} as they are given now")
+
+
+# --- running it ---
+
+
+def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
+    """What came of the points, as far as anything did. Raises SweepError when the launcher fails."""
+    num_jobs, limit = _jobs(sweep.master, len(todo), todo[0].raw["points_per_job"])
+    sweep.root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".points-", dir=sweep.root))
+    board = Board(folder)
+    board.write(todo)
+    share = Share(str(folder), limit, os.getcwd())
+    # the jobs' configuration is Hydra's alone: what the points are stands on the board
+    overrides = [f"hydra.sweep.dir={literal(str(sweep.root))}", "hydra.sweep.subdir=."]
+    failure: Exception | None = None
+    returns: Iterable[JobReturn] = ()
+    with Followed(board, len(todo)) as followed:
+        try:
+            with terminated_as_interrupted():
+                launcher = Plugins.instance().instantiate_launcher(
+                    hydra_context=sweep.context, task_function=share, config=sweep.master
+                )
+                returns = launcher.launch([overrides] * num_jobs, initial_job_idx=0)
+        except KeyboardInterrupt:
+            followed.stop()
+            raise _interrupted(len(todo) - followed.num_complete) from None
+        except Exception as error:  # noqa: BLE001  a launcher may raise anything when a worker dies
+            failure = error
+        finally:
+            followed.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+    for item in returns:
+        _ = item.return_value  # raises what a job did: a bug, since all else is on the board
+    if any(outcome.status == "interrupted" for outcome in followed.outcomes):
+        raise _interrupted(len(todo) - followed.num_complete)
+    if failure is not None:
+        raise SweepError(_of_launcher(sweep.master, failure, len(todo) - followed.num_complete, len(todo)))
+    return followed.outcomes
+
+
+def _interrupted(num_left: int) -> KeyboardInterrupt:
+    left = "1 point is" if num_left == 1 else f"{num_left} points are"
+    return KeyboardInterrupt(f"interrupted; finished points stay, {left} left: the same command runs them")
+
+
+def _of_launcher(master: DictConfig, error: Exception, num_left: int, num_points: int) -> str:
+    name = str(master.hydra.launcher["_target_"]).rpartition(".")[2]
+    said = " ".join(str(error).split(". ")[0].split()) or type(error).__name__
+    return f"{name}: {said}; finished points stay, {num_left} of {num_points} are left: the same command runs them"
+
+
+def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int, int | None]:
+    """How many jobs the launcher gets, and how many points each may take."""
+    if per_job is not None:
+        if per_job < 1:
+            raise ConfigError(f"points_per_job is {per_job}; it must be at least 1, or null")
+        return -(-num_points // per_job), per_job
+    launcher = str(master.hydra.launcher["_target_"])
+    if launcher.endswith(".BasicLauncher"):
+        return 1, None
+    if launcher.endswith(".JoblibLauncher"):
+        from joblib import effective_n_jobs
+
+        return min(num_points, effective_n_jobs(master.hydra.launcher.n_jobs)), None
+    return num_points, 1  # time and memory that a cluster grants a job are meant for a point
+
+
+def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
+    """Says what is true of all points at once. Raises SweepError if any failed, or was never taken."""
+    notes = Counter(note for outcome in outcomes for note in outcome.notes)
+    for note, count in notes.items():
+        print(f"note         {count} point{'s' * (count > 1)}: {note}")
+    bad = [outcome for outcome in outcomes if outcome.status == "failed"]
+    total = len(sweep.combinations)
+    if bad:
+        first = f"{bad[0].label}: " * bool(bad[0].label) + bad[0].message
+        more = f" ({len(bad)} of {total} points failed)" if len(bad) > 1 else ""
+        failed = SweepError(first + more)
+        failed.exit_status = bad[0].exit_status or 1
+        raise failed
+    if num_left:
+        raise SweepError(f"{num_left} of {total} points were not run; the same command runs them")
+    print(f"complete     {total} point{'s' * (total > 1)}: {sweep.root}")

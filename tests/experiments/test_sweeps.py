@@ -18,6 +18,12 @@ def sweep(capsys: pytest.CaptureFixture[str], folder: Path, *more: str) -> Said:
     return say(capsys, "run", "-m", *TINY, *SHORT, f"hydra.sweep.dir={folder}", *more)
 
 
+def point(folder: Path, seed: int) -> Path:
+    """The folder of the point with this seed."""
+    (found,) = [run.path for run in load_sweep(folder).runs if run.manifest["seed"] == seed]
+    return found
+
+
 def stamps(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_mtime_ns for file in folder.rglob("done")}
 
@@ -36,21 +42,47 @@ def test_the_same_command_again_runs_nothing_twice(tmp_path: Path, capsys: pytes
     before = stamps(tmp_path / "s")
     said = sweep(capsys, tmp_path / "s", POINTS)
     assert said.status == 0
-    assert said.out.count("done before") == 3
+    assert "done before  3 of 3 points: " in said.out
+    assert all(str(point(tmp_path / "s", seed)) in said.out for seed in range(3))
     assert stamps(tmp_path / "s") == before
+
+
+def test_an_extended_sweep_runs_what_is_new_in_whatever_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(capsys, tmp_path / "s", "seed=0,1")
+    before = stamps(tmp_path / "s")
+    said = sweep(capsys, tmp_path / "s", "seed=2,1,0", "cache.block_size=8,4")
+    assert "done before  2 of 6 points" in said.out
+    after = stamps(tmp_path / "s")
+    assert len(after) == 6
+    assert {name: after[name] for name in before} == before
+
+
+def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep(capsys, tmp_path / "s", POINTS)
+    before = stamps(tmp_path / "s")
+    said = sweep(capsys, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?")
+    assert "restated     3 of them" in said.out
+    assert stamps(tmp_path / "s") == before
+    for run in load_sweep(tmp_path / "s").runs:
+        assert (run.config["report"]["question"], run.config["slo"]["ttft_s"]) == ("Why?", 0.5)
+        assert run.summary["slo"]["attainment"] is not None
+    assert "restated" not in sweep(capsys, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?").out
+    assert "decides nothing of a run" in sweep(capsys, tmp_path / "s", "slo.ttft_s=1,2").error()
 
 
 def test_a_partial_point_is_set_aside_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(capsys, tmp_path / "s", POINTS)
-    point = tmp_path / "s" / "1"
-    digest = manifest_of(point)["digest"]
-    (point / "done").unlink()
-    (point / "manifest.json").write_text(json.dumps(manifest_of(point) | {"status": "partial"}))
+    cut = point(tmp_path / "s", 1)
+    digest = manifest_of(cut)["digest"]
+    (cut / "done").unlink()
+    (cut / "manifest.json").write_text(json.dumps(manifest_of(cut) | {"status": "partial"}))
     before = stamps(tmp_path / "s")
     said = sweep(capsys, tmp_path / "s", POINTS)
     assert said.status == 0
-    assert (tmp_path / "s" / "1.partial-1" / "requests.parquet").is_file(), "nothing is lost"
-    assert manifest_of(point)["digest"] == digest
+    assert (tmp_path / "s" / f"{cut.name}.partial-1" / "requests.parquet").is_file(), "nothing is lost"
+    assert manifest_of(cut)["digest"] == digest
     after = stamps(tmp_path / "s")
     assert {name: after[name] for name in before} == before
     assert len(load_sweep(tmp_path / "s").runs) == 3
@@ -60,10 +92,11 @@ def test_a_point_that_was_killed_before_its_manifest_is_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep(capsys, tmp_path / "s", POINTS)
+    cut = point(tmp_path / "s", 2)
     for name in ("done", "manifest.json", "summary.json"):
-        (tmp_path / "s" / "2" / name).unlink()
+        (cut / name).unlink()
     assert sweep(capsys, tmp_path / "s", POINTS).status == 0
-    assert (tmp_path / "s" / "2" / "done").is_file()
+    assert (cut / "done").is_file()
 
 
 def test_a_failing_point_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +111,16 @@ def test_two_failing_points_are_both_named(tmp_path: Path, capsys: pytest.Captur
     assert said.status == 1
     assert "cache.block_size is 600" in said.error()
     failed = [line for line in said.out.splitlines() if line.startswith("failed ")]
-    assert [("600" in line, "700" in line) for line in failed] == [(True, False), (False, True)]
-    assert all(str(tmp_path / "s") in line for line in failed)
+    assert [line.split(": ")[0].split()[-1] for line in failed] == ["cache.block_size=600", "cache.block_size=700"]
+    assert "(2 of 3 points failed)" in said.error()
+
+
+def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sweep(capsys, tmp_path / "s", "cache.watermark=0.99,0.1,0.999", "cache.num_gpu_blocks=64")
+    failed = [line for line in said.out.splitlines() if line.startswith("failed ")]
+    assert [line.split(": ")[0].split()[-1] for line in failed] == ["cache.watermark=0.99", "cache.watermark=0.999"]
+    assert "a watermark of 0.99 leaves" in said.error()
+    assert len(load_sweep(tmp_path / "s").runs) == 1
 
 
 def test_a_point_with_ignored_requests_fails_the_sweep_and_keeps_its_results(
@@ -90,15 +131,43 @@ def test_a_point_with_ignored_requests_fails_the_sweep_and_keeps_its_results(
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 
-def test_another_configuration_in_the_same_folder_is_refused(
+def test_another_configuration_in_folders_of_one_s_own_names_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep(capsys, tmp_path / "s", POINTS)
+    named = (POINTS, "hydra.sweep.subdir=${scheduler.name}/${seed}-${hydra:job.num}")
+    sweep(capsys, tmp_path / "s", *named)
     before = stamps(tmp_path / "s")
-    error = sweep(capsys, tmp_path / "s", POINTS, "cache.block_size=8").err
+    assert set(before) == {f"vllm_v1/{seed}-{seed}/done" for seed in range(3)}
+    assert "done before  3 of 3" in sweep(capsys, tmp_path / "s", *named).out
+    error = sweep(capsys, tmp_path / "s", *named, "cache.block_size=8").error()
     assert "another configuration" in error
+    assert all(str(tmp_path / "s" / name.removesuffix("/done")) in error for name in before)
     assert stamps(tmp_path / "s") == before
-    assert sweep(capsys, tmp_path / "s", POINTS, "cache.block_size=8", "overwrite=true").status == 0
+    assert sweep(capsys, tmp_path / "s", *named, "cache.block_size=8", "overwrite=true").status == 0
+    assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8}
+
+
+def test_another_configuration_is_another_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep(capsys, tmp_path / "s", POINTS)
+    assert sweep(capsys, tmp_path / "s", POINTS, "cache.block_size=8").status == 0
+    assert len(load_sweep(tmp_path / "s").runs) == 6
+
+
+def test_one_s_own_options_are_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "conf" / "record").mkdir(parents=True)
+    (tmp_path / "conf" / "record" / "thin.yaml").write_text("token_times: false\n")
+    said = sweep(capsys, tmp_path / "s", "record=default,thin", "--config-dir", str(tmp_path / "conf"))
+    assert said.status == 0, said.err
+    assert len(load_sweep(tmp_path / "s").runs) == 2
+
+
+def test_what_only_hydra_s_own_app_does_is_left_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sweep(capsys, tmp_path / "s", POINTS, "hydra.sweeper.max_batch_size=2")
+    assert said.status == 0, said.err
+    folders = {run.path.name for run in load_sweep(tmp_path / "s").runs}
+    assert "done before  3 of 3" in sweep(capsys, tmp_path / "s", POINTS).out, "the points have the same names"
+    assert {run.path.name for run in load_sweep(tmp_path / "s").runs} == folders
+    assert said.out.count("complete") == 3
 
 
 def test_an_unknown_key_fails_before_the_first_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,25 +178,6 @@ def test_an_unknown_key_fails_before_the_first_point(tmp_path: Path, capsys: pyt
 def test_the_flag_may_stand_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "run", *TINY, *SHORT, f"hydra.sweep.dir={tmp_path / 's'}", "--multirun", "seed=0,1")
     assert said.status == 0, said.err
-    assert len(load_sweep(tmp_path / "s").runs) == 2
-
-
-def test_points_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    sweep(capsys, tmp_path / "basic", POINTS)
-    said = sweep(capsys, tmp_path / "joblib", POINTS, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    assert said.status == 0, said.err
-    digests = {run.manifest["seed"]: run.manifest["digest"] for run in load_sweep(tmp_path / "basic").runs}
-    assert {run.manifest["seed"]: run.manifest["digest"] for run in load_sweep(tmp_path / "joblib").runs} == digests
-
-
-def test_a_failing_point_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    more = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    said = sweep(capsys, tmp_path / "s", "cache.block_size=4,600,8", *more)
-    assert said.status == 1
-    assert "cache.block_size is 600" in said.err
-    assert "Traceback" not in said.err + said.out
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 

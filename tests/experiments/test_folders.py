@@ -1,0 +1,99 @@
+"""Which folder a run may write to: a named one, that no other process writes to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis.load import load_run, load_sweep
+from experiments.run_folder import claimed, is_locked
+from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say
+from tests.experiments.test_sweeps import sweep
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from experiments.compose import compose_config
+from experiments.run_folder import claimed
+
+with claimed(Path(sys.argv[1]), compose_config([])):
+    print("claimed", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_that_another_process_writes_to_is_refused_until_that_process_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("run", *TINY, *SHORT, f"hydra.run.dir={tmp_path / 'run'}")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "claimed\n"
+    for more in ((), ("overwrite=true",)):
+        said = f"another process is writing a run to {tmp_path / 'run'}"
+        assert say(capsys, *arguments, *more).error().startswith(said)
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    assert say(capsys, *arguments).status == 0
+    assert not is_locked(tmp_path / "run")
+
+
+def test_a_run_that_loses_the_race_for_a_folder_leaves_the_other_s_files(tmp_path: Path) -> None:
+    config = config_of()
+    with claimed(tmp_path / "run", config):
+        before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+        with pytest.raises(Exception, match="another process is writing"), claimed(tmp_path / "run", config):
+            pass
+        assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_point_that_another_process_is_running_is_left_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(capsys, tmp_path / "s", "seed=0,1")
+    run = load_sweep(tmp_path / "s").runs[0]
+    (run.path / "done").unlink()
+    with (run.path / "run.log").open("ab"), claimed(run.path, config_of()):
+        (run.path / "manifest.json").write_text("{}")
+        assert f"another process is writing a run to {run.path}" in sweep(capsys, tmp_path / "s", "seed=0,1").error()
+        assert run.path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (("hydra.run.dir=",), "hydra.run.dir"),
+        (("hydra.run.dir=''",), "hydra.run.dir"),
+        (("-m", "seed=0,1", "hydra.sweep.dir="), "hydra.sweep.dir"),
+    ],
+)
+def test_an_empty_folder_is_not_the_working_directory(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    key: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"{key} is empty; name a folder" in say(capsys, "run", *TINY, *SHORT, *arguments).error()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("quotes", ["", "'", '"'])
+@pytest.mark.parametrize("name", ["two words", "words (and), a comma"])
+def test_a_folder_s_name_has_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str], quotes: str, name: str) -> None:
+    folder = tmp_path / name
+    value = f"{quotes}{folder}{quotes}"
+    assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={value}").status == 0
+    assert load_run(folder).is_complete
+    again = f"hydra.run.dir={quotes}{folder} again{quotes}"
+    assert say(capsys, "run", f"from={folder}", again).status == 0
+    assert manifest_of(tmp_path / f"{name} again")["digest"] == manifest_of(folder)["digest"]
+    assert say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra.sweep.dir={quotes}{folder}s{quotes}").status == 0
+    assert len(load_sweep(tmp_path / f"{name}s").runs) == 2

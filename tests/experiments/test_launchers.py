@@ -1,0 +1,148 @@
+"""Points side by side, by Hydra's launchers: the same decisions, one line for what dies, and nothing run twice."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from analysis.load import load_sweep
+from tests.experiments.kit import SHORT, TINY
+from tests.experiments.test_sweeps import POINTS, sweep
+from tests.source_tree import ROOT
+
+JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+DEADLY = """
+import os, signal
+from testbed.policies.queue_order import FCFS
+
+
+def order():
+    if os.path.exists("armed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return FCFS()
+"""
+
+
+def of_process(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A sweep in a process of its own, in this folder."""
+    command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT, "hydra.sweep.dir=s", *arguments]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def digests(folder: Path) -> dict[int, str]:
+    return {run.manifest["seed"]: run.manifest["digest"] for run in load_sweep(folder).runs}
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Ray makes sockets there, and their names are limited."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_joblib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    sweep(capsys, tmp_path / "basic", POINTS)
+    said = sweep(capsys, tmp_path / "joblib", POINTS, *JOBLIB)
+    assert said.status == 0, said.err
+    assert digests(tmp_path / "joblib") == digests(tmp_path / "basic")
+    assert not list((tmp_path / "joblib").glob(".points-*")), "nothing of the launching is left"
+    assert "done before  3 of 3" in sweep(capsys, tmp_path / "joblib", POINTS).out, "whoever ran a point"
+
+
+def test_a_failing_point_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    said = sweep(capsys, tmp_path / "s", "cache.block_size=4,600,8", "cache.watermark=0.1,0.99", *JOBLIB)
+    assert "(4 of 6 points failed)" in said.error()
+    assert "Traceback" not in said.err + said.out
+    assert len(load_sweep(tmp_path / "s").runs) == 2
+
+
+def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    assert of_process(tmp_path, "seed=0", "scheduler.queue_order={_target_: deadly.order}").returncode == 0
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("done")}
+    (tmp_path / "armed").touch()
+    arguments = (POINTS, "scheduler.queue_order={_target_: deadly.order}", *JOBLIB)
+    ended = of_process(tmp_path, *arguments)
+    assert ended.returncode == 1
+    (line,) = [line for line in ended.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: JoblibLauncher: ")
+    assert "2 of 2 are left: the same command runs them" in line
+    (tmp_path / "armed").unlink()
+    ended = of_process(tmp_path, *arguments)
+    assert ended.returncode == 0, ended.stderr
+    assert "done before  1 of 3" in ended.stdout
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    assert len(load_sweep(tmp_path / "s").runs) == 3
+
+
+def test_slurm_s_launcher_by_its_executor_for_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
+    sweep(capsys, tmp_path / "basic", POINTS)
+    said = of_process(tmp_path, POINTS, "hydra/launcher=submitit_local", "points_per_job=2")
+    assert said.returncode == 0, said.stderr
+    assert digests(tmp_path / "s") == digests(tmp_path / "basic")
+    assert len(list((tmp_path / "s" / ".submitit").glob("[0-9]*"))) == 2, "two points a job"
+    assert "done before  3 of 3" in of_process(tmp_path, POINTS, "hydra/launcher=submitit_local").stdout
+
+
+def test_ray_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], short_folder: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs the extra `ray`")
+    sweep(capsys, tmp_path / "basic", POINTS)
+    ray = (
+        "hydra/launcher=ray", "points_per_job=2", "+hydra.launcher.ray.init.num_cpus=2",
+        "+hydra.launcher.ray.init.include_dashboard=false", f"+hydra.launcher.ray.init._temp_dir={short_folder}",
+    )  # fmt: skip
+    environment = {"HOME": str(short_folder), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    said = of_process(tmp_path, POINTS, *ray, **environment)
+    assert said.returncode == 0, said.stderr
+    assert digests(tmp_path / "s") == digests(tmp_path / "basic")
+
+
+def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = sweep(capsys, tmp_path / "s", POINTS, "hydra/launcher=jblib").error()
+    assert "hydra/launcher has no option 'jblib'" in error
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_jobs_of_no_points_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
+    assert "points_per_job is" in sweep(capsys, tmp_path / "s", POINTS, f"points_per_job={value}").error()
+
+
+def test_a_terminal_shows_one_bar_and_no_chatter(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (40, 120))
+    command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT, POINTS, f"hydra.sweep.dir={tmp_path}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while chunk := _read(ours):
+        shown += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    text = shown.decode()
+    assert "sweep: 100%" in text
+    assert "3/3" in text
+    assert "0 running, 0 failed" in text
+    assert "HYDRA" not in text
+    assert "req/s" not in text, "no bars of single points"
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""

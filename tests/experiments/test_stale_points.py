@@ -1,0 +1,111 @@
+"""A point is what it was made from: one that was made from something else is set aside and run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis.load import load_sweep
+from experiments import identity
+from experiments.identity import identity_of
+from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
+from tests.experiments.test_sweeps import sweep
+from tests.source_tree import ROOT
+
+ROWS = [{"arrival_time": 0.01 * n, "prompt_tokens": 8 + n, "output_tokens": 3} for n in range(6)]
+ORDER = "from testbed.policies.orders import KeyedQueue\nfrom helpers import sign\n\n\n"
+ORDER += "def mine():\n    return KeyedQueue(lambda seq: (sign * seq.num_prompt_tokens, seq.seq_id))\n"
+
+
+def of_file(file: Path) -> tuple[str, ...]:
+    return ("trace=jsonl", f"trace.path={file}")
+
+
+def in_folder(folder: Path, *arguments: str) -> str:
+    """What a sweep in a process of its own says: modules are imported anew."""
+    command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT, "hydra.sweep.dir=s", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_changed_trace_file_runs_its_points_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = write_rows(tmp_path / "t.jsonl", ROWS), tmp_path / "s"
+    arguments = ("-m", *TINY, "seed=0,1", *of_file(file))
+    assert say(capsys, "run", *arguments, f"hydra.sweep.dir={folder}").status == 0
+    before = {run.path for run in load_sweep(folder).runs}
+    fingerprints = {run.fingerprint for run in load_sweep(folder).runs}
+    write_rows(file, ROWS[:4])
+    said = say(capsys, "run", *arguments, f"hydra.sweep.dir={folder}")
+    assert f"set aside    2 points (stale: the file {file} changed)" in said.out
+    assert "done before" not in said.out
+    after = load_sweep(folder)
+    assert not {run.path for run in after.runs} & before
+    assert not {run.fingerprint for run in after.runs} & fingerprints
+    assert not after.incomplete, "what is set aside is mixed into nothing"
+    assert len(list(folder.glob(".stale/*/requests.parquet"))) == 2, "nothing is lost"
+    assert "done before  2 of 2" in say(capsys, "run", *arguments, f"hydra.sweep.dir={folder}").out
+
+
+def test_a_changed_class_runs_its_points_again_also_where_it_only_imports_what_changed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ORDER)
+    (tmp_path / "helpers.py").write_text("sign = 1\n")
+    (tmp_path / "unrelated.py").write_text("")
+    arguments = ("scheduler.queue_order={_target_: mine.mine},fcfs",)
+    assert "complete     2 points" in in_folder(tmp_path, *arguments)
+    (tmp_path / "unrelated.py").write_text("x = 1\n")
+    assert "done before  2 of 2" in in_folder(tmp_path, *arguments)
+    (tmp_path / "helpers.py").write_text("sign = -1\n")
+    said = in_folder(tmp_path, *arguments)
+    assert "set aside    1 point (stale: the class file helpers.py changed)" in said
+    assert "done before  1 of 2" in said
+    (tmp_path / "mine.py").write_text("# again\n" + ORDER)
+    assert "set aside    1 point (stale: the class file mine.py changed)" in in_folder(tmp_path, *arguments)
+
+
+def test_changed_code_runs_every_point_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(capsys, tmp_path / "s", "seed=0,1")
+    monkeypatch.setattr(identity, "source_hash", lambda: "another")
+    said = sweep(capsys, tmp_path / "s", "seed=0,1")
+    assert "set aside    2 points (stale: the testbed's code changed)" in said.out
+    assert {run.manifest["identity"]["code"] for run in load_sweep(tmp_path / "s").runs} == {"another"}
+
+
+def test_a_run_of_which_nobody_knows_what_made_it_is_no_finished_point(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(capsys, tmp_path / "s", "seed=0")
+    (run,) = load_sweep(tmp_path / "s").runs
+    kept = {key: value for key, value in manifest_of(run.path).items() if key != "identity"}
+    (run.path / "manifest.json").write_text(json.dumps(kept))
+    assert "it does not say what it was made from" in sweep(capsys, tmp_path / "s", "seed=0").out
+    assert "identity" in manifest_of(run.path)
+
+
+def test_the_identity_leaves_out_what_decides_nothing_and_how_the_command_behaves() -> None:
+    one = identity_of(config_of())
+    assert identity_of(config_of(slo__ttft_s=1.0, report__question="?", overwrite=True, points_per_job=3)) == one
+    others = [config_of(seed=1), config_of(cache__block_size=8), config_of(record__decisions=True)]
+    assert len({identity_of(config).name for config in others} | {one.name}) == 4
+
+
+def test_files_that_a_class_is_given_and_files_of_other_keys_count(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1")
+    cost = {"_target_": "sim.cost.constant.ConstantCost", "table": str(tmp_path / "a.csv")}
+    config = config_of(cost=cost)
+    before = identity_of(config)
+    assert list(before.files) == [str(tmp_path / "a.csv")]
+    assert before.classes == {}, "this package's own classes count as its code"
+    (tmp_path / "a.csv").write_text("2 ")
+    after = identity_of(config)
+    assert (after.config, after.name[:12]) == (before.config, before.name[:12])
+    assert after.name != before.name
+    assert after.changes_since({"identity": before.describe()}) == f"the file {tmp_path / 'a.csv'} changed"

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from hydra.core.hydra_config import HydraConfig
+
 from experiments.config import RunConfig, read_config
 from experiments.identity import Identity, identity_of
 from experiments.run import INTERRUPTED, execute
@@ -118,6 +120,7 @@ class Board:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: set[str] = set()
+        self.num_taken = 0  # at the last look
 
     def write(self, points: list[Point]) -> None:
         (self._folder / "points").write_text(json.dumps([asdict(point) for point in points]))
@@ -144,14 +147,13 @@ class Board:
         except FileNotFoundError:
             return  # nobody waits for it any more
 
-    def num_taken(self) -> int:
-        return len(list(self._folder.glob("*.taken")))
-
     def news(self) -> list[Outcome]:
-        """What was said since the last call."""
-        files = sorted(file for file in self._folder.glob("*.said") if file.name not in self._read)
-        self._read |= {file.name for file in files}
-        said = [json.loads(file.read_bytes()) for file in files]
+        """What was said since the last look."""
+        names = os.listdir(self._folder)
+        self.num_taken = sum(name.endswith(".taken") for name in names)
+        new = sorted(name for name in names if name.endswith(".said") and name not in self._read)
+        self._read.update(new)
+        said = [json.loads((self._folder / name).read_bytes()) for name in new]
         return [Outcome(**{**fields, "notes": tuple(fields["notes"])}) for fields in said]
 
 
@@ -168,14 +170,16 @@ class Share:
             os.chdir(self.working_folder)  # a launcher may have started this process elsewhere
         if self.working_folder not in sys.path:
             sys.path.insert(0, self.working_folder)  # as cli.main does
-        board, left = Board(Path(self.board)), self.limit
-        for index, point in enumerate(board.points()):
-            if left == 0:
+        board, num_taken = Board(Path(self.board)), 0
+        points = board.points()
+        own = HydraConfig.get().job.num * (self.limit or 0)  # where nobody else begins
+        for index in (*range(own, len(points)), *range(own)):
+            if num_taken == self.limit:
                 return
             if not board.take(index):
                 continue
-            left = None if left is None else left - 1
-            outcome = _run(point)
+            num_taken += 1
+            outcome = _run(points[index])
             board.say(index, outcome)
             if outcome.status == "interrupted":
                 return

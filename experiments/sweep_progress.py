@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
@@ -49,8 +50,11 @@ class Followed:
             self._bar.close()
 
     def _follow(self) -> None:
-        while not self._stopped.wait(_EVERY_S):
+        pause_s = _EVERY_S
+        while not self._stopped.wait(pause_s):
+            began = time.monotonic()
             self._look()
+            pause_s = max(_EVERY_S, 50 * (time.monotonic() - began))  # a point may run in this very process
 
     def _look(self) -> None:
         news = self._board.news()
@@ -60,7 +64,7 @@ class Followed:
                 self._say(_line(outcome))
         if self._bar is not None:
             failed = sum(outcome.status == "failed" for outcome in self.outcomes)
-            running = self._board.num_taken() - len(self.outcomes)
+            running = self._board.num_taken - len(self.outcomes)
             self._bar.set_postfix_str(f"{running} running, {failed} failed", refresh=False)
             self._bar.update(len(news))
             self._bar.refresh()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
+_POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 
@@ -147,7 +149,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
-    """Every run at or below `path` in path order. RunFolderError when there is no complete one."""
+    """Every run at or below `path`. RunFolderError when there is no complete one.
+
+    In path order; the points of one sweep, whose names are hashes, in the order in which they were begun.
+    """
     root = Path(path)
     if not root.is_dir():
         raise RunFolderError(f"{root}: no such folder")
@@ -165,7 +170,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
-    return Sweep(root, tuple(runs), tuple(incomplete))
+    return Sweep(root, tuple(_in_order(runs)), tuple(incomplete))
 
 
 def same_trace(runs: Iterable[Run]) -> str:
@@ -225,6 +230,17 @@ def run_folders(root: Path) -> list[Path]:
         if any(mark in files for mark in _MARKS):
             found.append(Path(folder))
     return found
+
+
+def _in_order(runs: Sequence[Run]) -> list[Run]:
+    places: dict[Path, int] = {}
+    for run in runs:
+        places.setdefault(run.path.parent, len(places))
+
+    def begun(run: Run) -> str:
+        return str(run.manifest.get("created", "")) if _POINT.fullmatch(run.path.name) else ""
+
+    return sorted(runs, key=lambda run: (places[run.path.parent], begun(run)))
 
 
 def _cell(value: Any) -> Any:

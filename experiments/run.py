@@ -349,7 +349,7 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
     return {
         "status": "partial",
         "backend": config.backend_name,
-        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "created": datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "versions": describe_versions(),
         "core": compiled.current().mode,
         "compiler": compiled.current().why if compiled.current().mode == "compiled" else None,

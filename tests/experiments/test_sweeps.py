@@ -59,6 +59,12 @@ def test_an_extended_sweep_runs_what_is_new_in_whatever_order(
     assert {name: after[name] for name in before} == before
 
 
+def test_points_are_read_in_the_order_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seeds in ("seed=3,1,4", "seed=0,1"):
+        sweep(capsys, tmp_path / "s", seeds)
+    assert [run.manifest["seed"] for run in load_sweep(tmp_path / "s").runs] == [3, 1, 4, 0]
+
+
 def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(capsys, tmp_path / "s", POINTS)
     before = stamps(tmp_path / "s")

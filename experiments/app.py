@@ -20,12 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.compose import compose_from, compose_raw, in_one_line, literal
 from experiments.config import RunConfig, read_config, register
 from experiments.environment import ask_early
-from experiments.identity import identity_of
 from experiments.messages import read_own_options
-from experiments.points import Known, holds_another, is_done, refuse_others
 from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, named_folder
-from experiments.sweep import run_sweep
 from testbed.errors import ConfigError, TestbedError
 
 
@@ -45,6 +42,8 @@ def run_app(arguments: list[str]) -> int:
         _finish(execute(config, folder, command=shlex.join(["testbed", "run", *arguments])))
         return 0
     if any(item in ("-m", "--multirun", "hydra.mode=MULTIRUN") for item in arguments):
+        from experiments.sweep import run_sweep  # not at the top: a single run needs nothing of it
+
         read_own_options(arguments)
         if run_sweep(arguments):
             return 0
@@ -135,20 +134,33 @@ def _run_point(node: DictConfig) -> dict[str, Any] | None:
     info = HydraConfig.get()
     is_sweep = info.mode is RunMode.MULTIRUN
     named_folder("hydra.sweep.dir" if is_sweep else "hydra.run.dir", info.sweep.dir if is_sweep else info.run.dir)
-    folder = Path(info.runtime.output_dir)
+    folder: Path | None = Path(info.runtime.output_dir)
     if is_sweep:
-        identity = identity_of(config)
-        folder = folder / identity.name if info.sweep.subdir == "." else folder
-        if not config.overwrite and is_done(folder, identity):
-            print(f"done before  {folder}")
-            return None
-        refuse_others([folder] if not config.overwrite and holds_another(folder, config) else [])
-        for why, place in () if config.overwrite else Known(folder.parent).make_room(folder, identity):
-            print(f"set aside    ({why}): {place}")
+        folder = _place_of_point(config, Path(info.runtime.output_dir), info.sweep.subdir != ".")
+    if folder is None:
+        return None
     # a point of a sweep is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
     of_hydra = [] if is_sweep else info.overrides.hydra
     command = shlex.join(["testbed", "run", *of_hydra, *info.overrides.task])
     return _finish(execute(config, folder, command=command))
+
+
+def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:
+    """Where a point is run that Hydra's own app has come to, what is in its way set aside; None: it was run before."""
+    from experiments.identity import identity_of
+    from experiments.points import Known, holds_another, is_done, refuse_others  # not at the top, as above
+
+    identity = identity_of(config)
+    folder = folder if is_named else folder / identity.name
+    if config.overwrite:
+        return folder
+    if is_done(folder, identity):
+        print(f"done before  {folder}")
+        return None
+    refuse_others([folder] if holds_another(folder, config) else [])
+    for why, place in Known(folder.parent).make_room(folder, identity):
+        print(f"set aside    ({why}): {place}")
+    return folder
 
 
 def _finish(result: RunResult) -> dict[str, Any]:

@@ -111,6 +111,8 @@ def _composed(overrides: list[str]) -> _Sweep | None:
         assert hydra is not None
         parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides(overrides)
         of_hydra = [str(item.input_line) for item in parsed if item.is_hydra_override()]
+        if any(item.startswith("hydra/sweeper=") for item in of_hydra):
+            return None
         if not any(item.startswith(("hydra/hydra_logging", "hydra.verbose")) for item in of_hydra):
             of_hydra.append("hydra/hydra_logging=none")  # it names every job before it starts one
         combinations = _combinations(parsed)

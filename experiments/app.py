@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.compose import compose_from, compose_raw, in_one_line, literal
+from experiments.compose import checked, compose_from, compose_raw, in_one_line, literal
 from experiments.config import RunConfig, read_config, register
 from experiments.environment import ask_early
 from experiments.messages import read_own_options
@@ -41,7 +41,8 @@ def run_app(arguments: list[str]) -> int:
         config, folder = plain
         _finish(execute(config, folder, command=shlex.join(["testbed", "run", *arguments])))
         return 0
-    if any(item in ("-m", "--multirun", "hydra.mode=MULTIRUN") for item in arguments):
+    may_be_sweep = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+    if any(item in may_be_sweep or item.startswith("experiment=") for item in arguments):  # an overlay may say so
         from experiments.sweep import run_sweep  # not at the top: a single run needs nothing of it
 
         read_own_options(arguments)
@@ -89,7 +90,7 @@ def _plain(arguments: list[str]) -> tuple[RunConfig, Path] | None:
     job = of_hydra["job"]
     if of_hydra["mode"] not in (None, RunMode.RUN) or of_hydra["callbacks"] or job["env_set"] or job["chdir"]:
         return None  # the configuration itself wants it
-    return RunConfig.from_container(raw), named_folder("hydra.run.dir", of_hydra["run"]["dir"])
+    return checked(arguments, RunConfig.from_container(raw)), named_folder("hydra.run.dir", of_hydra["run"]["dir"])
 
 
 class _WithoutFraming(io.TextIOBase):

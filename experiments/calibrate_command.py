@@ -141,6 +141,12 @@ def _measure(options: argparse.Namespace, command: str, extent: Extent | None = 
     config = compose_config(["backend=real", *options.overrides])
     if not config.is_real:
         raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")
+    weights_gb = config.model.weight_bytes(config.tensor_parallel_size) / 1e9
+    print(
+        f"profile      {config.model.name}, {weights_gb:.3g} GB of weights: they are made or read first, then steps "
+        f"are measured for at most {extent.max_s:.0f} s (--max-seconds)",
+        flush=True,
+    )
     measurement = measure_profile(config, extent, command=command)
     if not measurement.profile.steps:
         raise ConfigError(f"nothing was measured: {measurement.profiled.ended_by}; raise --max-seconds")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
@@ -30,7 +30,15 @@ PLAIN = ("seed", "allow_ignored", "overwrite", "points_per_job")  # keys outside
 
 def compose_config(overrides: list[str]) -> RunConfig:
     """The configuration that `testbed run <overrides>` would have. Raises ConfigError in one line."""
-    return RunConfig.from_container(compose_raw(overrides))
+    return checked(overrides, RunConfig.from_container(compose_raw(overrides)))
+
+
+def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:
+    """The configuration that the overrides made, if it is not refused for what they ask for."""
+    from experiments.on_device import check_device  # not at the top: it composes too
+
+    check_device(overrides, config)
+    return config
 
 
 def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, Any]:

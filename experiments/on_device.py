@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.config import RunConfig
+from experiments.names import device_named
 from experiments.settings import SimConfig
 from real.vllm.config import VllmConfig
 from testbed.errors import ConfigError
+
+
+def check_device(overrides: Sequence[str], config: RunConfig) -> None:
+    """Refuses a GPU that was asked for by name where the real engine would run on something else. Raises ConfigError.
+
+    overrides: what the user set; a device that nobody chose says nothing of this machine.
+    """
+    asked = f"device={config.device.name}"
+    if not config.is_real or asked not in overrides or config.device.kind != "cuda":
+        return
+    if config.raw["backend"].get("device") == "cpu":
+        raise ConfigError(f"{asked} and backend.device=cpu contradict each other; leave one of them out")
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return  # backend=real says what it needs
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if found is None or device_named(found) not in (None, config.device.name):
+        there = "no GPU that torch can use" if found is None else found
+        raise ConfigError(
+            f"{asked}: this machine has {there}; leave device out to run on what there is, or simulate it (backend=sim)"
+        )
 
 
 def check_plans_ahead(config: RunConfig) -> None:

@@ -106,4 +106,8 @@ def _freeze_whole(cls: type[T], group: str, values: dict[str, Any]) -> T:
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every cls here is a dataclass
     for key in values:
         check_choice(f"a key of {group}", key, tuple(names))
-    return freeze(cls, group, values)
+    try:
+        return freeze(cls, group, values)
+    except ConfigError as error:
+        said = str(error)
+        raise ConfigError(f"{group}.{said.removeprefix('lengths.')}" if said.startswith("lengths.") else said) from None

@@ -27,7 +27,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.compose import compose_raw, in_one_line, literal, subfolder
+from experiments.compose import checked, compose_raw, in_one_line, literal, subfolder
 from experiments.config import JUDGING, RunConfig, register
 from experiments.environment import ask_early
 from experiments.identity import identity_of
@@ -57,7 +57,7 @@ def run_sweep(arguments: list[str]) -> bool:
     ask_early()
     register()
     with in_one_line(arguments):
-        sweep = _composed(overrides)
+        sweep = _composed(overrides, is_asked=len(overrides) < len(arguments) or "hydra.mode=MULTIRUN" in overrides)
     if sweep is None:
         return False
     points, failed = _points(sweep)
@@ -104,8 +104,9 @@ def _overrides(arguments: list[str]) -> list[str] | None:
     return overrides
 
 
-def _composed(overrides: list[str]) -> _Sweep | None:
-    """The sweep by its first point. None: Hydra's own sweeper is not to be asked, or its callbacks are."""
+def _composed(overrides: list[str], *, is_asked: bool) -> _Sweep | None:
+    """The sweep by its first point. None: Hydra's own sweeper is not to be asked, or its callbacks are, or neither the
+    command nor an overlay says what to sweep. is_asked: the command says so."""
     with initialize_config_module("experiments.conf", version_base="1.3", job_name="run"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
@@ -119,8 +120,11 @@ def _composed(overrides: list[str]) -> _Sweep | None:
         first = [*of_hydra, *combinations[0][1]]
         master = hydra.compose_config("config", first, RunMode.RUN)
         callbacks = Callbacks(master)
-    sweeper = OmegaConf.to_container(master.hydra.sweeper)
-    if sweeper != {"_target_": _SWEEPER, "max_batch_size": None, "params": None}:
+        sweeper: Any = OmegaConf.to_container(master.hydra.sweeper)
+        swept = [f"{key}={value}" for key, value in (sweeper.pop("params") or {}).items()]  # an overlay's
+        if swept:
+            combinations = _combinations([*OverridesParser.create().parse_overrides(swept), *parsed])
+    if sweeper != {"_target_": _SWEEPER, "max_batch_size": None} or not (is_asked or swept):
         return None
     if master.hydra.callbacks or master.hydra.job.chdir:
         return None
@@ -158,7 +162,8 @@ def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]
         folder = subfolder([*sweep.of_hydra, *overrides], number) if sweep.names_folders else None
         command = shlex.join(["testbed", "run", *searched, *overrides])
         try:
-            points.append((Point(label, command, raw, str(sweep.root), folder), RunConfig.from_container(raw)))
+            config = checked(overrides, RunConfig.from_container(raw))
+            points.append((Point(label, command, raw, str(sweep.root), folder), config))
         except TestbedError as error:
             failed.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
             print(f"failed       {label}: {error}")

@@ -20,7 +20,7 @@ from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
-from experiments.recorders import ProgressBar, status_lines, together
+from experiments.recorders import ProgressBar, batch_limits, status_lines, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
@@ -216,7 +216,7 @@ def _run(
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
     lag = None if prepared.replay is None else prepared.replay.lag
     more = [extra for extra in (tape, prepared.checker, watch, ledger, lag) if extra is not None]
-    more += [bar] if bar.is_shown else []
+    more += [*batch_limits(config), *([bar] if bar.is_shown else [])]
     status = status_lines(config.record.status_s, schedulers)
     loops = [
         serve(inbox, scheduler, together([recorder, *more, *lines]))

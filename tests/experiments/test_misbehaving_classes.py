@@ -86,6 +86,15 @@ class ResumesTooMany:
         step.resume(seq, 10**6)
 
 
+class AdmitsAll:
+    def compose(self, step):
+        while (seq := step.head()) is not None:
+            hit = step.blocks.lookup(seq)
+            step.admit(seq, hit, seq.num_tokens - hit.num_tokens)
+        if not step.batch.seqs:
+            step.decode()
+
+
 class NoMode:
     def mode(self, seq, num_blocks):
         return None
@@ -173,3 +182,20 @@ def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Pa
     assert sum(table_of(tmp_path / "run", "steps").to_pydict()["num_swapped_out"]) > 0
     module = import_module("misbehaving")  # written by the fixture
     assert min(module.Counting.calls.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("scheduler.max_num_seqs=4", "computes 6 sequences in step 0, and scheduler.max_num_seqs is 4"),
+        ("scheduler.max_num_batched_tokens=9", "tokens in step 0, and scheduler.max_num_batched_tokens is 9"),
+    ],
+)
+def test_a_composition_beyond_the_limits_is_refused_by_name(
+    tmp_path: Path, misbehaving: str, capsys: pytest.CaptureFixture[str], limit: str, said: str
+) -> None:
+    own = ("scheduler.composition={_target_: misbehaving.AdmitsAll}", "trace.arrival=all_at_once")
+    folder = f"hydra.run.dir={tmp_path / 'run'}"
+    error = say(capsys, "run", *TINY, *SHORT, *own, limit, folder).error()
+    assert "scheduler.composition=misbehaving.AdmitsAll" in error
+    assert said in error

@@ -63,8 +63,11 @@ class RunResult:
     notes: tuple[str, ...] = ()  # checks that failed, what was done to the trace, settings without effect, turns unsent
 
 
-def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace | None = None) -> RunResult:
-    """Runs `config` into `folder`. trace: instead of the configuration's own (from Python).
+def execute(
+    config: RunConfig, folder: Path, *, command: str = "", trace: Trace | None = None, watch: Recorder | None = None
+) -> RunResult:
+    """Runs `config` into `folder`. trace: instead of the configuration's own (from Python). watch: sees every step, and
+    may end the run by raising a TestbedError (of vLLM's own scheduler it sees none).
 
     Raises TestbedError before anything runs; once it runs, an interrupt or a failure keeps what there is and marks the
     folder partial.
@@ -83,7 +86,7 @@ def execute(config: RunConfig, folder: Path, *, command: str = "", trace: Trace 
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
         manifest = _manifest(config, given, prepared, command)
         with claimed(folder, config):
-            return _run(config, folder, given, prepared, schedulers, manifest)
+            return _run(config, folder, given, prepared, schedulers, manifest, watch)
 
 
 def _stock(config: RunConfig, folder: Path, trace: Trace, command: str) -> RunResult:
@@ -198,6 +201,7 @@ def _run(
     prepared: _Prepared,
     schedulers: list[Scheduler],
     manifest: dict[str, Any],
+    watcher: Recorder | None,
 ) -> RunResult:
     """Drives the loops and closes the folder, whatever happens."""
     log = logging.getLogger("testbed")
@@ -215,7 +219,7 @@ def _run(
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
     lag = None if prepared.replay is None else prepared.replay.lag
-    more = [extra for extra in (tape, prepared.checker, watch, ledger, lag) if extra is not None]
+    more = [extra for extra in (tape, prepared.checker, watch, ledger, lag, watcher) if extra is not None]
     more += [*batch_limits(config), *([bar] if bar.is_shown else [])]
     status = status_lines(config.record.status_s, schedulers)
     loops = [

@@ -1,0 +1,104 @@
+"""What is counted of a load, and the verdict on it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from analysis import style
+from analysis.capacity import Load, count_load, max_failed, pooled
+from analysis.capacity_plots import rate_curves
+from analysis.metrics import SLO
+from testbed.records.schema import REQUEST_COLUMNS
+from tests.analysis.runs import request_row, table
+
+S = 10**9
+
+
+def load(num=100, failed=0, waiting=(), whole=True, over=None):
+    over = {"ttft_s": failed} if over is None else over
+    return Load(whole, num, failed, over, waiting, 10.0 if whole else 0.0, 12.5 if whole else 0.0)
+
+
+@given(st.integers(1, 5000), st.floats(0.01, 0.999))
+def test_as_many_may_fail_as_leave_the_share(num, share):
+    most = max_failed(num, share)
+    assert (num - most) / num >= share or most == 0
+    assert (num - most - 1) / num < share
+
+
+def test_counts_of_a_run_by_hand():
+    rows = [
+        {"arrival_ns": 0, "token_ns": [S, 2 * S, 3 * S], "finish_ns": 3 * S, "finish_reason": "length"},
+        {"arrival_ns": S, "token_ns": [4 * S], "finish_ns": 4 * S, "finish_reason": "stop"},  # TTFT 3 s, no TPOT
+        {"arrival_ns": 2 * S, "token_ns": [3 * S, 6 * S], "finish_ns": 6 * S, "finish_reason": "stop"},  # TPOT 3 s
+        {"arrival_ns": 4 * S, "finish_ns": 5 * S, "finish_reason": "abort"},
+    ]
+    records = table([request_row(request_id=str(i), **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
+    found = count_load(records, SLO(ttft_s=1.0, tpot_s=2.0), 6.0)
+    assert found.over == {"ttft_s": 1, "tpot_s": 1, "unfinished": 1}
+    assert (found.num_requests, found.num_failed, found.num_met, found.num_completed) == (4, 3, 1, 3)
+    assert (found.attainment, found.goodput_per_s, found.arriving_s) == (0.25, 1 / 6, 4.0)
+    assert found.mean_s == {"ttft_s": pytest.approx(5 / 3), "tpot_s": 2.0, "e2e_s": pytest.approx(10 / 3)}
+
+
+def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
+    """100 requests a second come for 40 s, and 50 a second start: each quarter 500 more wait."""
+    ended = {"finish_reason": "stop"}
+    rows = [
+        {"arrival_ns": i * S // 100, "first_scheduled_ns": i * S // 50, "finish_ns": i * S // 50} | ended
+        for i in range(4000)
+    ]
+    records = table([request_row(request_id=str(i), **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
+    found = count_load(records, SLO(ttft_s=1e6), 80.0)
+    assert found.waiting == pytest.approx((750, 1250, 1750), rel=0.01)
+    assert found.is_overloaded
+    for later, is_overloaded in ((10 * S, False), (25 * S, True)):  # a quarter of the time and more than half of it
+        kept_up = [row | {"first_scheduled_ns": row["arrival_ns"] + S} for row in rows]
+        kept_up = [row | {"finish_ns": row["arrival_ns"] + later} for row in kept_up]
+        records = table([request_row(request_id=str(i), **row) for i, row in enumerate(kept_up)], REQUEST_COLUMNS)
+        found = count_load(records, SLO(ttft_s=1e6), 80.0)
+        assert found.waiting == pytest.approx((100, 100, 100), rel=0.01)
+        assert found.is_overloaded is is_overloaded
+
+
+def test_the_verdict_needs_attainment_and_a_queue_that_keeps():
+    assert load(failed=1).keeps(0.99) is True
+    assert load(failed=2).keeps(0.99) is False
+    assert load(2000, waiting=(10.0, 60.0, 110.0)).keeps(0.99) is False
+    assert load(2000, waiting=(110.0, 60.0, 10.0)).keeps(0.99) is True, "a burst that is over"
+    assert load(2000, waiting=(10.0, 20.0, 30.0)).keeps(0.99) is True, "chance"
+    assert load(failed=2, whole=False).keeps(0.99) is False
+    assert load(failed=1, whole=False).keeps(0.99) is None, "stopped before that was certain"
+    assert load(2000, waiting=(10.0, 160.0, 310.0)).first_failed == "queue"
+    assert load(failed=3, over={"ttft_s": 1, "tpot_s": 2}).first_failed == "tpot_s"
+
+
+def test_replicates_are_pooled():
+    one, other = load(100, 1, (1.0, 2.0, 3.0)), load(300, 2, (5.0, 5.0, 5.0))
+    both = pooled([one, other])
+    assert (both.num_requests, both.num_failed, both.over) == (400, 3, {"ttft_s": 3})
+    assert both.waiting == (6.0, 7.0, 8.0)
+    assert both.goodput_per_s == 397 / 25
+    assert not pooled([one, load(whole=False)]).is_whole
+
+
+@pytest.mark.parametrize(("met", "num"), [(0, 10), (10, 10), (990, 1000), (81, 263), (1999, 2000)])
+def test_the_interval_is_wilsons(met, num):
+    expected = binomtest(met, num).proportion_ci(method="wilson")
+    assert load(num, num - met).interval == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_the_figure_is_drawn_with_little_and_with_nothing(tmp_path):
+    points = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
+    for name, curves in (("all", {"a": points, "b": points[:1]}), ("few", {"a": []}), ("none", {})):
+        figure = rate_curves(curves, {"a": 8.0, "b": 0.0}, {0.99}, "req/s")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            png, svg = style.save(figure, tmp_path / name)
+        assert png.exists()
+        assert svg.exists()

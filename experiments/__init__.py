@@ -10,9 +10,10 @@ compiled.decide()  # before any module of this package that may be compiled
 
 if TYPE_CHECKING:
     from experiments.api import replay, simulate
+    from experiments.capacity import find_capacity
     from experiments.text import LLM
 
-__all__ = ["LLM", "replay", "simulate"]
+__all__ = ["LLM", "find_capacity", "replay", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from experiments.text import LLM
 
         return LLM
+    if name == "find_capacity":
+        from experiments.capacity import find_capacity
+
+        return find_capacity
     if name in __all__:
         from experiments import api
 

@@ -22,6 +22,7 @@ USAGE = """usage: testbed <command> ...
   conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
   observe import <log>         make a run folder of what vLLM's own scheduler did (docs/vllm.md)
   generate --model <folder> "..."  text from a local model; --model tiny needs none
+  capacity [key=value ...]     the highest request rate at which each policy keeps slo.* (docs/capacity.md)
   report <folder> ...          one HTML page about runs or sweeps
   timeline <run> [<run>]       a run, or two of one trace side by side, for Perfetto (docs/timeline.md)
   explain <run folder> [<request>]  why did this request wait; without one, the same in sum (docs/explain.md)
@@ -235,6 +236,12 @@ def _fidelity(arguments: list[str]) -> int:
     return fidelity(arguments)
 
 
+def _capacity(arguments: list[str]) -> int:
+    from experiments.capacity import main as capacity
+
+    return capacity(arguments)
+
+
 def _bench(arguments: list[str]) -> int:
     from experiments.bench import main as bench
 
@@ -254,6 +261,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "conform": _conform,
     "observe": _observe,
     "generate": _generate,
+    "capacity": _capacity,
     "report": _report,
     "timeline": _timeline,
     "costs": _costs,

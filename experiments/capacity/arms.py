@@ -1,0 +1,183 @@
+"""What is searched: the policies (every combination of the values given), their seeds, and what their rate is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from analysis.metrics import SLO
+from experiments.compose import compose_raw
+from experiments.config import RunConfig
+from experiments.messages import translate
+from experiments.traces import build_source
+from testbed.errors import ConfigError
+from testbed.traces.fingerprint import Fingerprint
+
+_NO_RATE = {
+    "all_at_once": "all its requests arrive at once",
+    "closed_loop": "its users come again when they have been served",
+}
+_UNRECORDED: dict[str, Any] = {"decisions": False, "steps": False, "operators": False, "status_s": None}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One policy. raw: its configuration. A value of `rate_key` times `per_value` is the rate in `unit`.
+
+    num_requests and fingerprints are those of its traces at the value that it starts with, one for each seed.
+    """
+
+    name: str
+    raw: dict[str, Any]
+    slo: SLO
+    share: float
+    rate_key: str
+    start: float
+    per_value: float
+    unit: str
+    num_requests: tuple[int, ...]
+    fingerprints: tuple[str, ...]
+    is_simulated: bool
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return {name: limit for name, limit in asdict(self.slo).items() if limit is not None}
+
+    def at(self, value: float, seed: int) -> dict[str, Any]:
+        """The configuration of one run."""
+        return _at(self.raw, self.rate_key, value, seed)
+
+
+def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
+    """The policies and the seeds that the overrides name. Raises ConfigError in one line."""
+    choices = _choices(overrides)
+    seeds = tuple(_whole(item) for item in choices.pop("seed", ["seed=0"]))
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seed={','.join(map(str, seeds))} has one twice; a seed is simulated once")
+    for key in ("trace.rate", "trace.rate_scale"):
+        if len(choices.get(key, [])) > 1:
+            raise ConfigError(f"{key} has several values; it is what is searched: give one, to start with")
+    swept = [key for key, values in choices.items() if len(values) > 1]
+    arms: dict[str, Arm] = {}
+    seen: dict[str, _Arrivals] = {}
+    for items in product(*choices.values()):
+        words = [item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept]
+        name = " ".join(words).removeprefix("scheduler=")
+        arm = _arm(name, list(items), seeds, seen)
+        if arm.name in arms:
+            raise ConfigError(f"{' '.join(words)} is given twice; name each policy once")
+        arms[arm.name] = arm
+    return list(arms.values()), seeds
+
+
+def _choices(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The overrides that set each key, more than one where Hydra's grammar lists several. Raises ConfigError."""
+    for item in overrides:
+        if "=" not in item and not item.startswith("~"):
+            raise ConfigError(f"{item!r}: expected key=value pairs, as of `testbed run`")
+    try:
+        choices = {}
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            key = override.get_key_element()
+            if key.lstrip("+~").startswith("hydra"):
+                raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
+            swept = override.sweep_string_iterator() if override.is_sweep_override() else ()
+            choices[key] = [f"{key}={value}" for value in swept] or [str(override.input_line)]
+        return choices
+    except HydraException as error:
+        raise translate(error, list(overrides)) from None
+
+
+def _whole(item: str) -> int:
+    value = item.partition("=")[2]
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"seed is {value!r}; it must be whole numbers, as seed=0,1,2") from None
+
+
+def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str, _Arrivals]) -> Arm:
+    raw = RunConfig.from_container(compose_raw(overrides)).raw
+    raw["record"] |= _UNRECORDED
+    config = RunConfig.from_container(raw)
+    slo = SLO.parse(config.slo.limits)
+    if slo is None:
+        raise ConfigError(
+            "there is no SLO to keep; give the limits of a request in seconds, as slo.ttft_s=1 slo.tpot_s=0.05"
+        )
+    is_made = "rate" in raw["trace"] and "_target_" not in raw["trace"]
+    key = "trace.rate" if is_made else "trace.rate_scale"
+    arrival = raw["trace"].get("arrival") if is_made else None
+    if arrival in _NO_RATE:
+        raise ConfigError(
+            f"trace.arrival={arrival} has no rate to search: {_NO_RATE[arrival]}; choose another, as "
+            "trace.arrival=poisson"
+        )
+    start = float(raw["trace"][key.removeprefix("trace.")])
+    arrivals = [_arrivals(_at(raw, key, start, seed), seen) for seed in seeds]
+    _refuse_copies(seeds, arrivals, config.trace.name)
+    twice = _arrivals(_at(raw, key, 2 * start, seeds[0]), seen)
+    if not twice.rate_per_s > 1.1 * arrivals[0].rate_per_s > 0:
+        raise ConfigError(
+            f"{key} does not change how fast requests arrive: they come at once, or trace.transforms sets their "
+            "arrivals anew; leave that out"
+        )
+    speed = float(getattr(config.backend, "speed", 1.0))
+    natural = raw["trace"]["rate_scale"] if is_made else sum(one.rate_per_s for one in arrivals) / len(seeds) / start
+    has_sessions = arrivals[0].has_think_times or (is_made and arrivals[0].has_turns)
+    return Arm(
+        name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * speed,
+        "sessions/s" if has_sessions else "req/s", tuple(one.num_requests for one in arrivals),
+        tuple(one.fingerprint for one in arrivals), config.is_simulated,
+    )  # fmt: skip
+
+
+def _at(raw: dict[str, Any], rate_key: str, value: float, seed: int) -> dict[str, Any]:
+    made = deepcopy(raw)
+    made["seed"] = seed
+    made["trace"][rate_key.removeprefix("trace.")] = value
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrivals:
+    """Of a trace, gone through once. rate_per_s: of requests (or sessions) that come by themselves; 0: at once."""
+
+    num_requests: int
+    rate_per_s: float
+    has_think_times: bool
+    has_turns: bool
+    fingerprint: str
+
+
+def _arrivals(raw: dict[str, Any], seen: dict[str, _Arrivals]) -> _Arrivals:
+    key = json.dumps([raw["trace"], raw["seed"], raw["model"]], sort_keys=True, default=str)
+    if key not in seen:
+        digest, num, started, has_turns = Fingerprint(), 0, 0, False
+        first_ns = last_ns = 0
+        for row in build_source(RunConfig.from_container(raw)):
+            digest.update(row)
+            num += 1
+            has_turns = has_turns or bool(row.turn)
+            if row.think_ns is None:
+                started += 1
+                first_ns, last_ns = row.arrival_ns if started == 1 else first_ns, row.arrival_ns
+        rate = (started - 1) / (last_ns - first_ns) * 1e9 if last_ns > first_ns else 0.0
+        seen[key] = _Arrivals(num, rate, started < num, has_turns, digest.hexdigest())
+    return seen[key]
+
+
+def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str) -> None:
+    """Raises ConfigError where seeds make one trace: pooled, they would count every request several times."""
+    if len({one.fingerprint for one in arrivals}) < len(seeds):
+        raise ConfigError(
+            f"seed={','.join(map(str, seeds))} are the same requests of trace={trace}, and copies are no "
+            "replicates; give one seed, or draw apart: trace.transforms=[{name: bootstrap}] (docs/traces.md)"
+        )

@@ -1,0 +1,215 @@
+"""The searches of all policies side by side, in rounds: every search's next rate under every seed, then the verdicts.
+
+What is decided follows from the points alone, and every point from its configuration: neither the number of jobs nor
+what a folder already holds changes a result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pandas as pd
+from joblib import Parallel, delayed
+from tqdm import tqdm
+
+from analysis.capacity import Load, max_failed, pooled
+from analysis.load import flatten, read_json
+from experiments.capacity.arms import Arm, parse
+from experiments.capacity.points import point_name, read_point, run_point, user_classes
+from experiments.capacity.search import Ask, Bracket, Search, search
+from experiments.config import JUDGING
+from experiments.environment import describe_versions
+from experiments.run_folder import write_json
+from testbed.errors import ConfigError, RunFolderError, TestbedError
+
+IDENTITY, POINTS = "search.json", "points"
+MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search for one policy came to. tried: all rates, ascending, with what was counted over the seeds."""
+
+    arm: Arm
+    bracket: Bracket
+    tried: tuple[tuple[float, Load], ...]  # values of the arm's rate key
+    notes: tuple[str, ...] = ()  # of its cost model
+
+    def rate(self, value: float | None) -> float | None:
+        return None if value is None else value * self.arm.per_value
+
+    @property
+    def capacity(self) -> float:
+        """The highest rate of the search that is kept, in the arm's unit; 0 where none is."""
+        return self.rate(self.bracket.kept) or 0.0
+
+    @property
+    def at_kept(self) -> Load | None:
+        return self._at(self.bracket.kept)
+
+    @property
+    def at_failed(self) -> Load | None:
+        return self._at(self.bracket.failed)
+
+    def _at(self, value: float | None) -> Load | None:
+        return next((load for tried, load in self.tried if tried == value), None)
+
+    def extreme(self, *, kept: bool) -> float | None:
+        """Among all that were tried: the highest rate that is kept, or the lowest that is not."""
+        values = [value for value, load in self.tried if bool(load.keeps(self.arm.share)) is kept]
+        return self.rate(values[-1 if kept else 0]) if values else None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Of every policy. points: one row a policy, rate and seed."""
+
+    found: tuple[Found, ...]
+    points: pd.DataFrame
+    folder: Path
+    tolerance: float
+    seeds: tuple[int, ...]
+
+
+def find_capacity(
+    *overrides: str, folder: str | os.PathLike[str], tolerance: float = 0.02, jobs: int = 1, whole: bool = False
+) -> Capacity:
+    """The highest rate at which each policy keeps its SLO.
+
+    overrides: as of `testbed capacity`: "scheduler=vllm_v1,sarathi", "slo.ttft_s=1", "seed=0,1". folder: keeps every
+    point; the same search goes on there and simulates none again. tolerance: how close the bracket's ends are,
+    relatively. whole: no run is stopped early; the result is the same. Raises TestbedError in one line.
+    """
+    if not MIN_TOLERANCE <= tolerance <= MAX_TOLERANCE:
+        raise ConfigError(f"tolerance is {tolerance:g}; it must be from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}; it must be at least 1")
+    arms, seeds = parse(overrides)
+    target = Path(folder)
+    _claim(target, arms, seeds)
+    study = _Study(target, arms, seeds, tolerance, whole)
+    with tqdm(desc=f"capacity of {len(arms)}", unit="point", leave=False, disable=None) as bar:
+        study.run(jobs, bar)
+    found = tuple(study.found(arm) for arm in arms)
+    return Capacity(found, study.frame(), target, tolerance, seeds)
+
+
+def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> None:
+    """Says in the folder what is searched. Raises RunFolderError if it holds something else."""
+    identity = json.loads(json.dumps(_identity(arms, seeds)))
+    file = folder / IDENTITY
+    if file.exists():
+        there, here = flatten(read_json(file)), flatten(identity)
+        differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+        if differing:
+            key = differing[0]
+            raise RunFolderError(
+                f"{folder} holds another search: {key} is {there.get(key)!r} there and {here.get(key)!r} here; choose "
+                "another --out, or repeat that one"
+            )
+        return
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())):
+        raise RunFolderError(f"{folder} is not empty and holds no search; choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, identity)
+
+
+def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
+    """All that a point follows from but its rate; keys as a user knows them come first."""
+    policies = {arm.name: {k: v for k, v in arm.raw.items() if k not in (*JUDGING, "seed")} for arm in arms}
+    return {
+        "slo": {arm.name: arm.raw["slo"] for arm in arms},
+        "seed": list(seeds),
+        "policy": policies,
+        "fingerprints": {arm.name: list(arm.fingerprints) for arm in arms},
+        "classes": user_classes(policies),
+        "code": describe_versions()["llm-serving-testbed"],
+    }
+
+
+class _Study:
+    def __init__(
+        self, folder: Path, arms: Sequence[Arm], seeds: Sequence[int], tolerance: float, is_whole: bool
+    ) -> None:
+        self._folder, self._arms, self._seeds, self._is_whole = folder / POINTS, arms, seeds, is_whole
+        self._tolerance = tolerance
+        self._tried: dict[str, dict[float, list[Load]]] = {arm.name: {} for arm in arms}
+        self._brackets: dict[str, Bracket] = {}
+        self._notes: dict[str, dict[str, None]] = {arm.name: {} for arm in arms}
+
+    def run(self, jobs: int, bar: Any) -> None:
+        searches: dict[str, Search] = {}
+        asked: dict[str, Ask] = {}
+        for arm in self._arms:
+            searches[arm.name] = search(arm.start, self._tolerance, looks_beside=arm.is_simulated)
+            asked[arm.name] = next(searches[arm.name])
+        in_parallel = jobs if all(arm.is_simulated for arm in self._arms) else 1  # an engine is measured alone
+        try:
+            with (
+                TemporaryDirectory(prefix="testbed-capacity-") as scratch,
+                Parallel(n_jobs=in_parallel, return_as="generator_unordered") as parallel,
+            ):
+                while asked:
+                    for _ in parallel(self._missing(asked, scratch)):
+                        bar.update()
+                    for arm in [arm for arm in self._arms if arm.name in asked]:
+                        self._answer(arm, searches[arm.name], asked)
+        except BrokenProcessPool:
+            raise TestbedError(
+                "a simulation's process was killed, perhaps for want of memory; the points that were done are kept: "
+                "repeat the command with the same --out, and fewer --jobs"
+            ) from None
+
+    def _missing(self, asked: dict[str, Ask], scratch: str) -> Iterable[Any]:
+        """The points that the folder does not hold."""
+        for arm in self._arms:
+            for seed, num in zip(self._seeds, arm.num_requests, strict=True) if arm.name in asked else ():
+                raw, file, most = self._point(arm, asked[arm.name], seed)
+                if read_point(file, most) is None:
+                    yield delayed(run_point)(raw, arm.slo, most, file, num, scratch)
+
+    def _point(self, arm: Arm, ask: Ask, seed: int) -> tuple[dict[str, Any], Path, int | None]:
+        raw = arm.at(ask.value, seed)
+        most = None if ask.is_whole or self._is_whole else max_failed(sum(arm.num_requests), arm.share)
+        return raw, self._folder / f"{point_name(raw)}.json", most
+
+    def _answer(self, arm: Arm, searching: Search, asked: dict[str, Ask]) -> None:
+        """Tells the search what came of the rate that it asked for, and asks it for the next."""
+        ask = asked.pop(arm.name)
+        loads = []
+        for seed in self._seeds:
+            _, file, most = self._point(arm, ask, seed)
+            load = read_point(file, most)
+            assert load is not None, file
+            loads.append(load)
+            self._notes[arm.name] |= dict.fromkeys(read_json(file)["notes"])
+        kept = pooled(loads).keeps(arm.share)
+        if kept is None:  # the traces have another number of requests at this rate: it was stopped too early
+            asked[arm.name] = Ask(ask.value, True)
+            return
+        self._tried[arm.name][ask.value] = loads
+        try:
+            asked[arm.name] = searching.send(kept)
+        except StopIteration as ended:
+            self._brackets[arm.name] = ended.value
+
+    def found(self, arm: Arm) -> Found:
+        tried = [(value, pooled(loads)) for value, loads in sorted(self._tried[arm.name].items())]
+        return Found(arm, self._brackets[arm.name], tuple(tried), tuple(self._notes[arm.name]))
+
+    def frame(self) -> pd.DataFrame:
+        rows = []
+        for arm in self._arms:
+            for value, loads in sorted(self._tried[arm.name].items()):
+                kept = pooled(loads).keeps(arm.share)
+                for seed, load in zip(self._seeds, loads, strict=True):
+                    point = {"policy": arm.name, "rate": value * arm.per_value, "unit": arm.unit, "seed": seed}
+                    rows.append(point | {arm.rate_key: value, "kept": kept} | load.as_row())
+        return pd.DataFrame(rows)

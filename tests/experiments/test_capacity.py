@@ -1,0 +1,371 @@
+"""`testbed capacity`: capacities that queueing theory or arithmetic knows, early stops, resuming, mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.capacity import Load, count_load
+from analysis.load import load_run
+from analysis.metrics import SLO
+from experiments import find_capacity
+from experiments.capacity import study
+from experiments.capacity.points import user_classes
+from experiments.capacity.search import Ask, Bracket, search
+from experiments.capacity.study import Found
+from experiments.capacity.watch import SloWatch
+from experiments.capacity.words import warnings, without_capacity
+from experiments.config import RunConfig
+from experiments.run import execute
+from tests.experiments.kit import REAL, SHORT, TINY, Said, config_of, say, write_rows
+
+ONE_TOKEN = (
+    "model=tiny", "cost=constant", "cost.step_s=0.01", "scheduler.max_num_seqs=1", "cache.prefix_caching=false",
+    "cache.num_gpu_blocks=4096", "trace.prompt={kind: constant, value: 1}", "trace.output={kind: constant, value: 1}",
+)  # fmt: skip
+BUSY = (  # preemptions, swaps, queues
+    *TINY, "cache.num_gpu_blocks=24", "cache.num_cpu_blocks=40", "scheduler=vllm_v0", "scheduler.preemption=swap",
+    "cost=constant", "cost.step_s=0.01", "trace.num_requests=120", "trace.output={kind: uniform, min_tokens: 1, "
+    "max_tokens: 30}", "trace.prompt={kind: uniform, min_tokens: 4, max_tokens: 40}",
+)  # fmt: skip
+
+
+def capacity_of(folder: Path, *overrides: str, **options: Any) -> Found:
+    (found,) = find_capacity(*overrides, folder=folder, **options).found
+    return found
+
+
+def ends(found: Found) -> tuple[float, float]:
+    failed = found.rate(found.bracket.failed)
+    assert failed is not None
+    return found.capacity, failed
+
+
+# --- the search alone ---
+
+
+def answered(start: float, tolerance: float, keeps: Any) -> tuple[Bracket, list[Ask]]:
+    asked, searching = [], search(start, tolerance, looks_beside=True)
+    ask = next(searching)
+    while True:
+        asked.append(ask)
+        try:
+            ask = searching.send(keeps(ask.value))
+        except StopIteration as ended:
+            return ended.value, asked
+
+
+@given(st.floats(0.01, 100), st.floats(0.02, 50))
+def test_the_edge_is_found_from_either_side(start: float, edge: float) -> None:
+    bracket, asked = answered(start, 0.02, lambda rate: rate <= edge)
+    if bracket.kept is None or bracket.failed is None:
+        assert edge < start / 1000 or edge > start * 1000
+        return
+    assert bracket.kept <= edge < bracket.failed <= bracket.kept * 1.021
+    assert len(asked) < 25
+
+
+@given(st.integers(0, 2**32), st.floats(0.01, 100))
+def test_it_ends_whatever_the_verdicts_are(bits: int, start: float) -> None:
+    bracket, asked = answered(start, 0.001, lambda rate: bool(hash((bits, rate)) % 2))
+    assert len(asked) < 40
+    verdicts = {ask.value: bool(hash((bits, ask.value)) % 2) for ask in asked}
+    assert bracket.kept is None or verdicts[bracket.kept]
+    assert bracket.failed is None or not verdicts[bracket.failed]
+
+
+# --- known capacities ---
+
+
+def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
+    """D/D/1, 10 ms: below 100 requests/s nobody waits, above it the queue grows."""
+    found = capacity_of(
+        tmp_path, *ONE_TOKEN, "trace.arrival=deterministic", "trace.num_requests=2000", "slo.ttft_s=0.05",
+        tolerance=0.005,
+    )  # fmt: skip
+    kept, failed = ends(found)
+    assert kept <= 100.5
+    assert 99.9 <= failed <= kept * 1.006
+    at = found.at_failed
+    assert at is not None
+    assert at.first_failed == "ttft_s"
+
+
+def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
+    """M/D/1 (Erlang, 1909): the rate at which 99 % wait 40 ms at most, services being 10 ms."""
+    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=6000", "slo.ttft_s=0.05", "seed=0,1")
+    low, high = 1.0, 99.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if waits_at_most(0.04, middle, 0.01) >= 0.99 else (low, middle)
+    assert found.capacity == pytest.approx(low, rel=0.05)
+    at = found.at_kept
+    assert at is not None
+    assert at.num_requests == 12_000, "of both seeds"
+
+
+def waits_at_most(time_s: float, rate: float, service_s: float) -> float:
+    terms = range(int(time_s / service_s + 1e-9) + 1)
+    late = [rate * (time_s - k * service_s) for k in terms]
+    return (1 - rate * service_s) * sum((-x) ** k / math.factorial(k) * math.exp(x) for k, x in enumerate(late))
+
+
+def test_a_queue_that_grows_fails_although_no_limit_does(tmp_path: Path) -> None:
+    """A step of 10 ms serves four: 400 requests/s. The limit is too wide for the trace to reach it."""
+    more = ("scheduler.max_num_seqs=4", "trace.arrival=deterministic", "trace.num_requests=3000")
+    found = capacity_of(tmp_path, *ONE_TOKEN[:3], *ONE_TOKEN[4:], *more, "slo.ttft_s=1000")
+    kept, failed = ends(found)
+    assert kept <= 400 * 1.12
+    assert failed >= 400
+    at = found.at_failed
+    assert at is not None
+    assert at.first_failed == "queue"
+
+
+def test_time_per_token_that_grows_with_the_batch(tmp_path: Path) -> None:
+    """A step takes a + b N; N = rate (K - 1) step. So a step is 30 ms at rate (1 - a / 30 ms) / (b (K - 1))."""
+    coefficients = ("base_s=0.01", "per_decode_s=0.001", "per_prefill_token_s=0", "per_decode_context_token_s=0",
+                    "per_prefill_attention_pair_s=0")  # fmt: skip
+    more = [f"cost.{item}" for item in coefficients]
+    found = capacity_of(
+        tmp_path, "model=tiny", "cost=linear", *more, "cache.prefix_caching=false", "cache.num_gpu_blocks=4096",
+        "trace.arrival=deterministic", "trace.prompt={kind: constant, value: 1}",
+        "trace.output={kind: constant, value: 50}", "trace.num_requests=1000", "slo.tpot_s=0.03",
+    )  # fmt: skip
+    assert found.capacity == pytest.approx((1 - 0.01 / 0.03) / (0.001 * 49), rel=0.04)
+    at = found.at_failed
+    assert at is not None
+    assert at.first_failed == "tpot_s"
+
+
+def test_a_recorded_trace_is_scaled_and_its_rate_reported(tmp_path: Path) -> None:
+    """The same requests generated and recorded, the latter at 25 a second: the same capacity."""
+    rows = [{"arrival_time": i / 25, "prompt_tokens": 1, "output_tokens": 1} for i in range(500)]
+    file = write_rows(tmp_path / "t.jsonl", rows)
+    server = (*ONE_TOKEN[:6], "slo.ttft_s=0.05")
+    recorded = capacity_of(tmp_path / "a", *server, "trace=jsonl", f"trace.path={file}")
+    assert recorded.arm.rate_key == "trace.rate_scale"
+    assert recorded.arm.per_value == pytest.approx(25)
+    made = ("trace.arrival=deterministic", "trace.rate=25", "trace.num_requests=500")
+    generated = capacity_of(tmp_path / "b", *server, *ONE_TOKEN[6:], *made)
+    assert ends(recorded) == pytest.approx(ends(generated), rel=1e-3)
+
+
+# --- early stops ---
+
+
+@pytest.mark.parametrize(
+    ("limits", "more"),
+    [
+        (("slo.ttft_s=0.2", "slo.tpot_s=0.015"), ()),
+        (("slo.e2e_s=0.4", "slo.attainment=0.9"), ("seed=0,1",)),
+        (("slo.itl_max_s=0.05", "slo.attainment=0.8"), ("scheduler.async_scheduling=true", "scheduler=vllm_v1")),
+        (("slo.ttft_s=0.1", "slo.tpot_s=0.02", "slo.attainment=0.9"), ("backend.num_replicas=2", "sampling.n=2")),
+    ],
+)
+def test_an_early_stop_changes_no_verdict(limits: tuple[str, ...], more: tuple[str, ...], tmp_path: Path) -> None:
+    early = find_capacity(*BUSY, *limits, *more, folder=tmp_path / "a")
+    whole = find_capacity(*BUSY, *limits, *more, folder=tmp_path / "b", whole=True)
+    assert early.points["is_whole"].mean() < 1, "nothing was stopped"
+    assert whole.points["is_whole"].all()
+    assert [found.bracket for found in early.found] == [found.bracket for found in whole.found]
+    keys = ["policy", "rate", "seed", "kept"]
+    assert early.points[keys].to_dict("records") == whole.points[keys].to_dict("records")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("backend.num_replicas=2", "backend.frontend_ns=3000000"),
+        ("scheduler=vllm_v1", "scheduler.async_scheduling=true"),
+        ("trace.max_turns=3", "trace.think_time_s=0.05"),
+        ("trace.prompt={kind: uniform, min_tokens: 60, max_tokens: 120}",),  # some can never fit
+    ],
+)
+def test_what_the_watch_counts_is_what_the_records_say(more: tuple[str, ...], tmp_path: Path) -> None:
+    limits = {"ttft_s": 0.15, "tpot_s": 0.012, "itl_max_s": 0.03, "e2e_s": 0.5}
+    raw = config_of((*BUSY, "trace.rate=30", *more), record__steps=False).raw
+    raw["slo"] |= limits
+    watch = SloWatch(SLO(**limits), 10**9)
+    execute(RunConfig.from_container(raw), tmp_path / "run", watch=watch)
+    found = count_load(load_run(tmp_path / "run").requests, SLO(**limits), 1.0)
+    assert 10 < found.num_failed == watch.num_failed
+    if not found.over["unfinished"]:  # of what is ignored after a while the records have no TTFT
+        assert watch.over == {name: count for name, count in found.over.items() if count}
+
+
+# --- points that are kept ---
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    names = ("capacity.json", "points.csv", "capacity.svg")
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+TWO = (
+    *(item for item in BUSY if not item.startswith("scheduler")), "scheduler=vllm_v1,sarathi", "slo.ttft_s=0.2",
+    "slo.attainment=0.9", "seed=0,1",
+)  # fmt: skip
+
+
+def test_the_same_command_goes_on_and_comes_to_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
+    said = say(capsys, *command)
+    assert said.status == 0, said.err
+    before, points = files_of(tmp_path / "a"), sorted((tmp_path / "a" / "points").iterdir())
+    simulated = []
+    run_point = study.run_point
+    monkeypatch.setattr(study, "run_point", lambda *given: (simulated.append(1), run_point(*given)))
+    assert say(capsys, *command).out == said.out
+    assert (files_of(tmp_path / "a"), simulated) == (before, [])
+    for file in points[::2]:
+        file.unlink()
+    assert say(capsys, *command).out == said.out
+    assert files_of(tmp_path / "a") == before
+    assert len(points[::2]) <= len(simulated) < 2 * len(points)
+
+
+def test_jobs_change_nothing(tmp_path: Path) -> None:
+    one, two = (find_capacity(*TWO, folder=tmp_path / str(jobs), jobs=jobs) for jobs in (1, 2))
+    assert one.points.equals(two.points)
+
+
+def test_an_interrupt_keeps_what_was_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = find_capacity(*TWO, folder=tmp_path / "whole")
+    run_point, num = study.run_point, [0]
+
+    def interrupted(*given: Any) -> None:
+        num[0] += 1
+        if num[0] == 8:
+            raise KeyboardInterrupt
+        run_point(*given)
+
+    monkeypatch.setattr(study, "run_point", interrupted)
+    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
+    said = say(capsys, *command)
+    assert said.status == 130
+    assert "go on with: testbed capacity" in said.error()
+    assert len(list((tmp_path / "a" / "points").iterdir())) == 7
+    monkeypatch.setattr(study, "run_point", run_point)
+    assert find_capacity(*TWO, folder=tmp_path / "a").points.equals(whole.points)
+
+
+def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coarse = find_capacity(*TWO, folder=tmp_path, tolerance=0.2)
+    num = len(list((tmp_path / "points").iterdir()))
+    there = ("--out", str(tmp_path))
+    for more, text in (
+        ("slo.ttft_s=0.3", "slo.vllm_v1.ttft_s is 0.2 there and 0.3 here"),
+        ("seed=0,2", "seed is [0, 1] there and [0, 2] here"),
+        ("cache.block_size=8", "policy.vllm_v1.cache.block_size is 4 there and 8 here"),
+    ):
+        assert text in say(capsys, "capacity", *TWO, more, *there).error()
+    fine = find_capacity(*TWO, folder=tmp_path, tolerance=0.02)
+    assert len(list((tmp_path / "points").iterdir())) > num
+    for before, after in zip(coarse.found, fine.found, strict=True):
+        assert ends(before)[0] <= ends(after)[0] < ends(after)[1] <= ends(before)[1]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x").write_text("")
+    refused = say(capsys, "capacity", *TWO, "--out", str(tmp_path / "other")).error()
+    assert "is not empty and holds no search" in refused
+
+
+# --- what is said ---
+
+
+def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("scheduler.max_num_seqs=2,8", "slo.ttft_s=0.2", "--out", str(tmp_path))
+    said = say(capsys, "capacity", *(item for item in BUSY if "max_num_seqs" not in item), *more)
+    assert said.status == 0, said.err
+    assert re.search(r"^\| scheduler.max_num_seqs=2 +\| [\d.]+ req/s +\| [\d.]+ ", said.out, re.MULTILINE)
+    result = json.loads((tmp_path / "capacity.json").read_text())
+    two, eight = result["policies"]
+    assert two["capacity"] < eight["capacity"]
+    assert two["ci95_low"] <= two["attainment"] <= two["ci95_high"]
+    assert two["fails_first"] == "ttft_s"
+    assert (tmp_path / "capacity.png").exists()
+    text = (tmp_path / "capacity.md").read_text()
+    assert said.out.splitlines()[0] in text
+    assert "![goodput and attainment](capacity.png)" in text
+
+
+def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.009", "--out", str(tmp_path / "low"))
+    assert "200 of 200 requests are over slo.ttft_s (0.009 s, with a mean of 0.01 s)" in said.error()
+    assert "| vllm_v1 | 0 req/s " in said.out
+    fast = (*ONE_TOKEN, "cost.step_s=1e-6", "slo.ttft_s=1")
+    said = say(capsys, "capacity", *fast, "--out", str(tmp_path / "high"))
+    assert "keeps its SLO at every rate up to 4096 req/s" in said.error()
+    assert json.loads((tmp_path / "high" / "capacity.json").read_text())["policies"][0]["failed_at"] is None
+
+
+def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "capacity", *TINY, *SHORT, "slo.ttft_s=1e-3", "--out", str(tmp_path / "a"))
+    assert "may fail: a few requests decide" in said.out
+    hasty = ("trace.num_requests=60", "slo.e2e_s=0.8", "slo.attainment=0.5")
+    said = say(capsys, "capacity", *BUSY, *hasty, "--out", str(tmp_path / "b"))
+    assert re.search(r"the run is short: .* give at least [\d,]+ requests", said.out)
+    arm = find_capacity(*TINY, *SHORT, "slo.ttft_s=1e-3", folder=tmp_path / "a").found[0].arm
+    good, bad = Load(True, 1000, 0, {"ttft_s": 0}), Load(True, 1000, 90, {"ttft_s": 90})
+    found = Found(arm, Bracket(2.0, 4.0), ((2.0, good), (4.0, bad), (5.0, good)))
+    assert (found.capacity, found.extreme(kept=True), found.extreme(kept=False)) == (2.0, 5.0, 4.0)
+    assert any("5 req/s is kept although 4 is not" in sentence for sentence in warnings(found))
+    assert without_capacity(found) == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ((), "there is no SLO to keep; give the limits"),
+        (("slo.ttft=1",), "did you mean 'slo.ttft_s'?"),
+        (("slo.ttft_s=1", "scheduler=vllm_v1,sarathy"), "did you mean 'sarathi'?"),
+        (("slo.ttft_s=1", "scheduler=vllm_v1,vllm_v1"), "scheduler=vllm_v1 is given twice"),
+        (("slo.ttft_s=1", "trace.arrival=closed_loop"), "trace.arrival=closed_loop has no rate"),
+        (("slo.ttft_s=1", "trace.arrival=all_at_once"), "trace.arrival=all_at_once has no rate"),
+        (("slo.ttft_s=1", "trace.rate=1,2"), "trace.rate has several values"),
+        (("slo.ttft_s=1", "trace.seed=3", "seed=0,1"), "copies are no replicates"),
+        (("slo.ttft_s=1", "seed=0,0"), "has one twice"),
+        (("slo.ttft_s=1", "seed=a"), "seed is 'a'; it must be whole numbers"),
+        (("slo.ttft_s=1", "hydra.run.dir=x"), "leave it out"),
+        (("slo.ttft_s=1", "vllm_v1"), "expected key=value"),
+        (("slo.ttft_s=1", "--tolerance", "0"), "tolerance is 0; it must be from 0.001 to 0.5"),
+        (("slo.ttft_s=1", "--jobs", "0"), "jobs is 0; it must be at least 1"),
+        (("slo.ttft_s=1", "trace.transforms=[{name: arrivals, arrival: poisson, rate: 3}]"), "trace.rate does not"),
+        (("slo.ttft_s=1", "scheduler.queue_order={_target_: no.such.Order}"), "cannot make 'no.such.Order'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    more: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: Said = say(capsys, "capacity", *TINY, *more, "--out", str(tmp_path / "out"))
+    assert text in said.error()
+
+
+def test_the_real_engine_is_searched(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = capacity_of(tmp_path, *TINY, *SHORT, *REAL, "slo.e2e_s=30", "trace.rate=0.5", "slo.attainment=0.5")
+    assert found.capacity > 0
+    assert not found.arm.is_simulated
+
+
+def test_a_changed_class_of_the_users_is_another_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_order.py").write_text("class Order: ...\n")
+    node = {"scheduler": {"queue_order": {"_target_": "own_order.Order"}}, "trace": {"transforms": [{"name": "thin"}]}}
+    before = user_classes(node)
+    assert list(before) == ["own_order.Order"]
+    (tmp_path / "own_order.py").write_text("class Order:\n    a = 1\n")
+    assert user_classes(node) != before
+    assert user_classes({"_target_": "no.such.Class"}) == {"no.such.Class": ""}

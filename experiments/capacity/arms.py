@@ -31,7 +31,7 @@ _UNRECORDED: dict[str, Any] = {"decisions": False, "steps": False, "operators": 
 class Arm:
     """One policy. raw: its configuration. A value of `rate_key` times `per_value` is the rate in `unit`.
 
-    num_requests and fingerprints are those of its traces at the value that it starts with, one for each seed.
+    num_requests: of its traces at the value that it starts with, one for each seed.
     """
 
     name: str
@@ -43,7 +43,6 @@ class Arm:
     per_value: float
     unit: str
     num_requests: tuple[int, ...]
-    fingerprints: tuple[str, ...]
     is_simulated: bool
 
     @property
@@ -135,7 +134,7 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
     return Arm(
         name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * speed,
         "sessions/s" if has_sessions else "req/s", tuple(one.num_requests for one in arrivals),
-        tuple(one.fingerprint for one in arrivals), config.is_simulated,
+        config.is_simulated,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -59,18 +58,3 @@ def point_name(raw: dict[str, Any]) -> str:
     """Of the file: a hash of the configuration that is run."""
     decides = {key: value for key, value in raw.items() if key not in JUDGING or key == "slo"}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def user_classes(node: Any) -> dict[str, str]:
-    """The classes that a configuration names by `_target_`, with a hash of their module's source."""
-    found: dict[str, str] = {}
-    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ():
-        found |= user_classes(value)
-    if isinstance(node, dict) and isinstance(target := node.get("_target_"), str):
-        try:
-            spec = find_spec(target.rpartition(".")[0])
-        except (ImportError, ValueError):  # who makes an object of it says what is wrong
-            spec = None
-        file = None if spec is None else spec.origin
-        found[target] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
-    return found

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from analysis.capacity import Load, max_failed, pooled
 from analysis.load import flatten, read_json
 from experiments.capacity.arms import Arm, parse
-from experiments.capacity.points import point_name, read_point, run_point, user_classes
+from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, Search, search
-from experiments.config import JUDGING
-from experiments.environment import describe_versions
+from experiments.config import JUDGING, RunConfig
+from experiments.identity import identity_of
 from experiments.run_folder import write_json
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
@@ -123,14 +123,14 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> None:
 
 def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
     """All that a point follows from but its rate; keys as a user knows them come first."""
-    policies = {arm.name: {k: v for k, v in arm.raw.items() if k not in (*JUDGING, "seed")} for arm in arms}
+    made_from = [identity_of(RunConfig.from_container(arm.raw)) for arm in arms]
     return {
         "slo": {arm.name: arm.raw["slo"] for arm in arms},
         "seed": list(seeds),
-        "policy": policies,
-        "fingerprints": {arm.name: list(arm.fingerprints) for arm in arms},
-        "classes": user_classes(policies),
-        "code": describe_versions()["llm-serving-testbed"],
+        "policy": {arm.name: {k: v for k, v in arm.raw.items() if k not in (*JUDGING, "seed")} for arm in arms},
+        "the file": {name: digest for one in made_from for name, digest in one.files.items()},
+        "the class file": {name: digest for one in made_from for name, digest in one.classes.items()},
+        "the testbed's code": made_from[0].code,
     }
 
 

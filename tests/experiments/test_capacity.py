@@ -17,13 +17,13 @@ from analysis.load import load_run
 from analysis.metrics import SLO
 from experiments import find_capacity
 from experiments.capacity import study
-from experiments.capacity.points import user_classes
 from experiments.capacity.search import Ask, Bracket, search
 from experiments.capacity.study import Found
 from experiments.capacity.watch import SloWatch
 from experiments.capacity.words import warnings, without_capacity
 from experiments.config import RunConfig
 from experiments.run import execute
+from testbed.errors import RunFolderError
 from tests.experiments.kit import REAL, SHORT, TINY, Said, config_of, say, write_rows
 
 ONE_TOKEN = (
@@ -360,12 +360,18 @@ def test_the_real_engine_is_searched(tmp_path: Path) -> None:
     assert not found.arm.is_simulated
 
 
-def test_a_changed_class_of_the_users_is_another_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_or_file_that_changed_is_another_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_order.py").write_text("class Order: ...\n")
-    node = {"scheduler": {"queue_order": {"_target_": "own_order.Order"}}, "trace": {"transforms": [{"name": "thin"}]}}
-    before = user_classes(node)
-    assert list(before) == ["own_order.Order"]
-    (tmp_path / "own_order.py").write_text("class Order:\n    a = 1\n")
-    assert user_classes(node) != before
-    assert user_classes({"_target_": "no.such.Class"}) == {"no.such.Class": ""}
+    order = tmp_path / "own_order.py"
+    order.write_text("from testbed.policies.queue_order import FCFS\n\n\nclass Order(FCFS): ...\n")
+    rows = [{"arrival_time": i / 25, "prompt_tokens": 1, "output_tokens": 1} for i in range(100)]
+    file = write_rows(tmp_path / "t.jsonl", rows)
+    words = (*ONE_TOKEN[:6], "trace=jsonl", f"trace.path={file}", "scheduler.queue_order={_target_: own_order.Order}",
+             "slo.ttft_s=0.05")  # fmt: skip
+    find_capacity(*words, folder=tmp_path / "a")
+    for changed, text in ((order, "the class file.own_order is"), (file, f"the file.{file} is")):
+        before = changed.read_text()
+        changed.write_text(before + ("# other\n" if changed is order else before.splitlines()[-1].replace("r99", "r")))
+        with pytest.raises(RunFolderError, match=re.escape(text)):
+            find_capacity(*words, folder=tmp_path / "a")
+        changed.write_text(before)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from analysis.format import plain
-from analysis.load import Run, swept_keys
+from analysis.load import Run, Sweep, as_cell, swept_keys
 from testbed.errors import RunFolderError
 
+Several = Sweep | Sequence[Run] | Mapping[str, Run]
+Runs = Run | Several
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
 _POLICY = ("scheduler.", "cache.")
 _NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record", "slo", "report")  # top-level keys
@@ -50,29 +52,58 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
 
     An arm is named by the fewest keys that tell all arms apart, a component's name first.
     """
-    swept = [key for key in swept_keys(runs) if is_policy(key)]
-    swept.sort(key=lambda key: key.split(".")[-1] not in NAMING_KEYS)
-    naming = _naming_keys(runs, swept)
+    swept = sorted((key for key in swept_keys(runs) if is_policy(key)), key=_rank)
+    naming = naming_keys([run.flat_config for run in runs], swept)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(repr([run.flat_config.get(key) for key in swept]), []).append(run)
     arms = []
     for members in groups.values():
         levels = {key: members[0].flat_config.get(key) for key in swept}
-        name = ", ".join(_level_name(key, levels[key], naming) for key in naming) or "all runs"
+        name = level_names({key: levels[key] for key in naming}) or "all runs"
         arms.append(Arm(name, levels, tuple(members), tuple(naming)))
     return arms
 
 
-def _naming_keys(runs: Sequence[Run], swept: Sequence[str]) -> list[str]:
-    """The keys of `swept` of which each tells some runs apart that those before it did not."""
+def named(runs: Runs) -> dict[str, Run]:
+    """Label -> run: as given, or by the fewest swept keys that tell the runs apart, or by its folder's name."""
+    if isinstance(runs, Mapping):
+        return dict(runs)
+    members = [runs] if isinstance(runs, Run) else list(runs.runs if isinstance(runs, Sweep) else runs)
+    keys = naming_keys([run.flat_config for run in members], swept_keys(members))
+    labels = [level_names({key: run.flat_config.get(key) for key in keys}) or run.path.name for run in members]
+    shared = {label for label, count in Counter(labels).items() if count > 1}
+    return {
+        f"{label} ({run.path})" if label in shared else label: run for label, run in zip(labels, members, strict=True)
+    }
+
+
+def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[str]:
+    """The keys of `swept` of which each tells some configurations apart that those before it did not: components' names
+    first, seeds after all that may decide."""
     kept: list[str] = []
     groups = 1
-    for key in swept:
-        split = len({repr([run.flat_config.get(k) for k in (*kept, key)]) for run in runs})
+    for key in sorted(swept, key=_rank):
+        split = len({repr([config.get(k) for k in (*kept, key)]) for config in configs})
         if split > groups:
             kept, groups = [*kept, key], split
     return kept
+
+
+def _rank(key: str) -> tuple[bool, bool, bool]:
+    return key.split(".")[0] in ("slo", "report", "record"), is_seed(key), key.split(".")[-1] not in NAMING_KEYS
+
+
+def levels_of(values: Iterable[Any]) -> list[Any]:
+    """The different values of a setting: numbers in their order, then others as they come first."""
+    levels = list(dict.fromkeys(as_cell(value) for value in values))
+    numeric = [level for level in levels if isinstance(level, int | float)]
+    return sorted(numeric) + [level for level in levels if not isinstance(level, int | float)]
+
+
+def level_names(levels: Mapping[str, Any]) -> str:
+    """ "sarathi, watermark 0.01": the levels of these keys in words; "" of none."""
+    return ", ".join(_level_name(key, value, list(levels)) for key, value in levels.items())
 
 
 def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:

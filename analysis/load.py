@@ -1,4 +1,4 @@
-"""Run folders into frames: one run, or every run below a folder.
+"""Run folders into frames: one run, or every run below folders. docs/analysis.md says what is in them.
 
 Every mistake is a RunFolderError of one line. Partial runs load and say so; none is mixed in silently with whole ones.
 """
@@ -36,11 +36,12 @@ _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 @dataclass(frozen=True)
 class Run:
-    """One run. The frames are read on first use, with the columns of `testbed.records.schema`."""
+    """One run; `print` says the main things. The frames are read on first use, with the columns of
+    `testbed.records.schema`."""
 
     path: Path
-    config: dict[str, Any]
-    manifest: dict[str, Any]
+    config: dict[str, Any] = field(repr=False)
+    manifest: dict[str, Any] = field(repr=False)
     _under: dict[SLO, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -105,32 +106,89 @@ class Run:
         """The configuration with dotted keys."""
         return flatten(self.config)
 
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The summary's numbers in one row; see `Sweep.frame`."""
+        return Sweep(self.path, (self,), ()).frame
+
+    def __str__(self) -> str:
+        from analysis.describe import run_lines  # not at the top: it imports this module
+
+        return "\n".join(run_lines(self))
+
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every run below a folder: the whole ones, and (path, reason) for those that are not."""
+    """Every run below some folders: the whole ones, and (path, reason) for those that are not; `print` says the main
+    things. path: the folder that holds them all."""
 
     path: Path
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...] = field(repr=False)
     incomplete: tuple[tuple[Path, str], ...]
+
+    @cached_property
+    def swept(self) -> list[str]:
+        """The dotted config keys that differ between the runs."""
+        return swept_keys(self.runs)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
         """One row a run: `run` (relative path), the config keys that differ, and the summary's numbers, dotted."""
         import pandas as pd  # not at the top: it is slow to import
 
-        keys = swept_keys(self.runs)
         rows = []
         for run in self.runs:
-            values = {key: _cell(run.flat_config.get(key)) for key in keys}
             numeric = {k: v for k, v in flatten(run.summary).items() if isinstance(v, int | float) or v is None}
-            rows.append({"run": relative(run.path, self.path)} | values | numeric)
+            rows.append(self._names(run) | numeric)
         return pd.DataFrame(rows)
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        """The requests of all runs: `run` and the config keys that differ, then the columns of `Run.requests`."""
+        return self._joined([run.requests for run in self.runs])
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """The steps of all runs: `run` and the config keys that differ, then the columns of `Run.steps`."""
+        return self._joined([run.steps for run in self.runs])
+
+    def __str__(self) -> str:
+        from analysis.describe import sweep_lines  # not at the top: it imports this module
+
+        return "\n".join(sweep_lines(self))
+
+    def _names(self, run: Run) -> dict[str, Any]:
+        values = {key: as_cell(run.flat_config.get(key)) for key in self.swept}
+        return {"run": relative(run.path, self.path)} | values
+
+    def _joined(self, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+        import pandas as pd
+
+        names = pd.DataFrame([self._names(run) for run in self.runs])
+        rows = names.loc[names.index.repeat([len(frame) for frame in frames])].reset_index(drop=True)
+        return pd.concat([rows, pd.concat(frames, ignore_index=True)], axis=1)
 
 
 def num_replicas(run: Run) -> int:
     """How many engines served the run's trace."""
     return max(int(run.manifest.get("num_replicas") or 1), 1)
+
+
+def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Run | Sweep:
+    """A run's folder as a `Run`; any other folder, or several, as one `Sweep` of every run at or below them.
+
+    RunFolderError for a folder that holds no complete run. One that is found twice counts once.
+    """
+    if isinstance(paths, str | os.PathLike):
+        folder = Path(paths)
+        return load_run(folder) if any((folder / mark).exists() for mark in _MARKS) else load_sweep(folder)
+    sweeps = [load_sweep(path) for path in paths]
+    if not sweeps:
+        raise RunFolderError("no run folder given")
+    runs = {run.path.resolve(): run for sweep in sweeps for run in sweep.runs}
+    incomplete = {path.resolve(): (path, reason) for sweep in sweeps for path, reason in sweep.incomplete}
+    above = Path(os.path.commonpath([sweep.path.resolve() for sweep in sweeps]))
+    return Sweep(above, tuple(runs.values()), tuple(incomplete.values()))
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -243,7 +301,8 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: (places[run.path.parent], begun(run)))
 
 
-def _cell(value: Any) -> Any:
+def as_cell(value: Any) -> Any:
+    """A configuration value as a frame's cell: lists and mappings as JSON."""
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 

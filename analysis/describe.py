@@ -1,0 +1,80 @@
+"""A run and a sweep in five lines: what it was, on what trace, how it went, and what one should know of it."""
+
+from __future__ import annotations
+
+import math
+
+from analysis import format as fmt
+from analysis.arms import levels_of, named, naming_keys
+from analysis.checks import failures
+from analysis.fidelity import summary_value
+from analysis.load import Run, Sweep, num_replicas
+
+_SHOWN = 5  # values of a swept key that are spelt out
+_RANGED = {"P99 TTFT": "ttft_s.p99", "P99 TPOT": "tpot_s.p99"}
+
+
+def run_lines(run: Run) -> list[str]:
+    """Five lines."""
+    manifest, summary = run.manifest, run.summary
+    trace, rates, kv = manifest.get("trace") or {}, summary["throughput"], summary["kv"]
+    status = "complete" if run.is_complete else "PARTIAL"
+    fleet = f", {num_replicas(run)} replicas" if num_replicas(run) > 1 else ""
+    latencies = [
+        f"{title} mean {fmt.seconds(summary[name]['mean'])}, P99 {fmt.seconds(summary[name]['p99'])}"
+        for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))
+    ]
+    served = f"{summary['num_finished']:,} of {summary['num_requests']:,} finished, "
+    served += f"{fmt.number(rates['requests_per_s'], 'req/s')}, {fmt.number(rates['output_tokens_per_s'], 'tok/s')}"
+    if (slo := summary["slo"]) is not None:
+        served += f"; SLO kept by {fmt.share(slo['attainment'])}, goodput {fmt.number(slo['goodput_per_s'], 'req/s')}"
+    if (summary["steadiness"] or {}).get("is_outrun"):
+        served += "; OVERLOADED: more came than was served"
+    num_preemptions = fmt.number(summary["preemptions"]["total"])
+    failed = "".join(f"; {said}" for said in failures(summary["checks"]))
+    return [
+        f"run      {run.path} ({status}, {manifest.get('backend')}): {manifest.get('scheduler')}, "
+        f"{manifest.get('model')} on {manifest.get('device')}{fleet}",
+        f"trace    {trace.get('name')}, {summary['num_requests']:,} requests, "
+        f"{fmt.number(rates['offered_per_s'], 'req/s')} offered, {fmt.seconds(summary['duration_s'])} long, "
+        f"seed {manifest.get('seed')}",
+        f"latency  {'; '.join(latencies)}",
+        f"served   {served}",
+        f"engine   busy {fmt.share(summary['busy_share'])}, KV blocks in use {fmt.share(kv['utilisation_mean'])} "
+        f"(at most {fmt.share(kv['utilisation_peak'])}), {num_preemptions} preemptions, "
+        f"prefix hits {fmt.share(summary['prefix_hit_rate'])}{failed}",
+    ]
+
+
+def sweep_lines(sweep: Sweep) -> list[str]:
+    """Five lines."""
+    left_out = ""
+    if sweep.incomplete:
+        path, reason = sweep.incomplete[0]
+        left_out = f"; {len(sweep.incomplete)} left out, the first {path}: {reason}"
+    num_traces = len({run.fingerprint for run in sweep.runs})
+    sizes = sorted({run.summary["num_requests"] for run in sweep.runs})
+    span = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return [
+        f"sweep    {sweep.path}: {len(sweep.runs)} runs{left_out}",
+        f"swept    {_swept(sweep)}",
+        f"traces   {num_traces}{' different' if num_traces > 1 else ''}, {span} requests",
+        *(f"{title} {_range(sweep, path)}" for title, path in _RANGED.items()),
+    ]
+
+
+def _swept(sweep: Sweep) -> str:
+    said = []
+    for key in naming_keys([run.flat_config for run in sweep.runs], sweep.swept):
+        values = levels_of([run.flat_config.get(key) for run in sweep.runs])
+        more = f", … ({len(values)})" if len(values) > _SHOWN else ""
+        said.append(f"{key} {', '.join(fmt.plain(value) for value in values[:_SHOWN])}{more}")
+    return "; ".join(said) or "nothing"
+
+
+def _range(sweep: Sweep, path: str) -> str:
+    """From the run with the least to that with the most; one that did not reach it is the most."""
+    values = {label: summary_value(run.summary, path) for label, run in named(sweep).items()}
+    ordered = sorted(values, key=lambda label: math.inf if values[label] is None else values[label] or 0.0)
+    low, high = (f"{fmt.seconds(values[label])} ({label})" for label in (ordered[0], ordered[-1]))
+    return f"from {low} to {high}" if len(ordered) > 1 else low

@@ -23,7 +23,7 @@ _NUMBERS = ("replica", "step", "start_ns", "end_ns", "swap_ns", "num_prefill_tok
 class DecidedStep:
     """What a step decided; ids in the order decided. victims: how each was preempted, by id.
 
-    preempted_for, lost_tokens, recomputed_tokens: see `testbed.records.schema.explanation`.
+    preempted_for, lost_tokens, recomputed_tokens: see `testbed.records.schema.explanation`; empty without it.
     """
 
     replica: int
@@ -45,9 +45,10 @@ class DecidedStep:
     recomputed_tokens: dict[str, int]
 
 
-def decided_steps(run: Run) -> Iterator[DecidedStep]:
+def decided_steps(run: Run, *, explained: bool = True) -> Iterator[DecidedStep]:
     """Every step of the run, those of several replicas mixed as they were committed.
 
+    explained: whether for whom somebody was preempted must be known, which record.decisions alone does not say.
     Raises RunFolderError where the decisions are missing, say too little, or are of another run.
     """
     file = run.path / DECISIONS_FILE
@@ -67,9 +68,24 @@ def decided_steps(run: Run) -> Iterator[DecidedStep]:
                 raise RunFolderError(f"{place}: no decision of a step ({error}); {need}") from None
             if (line.get("replica", 0), line["step"]) != (step.replica, step.step):
                 raise RunFolderError(f"{place} is not of the step that steps.parquet has there; {need}")
-            if step.victims and not step.lost_tokens:
+            if explained and step.victims and not step.lost_tokens:
                 raise RunFolderError(f"{place} preempts, and does not say for whom; {need}")
             yield step
+
+
+def absences(run: Run) -> dict[str, list[tuple[int, int | None, str]]]:
+    """By request: from when until when each preemption kept it out (ns; None: it never ran again), and how it was
+    preempted, `recompute` or `swap`. Raises RunFolderError where the decisions are missing."""
+    away: dict[str, tuple[int, str]] = {}
+    found: dict[str, list[tuple[int, int | None, str]]] = {}
+    for step in decided_steps(run, explained=False):
+        for name in [name for name in away if name in step.scheduled]:
+            since_ns, mode = away.pop(name)
+            found.setdefault(name, []).append((since_ns, step.start_ns, mode))
+        away |= {name: (step.start_ns, mode) for name, mode in step.victims.items()}
+    for name, (since_ns, mode) in away.items():
+        found.setdefault(name, []).append((since_ns, None, mode))
+    return found
 
 
 def _rows(rows: FileRows) -> Iterator[tuple[Any, ...]]:

@@ -1,46 +1,57 @@
-"""The figures: each takes runs (or comparisons) by label and returns a Figure; `style.save` writes PNG and SVG.
+"""The plots: each takes runs (or comparisons), returns its Axes or an array of them; `style.save` writes PNG and SVG.
 
+Runs are a `Run`, a `Sweep`, a list of runs, or a mapping from labels to runs.
 Nothing to draw (no request finished, no decode, one request) draws an empty panel that says so, without a warning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import style
+from analysis.arms import Runs, infer_arms, named
 from analysis.curves import MAX_POINTS, Engine, engines_of, thin, total
 from analysis.frames import numbers
-from analysis.load import Run, num_replicas
+from analysis.load import Run, Sweep, num_replicas
 from analysis.metrics import request_metrics
 from analysis.occupancy import kv_usage, run_end_ns
 from analysis.rows import FloatArray
+from analysis.run_plots import batch_composition, gantt, preemption_scatter
 from analysis.statistics import Estimate, Verdict, verdict
+from analysis.style import AxesArray
 from analysis.survival import km_steps
+from analysis.sweep_plots import heatmap, pareto
+
+__all__ = [
+    "ablation_bars", "batch_composition", "gantt", "heatmap", "latency_cdf", "pareto", "preemption_scatter",
+    "sim_versus_real", "throughput_latency", "timeline",
+]  # fmt: skip
 
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
 
-def latency_cdf(runs: Mapping[str, Run]) -> Figure:
+def latency_cdf(runs: Runs) -> AxesArray:
     """Distribution functions of TTFT, TPOT and E2E, one curve a run; with censored requests Kaplan-Meier's.
 
     A curve that ends below 1 has requests that were not finished (or not started) when the run ended.
+    Axes `[3]`.
     """
+    runs = named(runs)
     with style.styled():
-        figure, ((*panels,),) = style.grid(1, 3, 2.3 + style.legend_height(list(runs)), sharey=True)
+        figure, (panels,) = style.grid(1, 3, 2.3 + style.legend_height(list(runs)), sharey=True)
         for axes, (name, title) in zip(panels, LATENCIES.items(), strict=True):
             _cdf_panel(axes, {label: _latency_values(run, name) for label, run in runs.items()}, title)
         panels[0].set_ylabel("share of requests")
         handles = [style.line_handle(**style.series_style(index)) for index in range(len(runs))]
         style.legend_below(figure, handles, list(runs))
-    return figure
+    return cast(AxesArray, panels)
 
 
 def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
@@ -75,15 +86,17 @@ def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], 
     axes.set_xlabel(f"{title} ({unit})")
 
 
-def throughput_latency(arms: Mapping[str, Sequence[Run]]) -> Figure:
+def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
     """P99 TTFT and P99 TPOT over the completed requests/s, one curve an arm, one point a load.
 
     Runs of one load (equal `trace.*` settings but the seed) are replicates: a point is their mean, its bar spans them.
-    A triangle at the top edge is a load at which the quantile was not reached in some replicate.
+    A triangle at the top edge is a load at which the quantile was not reached in some replicate. Axes `[2]`.
     """
+    if isinstance(arms, Sweep):
+        arms = {arm.name: arm.runs for arm in infer_arms(arms.runs)}
     panels_of = {"ttft_s": "P99 TTFT", "tpot_s": "P99 TPOT"}
     with style.styled():
-        figure, ((*panels,),) = style.grid(1, 2, 2.5 + style.legend_height(list(arms)))
+        figure, (panels,) = style.grid(1, 2, 2.5 + style.legend_height(list(arms)))
         for axes, (name, title) in zip(panels, panels_of.items(), strict=True):
             points = {label: _load_points(runs, name) for label, runs in arms.items()}
             known = np.array([row["mean"] for rows in points.values() for row in rows if row["mean"] is not None])
@@ -95,7 +108,7 @@ def throughput_latency(arms: Mapping[str, Sequence[Run]]) -> Figure:
             axes.set_ylabel(f"{title} ({unit})")
         handles = [style.line_handle(marker=style.marker(i), **style.series_style(i)) for i in range(len(arms))]
         style.legend_below(figure, handles, list(arms))
-    return figure
+    return cast(AxesArray, panels)
 
 
 def _load_points(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
@@ -130,13 +143,16 @@ def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, in
     axes.plot(lost, [0.97] * len(lost), transform=edge, marker="^", linestyle="none", color=look["color"])
 
 
-def timeline(runs: Mapping[str, Run]) -> Figure:
+def timeline(runs: Runs) -> AxesArray:
     """KV usage and queue over time, one column a run; ticks on top of the queue are steps that preempted.
 
     Of several replicas: their queues summed up, the mean of their KV usage, and a band from the least to the most used.
+    Axes `[2, num_runs]`.
     """
+    runs = named(runs)
     with style.styled():
-        figure, (upper, lower) = style.grid(2, max(len(runs), 1), 3.5, sharex=True, sharey="row")
+        figure, both = style.grid(2, max(len(runs), 1), 3.5, sharex=True, sharey="row")
+        upper, lower = both
         for column, (label, run) in enumerate(runs.items()):
             upper[column].set_title(label)
             lower[column].set_xlabel("time since the start of the run (s)")
@@ -155,7 +171,7 @@ def timeline(runs: Mapping[str, Run]) -> Figure:
         if any(num_replicas(run) > 1 for run in runs.values()):
             handles["range over replicas"] = Patch(**_BAND)
         style.legend_below(figure, list(handles.values()), list(handles))
-    return figure
+    return both
 
 
 _QUEUES: dict[str, dict[str, Any]] = {
@@ -206,11 +222,12 @@ def ablation_bars(
     changes: Mapping[str, Mapping[str, Estimate | None]],
     better: Mapping[str, int],
     verdicts: Mapping[str, Mapping[str, Verdict]] | None = None,
-) -> Figure:
+) -> AxesArray:
     """Relative change to the baseline, in percent, one panel a metric, one bar an arm, with intervals.
 
     `changes`: metric -> arm -> estimate on the scale log_ratio (None: cannot be compared). `better`: metric -> +1 where
     more is better, -1 where less is. `verdicts`: the same keys; by default each interval's own.
+    Axes `[num_metrics]`.
     """
     arms = list(dict.fromkeys(arm for by_arm in changes.values() for arm in by_arm))
     kinds = {
@@ -222,7 +239,7 @@ def ablation_bars(
         for metric, by_arm in changes.items()
     }
     with style.styled():
-        figure, ((*panels,),) = style.grid(1, max(len(changes), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
+        figure, (panels,) = style.grid(1, max(len(changes), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
         for axes, (metric, by_arm) in zip(panels, changes.items(), strict=False):
             _bar_panel(axes, arms, by_arm, kinds[metric])
             axes.set_title(metric)
@@ -232,7 +249,7 @@ def ablation_bars(
         seen = {kind for by_arm in kinds.values() for kind in by_arm.values()}
         shown = [kind for kind in _BARS if kind in seen]
         style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
-    return figure
+    return cast(AxesArray, panels)
 
 
 _FAR = 500.0  # percent
@@ -282,14 +299,15 @@ def _bar_panel(
     axes.xaxis.set_major_locator(MaxNLocator(3 if 1 <= widest < 1000 else 2))  # long labels: two steps fit a panel
 
 
-def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> Figure:
+def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> AxesArray:
     """Each request's simulated latency over its real one (above) and their ratio (below), per latency.
 
     `matched`: label -> `fidelity.match_requests` (columns sim_<latency>, real_<latency>, seconds). On the line the
-    simulator is exact; the dashed lines are +-10 %.
+    simulator is exact; the dashed lines are +-10 %. Axes `[2, 3]`.
     """
     with style.styled():
-        figure, (upper, lower) = style.grid(2, 3, 4.0 + style.legend_height(list(matched)), height_ratios=[2.0, 1.0])
+        figure, both = style.grid(2, 3, 4.0 + style.legend_height(list(matched)), height_ratios=[2.0, 1.0])
+        upper, lower = both
         for column, (name, title) in enumerate(LATENCIES.items()):
             pairs = [_pair(frame, name) for frame in matched.values()]
             _scatter_column(upper[column], lower[column], pairs, title)
@@ -298,7 +316,7 @@ def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> Figure:
             for i in range(len(matched))
         ]
         style.legend_below(figure, handles, list(matched))
-    return figure
+    return both
 
 
 def _pair(frame: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:

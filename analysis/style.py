@@ -1,24 +1,30 @@
 """The one look of every figure: readable in print, in grey, and by the colour-blind.
 
-Colours are Okabe and Ito's (2008); every series also has its own line style and marker. Figures are made without
-pyplot, so a notebook's backend, figures and rcParams stay as they are.
+Colours are Okabe and Ito's (2008); every series also has its own line style and marker. Only where pyplot is
+interactive, as in a notebook, are figures made by it, so that the cell shows them; rcParams stay as they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation
+from numpy.typing import NDArray
 
 from analysis.rows import FloatArray
+
+AxesArray = NDArray[np.object_]
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#8A8A8A"
@@ -64,11 +70,24 @@ def styled() -> Any:
     return mpl.rc_context(cast(Any, STYLE))
 
 
-def grid(num_rows: int, num_columns: int, height_in: float, **options: Any) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of a page's width with rows of axes. Call inside `styled()`."""
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    axes = figure.subplots(num_rows, num_columns, squeeze=False, **options)
-    return figure, [list(row) for row in axes]
+def grid(num_rows: int, num_columns: int, height_in: float, **options: Any) -> tuple[Figure, AxesArray]:
+    """A figure of a page's width with axes `[num_rows, num_columns]`. Call inside `styled()`."""
+    size: dict[str, Any] = {"figsize": (WIDTH_IN, height_in), "layout": "constrained"}
+    if mpl.is_interactive():
+        from matplotlib import pyplot  # slow to import, and there already
+
+        figure = pyplot.figure(**size)
+    else:
+        figure = Figure(**size)
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False, **options)
+
+
+def only_axes(ax: Axes | None, height_in: float) -> Axes:
+    """`ax`, or the axes of a figure of its own, of a page's width. Call inside `styled()`."""
+    if ax is not None:
+        return ax
+    _, ((axes,),) = grid(1, 1, height_in)
+    return cast(Axes, axes)
 
 
 def series_style(index: int) -> dict[str, Any]:
@@ -81,8 +100,11 @@ def marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
-def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
-    """Writes `<stem>.png` and `<stem>.svg`, byte for byte the same each time; returns both paths."""
+def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, Path]:
+    """Writes the figure of what a plot returned to `<stem>.png` and `<stem>.svg`, byte for byte the same each time;
+    returns both paths."""
+    stem = Path(stem)
+    figure = drawn if isinstance(drawn, Figure) else figure_of(drawn)
     stem.parent.mkdir(parents=True, exist_ok=True)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
     with styled():
@@ -91,20 +113,35 @@ def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
     return png, svg
 
 
+def figure_of(drawn: Axes | AxesArray) -> Figure:
+    """The figure that these axes are in."""
+    axes = cast(Axes, np.ravel(np.asarray(drawn, dtype=object))[0])
+    return cast(Figure, axes.get_figure(root=True))
+
+
 def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """One legend under all axes, where it covers no data; as many columns as fit."""
     if labels:
         figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels))
 
 
-def legend_height(labels: Sequence[str]) -> float:
-    """Inches that `legend_below` will take."""
-    return 0.17 * math.ceil(len(labels) / _columns(labels)) + 0.1 if labels else 0.0
+def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """The legend of one of perhaps several axes of a figure: under its label, where it covers no data."""
+    if labels:
+        below = axes.transAxes + ScaledTranslation(0, -0.46, figure_of(axes).dpi_scale_trans)
+        width_in = axes.get_position().width * figure_of(axes).get_figwidth()
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}
+        axes.legend(handles, labels, ncols=_columns(labels, width_in), borderaxespad=0.0, **place)
 
 
-def _columns(labels: Sequence[str]) -> int:
+def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
+    """Inches that `legend_below` will take; of a width of 0.77 pages, that `legend_under` will."""
+    return 0.17 * math.ceil(len(labels) / _columns(labels, width_in)) + 0.1 if labels else 0.0
+
+
+def _columns(labels: Sequence[str], width_in: float = WIDTH_IN) -> int:
     widest_in = 0.058 * max(len(label) for label in labels) + 0.55
-    return max(1, min(len(labels), int(WIDTH_IN / widest_in)))
+    return max(1, min(len(labels), int(width_in / widest_in)))
 
 
 def line_handle(**style: Any) -> Line2D:

@@ -51,10 +51,10 @@ def poor(tmp_path_factory):
     }
 
 
-def saved(figure, folder, name):
+def saved(drawn, folder, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        png, svg = style.save(figure, folder / name)
+        png, svg = style.save(drawn, folder / name)
     assert png.read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in svg.read_bytes()[:400]
     return png, svg
@@ -77,13 +77,13 @@ def test_every_figure_writes_png_and_svg(runs, tmp_path):
 def test_poor_data_draws_without_a_warning(poor, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figures = [plots.latency_cdf({name: run}) for name, run in poor.items()]
-        figures += [plots.timeline(poor), plots.throughput_latency({name: [run] for name, run in poor.items()})]
-        figures += [plots.latency_cdf({}), plots.timeline({}), plots.throughput_latency({}), plots.sim_versus_real({})]
-        figures += [plots.ablation_bars({}, {}), plots.ablation_bars({"mean TTFT": {"a": None}}, {})]
-        figures += [plots.sim_versus_real({"x": fidelity.match_requests(run, run)}) for run in poor.values()]
-    for index, figure in enumerate(figures):
-        saved(figure, tmp_path, f"figure_{index}")
+        drawn = [plots.latency_cdf({name: run}) for name, run in poor.items()]
+        drawn += [plots.timeline(poor), plots.throughput_latency({name: [run] for name, run in poor.items()})]
+        drawn += [plots.latency_cdf({}), plots.timeline({}), plots.throughput_latency({}), plots.sim_versus_real({})]
+        drawn += [plots.ablation_bars({}, {}), plots.ablation_bars({"mean TTFT": {"a": None}}, {})]
+        drawn += [plots.sim_versus_real({"x": fidelity.match_requests(run, run)}) for run in poor.values()]
+    for index, axes in enumerate(drawn):
+        saved(axes, tmp_path, f"plot_{index}")
 
 
 def test_files_are_the_same_each_time_and_globals_stay_untouched(runs, tmp_path):
@@ -118,8 +118,8 @@ def fleet(folder, num_replicas=3):
 
 
 def test_a_fleet_has_a_timeline_of_sums_and_a_band(tmp_path):
-    figure = plots.timeline({"fleet": fleet(tmp_path / "fleet")})
-    usage, requests = figure.axes
+    drawn = plots.timeline({"fleet": fleet(tmp_path / "fleet")})
+    usage, requests = drawn[:, 0]
     queues = {line.get_color(): line.get_ydata().tolist() for line in requests.lines}
     assert queues == {style.BLUE: [3.0, 0.0], style.VERMILLION: [2.0, 0.0]}
     (mean,) = usage.lines
@@ -127,8 +127,8 @@ def test_a_fleet_has_a_timeline_of_sums_and_a_band(tmp_path):
     (band,) = usage.collections
     heights = band.get_paths()[0].vertices[:, 1]
     assert (heights.min(), heights.max()) == (0.0, 100.0)  # from the replica that does nothing to the full one
-    assert "range over replicas" in [text.get_text() for text in figure.legends[0].get_texts()]
-    saved(figure, tmp_path, "fleet")
+    assert "range over replicas" in [text.get_text() for text in usage.figure.legends[0].get_texts()]
+    saved(drawn, tmp_path, "fleet")
 
 
 @pytest.mark.parametrize("column", ["num_preempted", "num_swapped_out"])
@@ -137,7 +137,7 @@ def test_steps_that_preempted_in_either_way_are_marked(tmp_path, column):
     step = {"num_running": 1, "num_waiting": 0, "num_swapped": 0, "num_preempted": 0, "num_swapped_out": 0}
     steps = [step | {"step": i, "start_ns": i * S, "end_ns": (i + 1) * S, "free_gpu_blocks": 3} for i in range(4)]
     steps[2][column] = 1
-    _, requests = plots.timeline({"run": degenerate(tmp_path / "run", [row], steps)}).axes
+    _, requests = plots.timeline(degenerate(tmp_path / "run", [row], steps))[:, 0]
     assert [line.get_xdata().tolist() for line in requests.lines if line.get_marker() == "|"] == [[2.0]]
 
 

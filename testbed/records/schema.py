@@ -23,25 +23,25 @@ from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, PreemptionMode
 
 REQUEST_COLUMNS: dict[str, str] = {
-    "request_id": "string",
+    "request_id": "string",  # unique within the run
     "session_id": "string",  # null outside sessions
     "turn": "int32",  # null outside sessions
-    "tenant": "string",
-    "priority": "int32",
+    "tenant": "string",  # null: none was named
+    "priority": "int32",  # as the trace says; the smaller, the more urgent
     "replica": "int32",  # the replica that served it; 0 where there is only one
-    "num_prompt_tokens": "int32",
+    "num_prompt_tokens": "int32",  # cached ones included
     "num_output_tokens": "int32",  # emitted so far, by all of its sequences
     "num_token_steps": "int32",  # steps that emitted them: fewer where sequences of a group emit together
     "num_cached_tokens": "int32",  # prefix tokens found in the cache at the first admission
-    "num_preemptions": "int32",
+    "num_preemptions": "int32",  # by recompute and by swap; a group's members count once
     "num_recomputed_tokens": "int64",  # computed again after a preemption; what the cache gave back does not count
     "finish_reason": "string",  # stop, length, abort, ignored; null: unfinished when the run ended (censored)
-    "finish_message": "string",
+    "finish_message": "string",  # why it was ignored or aborted; null: nothing to say
     "arrival_ns": "int64",  # intended arrival
     "queued_ns": "int64",  # the step boundary that first saw it
-    "first_scheduled_ns": "int64",
-    "first_token_ns": "int64",
-    "finish_ns": "int64",
+    "first_scheduled_ns": "int64",  # the plan that admitted it first; null: never
+    "first_token_ns": "int64",  # the commit that emitted its first token; null: none
+    "finish_ns": "int64",  # of whatever reason; null: unfinished when the run ended
     "token_ns": "list<int64>",  # the instant of every step that emitted; null with record.token_times=false
     "ttft_s": "double",  # first token - intended arrival
     "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted; null for n < 2
@@ -53,29 +53,29 @@ STEP_COLUMNS: dict[str, str] = {
     "step": "int64",  # counted by each replica for itself
     "start_ns": "int64",  # the instant given to plan, or the end of the step that was in flight then
     "end_ns": "int64",  # the instant given to commit
-    "num_decodes": "int32",
+    "num_decodes": "int32",  # decode rows: one token each of a sequence whose prompt is computed
     "num_prefills": "int32",  # prefill rows (whole prompts or chunks)
-    "num_decode_tokens": "int32",
-    "num_prefill_tokens": "int32",
-    "decode_context_tokens": "int64",
-    "num_emitted": "int32",
+    "num_decode_tokens": "int32",  # computed by decode rows
+    "num_prefill_tokens": "int32",  # computed by prefill rows; those found in the prefix cache are not
+    "decode_context_tokens": "int64",  # positions that the decode rows attend to, summed
+    "num_emitted": "int32",  # tokens that came out
     "num_running": "int32",  # after the plan
-    "num_waiting": "int32",
-    "num_swapped": "int32",
+    "num_waiting": "int32",  # after the plan, those preempted by recompute included
+    "num_swapped": "int32",  # after the plan, groups that are out on the CPU
     "free_gpu_blocks": "int32",  # after the plan, before its commit; cached and evictable ones count as free
-    "free_cpu_blocks": "int32",
-    "num_admitted": "int32",
+    "free_cpu_blocks": "int32",  # after the plan
+    "num_admitted": "int32",  # sequences taken from the waiting queue, also those that come back
     "num_cached_tokens": "int32",  # prefix tokens found for the sequences admitted in this step
-    "num_preempted": "int32",
-    "num_swapped_out": "int32",
-    "num_swapped_in": "int32",
-    "num_ignored": "int32",
+    "num_preempted": "int32",  # requests preempted by recompute
+    "num_swapped_out": "int32",  # requests preempted by swap
+    "num_swapped_in": "int32",  # requests that came back from the CPU
+    "num_ignored": "int32",  # requests ended because they can never fit
     "blocked_by": "string",  # what kept the head of the queue out; null: nothing did
-    "schedule_ns": "int64",  # where the time went; the rest is idle or overlap
-    "prepare_ns": "int64",
-    "swap_ns": "int64",
-    "forward_ns": "int64",
-    "sample_ns": "int64",
+    "schedule_ns": "int64",  # the core's own decision; the parts may overlap, and what they leave of a step is idle
+    "prepare_ns": "int64",  # inputs of the batch, launches, what the host adds to each step
+    "swap_ns": "int64",  # block transfers and copies
+    "forward_ns": "int64",  # the model
+    "sample_ns": "int64",  # logits to tokens
     "digest": "uint64",  # the running decision digest after this step
 }
 

@@ -35,10 +35,9 @@ class Level:
 
     def mean_between(self, edges_s: FloatArray) -> FloatArray:
         """The mean over each [edges_s[i], edges_s[i + 1]), `[num_edges - 1]`; 0 before the first instant."""
-        sums = np.append(np.cumsum(self.values[:-1] * np.diff(self.times_s)), 0.0)  # at times_s[1:]; place -1: before
-        places = np.searchsorted(self.times_s, edges_s, side="right") - 1
-        since = np.where(places < 0, 0.0, edges_s - self.times_s[np.maximum(places, 0)])
-        upto = sums[places - 1] * (places > 0) + self.at(edges_s) * since
+        sums = np.concatenate(([0.0], np.cumsum(self.values[:-1] * np.diff(self.times_s))))  # at times_s
+        places = np.maximum(np.searchsorted(self.times_s, edges_s, side="right") - 1, 0)
+        upto = sums[places] + self.at(edges_s) * (edges_s - self.times_s[places])
         return np.asarray(np.diff(upto) / np.diff(edges_s), dtype=np.float64)
 
     def at(self, instants_s: FloatArray) -> FloatArray:

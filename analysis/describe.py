@@ -65,10 +65,14 @@ def sweep_lines(sweep: Sweep) -> list[str]:
 
 def _swept(sweep: Sweep) -> str:
     said = []
-    for key in naming_keys([run.flat_config for run in sweep.runs], sweep.swept):
+    keys = naming_keys([run.flat_config for run in sweep.runs], sweep.swept)
+    for key in keys:
         values = levels_of([run.flat_config.get(key) for run in sweep.runs])
         more = f", … ({len(values)})" if len(values) > _SHOWN else ""
         said.append(f"{key} {', '.join(fmt.plain(value) for value in values[:_SHOWN])}{more}")
+    num_more = len(sweep.swept) - len(keys)
+    if num_more:
+        said.append(f"and {num_more} {'key that changes' if num_more == 1 else 'keys that change'} with these")
     return "; ".join(said) or "nothing"
 
 

@@ -122,7 +122,8 @@ def gantt(
     computed again after one is drawn as the phase that it interrupted.
     """
     requests = source.requests if isinstance(source, Run) else source
-    end_s = run_end_ns(requests, source.steps if isinstance(source, Run) else requests.iloc[:0]) / 1e9
+    steps = source.steps if isinstance(source, Run) else pd.DataFrame({"end_ns": np.empty(0, dtype=np.int64)})
+    end_s = run_end_ns(requests, steps) / 1e9
     lives = _lives(requests, end_s)
     chosen = lives["end_s"].gt(from_s) & lives["arrival_s"].lt(end_s if to_s is None else to_s)
     if request_ids is not None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.load import load_run, load_sweep, same_trace, swept_keys
+import analysis
+from analysis.load import Run, Sweep, load_run, load_sweep, same_trace, swept_keys
 from testbed.errors import RunFolderError
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import write_run
 
 
@@ -92,6 +95,65 @@ def test_a_sweep_is_every_whole_run_below_and_reports_the_others(tmp_path):
     frame = sweep.frame
     assert list(frame.columns[:3]) == ["run", "seed", "cache.watermark"]
     assert frame["ttft_s.p50"].notna().all()
+
+
+# --- one call for a run, a sweep, or many ---
+
+
+@pytest.fixture
+def two_sweeps(tmp_path):
+    for name, watermark in (("a", 0.0), ("b", 0.1)):
+        for seed in (0, 1):
+            write_run(tmp_path / name / f"seed{seed}", seed=seed, watermark=watermark, num_requests=8 + 4 * seed)
+    return tmp_path
+
+
+def test_one_call_takes_a_run_a_sweep_or_many(two_sweeps):
+    assert isinstance(analysis.load(two_sweeps / "a" / "seed0"), Run)
+    assert isinstance(analysis.load(str(two_sweeps / "a")), Sweep)
+    assert len(analysis.load(two_sweeps).runs) == 4
+    many = analysis.load([two_sweeps / "a", two_sweeps / "b" / "seed1", two_sweeps / "a" / "seed0"])
+    assert many.path == two_sweeps.resolve()
+    assert many.frame["run"].tolist() == ["a/seed0", "a/seed1", "b/seed1"], "what is found twice counts once"
+    assert many.swept == ["seed", "cache.watermark", "trace.num_requests"]
+    refused(lambda: analysis.load([]), "no run folder given")
+    refused(lambda: analysis.load(two_sweeps / "c"), "no such folder")
+    refused(lambda: analysis.load([two_sweeps / "a", two_sweeps / "c"]), "no such folder")
+
+
+def test_a_sweeps_frames_are_its_runs_with_their_swept_keys_in_front(two_sweeps):
+    sweep = analysis.load(two_sweeps)
+    for name, schema in (("requests", REQUEST_COLUMNS), ("steps", STEP_COLUMNS)):
+        joined = getattr(sweep, name)
+        assert list(joined.columns) == ["run", *sweep.swept, *schema]
+        for run, (label, rows) in zip(sweep.runs, joined.groupby("run"), strict=True):
+            assert label == run.path.relative_to(two_sweeps).as_posix()
+            own = getattr(run, name)
+            pd.testing.assert_frame_equal(rows[list(schema)].reset_index(drop=True), own)
+            assert set(rows["cache.watermark"]) == {run.flat_config["cache.watermark"]}
+    assert sweep.requests["token_ns"].dtype == sweep.runs[0].requests["token_ns"].dtype
+
+
+def test_a_runs_table_is_one_row(folder):
+    assert analysis.load(folder).frame["ttft_s.p99"].tolist() == [load_run(folder).summary["ttft_s"]["p99"]]
+
+
+def test_five_lines_say_what_a_run_and_a_sweep_are(two_sweeps):
+    run = analysis.load(two_sweeps / "b" / "seed1")
+    lines = str(run).splitlines()
+    assert len(lines) <= 5
+    assert lines[0].startswith(f"run      {run.path} (complete, sim)")
+    assert "12 requests" in lines[1]
+    assert "12 of 12 finished" in lines[3]
+    assert len(repr(run)) < 200, "the configuration is not in it"
+    write_run(two_sweeps / "cut", num_requests=30, stop_s=1.0)
+    assert "PARTIAL" in str(analysis.load(two_sweeps / "cut"))
+    lines = str(analysis.load(two_sweeps)).splitlines()
+    assert len(lines) <= 5
+    assert "4 runs; 1 left out" in lines[0]
+    assert lines[1] == "swept    cache.watermark 0, 0.1; trace.num_requests 8, 12; and 1 key that changes with these"
+    assert "(watermark 0, num requests 12)" in lines[3]
+    assert len(str(analysis.load([two_sweeps / "a" / "seed0"])).splitlines()) <= 5
 
 
 def test_runs_on_different_traces_are_never_paired(tmp_path):

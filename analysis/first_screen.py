@@ -43,7 +43,7 @@ class Compared(NamedTuple):
     effects: Sequence[Effect]  # main effects, of a replicated full design
 
 
-def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
+def answer(groups: Sequence[Compared], slo: SLO | None, margin: float) -> list[str]:
     """At most MAX_SENTENCES: who serves most within the SLO, then claimed changes by their size, the largest first."""
     ranked: list[tuple[float, str]] = []
     num_quiet = 0
@@ -57,7 +57,7 @@ def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
             size = max(abs(row.estimate.value) for row in claims if row.estimate is not None)
             ranked.append((size, f"{at_load}{subject}: {_told(claims)}."))
     ranked.sort(key=lambda item: -item[0])
-    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
+    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
     said = [*best[: MAX_SENTENCES - 2], *(text for _, text in ranked)]
     if not said and num_quiet:
         return ["Nothing that was compared differs beyond the noise."]
@@ -103,22 +103,26 @@ def _told(claims: Sequence[Comparison]) -> str:
     return "; ".join(parts) or "different, in nothing that is better or worse"
 
 
-def _best_within(group: Compared, slo: SLO) -> str:
-    """The arm with the highest goodput, and the baseline's."""
+def _best_within(group: Compared, slo: SLO, margin: float) -> str:
+    """The arm with the highest goodput, and the baseline's; the baseline where none has more, beyond the margin."""
     share, goodput = SLO_METRICS
     known = {
         arm.name: (mean_over_replicates(arm, goodput, slo), mean_over_replicates(arm, share, slo)) for arm in group.arms
     }
     served = {name: (rate, kept) for name, (rate, kept) in known.items() if rate is not None and kept is not None}
-    if len(served) < 2:
+    base = group.arms[0].name
+    if len(served) < 2 or base not in served:
         return ""
-    best, base = max(served, key=lambda name: served[name][0]), group.arms[0].name
+    best = max(served, key=lambda name: served[name][0])
     rate, kept = served[best]
+    if rate <= served[base][0] * (1.0 + margin):
+        best, (rate, kept) = base, served[base]
     where = f"At {group.load}, " if group.load else ""
-    text = f"{where}{best} serves most within the SLO: {goodput.write(rate)} ({share.write(kept)} of its requests)"
-    if best != base and base in served:
-        text += f", {base} {goodput.write(served[base][0])} ({share.write(served[base][1])})"
-    return text + "."
+    told = f"{goodput.write(rate)} ({share.write(kept)} of its requests)"
+    if best == base:
+        return f"{where}no arm serves more within the SLO than {base}: {told}."
+    before = f"{base} {goodput.write(served[base][0])} ({share.write(served[base][1])})"
+    return f"{where}{best} serves most within the SLO: {told}, {before}."
 
 
 def trust(groups: Sequence[Compared], pairs: Sequence[Pair], errors: Mapping[str, pd.DataFrame]) -> list[Trust]:

@@ -59,7 +59,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     _run_plots(sections, groups, baseline)
     context = _context(report, sections, baseline, slo)
     context["cautions"] += cautions(groups, report.margin)
-    context["answer"] = answer(sections.compared, slo)
+    context["answer"] = answer(sections.compared, slo, report.margin)
     context["main_figure"] = next((plot for group in reversed(sections.ablation) for plot in group["plots"]), None)
     environment = Environment(
         loader=PackageLoader("analysis"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

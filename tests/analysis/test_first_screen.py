@@ -24,7 +24,7 @@ def row(arm: str, index: int, change: float, *, claimed: bool = True) -> Compari
 def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> None:
     names = [f"arm {index}" for index in range(9)]
     rows = [row(name, 0, -0.1 * (index + 1)) for index, name in enumerate(names)] + [row("arm 8", 1, 0.3)]
-    said = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
+    said = answer([Compared("", [Arm("base", {}, ())], rows, ())], None, 0.02)
     assert len(said) == MAX_SENTENCES
     assert said[0].startswith("arm 8 against base: better in mean TTFT (−59")
     assert "worse in P99 TTFT (+35" in said[0]
@@ -34,15 +34,15 @@ def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> Non
 
 def test_what_is_inside_the_noise_is_no_answer() -> None:
     base = [Arm("base", {}, ())]
-    assert answer([Compared("", base, [row("a", 0, 0.2, claimed=False)], ())], None) == [
+    assert answer([Compared("", base, [row("a", 0, 0.2, claimed=False)], ())], None, 0.02) == [
         "Nothing that was compared differs beyond the noise."
     ]
     both = [row("a", 0, 0.2, claimed=False), row("b", 0, 0.2)]
-    assert answer([Compared("9 requests/s", base, both, ())], None) == [
+    assert answer([Compared("9 requests/s", base, both, ())], None, 0.02) == [
         "At 9 requests/s, b against base: worse in mean TTFT (+22 %).".replace(" %", "\u00a0%"),
         "1 more comparison shows no difference beyond the noise.",
     ]
-    assert answer([Compared("", base, [], ())], None) == []
+    assert answer([Compared("", base, [], ())], None, 0.02) == []
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """Whether an SLO is kept at a load: what is counted of a run, pooled over replicates, and the verdict on it.
 
-Attainment is the share of the requests sent that keep every limit (`analysis.metrics`). A load is overloaded if fewer
-requests start than arrive: the mean number of those that were never scheduled yet grows from the second quarter of the
-time in which requests arrive to the third, and on to the fourth, in all by OVERLOAD of the requests that arrive between
-the two (half of all), and by more than chance explains (three standard deviations of a Poisson count). It is also if
-fewer than half of the requests are done when the last one comes: nothing shows that the engine keeps up. Then latencies
-tell how long the trace is, and the load counts as failed whatever its attainment.
+Attainment is the share of the requests sent that keep every limit (`analysis.metrics`). A load is overloaded if
+arrivals outrun the engine (`analysis.steadiness`), or if fewer than half of the requests are done when the last one
+comes: nothing shows that the engine keeps up. Then latencies tell how long the trace is, and the load counts as failed
+whatever its attainment.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from analysis.metrics import SLO, latency, meets_slo
-from analysis.request_columns import RequestColumns
+from analysis.request_columns import RequestColumns, Requests
 from analysis.statistics import wilson
+from analysis.steadiness import is_outrun, waiting_by_quarter
 
-OVERLOAD = 0.05
 LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "unfinished": "unfinished"}
-_QUARTERS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,7 @@ class Load:
             return False
         if self.num_done is not None and self.num_done < self.num_requests / 2:
             return True
-        second, third, fourth = self.waiting
-        between = self.num_requests / 2
-        return second < third < fourth and fourth - second >= max(OVERLOAD * between, 3 * between**0.5)
+        return is_outrun(self.waiting, self.num_requests)
 
     def keeps(self, share: float) -> bool | None:
         """The verdict, `share` being the attainment that is asked for; None: it was stopped before that was certain."""
@@ -116,27 +111,13 @@ def count_load(requests: Any, slo: SLO, duration_s: float) -> Load:
         num_requests=len(columns),
         num_failed=len(columns) - int(meets_slo(columns, slo).sum()),
         over=over | {"unfinished": int((~completed).sum())},
-        waiting=_waiting(arrival, columns.numbers("first_scheduled_ns")),
+        waiting=waiting_by_quarter(Requests.of(requests)),
         arriving_s=float(np.ptp(arrival)) / 1e9 if len(columns) else 0.0,
         duration_s=duration_s,
         num_completed=int(completed.sum()),
         num_done=int((columns.numbers("finish_ns") <= arrival.max(initial=0.0)).sum()),
         mean_s={name: None if np.isnan(value).all() else float(np.nanmean(value)) for name, value in values.items()},
     )
-
-
-def _waiting(arrival: Any, scheduled: Any) -> tuple[float, ...]:
-    """Mean numbers waiting by quarter; none where all arrive at once. scheduled: NaN for never."""
-    if not arrival.size or np.ptp(arrival) == 0:
-        return ()
-    quarter, first = np.ptp(arrival) / 4, arrival.min()
-    left = np.where(np.isnan(scheduled), np.inf, scheduled)
-    means = []
-    for number in _QUARTERS:
-        start = first + number * quarter
-        inside = np.minimum(left, start + quarter) - np.maximum(arrival, start)
-        means.append(float(np.maximum(inside, 0.0).sum() / quarter))
-    return tuple(means)
 
 
 def pooled(loads: Sequence[Load]) -> Load:

@@ -73,7 +73,7 @@ def summarise(
         "fairness": _fairness(kept),
         **of_steps,
         "host_share": _host_share(of_steps["time_s"]),
-        "steadiness": steadiness(sent, end_ns),
+        "steadiness": steadiness(sent),
         "replay": manifest.get("replay"),
         "replicas": describe_replicas(split(kept, manifest), measured, of_each, manifest, duration_s),
         "checks": run_checks(everything, step_rows, manifest),

@@ -21,7 +21,7 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
-    options = _parser(command).parse_args(arguments if command == "all" else arguments[1:])
+    options = _parser(command).parse_intermixed_args(arguments if command == "all" else arguments[1:])
     if command != "all" and options.out is not None and options.out.exists() and not options.overwrite:
         raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
     return _COMMANDS.get(command, _all)(options, shlex.join(["testbed", "calibrate", *arguments]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -86,27 +87,38 @@ def together(recorders: Sequence[Recorder]) -> Recorder:
     return recorders[0] if len(recorders) == 1 else Recorders(*recorders)
 
 
-class ProgressBar:
-    """Finished requests, with rate and ETA; silent when standard error is no terminal. A `Recorder`."""
+class Progress:
+    """Finished requests, with rate and time left: a bar on a terminal, elsewhere a line every LINE_S seconds on
+    standard error. A `Recorder`."""
+
+    LINE_S = 30.0
 
     def __init__(self, total: int | None, label: str) -> None:
+        self._total, self._label, self._num = total, label, 0
+        self._began = time.monotonic()
+        self._next = self._began + self.LINE_S
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm  # not at the top: nobody may look
 
             self._bar = tqdm(total=total, desc=label, unit="req", leave=False, delay=0.5)
 
-    @property
-    def is_shown(self) -> bool:
-        return self._bar is not None
-
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
     def committed(self, step: StepView) -> None: ...
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
+        self._num += len(finished)
         if self._bar is not None:
             self._bar.update(len(finished))
+        elif time.monotonic() >= self._next:
+            self._next += self.LINE_S
+            print(self._line(time.monotonic() - self._began), file=sys.stderr, flush=True)
+
+    def _line(self, spent_s: float) -> str:
+        of = "" if self._total is None else f" of {self._total:,}"
+        left = "" if self._total is None else f", {(self._total - self._num) * spent_s / self._num:.0f} s left"
+        return f"{self._label}: {self._num:,}{of} requests in {spent_s:.0f} s, {self._num / spent_s:,.0f} req/s{left}"
 
     def close(self) -> None:
         if self._bar is not None:

@@ -20,7 +20,7 @@ from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
-from experiments.recorders import ProgressBar, batch_limits, status_lines, together
+from experiments.recorders import Progress, batch_limits, status_lines, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
@@ -214,13 +214,13 @@ def _run(
     tape = None if config.is_simulated else TapeWriter(folder / "tape.jsonl", decision)
     if tape is not None or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
-    bar = ProgressBar(trace.num_requests, manifest["backend"])
+    progress = Progress(trace.num_requests, manifest["backend"])
     write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
     lag = None if prepared.replay is None else prepared.replay.lag
     more = [extra for extra in (tape, prepared.checker, watch, ledger, lag, watcher) if extra is not None]
-    more += [*batch_limits(config), *([bar] if bar.is_shown else [])]
+    more += [*batch_limits(config), progress]
     status = status_lines(config.record.status_s, schedulers)
     loops = [
         serve(inbox, scheduler, together([recorder, *more, *lines]))
@@ -241,7 +241,7 @@ def _run(
             raise
     finally:
         with undisturbed():
-            late = _close_all(bar, records, *(file for file in (tape, ledger) if file is not None))
+            late = _close_all(progress, records, *(file for file in (tape, ledger) if file is not None))
     failure = failure or late
     manifest["trace"] = manifest["trace"] | _read_at_last(trace)
     manifest |= {

@@ -207,10 +207,9 @@ def load_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str]:
     return [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in replicated)]
 
 
-def _load_value(run: Run, key: str) -> str:
+def _load_value(run: Run, key: str, offered: float) -> str:
     value, config = run.flat_config.get(key), run.flat_config
-    offered = run.summary["throughput"]["offered_per_s"]
-    if key == "trace.rate_scale" and offered is not None:
+    if key == "trace.rate_scale" and offered > 0:
         return f"{plain(value)} ({offered:.3g} requests/s)"
     if key != "trace.rate" or value is None or config.get("trace.name") != "synthetic":
         return plain(value)
@@ -220,20 +219,26 @@ def _load_value(run: Run, key: str) -> str:
 def by_load(arms: Sequence[Arm], replicated: Sequence[str] = ()) -> dict[str, list[Arm]]:
     """Load -> the arms with their runs at it, the lightest first; the label says what differs ("" for one load).
     replicated: keys of the trace whose values are replicates and no loads."""
-    keys = load_keys([run for arm in arms for run in arm.runs], replicated)
-
-    def label(run: Run) -> str:
-        return ", ".join(f"{key.removeprefix('trace.')} = {_load_value(run, key)}" for key in keys)
-
-    offered: dict[str, float] = {}
-    for run in (run for arm in arms for run in arm.runs):
-        offered.setdefault(label(run), run.summary["throughput"]["offered_per_s"] or 0.0)
-    loads = sorted(offered, key=lambda load: offered[load])
+    runs = [run for arm in arms for run in arm.runs]
+    keys = load_keys(runs, replicated)
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(repr([run.flat_config.get(key) for key in keys]), []).append(run)
+    offered = {name: _offered(members) for name, members in groups.items()}
     result = {}
-    for load in loads:
-        parts = [replace(arm, runs=tuple(run for run in arm.runs if label(run) == load)) for arm in arms]
-        result[load] = [arm for arm in parts if arm.runs]
+    for name in sorted(groups, key=lambda name: offered[name]):
+        label = ", ".join(
+            f"{key.removeprefix('trace.')} = {_load_value(groups[name][0], key, offered[name])}" for key in keys
+        )
+        mine = {id(run) for run in groups[name]}
+        parts = [replace(arm, runs=tuple(run for run in arm.runs if id(run) in mine)) for arm in arms]
+        result[label] = [arm for arm in parts if arm.runs]
     return result
+
+
+def _offered(runs: Sequence[Run]) -> float:
+    """Requests/s, the mean."""
+    return sum(run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs) / len(runs)
 
 
 Key = tuple[str | None, int | None, int]
@@ -248,33 +253,56 @@ def _by_key(arm: Arm) -> dict[Key, Run]:
     return found
 
 
-def _observation(run: Run) -> tuple[str, ...]:
-    """What a run saw: of a simulated one its trace and its decisions, whatever its seed; else itself."""
-    if run.manifest.get("backend") == "sim" and run.manifest.get("digest"):
-        return str(run.fingerprint), str(run.manifest["digest"])
-    return (str(run.path),)
+def decided_alike(run: Run) -> str:
+    """The same for simulated runs that took the same decisions; of a real run its own."""
+    is_known = run.manifest.get("backend") == "sim" and run.manifest.get("digest")
+    return str(run.manifest["digest"]) if is_known else str(run.path)
 
 
 def replicates(arm: Arm) -> dict[Key, Run]:
-    """An arm's different runs by (trace fingerprint, seed, repetition). Simulated runs of one trace that decided alike
-    are one observation: of a recorded trace a seed makes no other."""
-    found: dict[tuple[str, ...], tuple[Key, Run]] = {}
+    """An arm's first run on each trace, by (trace fingerprint, seed, repetition): of a recorded trace a seed makes no
+    other, and what varies on one trace (a random policy, a real machine) says nothing of others. Nor does a trace on
+    which the same was decided."""
+    found: dict[Key, Run] = {}
+    traces: set[str | None] = set()
+    digests: set[str] = set()
     for key, run in _by_key(arm).items():
-        found.setdefault(_observation(run), (key, run))
-    return dict(found.values())
+        if (key[0] is None or key[0] not in traces) and decided_alike(run) not in digests:
+            found[key] = run
+        traces.add(key[0])
+        digests.add(decided_alike(run))
+    return found
 
 
 def paired_replicates(baseline: Arm, arm: Arm) -> list[tuple[Run, Run]]:
-    """(baseline run, arm's run) of each replicate that both have. RunFolderError where they share no trace."""
+    """(baseline run, arm's run) of each trace that both have, of one seed where they can. RunFolderError where they
+    share no trace."""
     ours, theirs = _by_key(arm), _by_key(baseline)
-    shared = [key for key in theirs if key in ours and key[0] is not None]
-    if not shared:
-        raise RunFolderError(f"the arms '{arm.name}' and '{baseline.name}' share no run of one trace and seed")
-    found = {_observation(theirs[key]) + _observation(ours[key]): (theirs[key], ours[key]) for key in reversed(shared)}
-    return list(found.values())[::-1]
+    found: list[tuple[Run, Run]] = []
+    traces: set[str] = set()
+    digests: set[tuple[str, str]] = set()
+    for key in sorted(theirs, key=lambda key: key not in ours):
+        run = ours.get(key) or next((run for other, run in ours.items() if other[0] == key[0]), None)
+        if key[0] is None or key[0] in traces or run is None:
+            continue
+        traces.add(key[0])
+        both = decided_alike(theirs[key]), decided_alike(run)
+        if both not in digests:
+            found.append((theirs[key], run))
+        digests.add(both)
+    if not found:
+        raise RunFolderError(f"the arms '{arm.name}' and '{baseline.name}' share no run of one trace")
+    return found
+
+
+def num_replicates(arms: Sequence[Arm]) -> int:
+    """The fewest that an arm shares with the first, the baseline; of one arm its own."""
+    if len(arms) < 2:
+        return len(replicates(arms[0]))
+    return min(len(paired_replicates(arms[0], arm)) for arm in arms[1:])
 
 
 def comparable(arms: Sequence[Arm], baseline: Arm) -> list[Arm]:
-    """The arms that share a trace and seed with `baseline`, which is one of them."""
-    known = {key for key in _by_key(baseline) if key[0] is not None}
-    return [arm for arm in arms if arm.name == baseline.name or known & set(_by_key(arm))]
+    """The arms that share a trace with `baseline`, which is one of them."""
+    known = {run.fingerprint for run in baseline.runs} - {None}
+    return [arm for arm in arms if arm.name == baseline.name or known & {run.fingerprint for run in arm.runs}]

@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from analysis import format as fmt
-from analysis.arms import NAMING_KEYS, Arm, factor_name, is_policy, is_seed, paired_replicates, replicates
+from analysis.arms import (
+    NAMING_KEYS,
+    Arm,
+    decided_alike,
+    factor_name,
+    is_policy,
+    is_seed,
+    paired_replicates,
+    replicates,
+)
 from analysis.frames import numbers
 from analysis.load import Run, swept_keys
 from analysis.statistics import mser5
@@ -43,15 +52,23 @@ def _extrapolated(arms: Sequence[Arm]) -> list[str]:
 
 
 def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
-    """Runs that repeat another one decision for decision, and count once."""
+    """Runs that are no replicates: of a trace that their arm had already, or on which it decided the same."""
     arms = [arm for group in loads.values() for arm in group]
-    num, different = sum(len(arm.runs) for arm in arms), sum(len(replicates(arm)) for arm in arms)
-    if num == different:
-        return []
-    return [
-        f"{num - different} of {num} runs repeat another one on the same trace, decision for decision, and count once: "
-        "a seed makes no replicate of a recorded trace (docs/traces.md says what does)."
-    ]
+    num = sum(len(arm.runs) for arm in arms)
+    left = num - sum(len(replicates(arm)) for arm in arms)
+    copies = num - sum(len({decided_alike(run) for run in arm.runs}) for arm in arms)
+    said = []
+    if copies:
+        said.append(
+            f"{copies} of {num} runs repeat another one, decision for decision, and count once: a seed makes no "
+            "replicate of a recorded trace (docs/traces.md says what does)."
+        )
+    if left > copies:
+        said.append(
+            f"{left - copies} of {num} runs are on a trace that their arm had already. How a random policy or a real "
+            "machine varies on one trace says nothing of other traces: the first run on each counts."
+        )
+    return said
 
 
 def _unnamed(arms: Sequence[Arm]) -> list[str]:
@@ -144,28 +161,33 @@ def _change_by_warm_up(run: Run) -> float:
     return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
 
 
-# (parts of a key, whether a run never used it, what never happened)
+# (parts of a key, whether a run surely never used it, what never happened)
 _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
-    (("preemption", "victim"), lambda run: not run.summary["preemptions"]["total"], "nothing was preempted"),
-    (("watermark",), lambda run: not _blocked(run), "no step lacked KV blocks"),
-    (("admission",), lambda run: not _blocked(run), "no request was held back"),
-    (("prefix_caching", "eviction"), lambda run: not run.summary["prefix_hit_rate"], "no prefix was hit"),
-    (("queue_order",), lambda run: (run.summary["mean_waiting"] or 0.0) < 0.01, "requests hardly ever waited together"),
-)  # fmt: skip
+    (("preemption", "victim"), lambda run: run.summary["preemptions"]["total"] == 0, "nothing was preempted"),
+    (("watermark",), lambda run: _never_blocked(run), "no step lacked KV blocks"),
+    (("admission",), lambda run: _never_blocked(run), "no request was held back"),
+    (("prefix_caching", "eviction"), lambda run: run.summary["prefix_hit_rate"] == 0, "no prefix was hit"),
+    (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
+)
 
 
-def _blocked(run: Run) -> bool:
-    return bool(run.steps["blocked_by"].notna().any())
+def _never_blocked(run: Run) -> bool:
+    return len(run.steps) > 0 and not run.steps["blocked_by"].notna().any()
+
+
+def _hardly_waited(run: Run) -> bool:
+    mean = run.summary["mean_waiting"]
+    return mean is not None and mean < 0.01
 
 
 def _never_triggered(arms: Sequence[Arm]) -> list[str]:
-    """Arms that decided as the baseline at every step: what they differ in was never exercised."""
+    """Arms that decided as the baseline at every step, at the same prices: what they differ in was never exercised."""
     baseline, said = arms[0], []
     for arm in arms[1:]:
         pairs = paired_replicates(baseline, arm)
-        digests = [(one.manifest.get("digest"), other.manifest.get("digest")) for one, other in pairs]
-        if all(one is not None and one == other for one, other in digests):
-            keys = [key for key in swept_keys([*baseline.runs, *arm.runs]) if is_policy(key)]
+        keys = [key for key in swept_keys([*baseline.runs, *arm.runs]) if is_policy(key)]
+        is_policys = all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
+        if is_policys and all(_is_same(one, other) for one, other in pairs):
             runs = [run for pair in pairs for run in pair]
             why = [
                 text
@@ -180,6 +202,11 @@ def _never_triggered(arms: Sequence[Arm]) -> list[str]:
                 f"triggered{reason}."
             )
     return said
+
+
+def _is_same(one: Run, other: Run) -> bool:
+    same = [run.summary["e2e_s"]["mean"] for run in (one, other)]
+    return decided_alike(one) == decided_alike(other) and same[0] == same[1]
 
 
 def _is_about_tenants(arm: Arm) -> bool:

@@ -292,7 +292,7 @@ def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
     counts = sorted({len(replicates(arm)) for arm in arms})
     if counts and counts[0] == 1:
         said.append("At least one arm has a single replicate: nothing here says how the result varies between traces.")
-        if any(len(arm.runs) > 1 for arm in arms):
+        if any(len(replicates(arm)) < len(arm.runs) for arm in arms):
             said.append("Of a recorded trace a seed makes no replicate; docs/traces.md says what does.")
     elif counts and counts[0] < 5:
         said.append(f"There are only {counts[0]} replicates: intervals over so few are wide and lean on normality.")

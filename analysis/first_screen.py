@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, factor_name, paired_replicates
+from analysis.arms import Arm, Pair, factor_name, num_replicates
 from analysis.cautions import is_outrun
 from analysis.checks import failures
 from analysis.compare import SLO_METRICS, Comparison, mean_over_replicates
@@ -19,6 +20,7 @@ from analysis.metrics import SLO
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence
+_DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
 _FEW = 5  # replicates: below, intervals are wide
 _NEAR, _FAR = 0.05, 0.15  # of measured errors
 _ERRORS = ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "throughput.output_tokens_per_s")
@@ -43,22 +45,25 @@ class Compared(NamedTuple):
     effects: Sequence[Effect]  # main effects, of a replicated full design
 
 
-def answer(groups: Sequence[Compared], slo: SLO | None, margin: float) -> list[str]:
+def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
     """At most MAX_SENTENCES: who serves most within the SLO, then claimed changes by their size, the largest first."""
     ranked: list[tuple[float, str]] = []
-    num_quiet = 0
+    num_quiet = num_unknown = 0
     for group in groups:
         at_load = f"At {group.load}, " if group.load else ""
         for subject, rows in _subjects(group):
             claims = [row for row in rows if row.verdict in ("higher", "lower") and row.estimate is not None]
             if not claims:
-                num_quiet += 1
+                num_unknown += all(row.verdict == "unknown" for row in rows)
+                num_quiet += any(row.verdict != "unknown" for row in rows)
                 continue
             size = max(abs(row.estimate.value) for row in claims if row.estimate is not None)
             ranked.append((size, f"{at_load}{subject}: {_told(claims)}."))
     ranked.sort(key=lambda item: -item[0])
-    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
+    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
     said = [*best[: MAX_SENTENCES - 2], *(text for _, text in ranked)]
+    if not said and num_unknown:
+        return ["There is too little data for a claim: too few replicates, or too few requests of one."]
     if not said and num_quiet:
         return ["Nothing that was compared differs beyond the noise."]
     if len(said) > MAX_SENTENCES:
@@ -75,7 +80,8 @@ def _subjects(group: Compared) -> list[tuple[str, list[Comparison]]]:
     if group.effects:
         return [
             (
-                f"{factor_name(first.factor)} {fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}",
+                f"on average over the other factors, {factor_name(first.factor)} {fmt.plain(first.level)} instead of "
+                f"{fmt.plain(first.base_level)}",
                 [effect.comparison for effect in effects],
             )
             for effects in by_factor(group.effects).values()
@@ -103,26 +109,21 @@ def _told(claims: Sequence[Comparison]) -> str:
     return "; ".join(parts) or "different, in nothing that is better or worse"
 
 
-def _best_within(group: Compared, slo: SLO, margin: float) -> str:
-    """The arm with the highest goodput, and the baseline's; the baseline where none has more, beyond the margin."""
+def _best_within(group: Compared, slo: SLO) -> str:
+    """The arm with the most goodput, where that is a claim: more than the baseline's, beyond the noise."""
     share, goodput = SLO_METRICS
-    known = {
-        arm.name: (mean_over_replicates(arm, goodput, slo), mean_over_replicates(arm, share, slo)) for arm in group.arms
-    }
-    served = {name: (rate, kept) for name, (rate, kept) in known.items() if rate is not None and kept is not None}
-    base = group.arms[0].name
-    if len(served) < 2 or base not in served:
+    better = [row for row in group.rows if row.metric is goodput and row.verdict == "higher" and row.value is not None]
+    if not better:
         return ""
-    best = max(served, key=lambda name: served[name][0])
-    rate, kept = served[best]
-    if rate <= served[base][0] * (1.0 + margin):
-        best, (rate, kept) = base, served[base]
+    best = max(better, key=lambda row: row.value or 0.0)
+    arms = {arm.name: arm for arm in group.arms}
+    told = [
+        f"{goodput.write(mean_over_replicates(arm, goodput, slo))} "
+        f"({share.write(mean_over_replicates(arm, share, slo))} of its requests)"
+        for arm in (arms[best.arm], group.arms[0])
+    ]
     where = f"At {group.load}, " if group.load else ""
-    told = f"{goodput.write(rate)} ({share.write(kept)} of its requests)"
-    if best == base:
-        return f"{where}no arm serves more within the SLO than {base}: {told}."
-    before = f"{base} {goodput.write(served[base][0])} ({share.write(served[base][1])})"
-    return f"{where}{best} serves most within the SLO: {told}, {before}."
+    return f"{where}{best.arm} serves most within the SLO: {told[0]}, {group.arms[0].name} {told[1]}."
 
 
 def trust(groups: Sequence[Compared], pairs: Sequence[Pair], errors: Mapping[str, pd.DataFrame]) -> list[Trust]:
@@ -132,15 +133,39 @@ def trust(groups: Sequence[Compared], pairs: Sequence[Pair], errors: Mapping[str
     lights = [_fidelity(arms, pairs, errors)]
     if any(run.manifest.get("backend") == "sim" for run in runs):
         lights.append(_prices(runs))
-    num = min((len(paired_replicates(group.arms[0], arm)) for group in groups for arm in group.arms), default=0)
-    level: Level = "good" if num >= _FEW else "fair" if num > 1 else "poor"
-    many = f"{num} replicates" if num > 1 else "one replicate: nothing says how the result varies between traces"
-    lights.append(Trust("replicates", level, many))
+    lights.append(_replicates(groups, runs))
+    lights.append(_load(arms))
+    return [*lights, _records(runs)]
+
+
+def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
+    num = min((num_replicates(group.arms) for group in groups if group.arms), default=0)
+    if num < 2:
+        return Trust("replicates", "poor", "one replicate: nothing says how the result varies between traces")
+    steps = [step for run in runs for step in run.flat_config.get("trace.transforms") or () if isinstance(step, dict)]
+    drawn = [name for name in _DRAWN if any(step.get("name") == name for step in steps)]
+    stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
+    how = fmt.listing([*drawn, *dict.fromkeys(f"other {name}" for name in stated)])
+    return Trust("replicates", "good" if num >= _FEW else "fair", f"{num} replicates" + (f", by {how}" if how else ""))
+
+
+def _load(arms: Sequence[Arm]) -> Trust:
     beyond = sorted({arm.name for arm in arms if any(is_outrun(run) for run in arm.runs)})
-    why = f"beyond the capacity of {fmt.listing(beyond)}" if beyond else "every arm kept up with what came"
-    lights.append(Trust("load", "fair" if beyond else "good", why))
+    if beyond:
+        return Trust("load", "fair", f"beyond the capacity of {fmt.listing(beyond)}")
+    if any(run.summary.get("steadiness") is None for arm in arms for run in arm.runs):
+        return Trust("load", "fair", "not judged: requests came all at once")
+    return Trust("load", "good", "every arm kept up with what came")
+
+
+def _records(runs: Sequence[Run]) -> Trust:
     failed = [text for run in runs for text in failures(run.summary["checks"])]
-    return [*lights, Trust("records", "poor" if failed else "good", failed[0] if failed else "all checks hold")]
+    if failed:
+        return Trust("records", "poor", failed[0])
+    known = [check["holds"] for run in runs for check in run.summary["checks"].values()]
+    if not all(known):
+        return Trust("records", "fair", "not all checks could be made; the setup says which")
+    return Trust("records", "good", "all checks hold")
 
 
 _PRICES: dict[str, tuple[Level, str]] = {
@@ -166,8 +191,6 @@ def _fidelity(arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, p
         return Trust("fidelity", "good", "measured on a real engine, nothing is simulated")
     if not pairs:
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
-    where = {(run.manifest.get("model"), run.manifest.get("device")) for run in runs}
-    measured = {(pair.real.manifest.get("model"), pair.sim.manifest.get("device")) for pair in pairs}
     worst: dict[str, float] = {}
     for table in errors.values():
         found = table.set_index("metric")["error"].dropna()
@@ -175,8 +198,19 @@ def _fidelity(arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, p
             if path in found.index:
                 worst[path] = max(worst.get(path, 0.0), abs(float(found[path])))
     told = fmt.listing([f"{metric_name(path)} {fmt.significant(100 * value, 2)} %" for path, value in worst.items()])
-    if not where <= measured:
-        return Trust("fidelity", "fair", f"measured with another model or device: errors up to {told}")
     most = max(worst.values(), default=1.0)
     level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"
+    models = {run.manifest.get("model") for run in runs} - {pair.real.manifest.get("model") for pair in pairs}
+    devices = [str(run.manifest.get("device")) for run in runs]
+    elsewhere = not all(any(_is_of(device, pair.real) for pair in pairs) for device in devices)
+    if models or elsewhere:
+        other = fmt.listing([name for name, is_other in (("model", models), ("device", elsewhere)) if is_other])
+        return Trust("fidelity", "poor" if level == "poor" else "fair", f"of another {other}: errors up to {told}")
     return Trust("fidelity", level, f"measured on this model and device: errors up to {told}")
+
+
+def _is_of(device: str, real: Run) -> bool:
+    """Whether a real run was on a device of the library: `h100` on `NVIDIA H100 80GB HBM3`, `cpu` on a CPU."""
+    said = re.sub(r"[^a-z0-9]", "", str(real.manifest.get("device")).lower())
+    is_cpu = (real.manifest.get("machine") or {}).get("gpu") is None or "thread" in said
+    return is_cpu if device == "cpu" else re.sub(r"[^a-z0-9]", "", device.lower()) in said

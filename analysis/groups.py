@@ -23,7 +23,8 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
     """The runs by experiment, the one to report first: it compares something if any does, and has the most runs."""
     keys = swept_keys(runs)
     platform = [key for key in keys if key.split(".")[0] in _PLATFORM and key.split(".")[-1] != "seed"]
-    trace = [key for key in keys if key.startswith("trace.") and key not in LOAD_KEYS and key != "trace.seed"]
+    replicated = {name for run in runs for name in run.flat_config.get("report.replicates") or ()}
+    trace = [key for key in keys if key.startswith("trace.") and key not in (*LOAD_KEYS, *replicated, "trace.seed")]
     policy = [key for key in keys if is_policy(key) and key not in platform]
 
     def settings(run: Run, of: Sequence[str]) -> str:

@@ -22,11 +22,12 @@ from analysis.arms import (
     find_arm,
     infer_arms,
     infer_pairs,
+    num_replicates,
     paired_replicates,
     replicates,
     split_repeats,
 )
-from analysis.cautions import cautions
+from analysis.cautions import cautions, is_outrun
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.first_screen import Compared, answer, trust
@@ -59,8 +60,8 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     _run_plots(sections, groups, baseline)
     context = _context(report, sections, baseline, slo)
     context["cautions"] += cautions(groups, report.margin)
-    context["answer"] = answer(sections.compared, slo, report.margin)
-    context["main_figure"] = next((plot for group in reversed(sections.ablation) for plot in group["plots"]), None)
+    context["answer"] = answer(sections.compared, slo)
+    context["main_figure"] = _main_figure(sections)
     environment = Environment(
         loader=PackageLoader("analysis"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -118,6 +119,16 @@ def report_from_folders(
     return write_report(report, out)
 
 
+def _main_figure(sections: Sections) -> Plot | None:
+    """Of the heaviest load that some arm kept up with; of the heaviest where none did."""
+    kept = [
+        group
+        for group, known in zip(sections.ablation, sections.compared, strict=True)
+        if any(not is_outrun(run) for arm in known.arms for run in arm.runs)
+    ]
+    return next((plot for group in reversed(kept or sections.ablation) for plot in group["plots"]), None)
+
+
 def _comparable_groups(
     sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline_name: str
 ) -> dict[str, list[Arm]]:
@@ -155,7 +166,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     rates = (*RATES, *(SLO_METRICS if slo else ()))
     rows = compare(arms, baseline, (*LATENCY, *rates), report.margin, slo)
     sections.comparisons += rows
-    num = min(len(paired_replicates(baseline, arm)) for arm in arms)
+    num = num_replicates(arms)
     inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for arm in arms for run in arm.runs) else ()))
     group: dict[str, Any] = {"load": load, "method": findings.interval_method(rows, num) if len(arms) > 1 else ""}
     args = (arms, baseline)
@@ -197,8 +208,13 @@ def _said(
     for row in rows:
         if row.arm in near:
             by_arm.setdefault(row.arm, []).append(row)
-    opening = "On this one trace, against" if num_replicates == 1 else "Against"
-    return [findings.arm_finding(of_arm, f"{opening} {baseline.name}", margin) for of_arm in by_arm.values()]
+    nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
+    return [
+        findings.arm_finding(
+            of_arm, f"{'Against' if nums[name] > 1 else 'On this one trace, against'} {baseline.name}", margin
+        )
+        for name, of_arm in by_arm.items()
+    ]
 
 
 def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:

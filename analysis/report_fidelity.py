@@ -53,8 +53,7 @@ def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.D
     found = {}
     for pairs in several.values():
         offered = next(iter(pairs.values()))[1].summary["throughput"]["offered_per_s"] or 0.0
-        load = f"{offered:.3g} requests/s" if len(several) > 1 else ""
-        while load in found:
-            load += " again"
+        seed = next(iter(pairs.values()))[1].manifest.get("seed")
+        load = f"{offered:.3g} requests/s, seed {seed}" if len(several) > 1 else ""
         found[load] = fidelity.ranking_agreement(pairs, noise=noise, margin=report.margin)
     return found

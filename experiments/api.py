@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
@@ -45,9 +46,10 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         settings["trace"] = dict(trace)
     else:
         rows = _rows(trace)
-    config = compose_config(to_overrides(settings))
+    overrides = to_overrides(settings)
+    config = compose_config(overrides)
     target = Path(tempfile.mkdtemp(prefix="testbed-")) / "run" if folder is None else Path(folder)
-    result = execute(config, target, command="from Python", trace=rows)
+    result = execute(config, target, command=shlex.join(["from", "Python:", *overrides]), trace=rows)
     if result.status != "complete":
         raise TestbedError(result.message)
     for sentence in failures(result.summary["checks"]):

@@ -131,8 +131,8 @@ def _run_point(node: DictConfig) -> dict[str, Any] | None:
     register()  # a launcher may have started this process
     raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
-    config = RunConfig.from_container({str(key): value for key, value in raw.items()})
     info = HydraConfig.get()
+    config = checked(info.overrides.task, RunConfig.from_container({str(key): value for key, value in raw.items()}))
     is_sweep = info.mode is RunMode.MULTIRUN
     named_folder("hydra.sweep.dir" if is_sweep else "hydra.run.dir", info.sweep.dir if is_sweep else info.run.dir)
     folder: Path | None = Path(info.runtime.output_dir)

@@ -319,6 +319,9 @@ def _close(
 
 def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
     notes = [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
+    is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
+    if is_auto and config.device.kind == "cuda" and "thread" in str(manifest["device"]):
+        notes.append(f"ran on {manifest['device']}: device={config.device.name} is what policies are told of prices")
     if manifest["status"] == "complete" and manifest["num_unsent"]:
         notes.append(
             f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from analysis.arms import Arm, Pair, infer_arms
-from analysis.compare import LATENCY, Comparison
+from analysis.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.fidelity import error_table
 from analysis.first_screen import MAX_SENTENCES, Compared, answer, trust
 from analysis.load import load_run
+from analysis.metrics import SLO
 from analysis.reproduce import sweep_commands
 from analysis.statistics import Estimate
 from tests.analysis.runs import write_run
@@ -24,7 +25,7 @@ def row(arm: str, index: int, change: float, *, claimed: bool = True) -> Compari
 def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> None:
     names = [f"arm {index}" for index in range(9)]
     rows = [row(name, 0, -0.1 * (index + 1)) for index, name in enumerate(names)] + [row("arm 8", 1, 0.3)]
-    said = answer([Compared("", [Arm("base", {}, ())], rows, ())], None, 0.02)
+    said = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
     assert len(said) == MAX_SENTENCES
     assert said[0].startswith("arm 8 against base: better in mean TTFT (−59")
     assert "worse in P99 TTFT (+35" in said[0]
@@ -34,15 +35,30 @@ def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> Non
 
 def test_what_is_inside_the_noise_is_no_answer() -> None:
     base = [Arm("base", {}, ())]
-    assert answer([Compared("", base, [row("a", 0, 0.2, claimed=False)], ())], None, 0.02) == [
+    assert answer([Compared("", base, [row("a", 0, 0.2, claimed=False)], ())], None) == [
         "Nothing that was compared differs beyond the noise."
     ]
     both = [row("a", 0, 0.2, claimed=False), row("b", 0, 0.2)]
-    assert answer([Compared("9 requests/s", base, both, ())], None, 0.02) == [
+    assert answer([Compared("9 requests/s", base, both, ())], None) == [
         "At 9 requests/s, b against base: worse in mean TTFT (+22 %).".replace(" %", "\u00a0%"),
         "1 more comparison shows no difference beyond the noise.",
     ]
-    assert answer([Compared("", base, [], ())], None, 0.02) == []
+    assert answer([Compared("", base, [], ())], None) == []
+
+
+def test_no_interval_is_no_equality() -> None:
+    rows = [Comparison("a", metric, 1.0, None, "unknown") for metric in LATENCY]
+    (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
+    assert said == "There is too little data for a claim: too few replicates, or too few requests of one."
+
+
+def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
+    slo, goodput = SLO(ttft_s=0.5), SLO_METRICS[1]
+    change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
+    for verdict, is_named in (("higher", True), ("inside the noise", False)):
+        rows = [Comparison(arms[1].name, goodput, 4.0, change, verdict)]  # type: ignore[arg-type]
+        said = answer([Compared("", arms, rows, ())], slo)
+        assert ("serves most within the SLO" in said[0]) is is_named
 
 
 @pytest.fixture

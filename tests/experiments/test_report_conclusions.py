@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_seeds_of_a_recorded_trace_are_no_replicates(recorded: Path, tmp_path: P
             trace = {"name": "jsonl", "path": str(recorded)}
             ran(tmp_path / f"{scheduler}-{seed}", trace=trace, scheduler=scheduler, cache=TIGHT, seed=seed)
     said = report(tmp_path)
-    assert "4 of 6 runs repeat another one on the same trace, decision for decision, and count once" in said
+    assert "4 of 6 runs repeat another one, decision for decision, and count once" in said
     assert "There is one replicate." in said
     assert "3 replicates" not in said
     assert "Of a recorded trace a seed makes no replicate" in said
@@ -66,6 +67,56 @@ def test_a_recorded_trace_is_replicated_by_windows_and_by_drawing(recorded: Path
     said = report(tmp_path)
     assert "over 3 replicates, paired on the same trace" in said
     assert "repeat another one" not in said
+
+
+def test_a_random_policy_on_one_trace_is_one_observation(recorded: Path, tmp_path: Path) -> None:
+    for order in ("fcfs", "random"):
+        for seed in range(3):
+            ran(
+                tmp_path / f"{order}-{seed}", trace={"name": "jsonl", "path": str(recorded)}, seed=seed,
+                scheduler={"name": "decode_first", "queue_order": order, "max_num_seqs": 8},
+            )  # fmt: skip
+    said = report(tmp_path)
+    assert "2 of 6 runs repeat another one, decision for decision" in said
+    assert "2 of 6 runs are on a trace that their arm had already. How a random policy or a real machine varies" in said
+    assert "There is one replicate." in said
+    assert "| replicates | poor |" in said
+
+
+def test_windows_at_two_loads_are_replicates_at_each(recorded: Path, tmp_path: Path) -> None:
+    for scheduler in ("vllm_v1", "sarathi"):
+        for scale in (1.0, 2.0):
+            for number in range(3):
+                length_s = 0.8 / scale
+                step = {"name": "window", "start_s": length_s * number, "end_s": length_s * (number + 1)}
+                ran(
+                    tmp_path / f"{scheduler}-{scale}-{number}", scheduler=scheduler, cache=TIGHT,
+                    trace={"name": "jsonl", "path": str(recorded), "rate_scale": scale, "transforms": [step]},
+                    report={"replicates": ["trace.transforms"]},
+                )  # fmt: skip
+    said = report(tmp_path)
+    assert said.count("over 3 replicates, paired on the same trace") == 2
+    assert len(re.findall(r"^### rate_scale = [12] \([\d.]+ requests/s\)$", said, re.MULTILINE)) == 2
+    assert "| replicates | fair | 3 replicates, by window and other trace.transforms |" in said
+
+
+def test_what_was_not_recorded_is_no_reason(tmp_path: Path) -> None:
+    for mode in ("swap", "recompute"):
+        scheduler = {"name": "vllm_v0", "preemption": mode, "queue_order": "fcfs"}
+        ran(tmp_path / mode, scheduler=scheduler, record={"steps": False})
+    said = report(tmp_path)
+    assert "was never triggered: nothing was preempted." in said, "requests say so"
+    assert "no step lacked KV blocks" not in said
+    assert "| records | fair |" in said
+
+
+def test_the_same_decisions_on_two_devices_are_no_sign_that_nothing_was_triggered(tmp_path: Path) -> None:
+    for device in ("h100", "a100"):
+        trace = {"num_requests": 20, "arrival": "all_at_once"}
+        ran(tmp_path / device, device=device, trace=trace, cache=TIGHT)
+    said = report(tmp_path)
+    assert "never triggered" not in said
+    assert "| load | fair | not judged: requests came all at once |" in said
 
 
 def test_a_setting_that_goes_along_with_another_is_named(tmp_path: Path) -> None:

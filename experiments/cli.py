@@ -140,12 +140,16 @@ def _report(arguments: list[str]) -> int:
     parser.add_argument("--margin", type=float, help=f"relative change that counts as none; {stated} report.margin")
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)
-    if options.out.exists() and not options.overwrite:
-        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    out = options.out if options.out.suffix else options.out.with_suffix(".html")
+    if out.suffix != ".html":
+        raise ConfigError(f"--out is {options.out}; a report is an .html file, with a .md and pictures beside it")
+    written = [file for file in (out, out.with_suffix(".md")) if file.exists()]
+    if written and not options.overwrite:
+        raise RunFolderError(f"{written[0]} exists; choose another --out or pass --overwrite")
     if options.margin is not None and not 0 < options.margin < 1:
         raise ConfigError(f"--margin is {options.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
     page = report_from_folders(
-        options.folders, options.out, title=options.title, baseline=options.baseline, question=options.question,
+        options.folders, out, title=options.title, baseline=options.baseline, question=options.question,
         slo=_limits(options.slo), margin=options.margin, command=shlex.join(["testbed", "report", *arguments]),
     )  # fmt: skip
     print(page)
@@ -189,6 +193,8 @@ def _timeline(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="the file, .json or .json.gz (timeline.json in the run's folder)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(arguments)
+    if options.out is not None and not options.out.name.endswith((".json", ".json.gz")):
+        raise ConfigError(f"--out is {options.out}; a timeline is a .json or .json.gz file")
     window = Window(options.from_s, options.to_s, options.steps)
     folders = [options.run] if options.other is None else [options.run, options.other]
     print(write_timeline(folders, options.out, window, overwrite=options.overwrite))

@@ -42,8 +42,8 @@ def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:
 
 
 def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, Any]:
-    """The same as plain containers. with_hydra: Hydra's own settings too, as `hydra`: of these modes, callbacks, job
-    and the run's folder. Raises ConfigError in one line."""
+    """The same as plain containers. with_hydra: Hydra's own settings too, as `hydra`: of these modes, callbacks, job,
+    the run's folder, and what an overlay sweeps. Raises ConfigError in one line."""
     of_hydra = {}
     with in_one_line(overrides):
         node = _hydras(overrides, with_hydra=True) if with_hydra else _composed(overrides)
@@ -51,6 +51,7 @@ def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, 
             of_hydra = {key: OmegaConf.to_container(node.hydra[key], resolve=True) for key in ("run", "callbacks")}
             job = node.hydra.job
             of_hydra |= {"mode": node.hydra.mode, "job": {"env_set": dict(job.env_set), "chdir": job.chdir}}
+            of_hydra["swept"] = dict(node.hydra.sweeper.get("params") or {})  # an overlay's
             with open_dict(node):
                 del node["hydra"]
         raw = OmegaConf.to_container(node, resolve=True)

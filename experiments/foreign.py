@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from pkgutil import resolve_name
 
 from experiments.config import RunConfig
 from experiments.policies import GROUPS
@@ -25,6 +26,17 @@ def own_classes(config: RunConfig) -> list[str]:
         key: value["_target_"] for key, value in places.items() if isinstance(value, dict) and "_target_" in value
     }
     return [f"{key}={target}" for key, target in targets.items() if str(target).split(".")[0] not in ROOMS]
+
+
+def check_importable(config: RunConfig) -> None:
+    """Raises PolicyError for a user's class that is not to be had, before anything is done for its sake."""
+    for named in own_classes(config):
+        target = named.partition("=")[2]
+        try:
+            resolve_name(target)
+        except Exception as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise PolicyError(f"{named} cannot be imported ({what}); mend it, or name another class") from None
 
 
 def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:

@@ -24,12 +24,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.compose import checked, compose_raw, in_one_line, literal, subfolder
 from experiments.config import JUDGING, RunConfig, register
 from experiments.environment import ask_early
+from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.interrupt import terminated_as_interrupted
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
@@ -124,6 +126,9 @@ def _composed(overrides: list[str], *, is_asked: bool) -> _Sweep | None:
         swept = [f"{key}={value}" for key, value in (sweeper.pop("params") or {}).items()]  # an overlay's
         if swept:
             combinations = _combinations([*OverridesParser.create().parse_overrides(swept), *parsed])
+    is_elsewhere = any(item.startswith("hydra.run.dir=") for item in overrides)
+    if swept and not is_asked and is_elsewhere:
+        raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
     if sweeper != {"_target_": _SWEEPER, "max_batch_size": None} or not (is_asked or swept):
         return None
     if master.hydra.callbacks or master.hydra.job.chdir:
@@ -143,7 +148,9 @@ def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
             continue
         if item.is_hydra_override() or not item.is_discrete_sweep():
             raise ConfigError(f"{item.input_line}: only lists of values of the run's own keys are swept: key=a,b,c")
-        choices[key] = list(dict.fromkeys(f"{key}={value}" for value in item.sweep_string_iterator()))
+        choices[key] = _values(item, key)
+        if key == "experiment" and len(choices[key]) > 1:
+            raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")
         if len(choices[key]) > 1 and key.partition(".")[0] in JUDGING:
             raise ConfigError(f"{key} decides nothing of a run, so its values are not swept: give it to testbed report")
     swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
@@ -151,6 +158,17 @@ def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
         (" ".join(combination[index] for index in swept), list(combination))
         for combination in itertools.product(*choices.values())
     ]
+
+
+def _values(item: Override, key: str) -> list[str]:
+    """key=value for each value of a list. Raises ConfigError if there is none, or no list can be made of it."""
+    try:
+        values = list(dict.fromkeys(f"{key}={value}" for value in item.sweep_string_iterator()))
+    except (ValueError, TypeError, HydraException) as error:
+        raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
+    if not values:
+        raise ConfigError(f"{item.input_line} has no values; give some, as {key}=a,b,c")
+    return values
 
 
 def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]]:
@@ -163,6 +181,7 @@ def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]
         command = shlex.join(["testbed", "run", *searched, *overrides])
         try:
             config = checked(overrides, RunConfig.from_container(raw))
+            check_importable(config)
             points.append((Point(label, command, raw, str(sweep.root), folder), config))
         except TestbedError as error:
             failed.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
@@ -179,6 +198,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: l
     num_restated = 0
     if sweep.names_folders:
         places = [(Path(point.root, point.folder or ""), config) for point, config in points]
+        _refuse_shared([(place, point.label) for (place, _), (point, _) in zip(places, points, strict=True)])
         refuse_others([place for place, config in places if not config.overwrite and holds_another(place, config)])
     for point, config in points:
         identity = identity_of(config)
@@ -191,6 +211,18 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: l
         todo[folder] = point
     _say_found(len(points) + len(failed), done, aside, num_restated)
     return list(todo.values())
+
+
+def _refuse_shared(places: list[tuple[Path, str]]) -> None:
+    """Raises ConfigError where hydra.sweep.subdir gives two points one folder: the second would replace the first."""
+    taken: dict[Path, str] = {}
+    for place, label in places:
+        if place in taken:
+            raise ConfigError(
+                f"hydra.sweep.subdir names {place} for '{taken[place]}' and for '{label}'; add what tells them apart, "
+                "as ${seed}, or leave it out"
+            )
+        taken[place] = label
 
 
 def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]], num_restated: int) -> None:

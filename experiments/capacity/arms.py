@@ -54,9 +54,19 @@ class Arm:
         return _at(self.raw, self.rate_key, value, seed)
 
 
+def _of_overlay(overrides: Sequence[str]) -> list[str]:
+    """What the overlay that the overrides name sweeps, but for keys that they set themselves."""
+    named = [item for item in overrides if item.startswith("experiment=")]
+    if not named or "," in named[-1]:
+        return []
+    given = {item.partition("=")[0] for item in overrides}
+    swept = compose_raw(named[-1:], with_hydra=True)["hydra"]["swept"]
+    return [f"{key}={value}" for key, value in swept.items() if key not in given]
+
+
 def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     """The policies and the seeds that the overrides name. Raises ConfigError in one line."""
-    choices = _choices(overrides)
+    choices = _choices([*_of_overlay(overrides), *overrides])
     seeds = tuple(_whole(item) for item in choices.pop("seed", ["seed=0"]))
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seed={','.join(map(str, seeds))} has one twice; a seed is simulated once")

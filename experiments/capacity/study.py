@@ -25,6 +25,7 @@ from experiments.capacity.arms import Arm, parse
 from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, Search, search
 from experiments.config import JUDGING, RunConfig
+from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.run_folder import write_json
 from testbed.errors import ConfigError, RunFolderError, TestbedError
@@ -103,6 +104,8 @@ def find_capacity(
 
 def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> None:
     """Says in the folder what is searched. Raises RunFolderError if it holds something else."""
+    for arm in arms:
+        check_importable(RunConfig.from_container(arm.raw))
     identity = json.loads(json.dumps(_identity(arms, seeds)))
     file = folder / IDENTITY
     if file.exists():

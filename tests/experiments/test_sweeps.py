@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,44 @@ def test_a_classic_study_is_one_command_and_its_report_another(
 
 def test_every_study_that_is_shipped_is_tried() -> None:
     assert set(options("experiment")) == {*STUDIES, "demo", "demo_real"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=range(0,0)", "seed=range(0,0) has no values"),
+        ("seed=range(0,4,0)", "seed=range(0,4,0): range() arg 3 must not be zero"),
+        ("experiment=admission,watermark", "run one experiment at a time"),
+        ("hydra.sweep.subdir=one", "names {root}/one for 'seed=0' and for 'seed=1'"),
+        ("scheduler.queue_order={_target_: nowhere.Order}", "nowhere.Order cannot be imported (ModuleNotFoundError"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    seeds = () if override.startswith("seed=") else ("seed=0,1",)
+    error = sweep(capsys, tmp_path / "s", override, *seeds).err
+    assert said.format(root=tmp_path / "s") in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_class_file_that_breaks_sets_no_finished_point_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "breaking_order.py"
+    file.write_text("from testbed.policies.queue_order import FCFS\nclass Order(FCFS): pass\n")
+    own = "scheduler.queue_order={_target_: breaking_order.Order}"
+    assert sweep(capsys, tmp_path / "s", own, "seed=0,1").status == 0
+    before = stamps(tmp_path / "s")
+    file.write_text("class Order(\n")
+    monkeypatch.delitem(sys.modules, "breaking_order")
+    said = sweep(capsys, tmp_path / "s", own, "seed=0,1")
+    assert "breaking_order.Order cannot be imported (SyntaxError" in said.err
+    assert stamps(tmp_path / "s") == before
+
+
+def test_a_study_by_an_overlay_goes_to_a_sweeps_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", "experiment=watermark", f"hydra.run.dir={tmp_path / 'run'}")
+    assert "name its folder with hydra.sweep.dir" in said.error()

@@ -13,7 +13,7 @@ from analysis.first_screen import MAX_SENTENCES, Compared, answer, trust
 from analysis.load import load_run
 from analysis.metrics import SLO
 from analysis.reproduce import sweep_commands
-from analysis.statistics import Estimate
+from analysis.statistics import Estimate, Verdict
 from tests.analysis.runs import write_run
 
 
@@ -55,8 +55,9 @@ def test_no_interval_is_no_equality() -> None:
 def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
     slo, goodput = SLO(ttft_s=0.5), SLO_METRICS[1]
     change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
-    for verdict, is_named in (("higher", True), ("inside the noise", False)):
-        rows = [Comparison(arms[1].name, goodput, 4.0, change, verdict)]  # type: ignore[arg-type]
+    cases: tuple[tuple[Verdict, bool], ...] = (("higher", True), ("inside the noise", False))
+    for verdict, is_named in cases:
+        rows = [Comparison(arms[1].name, goodput, 4.0, change, verdict)]
         said = answer([Compared("", arms, rows, ())], slo)
         assert ("serves most within the SLO" in said[0]) is is_named
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from analysis.format import plain
-from analysis.load import Run, Sweep, as_cell, swept_keys
+from analysis.load import Run, Sweep, swept_keys
+from analysis.naming import is_seed, labels_of, level_names, naming_keys, naming_rank
 from testbed.errors import RunFolderError
 
 Several = Sweep | Sequence[Run] | Mapping[str, Run]
 Runs = Run | Several
-NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
 _POLICY = ("scheduler.", "cache.")
 _NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record", "slo", "report")  # top-level keys
 
@@ -38,10 +38,6 @@ class Pair:
     real: Run
 
 
-def is_seed(key: str) -> bool:
-    return key.split(".")[-1] == "seed"
-
-
 def is_policy(key: str) -> bool:
     """Whether a setting can make one arm another: seeds, the trace, what is recorded and permissions cannot."""
     return not is_seed(key) and key.split(".")[0] not in _NO_POLICY
@@ -52,7 +48,7 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
 
     An arm is named by the fewest keys that tell all arms apart, a component's name first.
     """
-    swept = sorted((key for key in swept_keys(runs) if is_policy(key)), key=_rank)
+    swept = sorted((key for key in swept_keys(runs) if is_policy(key)), key=naming_rank)
     naming = naming_keys([run.flat_config for run in runs], swept)
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -70,48 +66,8 @@ def named(runs: Runs) -> dict[str, Run]:
     if isinstance(runs, Mapping):
         return dict(runs)
     members = [runs] if isinstance(runs, Run) else list(runs.runs if isinstance(runs, Sweep) else runs)
-    keys = naming_keys([run.flat_config for run in members], swept_keys(members))
-    labels = [level_names({key: run.flat_config.get(key) for key in keys}) or run.path.name for run in members]
-    shared = {label for label, count in Counter(labels).items() if count > 1}
-    return {
-        f"{label} ({run.path})" if label in shared else label: run for label, run in zip(labels, members, strict=True)
-    }
-
-
-def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[str]:
-    """The keys of `swept` of which each tells some configurations apart that those before it did not: components' names
-    first, seeds after all that may decide."""
-    kept: list[str] = []
-    groups = 1
-    for key in sorted(swept, key=_rank):
-        split = len({repr([config.get(k) for k in (*kept, key)]) for config in configs})
-        if split > groups:
-            kept, groups = [*kept, key], split
-    return kept
-
-
-def _rank(key: str) -> tuple[bool, bool, bool]:
-    return key.split(".")[0] in ("slo", "report", "record"), is_seed(key), key.split(".")[-1] not in NAMING_KEYS
-
-
-def levels_of(values: Iterable[Any]) -> list[Any]:
-    """The different values of a setting: numbers in their order, then others as they come first."""
-    levels = list(dict.fromkeys(as_cell(value) for value in values))
-    numeric = [level for level in levels if isinstance(level, int | float)]
-    return sorted(numeric) + [level for level in levels if not isinstance(level, int | float)]
-
-
-def level_names(levels: Mapping[str, Any]) -> str:
-    """ "sarathi, watermark 0.01": the levels of these keys in words; "" of none."""
-    return ", ".join(_level_name(key, value, list(levels)) for key, value in levels.items())
-
-
-def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:
-    leaf = key.split(".")[-1]
-    if leaf in NAMING_KEYS:
-        return plain(value).rsplit(".", 1)[-1] if leaf == "_target_" else plain(value)
-    same_leaf = sum(other.split(".")[-1] == leaf for other in naming) > 1
-    return f"{key if same_leaf else leaf.replace('_', ' ')} {plain(value)}"
+    labels = labels_of([(run.flat_config, run.path) for run in members], swept_keys(members))
+    return dict(zip(labels, members, strict=True))
 
 
 def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
@@ -122,13 +78,6 @@ def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
         if len(set(values)) > 1:
             groups.setdefault(repr([values.index(value) for value in values]), []).append(key)
     return [tuple(keys) for keys in groups.values()]
-
-
-def factor_name(key: str) -> str:
-    """A factor's key as words: "cache.prefix_caching" -> "prefix caching", "scheduler.name" -> "scheduler"."""
-    parts = key.split(".")
-    word = parts[-2] if parts[-1] in NAMING_KEYS and len(parts) > 1 else parts[-1]
-    return word.replace("_", " ")
 
 
 def find_arm(arms: Sequence[Arm], name: str | None) -> Arm:

@@ -9,18 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from analysis import format as fmt
-from analysis.arms import (
-    NAMING_KEYS,
-    Arm,
-    decided_alike,
-    factor_name,
-    is_policy,
-    is_seed,
-    paired_replicates,
-    replicates,
-)
+from analysis.arms import Arm, decided_alike, is_policy, paired_replicates, replicates
 from analysis.frames import numbers
 from analysis.load import Run, swept_keys
+from analysis.naming import NAMING_KEYS, factor_name, is_seed
 from analysis.statistics import mser5
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory

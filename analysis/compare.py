@@ -10,12 +10,12 @@ import numpy as np
 
 from analysis import format as fmt
 from analysis.arms import Arm, paired_replicates, replicates
-from analysis.fidelity import summary_value
 from analysis.frames import numbers
 from analysis.load import Run
 from analysis.metrics import SLO, request_metrics
 from analysis.rows import FloatArray
 from analysis.statistics import Estimate, Verdict, effect_size, holm, moving_block_bootstrap, paired_t, verdict
+from analysis.summary import summary_value
 
 
 @dataclass(frozen=True, slots=True)

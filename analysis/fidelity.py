@@ -15,6 +15,7 @@ import pandas as pd
 from analysis.frames import numbers
 from analysis.load import Run, same_trace
 from analysis.metrics import itl_pooled, request_metrics
+from analysis.summary import summary_value
 from testbed.errors import RunFolderError
 
 LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")  # that each request has
@@ -25,14 +26,6 @@ FIDELITY_METRICS: dict[str, int] = {  # dotted path in a summary -> +1 where mor
     **{f"{metric}.{statistic}": -1 for metric in DISTRIBUTIONS for statistic in STATISTICS},
     **{f"throughput.{rate}": 1 for rate in RATES},
 }
-
-
-def summary_value(summary: Mapping[str, Any], path: str) -> float | None:
-    """The number at a dotted path of a summary; None where it is absent or not reached."""
-    value: Any = summary
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def match_requests(sim: Run, real: Run) -> pd.DataFrame:

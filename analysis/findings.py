@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, factor_name, replicates
+from analysis.arms import Arm, Pair, replicates
 from analysis.checks import failures
 from analysis.compare import Comparison
 from analysis.effects import Effect
 from analysis.load import Run
+from analysis.naming import factor_name
 
 METRIC_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 _STATISTIC = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99"}

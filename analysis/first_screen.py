@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, factor_name, num_replicates
+from analysis.arms import Arm, Pair, num_replicates
 from analysis.cautions import is_outrun
 from analysis.checks import failures
 from analysis.compare import SLO_METRICS, Comparison, mean_over_replicates
@@ -17,6 +17,7 @@ from analysis.effects import Effect, by_factor
 from analysis.findings import metric_name
 from analysis.load import Run
 from analysis.metrics import SLO
+from analysis.naming import factor_name
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import yaml
 
+from analysis.describe import run_lines, sweep_lines
 from analysis.frames import as_frame
 from analysis.metrics import SLO
+from analysis.naming import as_cell
 from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
 from analysis.summary import SUMMARY_VERSION, summarise
@@ -112,8 +114,6 @@ class Run:
         return Sweep(self.path, (self,), ()).frame
 
     def __str__(self) -> str:
-        from analysis.describe import run_lines  # not at the top: it imports this module
-
         return "\n".join(run_lines(self))
 
 
@@ -153,8 +153,6 @@ class Sweep:
         return self._joined([run.steps for run in self.runs])
 
     def __str__(self) -> str:
-        from analysis.describe import sweep_lines  # not at the top: it imports this module
-
         return "\n".join(sweep_lines(self))
 
     def _names(self, run: Run) -> dict[str, Any]:
@@ -299,11 +297,6 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
         return str(run.manifest.get("created", "")) if _POINT.fullmatch(run.path.name) else ""
 
     return sorted(runs, key=lambda run: (places[run.path.parent], begun(run)))
-
-
-def as_cell(value: Any) -> Any:
-    """A configuration value as a frame's cell: lists and mappings as JSON."""
-    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

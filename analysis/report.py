@@ -38,6 +38,7 @@ from analysis.report_fidelity import fidelity_section
 from analysis.report_parts import DEFAULT_MARGIN, Plot, ReportInput, Sections
 from analysis.reproduce import MAX_COMMANDS, sweep_commands
 from analysis.study import stated, stated_slo
+from analysis.summary import summary_value
 from testbed.errors import RunFolderError
 
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
@@ -265,10 +266,10 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
 def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
     """The baseline and the arm whose mean TTFT is furthest from it."""
     (name, base), *others = first.items()
-    reference = fidelity.summary_value(base.summary, "ttft_s.mean") or 0.0
+    reference = summary_value(base.summary, "ttft_s.mean") or 0.0
 
     def distance(item: tuple[str, Run]) -> float:
-        return abs((fidelity.summary_value(item[1].summary, "ttft_s.mean") or reference) - reference)
+        return abs((summary_value(item[1].summary, "ttft_s.mean") or reference) - reference)
 
     return {name: base} | (dict([max(others, key=distance)]) if others else {})
 

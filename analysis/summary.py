@@ -82,6 +82,14 @@ def summarise(
     return safe
 
 
+def summary_value(summary: Mapping[str, Any], path: str) -> float | None:
+    """The number at a dotted path of a summary; None where it is absent or not reached."""
+    value: Any = summary
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def _host_share(time_s: Mapping[str, float] | None) -> float | None:
     """The share of the steps' time in which the device neither moves blocks nor computes: the host's, not hidden."""
     if time_s is None:

@@ -24,9 +24,9 @@ from matplotlib.transforms import Bbox
 
 from analysis import format as fmt
 from analysis import style
-from analysis.arms import is_seed, level_names, levels_of, naming_keys
 from analysis.compare import Metric, metric_of
 from analysis.load import Run, Sweep
+from analysis.naming import is_seed, level_names, levels_of, naming_keys
 from analysis.rows import FloatArray
 from testbed.errors import ConfigError
 

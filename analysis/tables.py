@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, engine_of, factor_name, infer_arms, replicates
+from analysis.arms import Arm, Pair, engine_of, infer_arms, replicates
 from analysis.checks import outline
 from analysis.compare import Comparison, Metric, mean_over_replicates
 from analysis.effects import Effect, by_factor
-from analysis.fidelity import RATES, summary_value
+from analysis.fidelity import RATES
 from analysis.findings import interval_text, metric_name, verdict_text
 from analysis.load import Run, num_replicas
 from analysis.metrics import SLO
+from analysis.naming import factor_name
+from analysis.summary import summary_value
 
 MAX_FACTS = 5  # values of one fact that are spelt out: every manifest has its own
 

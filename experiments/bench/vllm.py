@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.fidelity import relative_error, summary_value
+from analysis.fidelity import relative_error
 from analysis.load import Run, load_run
+from analysis.summary import summary_value
 from testbed.errors import ConfigError, TestbedError
 
 METRICS = tuple(f"{name}.{of}" for name in ("ttft_s", "tpot_s", "e2e_s") for of in ("mean", "p50", "p99"))

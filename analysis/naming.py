@@ -1,0 +1,74 @@
+"""What a configuration is called among others: the fewest settings that tell them apart, and settings as words."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.format import plain
+
+NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
+
+
+def is_seed(key: str) -> bool:
+    return key.split(".")[-1] == "seed"
+
+
+def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[str]:
+    """The keys of `swept` of which each tells some configurations apart that those before it did not: components' names
+    first, seeds after all that may decide."""
+    kept: list[str] = []
+    groups = 1
+    for key in sorted(swept, key=naming_rank):
+        split = len({repr([config.get(k) for k in (*kept, key)]) for config in configs})
+        if split > groups:
+            kept, groups = [*kept, key], split
+    return kept
+
+
+def naming_rank(key: str) -> tuple[bool, bool, bool]:
+    return key.split(".")[0] in ("slo", "report", "record"), is_seed(key), key.split(".")[-1] not in NAMING_KEYS
+
+
+def labels_of(configs: Sequence[tuple[Mapping[str, Any], Path]], swept: Sequence[str]) -> list[str]:
+    """A label for each (configuration, folder): by the fewest of the swept keys that tell them apart, or by the
+    folder's name; with the folder where that is not enough."""
+    keys = naming_keys([config for config, _ in configs], swept)
+    labels = [level_names({key: config.get(key) for key in keys}) or path.name for config, path in configs]
+    shared = {label for label, count in Counter(labels).items() if count > 1}
+    return [f"{label} ({path})" if label in shared else label for label, (_, path) in zip(labels, configs, strict=True)]
+
+
+def levels_of(values: Iterable[Any]) -> list[Any]:
+    """The different values of a setting: numbers in their order, then others as they come first."""
+    levels = list(dict.fromkeys(as_cell(value) for value in values))
+    numeric = [level for level in levels if isinstance(level, int | float)]
+    return sorted(numeric) + [level for level in levels if not isinstance(level, int | float)]
+
+
+def level_names(levels: Mapping[str, Any]) -> str:
+    """ "sarathi, watermark 0.01": the levels of these keys in words; "" of none."""
+    return ", ".join(_level_name(key, value, list(levels)) for key, value in levels.items())
+
+
+def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:
+    leaf = key.split(".")[-1]
+    if leaf in NAMING_KEYS:
+        return plain(value).rsplit(".", 1)[-1] if leaf == "_target_" else plain(value)
+    same_leaf = sum(other.split(".")[-1] == leaf for other in naming) > 1
+    return f"{key if same_leaf else leaf.replace('_', ' ')} {plain(value)}"
+
+
+def factor_name(key: str) -> str:
+    """A factor's key as words: "cache.prefix_caching" -> "prefix caching", "scheduler.name" -> "scheduler"."""
+    parts = key.split(".")
+    word = parts[-2] if parts[-1] in NAMING_KEYS and len(parts) > 1 else parts[-1]
+    return word.replace("_", " ")
+
+
+def as_cell(value: Any) -> Any:
+    """A configuration value as a frame's cell: lists and mappings as JSON."""
+    return json.dumps(value) if isinstance(value, list | dict) else value

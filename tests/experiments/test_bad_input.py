@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.compose import compose_config
-from testbed.errors import ConfigError
-from tests.experiments.kit import REAL, SHORT, TINY, manifest_of, say, table_of, trace_of, write_rows
+from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of, trace_of, write_rows
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 GOOD = {"arrival_time": 0.0, "prompt_tokens": 8, "output_tokens": 3}
@@ -430,32 +428,3 @@ def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
             with pytest.raises(OSError, match=r"t\.parquet") as caught:
                 attempt()
             assert caught.value.errno == errno.ENOSPC
-
-
-def test_a_gpu_that_is_not_there_is_refused_where_it_was_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("this machine has one")
-    real = ("backend=real", *TINY, *SHORT, f"hydra.run.dir={tmp_path / 'run'}")
-    assert "device=h100: this machine has no GPU that torch can use" in say(capsys, "run", *real, "device=h100").error()
-    sweep = (*real[:-1], "device=h100", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 's'}")
-    assert "this machine has no GPU that torch can use" in say(capsys, "run", *sweep).error()
-    assert "contradict each other" in say(capsys, "run", *real, "device=a100", "backend.device=cpu").error()
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match="this machine has no GPU"):
-        compose_config(["backend=real", "model=tiny", "device=h200"])
-    assert say(capsys, "run", *real).status == 0, "a device that nobody chose is no demand"
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("trace.prompt.value=-1", "trace.prompt.value is -1.0; it must be 1 to"),
-        ("trace.output.min_tokens=0", "trace.output.min_tokens is 0; it must be 1 to"),
-        ("trace.turn_prompt={value: 0}", "trace.turn_prompt.value is 0"),
-    ],
-)
-def test_a_length_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
-    assert say(capsys, "run", override).error().startswith(said)

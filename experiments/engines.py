@@ -16,8 +16,6 @@ from experiments.settings import SimConfig
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.fleet import Fleet
-from sim.routers import RouterContext
-from sim.routers import bind as bind_router
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
@@ -25,6 +23,8 @@ from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.records.operators import Itemise
 from testbed.records.recorder import RunRecorder
+from testbed.routing.routers import RouterContext
+from testbed.routing.routers import bind as bind_router
 
 
 def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet | None:

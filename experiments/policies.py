@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sim.routers import ROUTERS
 from testbed.blocks import eviction
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import unknown
@@ -21,6 +20,7 @@ from testbed.policies.compositions.static import Static
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.cost_aware import CostAware
 from testbed.policies.queue_order import FCFS
+from testbed.routing.routers import ROUTERS
 
 Named = Mapping[str, Callable[[], Any]]
 

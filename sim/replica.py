@@ -1,8 +1,7 @@
-"""One replica of a fleet: its loop, the step in flight, and what a router may see of it. A SimPy process."""
+"""One replica of a fleet: its loop and the step in flight, as a SimPy process."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
@@ -12,13 +11,11 @@ from sim.backend import SimWork
 from sim.driver import MAX_NS, Device, too_late
 from sim.link import HostLink, Process, SwapsUnderWay
 from testbed.blocks.kv_sequence import RELEASED
-from testbed.core.commands import Arrive, Event, Execute, Resume, WaitUntil
-from testbed.core.outcome import Finished, StepResult
+from testbed.core.commands import Execute, Resume, WaitUntil
+from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
-from testbed.core.request import Request
-from testbed.core.scheduler import Scheduler
-from testbed.core.sequence import Sequence
 from testbed.core.serve import Loop
+from testbed.routing.dispatch import ReplicaInbox
 
 
 class SwappingBackend(Protocol):
@@ -71,41 +68,8 @@ class Phases:
         return _At(self.env, instant_ns, self._num_replicas + 1 + replica)
 
 
-class ReplicaInbox:
-    """What the router has sent to one replica and its loop has not seen. Implements testbed.core.interfaces.Inbox."""
-
-    def __init__(self, tell: Callable[[list[Finished], int], None]) -> None:
-        self.is_open = True  # until nothing will ever move
-        self.num_requests = 0  # sent there and not ended
-        self._events: deque[tuple[int, Event]] = deque()  # with the instant at which it was sent
-        self._tell = tell
-
-    def put(self, event: Event, now_ns: int) -> None:
-        self._events.append((now_ns, event))
-        self.num_requests += isinstance(event, Arrive)
-
-    @property
-    def unseen(self) -> list[Request]:
-        """Requests that were sent there since the loop last looked."""
-        return [event.request for _, event in self._events if isinstance(event, Arrive)]
-
-    def due(self, now_ns: int) -> list[Event]:
-        """What was sent up to `now_ns`."""
-        events = []
-        while self._events and self._events[0][0] <= now_ns:
-            events.append(self._events.popleft()[1])
-        return events
-
-    def next_ns(self) -> int | None:
-        return self._events[0][0] if self._events else None
-
-    def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self.num_requests -= len(requests)
-        self._tell(requests, now_ns)
-
-
 class Replica:
-    """Implements sim.routers.ReplicaView. link None: swaps are a part of each step; else they go over the link.
+    """link None: swaps are a part of each step; else they go over the link.
 
     on_idle: is told whenever nothing but an event from the router would get the replica on.
     """
@@ -116,7 +80,7 @@ class Replica:
         number: int,
         loop: Loop,
         inbox: ReplicaInbox,
-        scheduler: Scheduler,
+        block_size: int,
         backend: SwappingBackend,
         link: HostLink | None,
         on_idle: Callable[[], None],
@@ -127,8 +91,7 @@ class Replica:
         self._phases = phases
         self._loop = loop
         self._inbox = inbox
-        self._scheduler = scheduler
-        self._blocks = scheduler.blocks
+        self._block_size = block_size
         self._backend = backend
         self._device = Device(backend)
         self._link = link
@@ -203,35 +166,6 @@ class Replica:
         if self._is_waiting and self.process is not None and self.process is not self._env.active_process:
             self.process.interrupt()
 
-    # --- what a router sees ---
-
-    @property
-    def num_requests(self) -> int:
-        return self._inbox.num_requests
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._inbox.unseen) + self._scheduler.num_waiting + self._scheduler.num_swapped
-
-    @property
-    def num_running(self) -> int:
-        return self._scheduler.num_running
-
-    @property
-    def num_tokens(self) -> int:
-        known = sum([len(request.prompt_token_ids) for request in self._inbox.unseen])
-        return known + sum([seq.num_tokens for seq in self._scheduler.unfinished()])
-
-    @property
-    def num_kv_blocks(self) -> int:
-        return self._blocks.num_gpu_blocks - self._blocks.num_free_blocks
-
-    def num_cached_tokens(self, request: Request) -> int:
-        probe = Sequence(-1, request, self._scheduler.limits.max_model_len)
-        num_tokens = self._blocks.lookup(probe).num_tokens
-        self._blocks.forget(probe)
-        return num_tokens
-
     # --- swaps on the link ---
 
     def _meets_transfers(self, plan: BatchPlan) -> bool:
@@ -262,7 +196,7 @@ class Replica:
             saved = swaps.before_reading(sources) + swaps.before_writing(targets)
             moving_in = [self._link.move_in(self._backend.transfer_ns(0, num_in), saved)]
         if swaps:
-            yield env.all_of(swaps.before_writing(written_blocks(plan, self._blocks.block_size)))
+            yield env.all_of(swaps.before_writing(written_blocks(plan, self._block_size)))
         yield env.timeout(spans.total_ns - spans.schedule_ns)
         yield env.all_of(moving_in)
         end_ns = max(int(env.now), start_ns + 1)

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 
 from sim.cost.base import CostModel
-from sim.routers import Replicas, Router
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.verdict import Verdict
 from testbed.core.composition import Composition
@@ -23,6 +22,7 @@ from testbed.core.step import Step
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders import KeyedQueue
 from testbed.policies.queue_order import FCFS
+from testbed.routing.routers import Replicas, Router
 
 # --- queue orders ---
 

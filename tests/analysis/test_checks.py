@@ -19,11 +19,11 @@ from sim.cost.base import CostModel
 from sim.cost.config import LinearConfig
 from sim.cost.linear import LinearCost
 from sim.fleet import Fleet
-from sim.routers import Random, RoundRobin, RouterContext, bind
 from testbed.blocks.config import KVRules
 from testbed.core.limits import Limits
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import LivelockError
+from testbed.routing.routers import Random, RoundRobin, RouterContext, bind
 from testbed.traces.arrange import arrange
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest

@@ -15,8 +15,8 @@ from xxhash import xxh64_hexdigest
 
 from experiments import simulate
 from experiments.engines import fleet_digest, refuse_fleet
-from sim.routers import ROUTERS
 from testbed.errors import ConfigError
+from testbed.routing.routers import ROUTERS
 from tests.experiments.kit import SHORT, TINY, config_of, decisions_of, manifest_of, say, table_of
 
 FLEET = (*TINY, *SHORT, "trace.num_requests=24", "backend.num_replicas=3", "hydra.run.dir=run")
@@ -114,12 +114,12 @@ def test_a_run_repeated_makes_the_same_folder(router: str, home: Path, capsys: p
 
 
 def test_a_run_is_made_again_from_its_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    router = "backend.router={_target_: sim.routers.PowerOfTwo, measure: tokens}"
+    router = "backend.router={_target_: testbed.routing.routers.PowerOfTwo, measure: tokens}"
     assert say(capsys, "run", *FLEET, router).status == 0
     said = say(capsys, "run", "from=run", "hydra.run.dir=again")
     assert said.status == 0, said.err
     assert manifest_of(home / "again")["digest"] == manifest_of(home / "run")["digest"]
-    assert manifest_of(home / "again")["router"] == "sim.routers.PowerOfTwo"
+    assert manifest_of(home / "again")["router"] == "testbed.routing.routers.PowerOfTwo"
 
 
 def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,8 @@ def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert said.status == 0, said.err
     requests = table_of(home / "run").sort_by("arrival_ns")
     assert requests["replica"].to_pylist() == [2, 1, 0] * 8
-    nested = "backend.router={_target_: sim.routers.SessionSticky, others: {_target_: my_routers.EveryOther, step: 1}}"
+    others = "{_target_: my_routers.EveryOther, step: 1}"
+    nested = f"backend.router={{_target_: testbed.routing.routers.SessionSticky, others: {others}}}"
     said = say(capsys, "run", *FLEET, *SESSIONS, nested, "hydra.run.dir=sticky")
     assert said.status == 0, said.err
     table = table_of(home / "sticky").select(["session_id", "replica"]).to_pylist()
@@ -143,7 +144,7 @@ def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) ->
         ("router={_target_: my_routers.Deaf}", "backend.router: my_routers.Deaf lacks route"),
         ("router=round_robbin", "backend.router is 'round_robbin'; did you mean 'round_robin'? valid: round_robin,"),
         (
-            "router={_target_: sim.routers.LeastLoaded, measure: token}",
+            "router={_target_: testbed.routing.routers.LeastLoaded, measure: token}",
             "measure of router least_loaded is 'token'; did",
         ),
         ("num_replicas=0", "backend.num_replicas is 0; it must be from 1 to 10,000"),

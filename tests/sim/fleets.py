@@ -11,12 +11,12 @@ from sim.cost.base import CostModel
 from sim.cost.config import ConstantConfig
 from sim.cost.constant import ConstantCost
 from sim.fleet import Fleet
-from sim.routers import Replicas, Router, RouterContext, bind
 from testbed.core.interfaces import Inbox
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.errors import LivelockError
+from testbed.routing.routers import Replicas, Router, RouterContext, bind
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup
 from tests.sim.worlds import STEP_NS, Log, Sessions, price, world
 from tests.sim.worlds import drive as drive_one

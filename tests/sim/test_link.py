@@ -17,7 +17,6 @@ from sim.cost.base import CostModel
 from sim.driver import MAX_NS
 from sim.fleet import Fleet
 from sim.link import HostLink
-from sim.routers import RoundRobin
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchPlan, BatchShape, MadeRows, ScheduledSequence
@@ -25,6 +24,7 @@ from testbed.core.request import GREEDY
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError
+from testbed.routing.routers import RoundRobin
 
 BLOCK_SIZE, BLOCK_NS, COMPUTE_NS = 4, 100, 1000
 Timing = tuple[int, int, int]  # start, end, time waited on the link

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sim.cost.base import CostModel
 from sim.cost.config import ConstantConfig
 from sim.cost.constant import ConstantCost
-from sim.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
 from testbed.blocks.config import KVRules
 from testbed.core.commands import StepView
 from testbed.core.limits import Limits
@@ -21,6 +20,7 @@ from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import ConfigError
+from testbed.routing.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
 from tests.properties.setups import Setup, random_setup
 from tests.sim.fleets import Watched, drive, go_fleet, go_plain, world_of
 from tests.sim.worlds import Log, Sessions, expect_instants

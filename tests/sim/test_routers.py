@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sim.routers import (
+from testbed.core.request import Request
+from testbed.errors import ConfigError
+from testbed.routing.routers import (
     ROUTERS,
     LeastLoaded,
     PowerOfTwo,
@@ -23,8 +25,6 @@ from sim.routers import (
     ShortestQueue,
     bind,
 )
-from testbed.core.request import Request
-from testbed.errors import ConfigError
 
 
 @dataclass

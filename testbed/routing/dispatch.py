@@ -1,0 +1,149 @@
+"""From one inbox to the inboxes of several replicas. Owns where every request is; a driver owns time.
+
+The driver calls `send_due` at an instant, wakes the replicas that it names, and `close` once nothing will ever move.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from testbed.core.commands import Arrive, Event
+from testbed.core.interfaces import Inbox
+from testbed.core.outcome import Finished
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence as CoreSequence
+from testbed.errors import ConfigError
+from testbed.routing.routers import Router
+
+
+class ReplicaInbox:
+    """What the router has sent to one replica and its loop has not seen. Implements testbed.core.interfaces.Inbox."""
+
+    def __init__(self, tell: Callable[[list[Finished], int], None]) -> None:
+        self.is_open = True  # until nothing will ever move
+        self.num_requests = 0  # sent there and not ended
+        self._events: deque[tuple[int, Event]] = deque()  # with the instant at which it was sent
+        self._tell = tell
+
+    def put(self, event: Event, now_ns: int) -> None:
+        self._events.append((now_ns, event))
+        self.num_requests += isinstance(event, Arrive)
+
+    @property
+    def unseen(self) -> list[Request]:
+        """Requests that were sent there since the loop last looked."""
+        return [event.request for _, event in self._events if isinstance(event, Arrive)]
+
+    def due(self, now_ns: int) -> list[Event]:
+        """What was sent up to `now_ns`."""
+        events = []
+        while self._events and self._events[0][0] <= now_ns:
+            events.append(self._events.popleft()[1])
+        return events
+
+    def next_ns(self) -> int | None:
+        return self._events[0][0] if self._events else None
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self.num_requests -= len(requests)
+        self._tell(requests, now_ns)
+
+
+class Replica:
+    """What a router may see of a replica. Implements testbed.routing.routers.ReplicaView."""
+
+    def __init__(self, number: int, inbox: ReplicaInbox, scheduler: Scheduler) -> None:
+        self.number = number
+        self._inbox, self._scheduler, self._blocks = inbox, scheduler, scheduler.blocks
+
+    @property
+    def num_requests(self) -> int:
+        return self._inbox.num_requests
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox.unseen) + self._scheduler.num_waiting + self._scheduler.num_swapped
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_tokens(self) -> int:
+        known = sum([len(request.prompt_token_ids) for request in self._inbox.unseen])
+        return known + sum([seq.num_tokens for seq in self._scheduler.unfinished()])
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self._blocks.num_gpu_blocks - self._blocks.num_free_blocks
+
+    def num_cached_tokens(self, request: Request) -> int:
+        probe = CoreSequence(-1, request, self._scheduler.limits.max_model_len)
+        num_tokens = self._blocks.lookup(probe).num_tokens
+        self._blocks.forget(probe)
+        return num_tokens
+
+
+class Dispatcher:
+    """One inbox for a fleet of `num_replicas`, the router, and an inbox for each replica's loop.
+
+    Give each loop its inbox of `inboxes`, then say with `attach` whose scheduler is behind it. on_finished: is told
+    when requests have ended, as the source may then bring others, sooner than it said before.
+    """
+
+    def __init__(
+        self, source: Inbox, router: Router, num_replicas: int, on_finished: Callable[[], None] | None = None
+    ) -> None:
+        self.inboxes = [ReplicaInbox(self._finished) for _ in range(num_replicas)]
+        self._source = source
+        self._router = router
+        self._on_finished = on_finished
+        self._homes: dict[str, int] = {}  # of the requests that have not ended
+        self._replicas: list[Replica] = []
+
+    def attach(self, schedulers: Sequence[Scheduler]) -> None:
+        pairs = zip(self.inboxes, schedulers, strict=True)
+        self._replicas = [Replica(number, inbox, scheduler) for number, (inbox, scheduler) in enumerate(pairs)]
+
+    def next_ns(self) -> int | None:
+        """When something is to be sent."""
+        return self._source.next_ns()
+
+    def send_due(self, now_ns: int) -> Iterator[int]:
+        """Sends each event that is due to a replica, whose number is given before the next one is routed."""
+        for event in self._source.due(now_ns):
+            if isinstance(event, Arrive):
+                name = event.request.request_id
+                self._homes[name] = self._choose(event.request)
+            else:
+                name = event.request_id
+            home = self._homes.get(name)
+            if home is not None:  # else it has ended, or never came
+                self.inboxes[home].put(event, now_ns)
+                yield home
+
+    def close(self) -> None:
+        """Nothing will ever be sent again: loops that are woken end, those with work left raise LivelockError."""
+        for inbox in self.inboxes:
+            inbox.is_open = False
+
+    def _choose(self, request: Request) -> int:
+        """The router's answer. Raises ConfigError for one that is no replica's number."""
+        number: Any = self._router.route(request, self._replicas)
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self._replicas):
+            raise ConfigError(
+                f"router {type(self._router).__name__} sent request {request.request_id!r} to {number!r}; route() must "
+                f"return the number of a replica, 0 to {len(self._replicas) - 1}"
+            )
+        return number
+
+    def _finished(self, requests: list[Finished], now_ns: int) -> None:
+        """Requests of some replica have ended: their sessions may go on now, or later."""
+        for item in requests:
+            del self._homes[item.request.request_id]
+        self._source.finished(requests, now_ns)
+        if self._on_finished is not None:
+            self._on_finished()

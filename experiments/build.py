@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -233,12 +235,12 @@ def unused_settings(config: RunConfig) -> list[str]:
         for name in unread
         if getattr(rules, name) != getattr(standard, name)
     ]
+    if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:
+        notes.append("backend.router has no effect with backend.num_replicas=1")
     if isinstance(backend, SimConfig):
         notes += unread_settings(config)
         if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
             notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")
-        if backend.router != alone.router and backend.num_replicas == 1:
-            notes.append("backend.router has no effect with backend.num_replicas=1")
     return notes + [
         f"scheduler.{name} has no effect with composition {type(composition).__name__}"
         for name in getattr(composition, "unused_limits", ())
@@ -321,26 +323,44 @@ def build_real_backend(config: RunConfig) -> Any:
 
     Raises ConfigError if the packages of the real engine are not installed, and for what a device cannot do right.
     """
-    assert isinstance(config.backend, RealConfig)
-    check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
-    check_plans_ahead(config)
-    try:
+    with _real_packages():
         from real.backend import RealBackend
         from real.parallel.backend import RankedBackend
+    num_ranks = config.tensor_parallel_size
+    make: Any = RealBackend if num_ranks == 1 else partial(RankedBackend, num_ranks=num_ranks)
+    return make(config.model, config.backend, **_options_of_engine(config))
+
+
+def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
+    """The same in processes of their own, `backend.num_replicas` of them, and what they say of themselves."""
+    assert isinstance(config.backend, RealConfig)
+    with _real_packages():
+        from real.parallel.replica import ReplicaSetup, start_replicas
+    setup = ReplicaSetup(config.model, config.backend, config.tensor_parallel_size, _options_of_engine(config))
+    return start_replicas(setup, config.backend.num_replicas)
+
+
+@contextmanager
+def _real_packages() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"backend=real needs the package {error.name!r}: pip install 'llm-serving-testbed[real]' (or `make demo`)"
         ) from None
-    num_ranks = config.tensor_parallel_size
-    make: Any = RealBackend if num_ranks == 1 else partial(RankedBackend, num_ranks=num_ranks)
-    return make(
-        config.model,
-        config.backend,
+
+
+def _options_of_engine(config: RunConfig) -> dict[str, Any]:
+    """What our own engine is made with. Raises ConfigError for what a device cannot do right."""
+    assert isinstance(config.backend, RealConfig)
+    check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
+    check_plans_ahead(config)
+    return {
         **_bounds_of_engine(config),
-        num_cpu_blocks=num_cpu_blocks(config),
-        sliding_window=sliding_window(config),
-        kv_dtype=_kv_dtype(config, config.backend),
-    )
+        "num_cpu_blocks": num_cpu_blocks(config),
+        "sliding_window": sliding_window(config),
+        "kv_dtype": _kv_dtype(config, config.backend),
+    }
 
 
 def _bounds_of_engine(config: RunConfig) -> dict[str, Any]:

@@ -87,17 +87,21 @@ def _list(arguments: list[str]) -> int:
 
 
 def _parity(arguments: list[str]) -> int:
-    from experiments.parity import check_parity, print_divergence
+    from experiments.parity import check_parity, num_tapes, print_divergence
 
     parser = argparse.ArgumentParser("testbed parity", description="Replay a real run's tape, compare every decision.")
     parser.add_argument("run", type=Path, help="a run folder made with backend=real")
     options = parser.parse_args(arguments)
-    report = check_parity(options.run)
-    if report.divergence is not None:
-        print_divergence(report)
-        return 1
-    until = "; the run was interrupted there" if report.is_cut else ""
-    print(f"identical: {report.num_steps} steps, decision digest {report.digest:016x}{until}")
+    num = num_tapes(options.run)
+    for replica in range(num):
+        report = check_parity(options.run, replica=replica)
+        who = f"replica {replica} " if num > 1 else ""
+        if report.divergence is not None:
+            print(who, end="")
+            print_divergence(report)
+            return 1
+        until = "; the run was interrupted there" if report.is_cut else ""
+        print(f"{who}identical: {report.num_steps} steps, decision digest {report.digest:016x}{until}")
     return 0
 
 

@@ -13,6 +13,7 @@ from experiments.config import RunConfig
 from experiments.costs import itemise
 from experiments.policies import make_policy
 from experiments.settings import SimConfig
+from real.config import RealConfig
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.fleet import Fleet
@@ -23,8 +24,15 @@ from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.records.operators import Itemise
 from testbed.records.recorder import RunRecorder
-from testbed.routing.routers import RouterContext
+from testbed.routing.routers import Router, RouterContext
 from testbed.routing.routers import bind as bind_router
+
+
+def build_router(config: RunConfig, settings: SimConfig | RealConfig) -> Router:
+    """The configured one, told of the run."""
+    router: Router = make_policy("backend.router", settings.router)
+    bind_router(router, RouterContext(config.seed, num_engines(config)))
+    return router
 
 
 def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet | None:
@@ -34,10 +42,9 @@ def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet 
     """
     settings = config.backend
     assert isinstance(settings, SimConfig)
-    router = make_policy("backend.router", settings.router)
+    router = build_router(config, settings)
     if settings.num_replicas == 1 and not settings.swap_overlap:
         return None
-    bind_router(router, RouterContext(config.seed, settings.num_replicas))
     return Fleet(
         source,
         router,
@@ -47,7 +54,7 @@ def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet 
 
 
 def num_engines(config: RunConfig) -> int:
-    return config.backend.num_replicas if isinstance(config.backend, SimConfig) else 1
+    return config.backend.num_replicas if isinstance(config.backend, SimConfig | RealConfig) else 1
 
 
 def refuse_fleet(config: RunConfig) -> None:
@@ -66,6 +73,15 @@ def refuse_fleet(config: RunConfig) -> None:
                 f"backend.{name} is {getattr(config.backend, name)}, but cost=recorded replays what one real engine "
                 f"did; leave it at {getattr(standard, name)}, or choose another cost model"
             )
+
+
+def refuse_tapes(folder: Path, num_replicas: int) -> None:
+    """Raises ConfigError for a real run of several replicas."""
+    if num_replicas > 1:
+        raise ConfigError(
+            f"{folder} is a run of {num_replicas} replicas, and cost=recorded replays one engine; `testbed parity` "
+            "replays each of them"
+        )
 
 
 def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:

@@ -10,6 +10,7 @@ import argparse
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +19,8 @@ import pyarrow.parquet as pq
 from analysis.decisions import DECISIONS_FILE
 from analysis.load import Run, load_run, run_folders
 from experiments.app import config_from
-from experiments.parity import check_parity
+from experiments.engines import fleet_digest
+from experiments.parity import check_parity, num_tapes
 from experiments.run import INTERRUPTED, execute
 from experiments.run_folder import has_run, refuse_overwrite
 from testbed.errors import RunFolderError
@@ -61,7 +63,7 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
     keep: where the folder that has them stays; None: it goes. Raises TestbedError where they cannot be had.
     """
     run = load_run(folder)
-    is_simulated, has_tape = run.manifest.get("backend") == "sim", (folder / "tape.jsonl").is_file()
+    is_simulated, has_tape = run.manifest.get("backend") == "sim", any(folder.glob("tape*.jsonl"))
     has_decisions = (folder / DECISIONS_FILE).is_file()
     if has_decisions and (run.config.get("record", {}).get("explain") or not (is_simulated or has_tape)):
         yield run, f"{folder / DECISIONS_FILE}{'' if keep is None else f'; nothing to keep in {keep}'}"
@@ -104,18 +106,23 @@ def _repeat(run: Run, target: Path) -> str:
 def _replay(run: Run, target: Path) -> str:
     """Replays its tape, decisions recorded. Raises RunFolderError if it decides otherwise."""
     target.mkdir(parents=True, exist_ok=True)
-    recorder = RunRecorder(target, decisions=True, explains=True)
+    num = num_tapes(run.path)
+    make = partial(RunRecorder, target, decisions=True, explains=True)
+    first = make(replica=0 if num > 1 else None)
+    recorders = [first, *(make(replica=number, beside=first) for number in range(1, num))]
     try:
-        report = check_parity(run.path, recorder)
+        reports = [check_parity(run.path, one, replica=number) for number, one in enumerate(recorders)]
     finally:
-        recorder.close()
-    if (divergence := report.divergence) is not None:
+        for recorder in reversed(recorders):
+            recorder.close()
+    for divergence in [report.divergence for report in reports if report.divergence is not None]:
         raise RunFolderError(
             f"{run.path}: its tape, replayed, decides otherwise at step {divergence.step} ({divergence.reason}); "
             "`testbed parity` shows it"
         )
     shutil.copy(run.path / "config.yaml", target)
-    return f"the run's tape was replayed: the same decision digest ({report.digest:016x})"
+    digest = fleet_digest([report.digest for report in reports])
+    return f"the run's tape was replayed: the same decision digest ({digest})"
 
 
 def _lay_over(run: Run, target: Path) -> None:

@@ -23,7 +23,7 @@ from testbed.core.request import Request
 from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.schema import decision, num_scheduled
-from testbed.records.tape import Tape, TapeInbox, read_tape
+from testbed.records.tape import Tape, TapeInbox, read_tape, tape_names
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import to_request
 from testbed.traces.readers.own import read_jsonl
@@ -89,28 +89,37 @@ class RecordedInputs:
         self.checker.finish()
 
 
-def recorded_inputs(folder: Path, config: RunConfig, trace: Trace) -> RecordedInputs:
-    """Reads a real run's folder for a replay with `trace`. Raises RunFolderError if that run had another trace."""
-    tape = read_tape(folder / "tape.jsonl")
-    manifest = _manifest(folder)
+def num_tapes(folder: Path) -> int:
+    """Replicas of a real run: each has its tape. Raises RunFolderError for what is no run's folder."""
+    return int(_manifest(folder).get("num_replicas") or 1)
+
+
+def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int = 0) -> RecordedInputs:
+    """Reads a real run's folder for a replay of one replica; trace: the whole run's. Raises RunFolderError if that run
+    had another."""
+    manifest, num = _manifest(folder), num_tapes(folder)
+    file = folder / tape_names(num)[replica]
+    tape = read_tape(file)
     recorded, given = manifest["trace"]["fingerprint"], fingerprint(trace)
     if recorded is not None and recorded != given:  # of a served run that was killed it is not known
         raise RunFolderError(
             f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it with its own: "
             f"trace=jsonl trace.path={folder / 'trace.jsonl'}"
         )
-    if manifest["status"] == "complete" and len(tape.steps) < manifest["num_steps"]:
+    num_steps = (manifest if num == 1 else (manifest.get("replicas") or {replica: {}})[replica]).get("num_steps", 0)
+    if manifest["status"] == "complete" and len(tape.steps) < num_steps:
         raise RunFolderError(
-            f"{folder / 'tape.jsonl'} has {len(tape.steps)} steps, and the run had {manifest['num_steps']}: its end is "
-            "lost; run it again, or copy the whole file"
+            f"{file} has {len(tape.steps)} steps, and the run had {num_steps}: its end is lost; run it again, or copy "
+            "the whole file"
         )
     pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
     checker = _Checker(tape, RecordedDevice(tape), is_whole=manifest["status"] == "complete")
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)
 
 
-def check_parity(folder: Path, *recorders: Recorder) -> ParityReport:
-    """Replays the tape of a real run's folder and compares every step. Raises RunFolderError for another folder.
+def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> ParityReport:
+    """Replays the tape of a real run's folder, or of one of its replicas, and compares every step. Raises
+    RunFolderError for another folder.
 
     recorders: see the replay too."""
     config = RunConfig.from_container(read_config(folder))
@@ -118,7 +127,7 @@ def check_parity(folder: Path, *recorders: Recorder) -> ParityReport:
         raise RunFolderError(
             f"{folder} is a simulated run; parity replays the tape of a run with backend=real or backend=vllm"
         )
-    inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"))
+    inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"), replica)
     scheduler = build.build_scheduler(config, inputs.pools)
     checker = inputs.checker
     divergence: Divergence | None = None

@@ -26,18 +26,19 @@ NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest 
 
 
 class ReplayLog:
-    """What is measured beside the records. lag: a `Recorder`; host: the driver's."""
+    """What is measured beside the records. lags: a `Recorder` of each engine; host: the driver's."""
 
-    def __init__(self, options: RealConfig | VllmConfig) -> None:
+    def __init__(self, options: RealConfig | VllmConfig, num_engines: int = 1) -> None:
         self._options = options
-        self.lag = ReplayLag()
+        self.lags = [ReplayLag() for _ in range(num_engines)]
         self.host = HostTimes()
 
     def describe(self) -> dict[str, Any]:
         """Two sections of the manifest."""
         pace = {"pace": self._options.pace, "speed": self._options.speed}
+        lag = ReplayLag.of_all(self.lags)
         return {
-            "replay": pace | self.lag.describe() | {"notes": self.lag.notes()},
+            "replay": pace | lag.describe() | {"notes": lag.notes()},
             "host": self.host.describe(),
         }
 

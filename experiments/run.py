@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
 from testbed.records.schema import decision
-from testbed.records.tape import TapeWriter
+from testbed.records.tape import TapeWriter, tape_names
 from testbed.seeds import SeededInbox, needs_seed
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import TraceInbox
@@ -140,8 +141,9 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
     recorded = build.recorded_run(config)
     if recorded is not None:
         engines.refuse_fleet(config)
-        from experiments.parity import recorded_inputs
+        from experiments.parity import num_tapes, recorded_inputs
 
+        engines.refuse_tapes(Path(recorded), num_tapes(Path(recorded)))
         inputs = recorded_inputs(Path(recorded), config, whole(trace))
         description = {"cost": "recorded", "attention": None, "weights": None, "device": config.device.name}
         return _Prepared(
@@ -163,25 +165,49 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
 
 
 def _prepare_engine(config: RunConfig, trace: Trace) -> _Prepared:
-    """This testbed's engine, or vLLM's."""
+    """This testbed's engine, or several of them, or vLLM's."""
     build.check_token_ids(config, trace)
+    if engines.num_engines(config) > 1:
+        return _prepare_replicas(config, trace)
     backend = build.build_vllm_backend(config) if config.is_vllm else build.build_real_backend(config)
     from real.driver import run as drive
 
     assert isinstance(config.backend, RealConfig | VllmConfig)
     options = config.backend
-    description = {
-        "cost": None, "attention": backend.attention_name, "weights": backend.load_format,
-        "device": backend.device_description,
-    }  # fmt: skip
-    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
     inbox = _trace_inbox(config, at_speed(trace, options.speed))
     inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
     log = ReplayLog(options)
     return _Prepared(
-        pools, lambda loops, _: drive(loops[0], backend, options, log=log.host), inboxes, description, replay=log,
+        build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks),
+        lambda loops, _: drive(loops[0], backend, options, log=log.host), inboxes, _described(backend), replay=log,
         close=backend.close,
     )  # fmt: skip
+
+
+def _prepare_replicas(config: RunConfig, trace: Trace) -> _Prepared:
+    from real.driver import CLOCKS
+    from real.fleet import Fleet
+    from real.parallel.replica import close_all
+
+    assert isinstance(config.backend, RealConfig)
+    options = config.backend
+    router = engines.build_router(config, options)
+    backends, said = build.build_replicas(config)
+    log = ReplayLog(options, len(backends))
+    inbox, clock = _trace_inbox(config, at_speed(trace, options.speed)), CLOCKS[options.pace]()
+    fleet = Fleet(inbox, router, backends, clock, log.host)
+    return _Prepared(
+        build.Pools(said.num_gpu_blocks, said.num_cpu_blocks), fleet.run, fleet.inboxes, _described(said), replay=log,
+        close=partial(close_all, backends),
+    )  # fmt: skip
+
+
+def _described(engine: Any) -> dict[str, Any]:
+    """What the manifest says of an engine."""
+    return {
+        "cost": None, "attention": engine.attention_name, "weights": engine.load_format,
+        "device": engine.device_description,
+    }  # fmt: skip
 
 
 def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
@@ -211,21 +237,21 @@ def _run(
     for note in trace.notes:
         log.info("trace: %s", note)
     records = engines.RunRecords(config, folder, len(schedulers))
-    tape = None if config.is_simulated else TapeWriter(folder / "tape.jsonl", decision)
-    if tape is not None or config.trace.path == str(folder / TRACE_FILE):
+    tapes = [] if config.is_simulated else _tapes(folder, len(schedulers))
+    if tapes or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     progress = Progress(trace.num_requests, manifest["backend"])
     write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
     ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
-    lag = None if prepared.replay is None else prepared.replay.lag
-    more = [extra for extra in (tape, prepared.checker, watch, ledger, lag, watcher) if extra is not None]
+    more = [extra for extra in (prepared.checker, watch, ledger, watcher) if extra is not None]
     more += [*batch_limits(config), progress]
     status = status_lines(config.record.status_s, schedulers)
+    own = zip(tapes, prepared.replay.lags, strict=True) if prepared.replay is not None else [()] * len(schedulers)
     loops = [
-        serve(inbox, scheduler, together([recorder, *more, *lines]))
-        for inbox, scheduler, recorder, lines in zip(
-            prepared.inboxes, schedulers, records.recorders, status, strict=True
+        serve(inbox, scheduler, together([recorder, *one, *more, *lines]))
+        for inbox, scheduler, recorder, one, lines in zip(
+            prepared.inboxes, schedulers, records.recorders, own, status, strict=True
         )
     ]
     began = time.monotonic()
@@ -241,7 +267,7 @@ def _run(
             raise
     finally:
         with undisturbed():
-            late = _close_all(progress, records, *(file for file in (tape, ledger) if file is not None))
+            late = _close_all(progress, records, *tapes, *([] if ledger is None else [ledger]))
     failure = failure or late
     manifest["trace"] = manifest["trace"] | _read_at_last(trace)
     manifest |= {
@@ -254,6 +280,12 @@ def _run(
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure)
+
+
+def _tapes(folder: Path, num_engines: int) -> list[TapeWriter]:
+    """One for each engine. The loop of a replica is asked from outside, by the router's driver."""
+    names = tape_names(num_engines)
+    return [TapeWriter(folder / name, decision, is_live=num_engines > 1) for name in names]
 
 
 class _Closable(Protocol):

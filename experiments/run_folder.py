@@ -55,9 +55,9 @@ def claim(folder: Path, config: RunConfig) -> None:
     """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
-             "tape.jsonl", OPERATORS_FILE, TRACE_FILE, "config.yaml")  # fmt: skip
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
+             OPERATORS_FILE, TRACE_FILE, "config.yaml")  # fmt: skip
+    for file in [*(folder / name for name in names), *folder.glob("tape*.jsonl")]:
+        file.unlink(missing_ok=True)
     if (folder / LOG_FILE).exists():
         os.truncate(folder / LOG_FILE, 0)  # the lock is on this very file
     (folder / "config.yaml").write_text(as_yaml(config.raw))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from testbed.errors import ConfigError
 
@@ -12,6 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_NAMES = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 PACES = ("real_time", "as_fast_as_possible", "cpu_time")
+MAX_NUM_REPLICAS = 256
 MAX_NUM_THREADS = 1024  # torch does not survive many more
 
 
@@ -28,7 +30,9 @@ class RealConfig:
     cuda_graphs: steps of decodes only, up to max_captured_size rows, are captured when the engine starts and replayed
     (CUDA only). k_scale, v_scale: what keys and values are divided by before they are stored as
     cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
-    rank_timeout_s: under tensor parallelism, how long one rank waits for another before the run is given up.
+    rank_timeout_s: how long a rank, or a replica, is waited for before the run is given up.
+    num_replicas: engines, each with a scheduler, blocks and a device of its own; router: which of them serves a
+    request, a name or {_target_: a class of yours}, as with backend=sim.
     """
 
     device: str = "auto"
@@ -44,6 +48,8 @@ class RealConfig:
     k_scale: float = 1.0
     v_scale: float = 1.0
     rank_timeout_s: float = 300.0
+    num_replicas: int = 1
+    router: Any = "round_robin"
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, DEVICES)
@@ -60,6 +66,13 @@ class RealConfig:
                 raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be a finite number above 0")
         if not 0 < self.speed < math.inf:
             raise ConfigError(f"backend.speed is {self.speed}; it must be above 0: 2 replays a trace twice as fast")
+        if not 1 <= self.num_replicas <= MAX_NUM_REPLICAS:
+            raise ConfigError(f"backend.num_replicas is {self.num_replicas}; it must be 1 to {MAX_NUM_REPLICAS}")
+        if self.num_replicas > 1 and self.pace == "cpu_time":
+            raise ConfigError(
+                "backend.pace=cpu_time is the CPU time of one process, and each of backend.num_replicas has its own; "
+                "choose real_time or as_fast_as_possible"
+            )
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_NUM_THREADS:
             raise ConfigError(f"backend.num_threads is {self.num_threads}; it must be 1 to {MAX_NUM_THREADS}, or null")
 

@@ -121,7 +121,8 @@ class Drive(Generic[Result]):
     """A loop whose commands are carried out one by one, for callers who do something between them.
 
     is_waiting: the next command is a wait, as the loop of an open inbox has it after each step. No plan is in flight
-    then, or one that was launched ahead.
+    then, or one that was launched ahead. Who drives several loops launches with `begin`, goes on with `step` when that
+    blocks nobody, and with `wake` when something has come.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Drive(Generic[Result]):
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
         self._last_ns, self._schedule_ns = 0, 0
         self._in_flight: deque[_Launched] = deque()
+        self._is_begun = False  # whether the next command's plan is launched
         self._command: WaitUntil | Execute
         self._ask(None)
         clock.start()
@@ -144,14 +146,46 @@ class Drive(Generic[Result]):
     def step(self) -> None:
         """Carries the next command out, and hears the one after it."""
         if isinstance(self._command, Execute):
-            resume = self._execute(self._command)
+            self.begin()
+            self._go_on(self._answer(self._command))
         else:
-            resume = _wait(self._command, self._clock, self._last_ns)
+            self._go_on(_wait(self._command, self._clock, self._last_ns))
+
+    def wake(self) -> None:
+        """A loop that waits goes on: from the end of a step at that very instant, as the loop of a closed inbox does;
+        else now, as something came, or it is to look again."""
+        assert isinstance(self._command, WaitUntil), "only a loop that waits is woken"
+        until_ns = self._command.until_ns
+        self._go_on(Resume(max(self._clock.now_ns() if until_ns is None else until_ns, self._last_ns)))
+
+    def begin(self) -> None:
+        """Launches what the next command has to launch."""
+        if not isinstance(self._command, Execute) or self._command.plan is None or self._is_begun:
+            return
+        began_ns = self._clock.now_ns()
+        work = self._backend.start(self._command.plan)
+        launch_ns = self._clock.now_ns() - began_ns
+        self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns))
+        self._is_begun = True
+
+    @property
+    def awaits_result(self) -> bool:
+        """Whether the next command is answered when the oldest step in flight is done, and not before."""
+        return not self.is_over and isinstance(self._command, Execute) and not self._command.is_ahead
+
+    @property
+    def waits_for_events(self) -> bool:
+        """Whether it has nothing to do, or goes round in circles, until something comes."""
+        command = self._command
+        return self.is_waiting and isinstance(command, WaitUntil) and (command.until_ns is None or command.is_stuck)
+
+    def _go_on(self, resume: Resume) -> None:
         sent_ns = self._clock.now_ns()
         self._ask(resume)
         self._last_ns, self._schedule_ns = resume.now_ns, self._clock.now_ns() - sent_ns
 
     def _ask(self, resume: Resume | None) -> None:
+        self._is_begun = False
         try:
             self._command = next(self._loop) if resume is None else self._loop.send(resume)
         except StopIteration as end:
@@ -159,14 +193,9 @@ class Drive(Generic[Result]):
             self.is_over = True
         self.is_waiting = not self.is_over and isinstance(self._command, WaitUntil)
 
-    def _execute(self, command: Execute) -> Resume:
-        """Launches, and waits for the oldest step in flight unless told not to. Each answer is at least 1 ns after the
-        one before it."""
+    def _answer(self, command: Execute) -> Resume:
+        """Waits for the oldest step in flight unless told not to. Each answer is at least 1 ns after the one before."""
         clock = self._clock
-        if command.plan is not None:
-            began_ns = clock.now_ns()
-            work = self._backend.start(command.plan)
-            self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, clock.now_ns() - began_ns))
         if command.is_ahead:
             return Resume(max(clock.now_ns(), self._last_ns + 1))
         launched = self._in_flight.popleft()

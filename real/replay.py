@@ -8,7 +8,7 @@ machine that was kept from running. Needs no torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from testbed.core.commands import StepView
@@ -25,6 +25,15 @@ class ReplayLag:
         self._lag_ns = array("q")
         self._boundary_ns = array("q")
         self._last_commit_ns = 0
+
+    @classmethod
+    def of_all(cls, lags: Iterable[ReplayLag]) -> ReplayLag:
+        """The arrivals of several engines, together."""
+        together = cls()
+        for one in lags:
+            together._lag_ns += one._lag_ns
+            together._boundary_ns += one._boundary_ns
+        return together
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         due_ns = request.arrival_ns

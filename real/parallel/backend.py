@@ -42,6 +42,10 @@ class RankedWork:
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
         return self._work.prompt_logprobs
 
+    def is_done(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._work.is_done()
+
     def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
         """As RealWork: times are those of this rank; preparing includes sending. Raises what ended another rank."""
         outcomes, spans = self._backend.finish(self._work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from contextlib import suppress
 
@@ -16,6 +17,10 @@ class Channel:
 
     def fileno(self) -> int:
         return self._end.fileno()
+
+    def has_message(self, timeout_s: float | None) -> bool:
+        """Whether something can be received, or the other end is gone, within this time (None: waits for it)."""
+        return bool(select.select([self._end], [], [], timeout_s)[0])
 
     def send(self, message: bytes) -> None:
         """Raises OSError if the other end is gone, TimeoutError (one of them) if it takes nothing for too long."""

@@ -46,11 +46,13 @@ class Failure(NamedTuple):
         """Whether it failed by itself, and not because another had gone."""
         return self.kind != LOST
 
-    def error(self) -> TestbedError:
+    def error(self, who: str = "") -> TestbedError:
+        """As an exception. who: what it is called; a rank unless said."""
         made = getattr(errors, self.kind, None) if self.kind else None
         if not (isinstance(made, type) and issubclass(made, TestbedError)):
             made = DeviceError
-        return made(f"rank {self.rank} {f'failed: {self.message}' if self.kind else self.message}")
+        who = who or f"rank {self.rank}"
+        return made(f"{who} {f'failed: {self.message}' if self.kind else self.message}")
 
 
 class Ranks:
@@ -76,7 +78,7 @@ class Ranks:
                 channel, theirs = channel_pair(timeout_s)
                 self._channels.append(channel)
                 with theirs:
-                    self._processes.append(_spawn(theirs))
+                    self._processes.append(spawn(theirs))
                 channel.send(pickle.dumps(setup))
             self._watcher.start()
         except BaseException:
@@ -139,7 +141,7 @@ class Ranks:
         for channel in self._channels:
             channel.hang_up()
         for process in self._processes:
-            _end(process)
+            end_process(process)
         self._bell.close()
 
     # --- the thread that watches ---
@@ -201,7 +203,7 @@ def describe_end(process: subprocess.Popen[bytes]) -> str:
     return f"(process {process.pid}) was killed by {name}{hint}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
@@ -209,8 +211,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """A rank's process. It finds modules where this one does."""
+def spawn(theirs: socket.socket, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """The process of a rank or of a replica. It finds modules where this one does; environment: what it has besides."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with _blocked_signals():
         return subprocess.Popen(
@@ -218,7 +220,7 @@ def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
 
 

@@ -1,7 +1,7 @@
-"""The process of a rank beside the driver: builds its share of the model, then executes plan after plan.
+"""The process of a rank beside the driver, or of a replica: builds its share of the model, executes plan after plan.
 
-Started by real.parallel.processes. It reads no clock, writes no records and chooses no tokens. It ends, with its whole
-process and at once, when the driver's end of the connection is gone.
+Started by real.parallel.processes. A rank reads no clock, writes no records and chooses no tokens. It ends, with its
+whole process and at once, when the driver's end of the connection is gone.
 """
 
 from __future__ import annotations
@@ -36,6 +36,23 @@ class Setup:
     config: RealConfig
     options: dict[str, Any]
 
+    def work(self, channel: Channel) -> None:
+        """In its own process: until the driver hangs up."""
+        import torch
+
+        from real.backend import RealBackend
+        from real.parallel.distributed import find_store, join
+        from real.parallel.wire import unpack
+
+        if self.device_type == "cuda":
+            torch.cuda.set_device(self.rank)
+        store = find_store(self.port, self.size)
+        channel.send(json.dumps({"kind": READY}).encode())
+        group = join(store, self.rank, self.size, self.device_type, self.config.rank_timeout_s)
+        backend = RealBackend(self.spec, self.config, group=group, **self.options)
+        while (message := channel.receive()) is not None:
+            backend.start(unpack(message)).wait()
+
 
 def main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
@@ -45,7 +62,7 @@ def main() -> None:
     try:
         message = channel.receive()
         if message is not None:
-            _work(channel, pickle.loads(message))
+            pickle.loads(message).work(channel)
     except BaseException as error:  # noqa: BLE001  (whatever it is, the driver says it)
         channel.send(_report(error))
         os._exit(1)
@@ -59,31 +76,19 @@ def _end_with_driver(fileno: int) -> None:
     os._exit(1)
 
 
-def _work(channel: Channel, setup: Setup) -> None:
-    """Until the driver hangs up."""
-    import torch
-
-    from real.backend import RealBackend
-    from real.parallel.distributed import find_store, join
-    from real.parallel.wire import unpack
-
-    if setup.device_type == "cuda":
-        torch.cuda.set_device(setup.rank)
-    store = find_store(setup.port, setup.size)
-    channel.send(json.dumps({"kind": READY}).encode())
-    group = join(store, setup.rank, setup.size, setup.device_type, setup.config.rank_timeout_s)
-    backend = RealBackend(setup.spec, setup.config, group=group, **setup.options)
-    while (message := channel.receive()) is not None:
-        backend.start(unpack(message)).wait()
-
-
-def _report(error: BaseException) -> bytes:
-    """Its class, one line, and for the log where it came from."""
+def told(error: BaseException) -> tuple[str, str]:
+    """Its class, and one line; of a bug also where it came from."""
     text = str(error).partition("\n")[0]
     if not isinstance(error, TestbedError):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"
-    said = {"kind": type(error).__name__, "message": text, "traceback": "".join(traceback.format_exception(error))}
+    return type(error).__name__, text
+
+
+def _report(error: BaseException) -> bytes:
+    """What it was, for the driver, and for the log where it came from."""
+    kind, text = told(error)
+    said = {"kind": kind, "message": text, "traceback": "".join(traceback.format_exception(error))}
     return json.dumps(said).encode()
 
 

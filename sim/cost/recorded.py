@@ -43,7 +43,7 @@ class RecordedDevice:
         first = bisect_right(events, now_ns, key=attrgetter("now_ns"))
         known += [event.now_ns for event in events[first : first + 1]]
         next_ns = min([ns for ns in known if ns >= now_ns], default=None)
-        if self._in_flight and (next_ns is None or steps[self._in_flight[0]].commit_ns < next_ns):
+        if self._in_flight and (next_ns is None or steps[self._in_flight[0]].commit_ns <= next_ns):
             return self._end_oldest()
         next_ns = until_ns if next_ns is None else next_ns
         return None if next_ns is None else Resume(next_ns)

@@ -25,6 +25,11 @@ MAX_NS = 2**62
 NUM_FIELDS = 5  # of an outcome, and fork_stops if there are any: what decides; log-probabilities do not
 
 
+def tape_names(num_replicas: int) -> list[str]:
+    """The files in a run's folder, in the order of its replicas."""
+    return ["tape.jsonl"] if num_replicas == 1 else [f"tape-{number}.jsonl" for number in range(num_replicas)]
+
+
 class TapeStep(NamedTuple):
     """One recorded step. decision: what it decided, in the form of decisions.jsonl."""
 

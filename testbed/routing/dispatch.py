@@ -112,17 +112,22 @@ class Dispatcher:
         """When something is to be sent."""
         return self._source.next_ns()
 
-    def send_due(self, now_ns: int) -> Iterator[int]:
-        """Sends each event that is due to a replica, whose number is given before the next one is routed."""
+    def send_due(self, now_ns: int, *, is_late: bool = False) -> Iterator[int]:
+        """Sends each event that is due to a replica, whose number is given before the next one is routed.
+
+        is_late: the caller was busy when it fell due; the replica has an arrival from its own instant on.
+        """
         for event in self._source.due(now_ns):
+            sent_ns = now_ns
             if isinstance(event, Arrive):
                 name = event.request.request_id
+                sent_ns = min(now_ns, event.request.arrival_ns) if is_late else now_ns
                 self._homes[name] = self._choose(event.request)
             else:
                 name = event.request_id
             home = self._homes.get(name)
             if home is not None:  # else it has ended, or never came
-                self.inboxes[home].put(event, now_ns)
+                self.inboxes[home].put(event, sent_ns)
                 yield home
 
     def close(self) -> None:

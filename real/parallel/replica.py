@@ -1,0 +1,202 @@
+"""An engine in a process of its own, and what stands for it here. Knows plans, results and how a process ends.
+
+Plans go out whole, with their rows; results come back with the times that the engine measured. A replica of several
+ranks has them beside its own process. This module needs no torch: the engine's process does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from real.config import RealConfig
+from real.parallel.channel import Channel, channel_pair
+from real.parallel.processes import Failure, describe_end, end_process, spawn
+from real.parallel.worker import told
+from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan, MadeRows
+from testbed.errors import DeviceError
+from testbed.specs.model import ModelSpec
+
+POLL_S = 0.0001  # between two looks at a device that computes
+
+
+class Described(NamedTuple):
+    """What an engine says of itself once it is made."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    attention_name: str
+    attention_reasons: dict[str, str]
+    device_description: str
+    load_format: str
+
+
+class Result(NamedTuple):
+    """What came out of the oldest plan in flight."""
+
+    outcomes: tuple[Outcome, ...] | None
+    spans: Spans
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSetup:
+    """What a replica is told when it starts. options: of RealBackend, by name; num_ranks: of its tensor parallelism."""
+
+    spec: ModelSpec
+    config: RealConfig
+    num_ranks: int
+    options: dict[str, Any]
+
+    def work(self, channel: Channel) -> None:
+        """In its own process: makes the engine, then executes plan after plan until the other end hangs up."""
+        try:
+            self._work(channel)
+        except BaseException as error:  # noqa: BLE001  (whatever it is, the other end says it)
+            channel.send(pickle.dumps(Failure(0, *told(error))))
+
+    def _work(self, channel: Channel) -> None:
+        from real.backend import RealBackend
+        from real.parallel.backend import RankedBackend
+
+        make: Any = RealBackend
+        if self.num_ranks > 1:
+            make = RankedBackend
+            self.options["num_ranks"] = self.num_ranks
+        backend = make(self.spec, self.config, **self.options)
+        channel.send(pickle.dumps(Described(*[getattr(backend, name) for name in Described._fields])))
+        in_flight: deque[Any] = deque()
+        while True:
+            if in_flight and in_flight[0].is_done():
+                work = in_flight.popleft()
+                outcomes, spans = work.wait()
+                channel.send(pickle.dumps(Result(outcomes, spans, work.prompt_logprobs)))
+            elif channel.has_message(POLL_S if in_flight else None):
+                message = channel.receive()
+                if message is None:
+                    return
+                in_flight.append(backend.start(pickle.loads(message)))
+
+
+class ReplicaWork:
+    """A plan that was sent. `wait` may be called once, and in the order of the plans."""
+
+    def __init__(self, engine: ReplicaEngine) -> None:
+        self._engine = engine
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # once it was waited for
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        result = self._engine.receive()
+        assert isinstance(result, Result)
+        self.prompt_logprobs = result.prompt_logprobs
+        return result.outcomes, result.spans
+
+
+class ReplicaEngine:
+    """A RealBackend, or several ranks of one, in another process. Implements real.fleet.ReplicaBackend.
+
+    number: of the replica. visible: the GPUs that it sees, as CUDA_VISIBLE_DEVICES has them; None: those that this
+    process sees. It loads from now on: several do so side by side. `wait_until_ready` before anything else.
+    """
+
+    def __init__(self, setup: ReplicaSetup, number: int, visible: str | None) -> None:
+        self._number = number
+        self._timeout_s = setup.config.rank_timeout_s
+        self._channel, theirs = channel_pair(self._timeout_s)
+        with theirs:
+            self._process = spawn(theirs, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        self._channel.send(pickle.dumps(setup))
+
+    def wait_until_ready(self) -> Described:
+        """What the engine says of itself. Raises what it failed of."""
+        said = self._heard()
+        assert isinstance(said, Described)
+        return said
+
+    def start(self, plan: BatchPlan) -> ReplicaWork:
+        try:
+            self._channel.send(pickle.dumps(plan.replace(rows=MadeRows(plan.scheduled))))
+        except OSError:
+            self.receive()  # why it does not listen
+            raise
+        return ReplicaWork(self)
+
+    @property
+    def has_answer(self) -> bool:
+        return self._channel.has_message(0)
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def receive(self) -> Any:
+        """The next thing it says. Raises what ended it, and after backend.rank_timeout_s of silence."""
+        if not self._channel.has_message(self._timeout_s):
+            raise DeviceError(
+                f"replica {self._number} says nothing for {self._timeout_s:g} s; if it was only slow, raise "
+                "backend.rank_timeout_s"
+            )
+        return self._heard()
+
+    def _heard(self) -> Any:
+        """The same, however long it takes."""
+        message = self._channel.receive()
+        if message is None:
+            raise DeviceError(f"replica {self._number} {describe_end(self._process)}")
+        said = pickle.loads(message)
+        if isinstance(said, Failure):
+            raise said.error(f"replica {self._number}")
+        return said
+
+    def close(self) -> None:
+        """Ends its process. May be called again."""
+        self._channel.hang_up()
+        end_process(self._process)
+
+
+def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[ReplicaEngine], Described]:
+    """So many engines of one setup, each on GPUs of its own; on a CPU they share the threads. What is said of them is
+    said of all: where blocks are measured, the one with the least room decides. Raises what one failed of, with nothing
+    left running."""
+    import torch
+
+    from real.device import resolve_device
+
+    visible: list[str | None] = [None] * num_replicas
+    if resolve_device(setup.config.device).type == "cuda":
+        visible = [*gpus_of_each(num_replicas, setup.num_ranks)]
+    else:
+        num_threads = setup.config.num_threads or torch.get_num_threads()
+        setup = replace(setup, config=replace(setup.config, num_threads=max(1, num_threads // num_replicas)))
+    engines: list[ReplicaEngine] = []
+    try:
+        engines += [ReplicaEngine(setup, number, gpus) for number, gpus in enumerate(visible)]
+        described = [engine.wait_until_ready() for engine in engines]
+    except BaseException:
+        close_all(engines)
+        raise
+    least = min(described, key=lambda one: one.num_gpu_blocks)
+    return engines, least
+
+
+def close_all(engines: list[ReplicaEngine]) -> None:
+    for engine in engines:
+        engine.close()
+
+
+def gpus_of_each(num_replicas: int, num_ranks: int) -> list[str]:
+    """The GPUs of each replica. Raises DeviceError if there are too few."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if num_replicas * num_ranks > found:
+        raise DeviceError(
+            f"backend.num_replicas is {num_replicas}, of {num_ranks} GPU{'s' * (num_ranks > 1)} each, but torch finds "
+            f"{found} here; lower it, or set backend.device=cpu"
+        )
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = named.split(",") if named else [str(index) for index in range(found)]
+    return [",".join(names[number * num_ranks : (number + 1) * num_ranks]) for number in range(num_replicas)]

@@ -1,0 +1,187 @@
+"""Whole runs on two engines behind a router: each replays its own tape, says what one engine says, and may die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pytest
+
+from analysis.load import load_run
+from experiments.config import RunConfig
+from experiments.parity import check_parity
+from real.parallel import replica
+from testbed.errors import ConfigError, DeviceError
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
+from tests.parity.kit import CLOSED, real_config, real_run
+from tests.real.processes import assert_gone, ranks_of
+
+TWO = {"backend__num_replicas": 2, "backend__num_threads": 1}
+KINDS = {
+    "vllm_v1": {},
+    "vllm_v1_async": {},
+    "sarathi": {"scheduler__max_num_batched_tokens": 32},
+    "prefill_first": {"scheduler__preemption": "swap", "cache__num_cpu_blocks": 64},
+}
+
+
+@pytest.mark.parametrize("preset", KINDS)
+def test_every_replica_replays_its_own_tape_decision_by_decision(tmp_path: Path, preset: str) -> None:
+    config = real_config(
+        preset, **{"cache__num_gpu_blocks": 30, "backend__router": "least_loaded", **CLOSED, **TWO, **KINDS[preset]}
+    )
+    result = real_run(tmp_path, config)
+    assert (result.status, result.exit_status) == ("complete", 0), result.message
+    manifest, requests = manifest_of(tmp_path), table_of(tmp_path)
+    assert (manifest["num_replicas"], manifest["router"]) == (2, "least_loaded")
+    assert result.summary["checks"]
+    assert all(check["holds"] is not False for check in result.summary["checks"].values()), result.summary["checks"]
+    for number, one in enumerate(manifest["replicas"]):
+        report = check_parity(tmp_path, replica=number)
+        assert report.divergence is None
+        assert report.num_steps == one["num_steps"] > 5
+        assert f"{report.digest:016x}" == one["digest"]
+        assert requests.filter(pc.field("replica") == number).num_rows == one["num_sent"] > 0
+    assert not ranks_of(os.getpid()), "no engine outlives its run"
+
+
+def drawn_of(folder: Path) -> dict[str, list[int]]:
+    """By request, the tokens that the engine drew; requests are known by their numbers on each tape."""
+    drawn: dict[str, list[int]] = {}
+    for tape in sorted(folder.glob("tape*.jsonl")):
+        names: list[str] = []
+        for line in tape.read_text().splitlines():
+            item = json.loads(line)
+            if item["kind"] == "arrive":
+                names.append(item["id"])
+            for outcome in item.get("outcomes") or ():
+                drawn.setdefault(names[outcome[0]], []).extend(outcome[1])
+    return drawn
+
+
+def test_a_request_says_the_same_whichever_replica_serves_it(tmp_path: Path) -> None:
+    options = (*TINY, *SHORT, *REAL, "scheduler=vllm_v1", "trace.forced=nothing", "sampling.temperature=0.8",
+               "sampling.max_tokens=8", "trace.num_requests=10")  # fmt: skip
+    said = []
+    for num in (1, 2):
+        config = config_of(options, backend__num_replicas=num, backend__num_threads=1)
+        result = real_run(tmp_path / str(num), config)
+        assert result.status == "complete", result.message
+        said.append(drawn_of(tmp_path / str(num)))
+    assert said[0] == said[1]
+    assert len(said[0]) == 10
+    assert len({tuple(tokens) for tokens in said[0].values()}) > 5, "they do not all say the same"
+
+
+def test_replicas_of_two_ranks_each(tmp_path: Path) -> None:
+    config = real_config("vllm_v1", **{**TWO, "device__tensor_parallel_size": 2, "trace__num_requests": 6})
+    result = real_run(tmp_path, config)
+    assert result.status == "complete", result.message
+    assert all(check_parity(tmp_path, replica=number).divergence is None for number in (0, 1))
+
+
+# --- ends ---
+
+LONG = ("trace.num_requests=9000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
+
+
+def kill_one(driver: int, engine: int) -> None:
+    os.kill(engine, signal.SIGKILL)
+
+
+def press_ctrl_c(driver: int, engine: int) -> None:
+    os.killpg(driver, signal.SIGINT)
+
+
+ENDS = {
+    "a replica is killed": (kill_one, 1, "was killed by SIGKILL"),
+    "all are interrupted": (press_ctrl_c, 130, "error: interrupted after "),
+}
+
+
+@pytest.mark.parametrize(("end", "status", "told"), ENDS.values(), ids=ENDS)
+def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
+    tmp_path: Path, end: Callable[[int, int], None], status: int, told: str
+) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *REAL, "backend.num_replicas=2",
+               "backend.num_threads=1", "record.decisions=true", f"hydra.run.dir={folder}"]  # fmt: skip
+    driver = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )  # fmt: skip
+    deadline, tapes = time.monotonic() + 60, [folder / f"tape-{number}.jsonl" for number in range(2)]
+    while not all(tape.is_file() and tape.stat().st_size > 5_000 for tape in tapes):
+        assert driver.poll() is None, driver.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engines = ranks_of(driver.pid)
+    assert len(engines) == 2
+    end(driver.pid, engines[1])
+    error = driver.communicate(timeout=30)[1]
+    assert driver.returncode == status
+    (line,) = [line for line in error.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    assert told in line
+    assert str(folder) in line
+    assert ("replica 1" in line) == (status == 1)
+    assert_gone(engines)
+    manifest = manifest_of(folder)
+    assert manifest["status"] == "partial"
+    assert not (folder / "done").exists()
+    assert len(load_run(folder).steps) == manifest["num_steps"] > 5
+    for number, one in enumerate(manifest["replicas"]):
+        report = check_parity(folder, replica=number)
+        assert report.divergence is None
+        assert (report.is_cut, report.num_steps) == (True, one["num_steps"])
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("backend.num_replicas=0", "backend.num_replicas is 0; it must be 1 to 256"),
+        ("backend.num_replicas=2 backend.pace=cpu_time", "backend.pace=cpu_time is the CPU time of one process"),
+        ("backend.num_replicas=2 backend.router=leastloaded", "did you mean 'least_loaded'"),
+        ("backend.num_replicas=2 model.path=/nowhere", "/nowhere"),
+        ("backend.num_replicas=2 backend.load_format=safetensors", "replica 0 failed: "),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, told: str
+) -> None:
+    said = say(capsys, "run", *TINY, *SHORT, *REAL, *option.split(), f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.status == 1
+    assert told in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert not ranks_of(os.getpid())
+
+
+def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path) -> None:
+    config = real_config("vllm_v1", **TWO, trace__num_requests=4)
+    real_run(tmp_path, config)
+    raw = {**config.raw, "backend": {"name": "sim"}, "cost": {"name": "recorded", "run": str(tmp_path)}}
+    from experiments.run import execute
+
+    with pytest.raises(ConfigError, match="is a run of 2 replicas, and cost=recorded replays one engine"):
+        execute(RunConfig.from_container(raw), tmp_path / "again")
+
+
+def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert replica.gpus_of_each(2, 2) == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert replica.gpus_of_each(4, 1) == ["7", "5", "3", "1"]
+    with pytest.raises(DeviceError, match=r"backend.num_replicas is 3, of 2 GPUs each, but torch finds 4"):
+        replica.gpus_of_each(3, 2)

@@ -1,28 +1,29 @@
-"""`testbed run`: the Hydra app around `experiments.run.execute`."""
+"""`testbed run`: the Hydra app around `experiments.run.execute`. Sweeps are experiments/sweep.py's."""
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.compose import checked, compose_from, compose_raw, in_one_line, literal
+from experiments.compose import checked, compose_from, in_one_line, literal
 from experiments.config import RunConfig, read_config, register
 from experiments.environment import ask_early
-from experiments.messages import read_own_options
+from experiments.overrides import check, is_sweep
 from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, named_folder
+from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError, TestbedError
 
 
@@ -32,35 +33,22 @@ class RunFailedError(TestbedError):
 
 def run_app(arguments: list[str]) -> int:
     """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
-    arguments = [_with_quotes(item) for item in arguments]
+    arguments = [_with_quotes(item) for item in _with_searched(arguments)]
     sources = [item for item in arguments if item.startswith("from=")]
     if sources:
         return _run_from(sources[-1][5:], [item for item in arguments if not item.startswith("from=")])
-    plain = _plain(arguments)
-    if plain is not None:
-        config, folder = plain
-        _finish(execute(config, folder, command=shlex.join(["testbed", "run", *arguments])))
-        return 0
-    may_be_sweep = ("-m", "--multirun", "hydra.mode=MULTIRUN")
-    if any(item in may_be_sweep or item.startswith("experiment=") for item in arguments):  # an overlay may say so
-        from experiments.sweep import run_sweep  # not at the top: a single run needs nothing of it
-
-        read_own_options(arguments)
-        if run_sweep(arguments):
-            return 0
+    ask_early()
+    flags, overrides = _split(arguments)
+    if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
+        check(overrides, is_sweep=any(item in _SWEEPS for item in arguments) or is_sweep(overrides))
     register()
+    Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    flags = [item for item in arguments if item in ("-m", "--multirun")]  # argparse wants them before the overrides
-    sys.argv = ["testbed run", *flags, *(item for item in arguments if item not in flags)]
+    sys.argv = ["testbed run", *flags, *overrides]  # argparse wants flags first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
     try:
-        read_own_options(arguments)
-        with in_one_line(arguments), redirect_stderr(_WithoutFraming(sys.stderr)):
+        with in_one_line(overrides), redirect_stderr(cast(TextIO, _WithoutFraming(sys.stderr))):
             hydra.main(version_base="1.3", config_path="conf", config_name="config")(_job)()
-    except ValueError as error:
-        if not str(error).startswith("Only one of --run"):
-            raise
-        raise ConfigError("-m, --cfg, --info and --shell-completion ask for different things; give one") from None
     finally:
         sys.argv = before[0]
         if before[1] is None:
@@ -68,32 +56,53 @@ def run_app(arguments: list[str]) -> int:
     return 0
 
 
+_SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+_PRIMARY = {"--config-path", "-cp", "--config-name", "-cn"}  # of another configuration than ours
+_WITH_VALUE = {*_PRIMARY, "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun"}
+_UNCHECKED = {*_PRIMARY, "--shell-completion", "-sc"}  # whose key=value pairs are no keys of ours
+_ACTIONS = ("-m", "--multirun", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides. Raises ConfigError for flags that exclude each other."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for item in arguments:
+        is_value = bool(flags) and flags[-1] in _WITH_VALUE and "=" not in item
+        (flags if item.startswith("-") or is_value else overrides).append(item)
+    actions = [item for item in flags if item.partition("=")[0] in _ACTIONS]
+    if len(actions) > 1:
+        raise ConfigError(f"{' and '.join(actions)} ask for different things; give one")
+    return flags, overrides
+
+
+def _with_searched(arguments: list[str]) -> list[str]:
+    """The arguments with hydra.searchpath for --config-dir, which says the same: a point's command repeats it."""
+    made: list[str] = []
+    left = iter(arguments)
+    for item in left:
+        flag, equals, value = item.partition("=")
+        if flag not in ("--config-dir", "-cd"):
+            made.append(item)
+            continue
+        folder = Path(value if equals else next(left, "")).absolute()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: there is no folder {folder}")
+        made.append(f"hydra.searchpath=[{literal(f'file://{folder}')}]")
+    return made
+
+
 def _with_quotes(argument: str) -> str:
     """A folder as the shell gives it: Hydra's grammar has neither parentheses nor a comma outside quotes."""
-    key, _, value = argument.partition("=")
-    is_folder = key in ("hydra.run.dir", "hydra.sweep.dir") and "${" not in value
-    return f"{key}={literal(value)}" if is_folder and re.match(r"[^'\"].*[^\w\s./-]", value) else argument
+    key, equals, value = argument.partition("=")
+    is_folder = key in ("hydra.run.dir", "hydra.sweep.dir")
+    if is_folder and equals:
+        named_folder(key, value.strip("'\""))
+    needs_quotes = is_folder and "${" not in value and re.match(r"[^'\"].*[^\w\s./-]", value)
+    return f"{key}={literal(value)}" if needs_quotes else argument
 
 
-def _plain(arguments: list[str]) -> tuple[RunConfig, Path] | None:
-    """Configuration and folder of a single run that asks nothing else of Hydra; None: it is Hydra's to run.
-
-    Hydra's own app composes the configuration twice (once to see whether it is a sweep) and copies it three times.
-    """
-    keys = [item.partition("=")[0] for item in arguments if "=" in item]
-    is_of_hydra = any(key.lstrip("+~").startswith(("-", "hydra")) and key != "hydra.run.dir" for key in keys)
-    if len(keys) < len(arguments) or is_of_hydra:
-        return None
-    ask_early()
-    raw = compose_raw(arguments, with_hydra=True)
-    of_hydra = raw.pop("hydra")
-    job = of_hydra["job"]
-    if of_hydra["mode"] not in (None, RunMode.RUN) or of_hydra["callbacks"] or job["env_set"] or job["chdir"]:
-        return None  # the configuration itself wants it
-    return checked(arguments, RunConfig.from_container(raw)), named_folder("hydra.run.dir", of_hydra["run"]["dir"])
-
-
-class _WithoutFraming(io.TextIOBase):
+class _WithoutFraming:
     """Standard error without Hydra's line before an error of ours and without usage: one line says it better."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -104,46 +113,58 @@ class _WithoutFraming(io.TextIOBase):
             self._stream.write(text.removeprefix("testbed run: "))
         return len(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _job(node: DictConfig) -> dict[str, Any] | None:
-    """What only Hydra's own app runs: a run or a point with callbacks, another sweeper, a working folder of its own.
+    """What Hydra runs: a run, or with another sweeper than ours a point.
 
     Of a sweep's failures only the first is raised: each is printed.
     """
+    info = HydraConfig.get()
+    folder = Path(info.runtime.output_dir)
     try:
-        return _run_point(node)
+        return _run_point(node, folder) if info.mode is RunMode.MULTIRUN else _run_once(node, folder)
     except TestbedError as error:
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            print(f"failed       {HydraConfig.get().runtime.output_dir}: {error}")
+        if info.mode is RunMode.MULTIRUN:
+            print(f"failed       {folder}: {error}")
+        with suppress(OSError):
+            folder.rmdir()  # Hydra has made it, and nothing was written
         raise
 
 
-def _run_point(node: DictConfig) -> dict[str, Any] | None:
-    register()  # a launcher may have started this process
+def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
+    info = HydraConfig.get()
+    if swept := info.sweeper.get("params"):
+        raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
+    of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # which Hydra adds
+    command = shlex.join(["testbed", "run", *of_hydra, *_given("task")])
+    return _finish(execute(_config_of(node), folder, command=command))
+
+
+def _config_of(node: DictConfig) -> RunConfig:
     raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
-    info = HydraConfig.get()
-    config = checked(info.overrides.task, RunConfig.from_container({str(key): value for key, value in raw.items()}))
-    is_sweep = info.mode is RunMode.MULTIRUN
-    named_folder("hydra.sweep.dir" if is_sweep else "hydra.run.dir", info.sweep.dir if is_sweep else info.run.dir)
-    folder: Path | None = Path(info.runtime.output_dir)
-    if is_sweep:
-        folder = _place_of_point(config, Path(info.runtime.output_dir), info.sweep.subdir != ".")
-    if folder is None:
+    config = RunConfig.from_container({str(key): value for key, value in raw.items()})
+    return checked(_given("task"), config)
+
+
+def _given(kind: str) -> list[str]:
+    """The overrides of this kind (task, hydra) as they were given: a text may hold what would be resolved."""
+    overrides: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
+    return [str(item) for item in overrides]
+
+
+def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
+    register()  # a launcher may have started this process
+    info, config = HydraConfig.get(), _config_of(node)
+    named_folder("hydra.sweep.dir", info.sweep.dir)
+    place = _place_of_point(config, folder, info.sweep.subdir != ".")
+    if place is None:
         return None
-    # a point of a sweep is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
-    of_hydra = [] if is_sweep else info.overrides.hydra
-    command = shlex.join(["testbed", "run", *of_hydra, *info.overrides.task])
-    return _finish(execute(config, folder, command=command))
+    # a point is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
+    return _finish(execute(config, place, command=shlex.join(["testbed", "run", *_given("task")])))
 
 
 def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:

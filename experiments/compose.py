@@ -10,22 +10,18 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import GROUPS, RunConfig, register
-from experiments.messages import is_hydras, not_a_list, options, too_large, translate, unknown_key, wrong_type
+from experiments.keys import PLAIN, too_large
+from experiments.options import options
+from experiments.overrides import check, is_value, parsed
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
-
-PLAIN = ("seed", "allow_ignored", "overwrite", "points_per_job")  # keys outside groups
 
 
 def compose_config(overrides: list[str]) -> RunConfig:
@@ -41,85 +37,83 @@ def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:
     return config
 
 
-def compose_raw(overrides: list[str], *, with_hydra: bool = False) -> dict[str, Any]:
-    """The same as plain containers. with_hydra: Hydra's own settings too, as `hydra`: of these modes, callbacks, job,
-    the run's folder, and what an overlay sweeps. Raises ConfigError in one line."""
-    of_hydra = {}
+def compose_raw(overrides: list[str]) -> dict[str, Any]:
+    """The same as plain containers. Raises ConfigError in one line.
+
+    What was chosen together before in this process, as the points of a sweep do, is read once: the values are laid over
+    a copy of it.
+    """
+    check(overrides)
     with in_one_line(overrides):
-        node = _hydras(overrides, with_hydra=True) if with_hydra else _composed(overrides)
-        if with_hydra:
-            of_hydra = {key: OmegaConf.to_container(node.hydra[key], resolve=True) for key in ("run", "callbacks")}
-            job = node.hydra.job
-            of_hydra |= {"mode": node.hydra.mode, "job": {"env_set": dict(job.env_set), "chdir": job.chdir}}
-            of_hydra["swept"] = dict(node.hydra.sweeper.get("params") or {})  # an overlay's
-            with open_dict(node):
-                del node["hydra"]
-        raw = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(raw, dict)
-    return {str(key): value for key, value in raw.items()} | ({"hydra": of_hydra} if with_hydra else {})
+        return _laid_over(_chosen([item for item in overrides if not is_value(item)]), overrides)
+
+
+def swept_by(overlay: str) -> dict[str, str]:
+    """What an overlay sweeps: {key: values with commas between them}. Raises ConfigError in one line."""
+    check([overlay])
+    with in_one_line([overlay]), _hydra():
+        node = compose("config", overrides=[overlay], return_hydra_config=True)
+        return {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
 
 
 @contextmanager
-def in_one_line(overrides: list[str]) -> Iterator[None]:
-    """Within, what Hydra and OmegaConf complain of is raised as a ConfigError about these overrides."""
+def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
+    """Within, what Hydra and OmegaConf still complain of is raised as a ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise translate(error, overrides) from None
-    except ValueError as error:
-        if not is_hydras(error):
-            raise
-        raise translate(error, overrides) from None
+        cause = "" if error.__cause__ is None else f": {_line(error.__cause__)}"
+        raise ConfigError(_line(error) + cause) from None
     except OverflowError:
-        raise too_large(overrides) from None
+        raise too_large(max(overrides, key=len, default="")) from None
 
 
-def _hydras(overrides: list[str], *, with_hydra: bool = False) -> DictConfig:
-    """What Hydra composes, all of it anew."""
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    """Within, `compose` is ours; what the caller's process had set up of Hydra is as it was afterwards."""
     register()
+    before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    with initialize_config_module("experiments.conf", version_base="1.3"):
-        return compose("config", overrides=overrides, return_hydra_config=with_hydra)
+    try:
+        with initialize_config_module("experiments.conf", version_base="1.3"):
+            yield
+    finally:
+        if before is not None:
+            GlobalHydra.instance().clear()
+            GlobalHydra.instance().initialize(before)
 
 
-def _composed(overrides: list[str]) -> DictConfig:
-    """The same, in a twentieth of the time where the options have been chosen together before in this process, as the
-    points of a sweep do: their files are read once, and the values are laid over a copy, by Hydra's own function."""
+def _chosen(choices: list[str]) -> DictConfig:
+    """What these choices of options make: a copy, to lay values over."""
     global _registered
-    if _store() != _registered:  # an option of the user's was stored again
-        _of_choices.cache_clear()
-    values = [item for item in overrides if _is_value(item)]
-    parsed = OverridesParser.create().parse_overrides(values)
-    ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=False)
-    node = deepcopy(_of_choices(tuple([item for item in overrides if not _is_value(item)])))
-    _registered = _store()  # with the schemas that were made when they were asked for
-    ConfigLoaderImpl._apply_overrides_to_config(parsed, node)
+    if _stored() != _registered:  # an option of the user's was stored again
+        _composed.cache_clear()
+    node = deepcopy(_composed(tuple(choices)))
+    _registered = _stored()  # with the schemas that were made when they were asked for
     return node
 
 
-def subfolder(overrides: list[str], number: int) -> str:
-    """What `hydra.sweep.subdir` says of this point of a sweep."""
-    with in_one_line(overrides):
-        node = _hydras([*overrides, f"hydra.job.num={number}"], with_hydra=True)
-        HydraConfig.instance().set_config(node)
-        return str(node.hydra.sweep.subdir)
-
-
 @lru_cache(maxsize=64)
-def _of_choices(choices: tuple[str, ...]) -> DictConfig:
-    return _hydras(list(choices))
+def _composed(choices: tuple[str, ...]) -> DictConfig:
+    with _hydra():
+        return compose("config", overrides=list(choices))
 
 
-def _is_value(override: str) -> bool:
-    """Whether it sets a key, and chooses no option of a group."""
-    key, _, value = override.partition("=")
-    name = key.lstrip("+~")
-    if name.startswith("hydra") or "/" in name or "@" in name:
-        return False
-    return "." in name or name in PLAIN or value.startswith("{")
+def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """The node with the values that the overrides give, resolved."""
+    for item in overrides:
+        if is_value(item):
+            OmegaConf.update(node, item.partition("=")[0], parsed(item).value())
+    raw = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
 
 
-def _store() -> list[ConfigNode]:
+def _stored() -> list[ConfigNode]:
     """Every option that is registered with Hydra."""
     nodes: list[ConfigNode] = []
     groups = [ConfigStore.instance().repo]
@@ -140,48 +134,27 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
 
     An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError in one line.
     """
-    register()
-    chosen = dict(item.split("=", 1) for item in overrides if item.partition("=")[0] in GROUPS)
+    given = {item.key_or_group for item in map(parsed, overrides) if item.key_or_group in GROUPS} - {
+        item.partition("=")[0] for item in overrides if is_value(item)
+    }
+    kept = {key: value for key, value in saved.items() if key not in given}
+    own = {key: value for key, value in kept.items() if isinstance(value, dict) and "_target_" in value}
+    chosen = {group: _option(group, saved) for group in GROUPS}
+    check(overrides, chosen=chosen | dict.fromkeys(own), laid_on={key: kept[key] for key in kept if key not in own})
     with in_one_line(overrides):
-        node = _composed([f"{group}={_option(group, saved, chosen)}" for group in GROUPS])
-        OmegaConf.set_struct(node, True)
-        for key, value in saved.items():
-            if key in chosen:
-                continue
-            if isinstance(value, dict) and "_target_" in value:
-                OmegaConf.set_struct(node, False)
-                node[key] = OmegaConf.create(value)  # a user's own class: it has no schema
-                OmegaConf.set_struct(node, True)
+        choices = [item for item in overrides if not is_value(item)]
+        node = _chosen([*(f"{group}={chosen[group]}" for group in GROUPS if group not in given), *choices])
+        for key, value in kept.items():
+            if key in own:  # a user's own class: it has no schema
+                with open_dict(node):
+                    node[key] = OmegaConf.create(value)
             else:
                 OmegaConf.update(node, key, value)
-        for item in overrides:
-            if item.partition("=")[0] not in chosen:
-                _lay_over(node, item, overrides)
-        raw = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(raw, dict)
-    return RunConfig.from_container({str(key): value for key, value in raw.items()})
+        return RunConfig.from_container(_laid_over(node, overrides))
 
 
-def _lay_over(node: DictConfig, override: str, overrides: list[str]) -> None:
-    """Sets one key=value. Raises ConfigError naming it."""
-    key, _, value = override.partition("=")
-    try:
-        OmegaConf.update(node, key, yaml.safe_load(value))
-    except (ConfigKeyError, ConfigAttributeError):
-        raise unknown_key(key, overrides) from None
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        if "ListConfig" in str(error):
-            raise not_a_list(override) from None
-        said = wrong_type(override, str(error)) or ConfigError(f"{override}: {str(error).splitlines()[0]}")
-        raise said from None
-    except OverflowError:
-        raise too_large([override]) from None
-
-
-def _option(group: str, saved: dict[str, Any], chosen: dict[str, str]) -> str:
+def _option(group: str, saved: dict[str, Any]) -> str:
     """The option whose schema the group's saved values have."""
-    if group in chosen:
-        return chosen[group]
     names = options(group)
     name = saved.get(group, {}).get("name")
     if name in names:

@@ -94,11 +94,20 @@ class Root:
     points_per_job: int | None = None  # of a sweep; null: one on a cluster, and as many as there are on one machine
 
 
+@dataclass
+class SweeperConfig:
+    """`hydra/sweeper=testbed`: hydra_plugins/testbed_sweeper."""
+
+    _target_: str = "hydra_plugins.testbed_sweeper.PointsSweeper"
+    params: dict[str, str] | None = None
+
+
 @cache
 def register() -> None:
     """Tells Hydra of every structured option, once; its schema is made when it is asked for."""
     store = ConfigStore.instance()
     store.store(name="_root", node=Root)
+    store.store(group="hydra/sweeper", name="testbed", node=SweeperConfig)
     for group, classes in _structured_options().items():
         options = _Options(group, classes)
         options.update(store.repo.get(group, {}))  # a user's, registered before

@@ -48,7 +48,7 @@ def print_listing(only: str | None) -> None:
     """Prints every group's options, or those of one group."""
     from experiments import policies
     from experiments.config import register
-    from experiments.messages import options
+    from experiments.options import options
 
     register()
     groups: dict[str, Iterable[tuple[str, str]]] = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from experiments.compose import to_overrides
 from experiments.config import GROUPS
-from experiments.messages import options
+from experiments.options import options
 from real.text.sampling import end_tokens
 from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_tokenizer
 from testbed.errors import ConfigError, ModelError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from experiments.messages import options
+from experiments.options import options
 
 _DRIVERS = {  # what a driver says, the longer before what it begins with
     "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "B300": "b300",

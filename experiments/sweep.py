@@ -17,30 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_module
-from hydra._internal.callbacks import Callbacks
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
-from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments.compose import checked, compose_raw, in_one_line, literal, subfolder
-from experiments.config import JUDGING, RunConfig, register
-from experiments.environment import ask_early
+from experiments.compose import checked, compose_raw, literal
+from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.interrupt import terminated_as_interrupted
+from experiments.overrides import parsed
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
 from experiments.run_folder import named_folder
 from experiments.sweep_progress import Followed
 from testbed.errors import ConfigError, TestbedError
 
-_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # whose work this file does
 _FEW = 3  # points that are named one by one
 
 
@@ -48,25 +44,22 @@ class SweepError(TestbedError):
     """Some points failed, or were not run; the others are complete."""
 
 
-def run_sweep(arguments: list[str]) -> bool:
-    """Runs `testbed run <arguments>`, which ask for a sweep. False: only Hydra's own app does what they ask for.
+def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -> None:
+    """Runs the points that the arguments make (overrides of the run's own keys), under Hydra's configuration of them.
 
     Raises TestbedError in one line, and KeyboardInterrupt.
     """
-    overrides = _overrides(arguments)
-    if overrides is None:
-        return False
-    ask_early()
-    register()
-    with in_one_line(arguments):
-        sweep = _composed(overrides, is_asked=len(overrides) < len(arguments) or "hydra.mode=MULTIRUN" in overrides)
-    if sweep is None:
-        return False
+    if config.hydra.callbacks or config.hydra.job.chdir:
+        raise ConfigError("hydra.callbacks and hydra.job.chdir act on each point by itself: add hydra/sweeper=basic")
+    of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    if "hydra.mode=MULTIRUN" not in of_hydra and any(item.startswith("hydra.run.dir=") for item in of_hydra):
+        raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
+    root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
+    sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments))), root)
     points, failed = _points(sweep)
     todo = _left_to_run(sweep, points, failed)
     outcomes = _launched(sweep, todo) if todo else []
     _conclude(sweep, [*failed, *outcomes], len(todo) - len(outcomes))
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,56 +78,16 @@ class _Sweep:
         sweep: Any = OmegaConf.to_container(self.master.hydra.sweep, resolve=False)
         return str(sweep["subdir"]) != "."
 
+    def subfolder(self, overrides: list[str], number: int) -> str:
+        """What hydra.sweep.subdir says of a point."""
+        point = self.context.config_loader.load_sweep_config(self.master, overrides)
+        with open_dict(point):
+            point.hydra.job.num = number
+        HydraConfig.instance().set_config(point)
+        return str(point.hydra.sweep.subdir)
+
 
 # --- what to run ---
-
-
-def _overrides(arguments: list[str]) -> list[str] | None:
-    """The arguments without flags; None where there are flags of another kind than --multirun and --config-dir."""
-    overrides, left = [], iter(arguments)
-    for item in left:
-        if item in ("--config-dir", "-cd"):
-            folder = Path(next(left, "")).absolute()
-            if not folder.is_dir():
-                raise ConfigError(f"--config-dir: there is no folder {folder}")
-            overrides.append(f"hydra.searchpath=[{literal(f'file://{folder}')}]")
-        elif item.startswith("-"):
-            if item not in ("-m", "--multirun"):
-                return None
-        else:
-            overrides.append(item)
-    return overrides
-
-
-def _composed(overrides: list[str], *, is_asked: bool) -> _Sweep | None:
-    """The sweep by its first point. None: Hydra's own sweeper is not to be asked, or its callbacks are, or neither the
-    command nor an overlay says what to sweep. is_asked: the command says so."""
-    with initialize_config_module("experiments.conf", version_base="1.3", job_name="run"):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides(overrides)
-        of_hydra = [str(item.input_line) for item in parsed if item.is_hydra_override()]
-        if any(item.startswith("hydra/sweeper=") for item in of_hydra):
-            return None
-        if not any(item.startswith(("hydra/hydra_logging", "hydra.verbose")) for item in of_hydra):
-            of_hydra.append("hydra/hydra_logging=none")  # it names every job before it starts one
-        combinations = _combinations(parsed)
-        first = [*of_hydra, *combinations[0][1]]
-        master = hydra.compose_config("config", first, RunMode.RUN)
-        callbacks = Callbacks(master)
-        sweeper: Any = OmegaConf.to_container(master.hydra.sweeper)
-        swept = [f"{key}={value}" for key, value in (sweeper.pop("params") or {}).items()]  # an overlay's
-        if swept:
-            combinations = _combinations([*OverridesParser.create().parse_overrides(swept), *parsed])
-    is_elsewhere = any(item.startswith("hydra.run.dir=") for item in overrides)
-    if swept and not is_asked and is_elsewhere:
-        raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
-    if sweeper != {"_target_": _SWEEPER, "max_batch_size": None} or not (is_asked or swept):
-        return None
-    if master.hydra.callbacks or master.hydra.job.chdir:
-        return None
-    root = named_folder("hydra.sweep.dir", master.hydra.sweep.dir).absolute()
-    return _Sweep(master, HydraContext(hydra.config_loader, callbacks), of_hydra, combinations, root)
 
 
 def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
@@ -143,11 +96,10 @@ def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
     for item in parsed:
         key = item.get_key_element()
         if not item.is_sweep_override():
-            if not item.is_hydra_override():
-                choices[key] = [str(item.input_line)]
+            choices[key] = [str(item.input_line)]
             continue
-        if item.is_hydra_override() or not item.is_discrete_sweep():
-            raise ConfigError(f"{item.input_line}: only lists of values of the run's own keys are swept: key=a,b,c")
+        if not item.is_discrete_sweep():
+            raise ConfigError(f"{item.input_line}: only lists of values are swept: key=a,b,c")
         choices[key] = _values(item, key)
         if key == "experiment" and len(choices[key]) > 1:
             raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")
@@ -177,7 +129,7 @@ def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]
     for number, (label, overrides) in enumerate(sweep.combinations):
         searched = [item for item in sweep.of_hydra if item.startswith("hydra.searchpath=")]
         raw = compose_raw([*searched, *overrides])
-        folder = subfolder([*sweep.of_hydra, *overrides], number) if sweep.names_folders else None
+        folder = sweep.subfolder(overrides, number) if sweep.names_folders else None
         command = shlex.join(["testbed", "run", *searched, *overrides])
         try:
             config = checked(overrides, RunConfig.from_container(raw))

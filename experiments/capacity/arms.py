@@ -9,13 +9,10 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
 from analysis.metrics import SLO
-from experiments.compose import compose_raw
+from experiments.compose import compose_raw, swept_by
 from experiments.config import RunConfig
-from experiments.messages import translate
+from experiments.overrides import parsed
 from experiments.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
@@ -60,8 +57,7 @@ def _of_overlay(overrides: Sequence[str]) -> list[str]:
     if not named or "," in named[-1]:
         return []
     given = {item.partition("=")[0] for item in overrides}
-    swept = compose_raw(named[-1:], with_hydra=True)["hydra"]["swept"]
-    return [f"{key}={value}" for key, value in swept.items() if key not in given]
+    return [f"{key}={value}" for key, value in swept_by(named[-1]).items() if key not in given]
 
 
 def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
@@ -91,17 +87,14 @@ def _choices(overrides: Sequence[str]) -> dict[str, list[str]]:
     for item in overrides:
         if "=" not in item and not item.startswith("~"):
             raise ConfigError(f"{item!r}: expected key=value pairs, as of `testbed run`")
-    try:
-        choices = {}
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            key = override.get_key_element()
-            if key.lstrip("+~").startswith("hydra"):
-                raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
-            swept = override.sweep_string_iterator() if override.is_sweep_override() else ()
-            choices[key] = [f"{key}={value}" for value in swept] or [str(override.input_line)]
-        return choices
-    except HydraException as error:
-        raise translate(error, list(overrides)) from None
+    choices = {}
+    for override in map(parsed, overrides):
+        key = override.get_key_element()
+        if key.lstrip("+~").startswith("hydra"):
+            raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
+        swept = override.sweep_string_iterator() if override.is_sweep_override() else ()
+        choices[key] = [f"{key}={value}" for value in swept] or [str(override.input_line)]
+    return choices
 
 
 def _whole(item: str) -> int:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from experiments.conform.cases import Case, read_cases
 from experiments.conform.replay import LiveRequest, Mismatch, differing_fields, replay_case
 from experiments.conform.systems import SYSTEMS
-from experiments.messages import options
+from experiments.options import options
 from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import unknown
 

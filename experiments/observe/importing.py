@@ -14,11 +14,11 @@ from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from experiments.environment import describe_versions
 from experiments.identity import identity_of
-from experiments.messages import options
 from experiments.names import device_named
 from experiments.observe.case import case_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
+from experiments.options import options
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
 from testbed.errors import ConfigError, ModelError, RunFolderError
 from testbed.records.recorder import RunRecorder

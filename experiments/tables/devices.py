@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.messages import options
+from experiments.options import options
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.specs.device import DeviceSpec

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import demo_real
 from experiments.cli import main
-from experiments.messages import options
+from experiments.options import options
 from testbed import compiled
 from tests.experiments.kit import SHORT, TINY, say, write_rows
 

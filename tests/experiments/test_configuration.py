@@ -11,7 +11,7 @@ import yaml
 from experiments import build
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig, register
-from experiments.messages import options
+from experiments.options import options
 from experiments.run import execute
 from real.config import RealConfig
 from testbed.errors import ConfigError, TestbedError

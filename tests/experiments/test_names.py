@@ -11,8 +11,8 @@ import pytest
 from experiments.compose import compose_config
 from experiments.fidelity.comparing import _other_device
 from experiments.fidelity.loads import Load
-from experiments.messages import options
 from experiments.names import device_named, model_named
+from experiments.options import options
 from experiments.tables.llmservingsim import read
 from tests.experiments import tables_on_the_spot as spot
 

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.compose import compose_config, compose_from
 from testbed.errors import ConfigError
-from tests.experiments.kit import say
+from tests.experiments.kit import TINY, say
 
 WRONG = [
     ("scheduler.max_num_seqs=abc", "scheduler.max_num_seqs is 'abc'; it must be a whole number"),
@@ -67,6 +67,58 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
     with pytest.raises(ConfigError) as caught:
         compose_config(overrides)
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trace=azure", "trace.path="], "trace.path has no value; give one, or null for none"),
+        (["scheduler="], "scheduler= names no option; expected key=value, and for scheduler one of: decode_first, "),
+        (["experiment=null"], "experiment=null names no option; "),
+        (["hydra.sweep.dri=x"], "unknown key 'hydra.sweep.dri'; did you mean 'hydra.sweep.dir'? hydra.sweep has: dir"),
+        (["hydra.mode=SWEEP"], "hydra.mode is 'SWEEP'; it must be one of: RUN, MULTIRUN"),
+        (["hydra.sweeper.max_batch_size=2"], "hydra.sweeper.max_batch_size is a key of hydra/sweeper=basic; "),
+        (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
+        (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
+        (["hydra.sweep.subdir=${schedular.name}"], "hydra.sweep.subdir has ${schedular.name}, and there is no key "),
+        (["cache={blok_size: 3}"], "unknown key 'cache.blok_size'; did you mean 'cache.block_size'? cache has: "),
+        (["trace.prompt={kind: constant, valu: 3}"], "unknown key 'trace.prompt.valu'; did you mean 'trace.prompt.va"),
+        (["sampling.stop_token_ids=[1,x]"], "an item of sampling.stop_token_ids is 'x'; it must be a whole number"),
+        (["~cache.watermark"], "~cache.watermark: a run has all of its keys; give this one a value, or null"),
+        (["scheduler=[orca]"], "scheduler=[orca] is no name of an option; "),
+        (
+            ["experiment=watermark", "cache.watermrak=1"],
+            "unknown key 'cache.watermrak'; did you mean 'cache.watermark'",
+        ),
+    ],
+)
+def test_what_hydra_does_not_say_well_is_said_before_it_composes(
+    overrides: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = say(capsys, "run", *overrides, f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.error().startswith(expected)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dollar_is_a_dollar_where_it_is_escaped() -> None:
+    assert compose_config(["report.question='is ${seed} \\${nope}?'"]).report.question == "is 0 ${nope}?"
+
+
+def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    run = ("run", "--config-dir", str(tmp_path), "experiment=mine", f"hydra.run.dir={tmp_path / 'run'}")
+    for text, expected in (
+        ("cache:\n  blok_size: 3\n", "line 4: unknown key 'cache.blok_size'; did you mean 'cache.block_size'? "),
+        ("trace:\n  path: x\nsed: 1\n", "line 5: unknown key 'sed'; did you mean 'seed'? "),
+        ("cost:\n  step_s: fast\n", "line 4: cost.step_s is 'fast'; it must be a number"),
+    ):
+        file.write_text("# @package _global_\ndefaults: [demo, {override /cost: constant}]\n" + text)
+        assert say(capsys, *run).error().startswith(f"{file}, {expected}")
+    file.write_text("# @package _global_\ndefaults: [demo, {override /cost: constant}]\ncost: {step_s: 1}\n")
+    assert (
+        say(capsys, *run, *TINY, "trace.num_requests=3", "cache.num_gpu_blocks=2000", "allow_ignored=true").status == 0
+    )
 
 
 def test_an_own_option_of_another_type_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from experiments.messages import options
+from experiments.options import options
 from experiments.policies import GROUPS
 from testbed.blocks.config import KVRules
 from tests.experiments.kit import SHORT, TINY, decisions_of, manifest_of, say, table_of, write_rows

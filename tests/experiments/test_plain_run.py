@@ -1,35 +1,57 @@
-"""A run that asks nothing of Hydra is composed without its app: to the same configuration, in the same folder."""
+"""A single run goes through Hydra's app: its configuration, its flags, and what it leaves."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
-from experiments import app
+from analysis.load import load_run
 from experiments.cli import main
+from experiments.compose import compose_config
 from experiments.recorders import Progress
-from tests.experiments.kit import TINY, say
+from tests.experiments.kit import SHORT, TINY, manifest_of, say
 
 RUN = ["trace.num_requests=3", "trace.rate=2.5", "cache.num_gpu_blocks=500", "scheduler=vllm_v0", "seed=3"]
 
 
-def test_the_configuration_is_that_of_hydras_own_app(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = []
-    for name, more in (("plain", []), ("app", ["hydra.job.name=other"])):
-        arguments = [*RUN, f"hydra.run.dir={tmp_path / name}", *more]
-        assert (app._plain(arguments) is None) == (name == "app")
-        assert main(["run", *arguments]) == 0
-        assert (tmp_path / name / "done").exists()
-        kept.append(yaml.safe_load((tmp_path / name / "config.yaml").read_text()))
-    assert kept[0] == kept[1]
+def test_the_configuration_is_the_one_that_python_composes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *RUN, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert (tmp_path / "run" / "done").exists()
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == compose_config(RUN).raw
 
 
-@pytest.mark.parametrize("item", ["-m", "--info", "hydra.mode=MULTIRUN", "+hydra.job.env_set={A: b}", "--cfg=job"])
-def test_what_asks_for_more_is_left_to_hydra(item: str) -> None:
-    assert app._plain([*RUN, item]) is None
+def test_hydra_s_own_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", *RUN, "--cfg", "job", "--package", "trace")
+    assert yaml.safe_load(said.out) == compose_config(RUN).raw["trace"]
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        "cache.block_size is 0" in say(capsys, "run", "cache.block_size=0", f"hydra.run.dir={tmp_path / 'a'}").error()
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_of_a_run_repeats_what_its_texts_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "report.question='what is \\${seed} of ${model.name}?'"
+    assert say(capsys, "run", *TINY, *SHORT, text, f"hydra.run.dir={tmp_path / 'a'}").status == 0
+    manifest = manifest_of(tmp_path / "a")
+    assert text in shlex.split(manifest["command"])
+    assert load_run(tmp_path / "a").config["report"]["question"] == "what is ${seed} of tiny?"
+
+
+def test_an_overlay_s_sweep_without_its_mode_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nhydra:\n  sweeper:\n    params: {seed: '0,1'}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    run = ("run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
+    assert say(capsys, *run).error() == "the experiment sweeps seed: add -m"
 
 
 def test_where_there_is_no_terminal_a_long_run_says_how_far_it_is(

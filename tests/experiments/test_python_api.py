@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from analysis.load import load_run
 from experiments import replay, simulate
-from experiments.compose import _hydras, compose_raw
+from experiments.compose import _composed, compose_raw
 from testbed.errors import TestbedError
 from testbed.traces.generators import SyntheticConfig, generate
 from tests.experiments.kit import TINY, manifest_of, say, trace_of, write_rows
@@ -78,7 +78,7 @@ def test_points_of_a_sweep_are_composed_as_hydra_composes_each() -> None:
         ["experiment=demo", "scheduler=vllm_v0", "scheduler.max_num_seqs=7"],
         ["scheduler=orca"],
     ):
-        whole = OmegaConf.to_container(_hydras(overrides), resolve=True)
+        whole = OmegaConf.to_container(_composed(tuple(overrides)), resolve=True)
         assert compose_raw(overrides) == compose_raw(overrides) == whole
     for size in (5, 6):  # an option of the user's, stored again in between
         store.store(group="record", name="mine", node={"token_times": size == 5})

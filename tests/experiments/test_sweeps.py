@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from experiments.messages import options
+from experiments.options import options
 from tests.experiments.kit import SHORT, TINY, Said, manifest_of, say
 
 POINTS = "seed=0,1,2"
@@ -168,13 +168,23 @@ def test_one_s_own_options_are_swept(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 
-def test_what_only_hydra_s_own_app_does_is_left_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = sweep(capsys, tmp_path / "s", POINTS, "hydra.sweeper.max_batch_size=2")
+def test_another_sweeper_s_points_are_ours_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batches = "hydra.sweeper.max_batch_size=2"
+    assert "choose hydra/sweeper=basic" in sweep(capsys, tmp_path / "s", POINTS, batches).error()
+    said = sweep(capsys, tmp_path / "s", POINTS, "hydra/sweeper=basic", batches)
     assert said.status == 0, said.err
     folders = {run.path.name for run in load_sweep(tmp_path / "s").runs}
     assert "done before  3 of 3" in sweep(capsys, tmp_path / "s", POINTS).out, "the points have the same names"
     assert {run.path.name for run in load_sweep(tmp_path / "s").runs} == folders
     assert said.out.count("complete") == 3
+
+
+def test_what_acts_on_each_point_names_the_sweeper_that_does_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = sweep(capsys, tmp_path / "s", POINTS, "hydra.job.chdir=true")
+    assert "add hydra/sweeper=basic" in said.error()
+    assert not list(tmp_path.rglob("manifest.json"))
 
 
 def test_an_unknown_key_fails_before_the_first_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,160 @@
+"""Overrides (`key=value`), checked against options and dataclasses before Hydra composes: a mistake is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from experiments.config import GROUPS
+from experiments.keys import PLAIN, Keys
+from experiments.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+
+
+def check(
+    overrides: Sequence[str],
+    *,
+    chosen: Mapping[str, str | None] | None = None,
+    laid_on: Mapping[str, Any] | None = None,
+    is_sweep: bool = False,
+) -> None:
+    """Raises ConfigError, in one line, for an override that Hydra would refuse or could not make sense of.
+
+    chosen: the option of each group where no override says another (None: a class of the user's, which knows its keys);
+    by default the shipped configuration's. laid_on: values that the overrides are laid on. is_sweep: whether a key may
+    have several values.
+    """
+    items = [parsed(text) for text in overrides]
+    for item in items:
+        if item.is_sweep_override() and not is_sweep:
+            raise ConfigError(
+                f"{item.input_line} has several values: add -m to run each of them, or write a list as "
+                f"{item.get_key_element()}=[a,b]"
+            )
+    library = Library(tuple(_own_folders(items)))
+    given = {name: _named(library, name, item) for name, item in _choices(items).items()}
+    overlays = given.pop(OVERLAYS, [])
+    base = {**defaults(), **(chosen or {})}
+    for overlay in overlays:
+        base |= library.of_overlay(str(overlay))
+    options: dict[str, list[str | None]] = {name: [option] for name, option in base.items()}
+    keys = Keys(library, options | given)
+    for group, names in (given | {OVERLAYS: overlays}).items():
+        for option in names:
+            keys.check_file(group, option)
+    for key, value in (laid_on or {}).items():
+        keys.check_value(key, value, str(value), is_added=False)
+    for item in items:
+        _check(item, keys)
+
+
+def _check(item: Override, keys: Keys) -> None:
+    """Raises ConfigError in one line."""
+    key = item.key_or_group
+    if item.is_delete() and key.partition(".")[0] in (*GROUPS, *PLAIN):
+        raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value, or null")
+    if item.is_delete() or item.package is not None or (is_group(key) and not _sets_keys(item)):
+        return
+    for value in _values(item):
+        shown = str(value) if item.is_sweep_override() else str(item.input_line).partition("=")[2]
+        keys.check_value(key, value, shown, is_added=item.is_add() or item.is_force_add())
+
+
+def is_sweep(overrides: Sequence[str]) -> bool:
+    """Whether an overlay among them says so."""
+    items = [parsed(text) for text in overrides]
+    library, overlay = Library(tuple(_own_folders(items))), _choices(items).get(OVERLAYS)
+    names = [] if overlay is None else [value for value in _values(overlay) if isinstance(value, str)]
+    contents = [content for name in names for content in library.overlays(name)]
+    return any((content.get("hydra") or {}).get("mode") == "MULTIRUN" for content in contents)
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+@cache
+def parsed(override: str) -> Override:
+    """Raises ConfigError if it is none."""
+    try:
+        item = _parser().parse_override(override)
+        if item.key_or_group:
+            return item
+    except HydraException:
+        pass
+    raise ConfigError(f"cannot read the override {override!r}: expected key=value (quote it for the shell)")
+
+
+@cache
+def defaults() -> dict[str, str]:
+    """The option that each group has if nobody says another."""
+    return {"hydra/launcher": "basic"} | chosen_by(read_option(CONF / "config.yaml"))
+
+
+def _own_folders(items: list[Override]) -> Iterator[Path]:
+    """Those that hydra.searchpath names."""
+    for item in items:
+        if item.key_or_group == "hydra.searchpath" and isinstance(places := item.value(), list):
+            yield from (Path(str(place).removeprefix("file://")) for place in places)
+
+
+def _choices(items: list[Override]) -> dict[str, Override]:
+    """The override that chooses of each group, the last one if there are several."""
+    return {
+        item.key_or_group: item
+        for item in items
+        if not item.is_delete() and item.package is None and is_group(item.key_or_group) and not _sets_keys(item)
+    }
+
+
+def _sets_keys(item: Override) -> bool:
+    """Whether a group's override is no name: group={key: value}."""
+    return not item.is_sweep_override() and isinstance(item.value(), dict)
+
+
+def _values(item: Override) -> list[Any]:
+    """One, or those that are swept; of a sweep that is no list, none."""
+    if not item.is_sweep_override():
+        return [item.value()]
+    if not item.is_discrete_sweep():
+        return []
+    try:
+        return list(item.sweep_iterator())
+    except (ValueError, TypeError, HydraException):
+        return []  # the sweeper says what is wrong with it
+
+
+def _named(library: Library, group: str, item: Override) -> list[str | None]:
+    """The options that an override chooses. Raises ConfigError if there is no such option."""
+    names = library.names(group)
+    found: list[str | None] = []
+    for value in _values(item):
+        if value is None and group.startswith("hydra/"):
+            found.append(None)
+            continue
+        if not isinstance(value, str) or not value:
+            what = "names no option" if value in ("", None) else "is no name of an option"
+            raise ConfigError(
+                f"{item.input_line} {what}; expected key=value, and for {group} one of: {', '.join(names)}"
+            )
+        if names and value.removesuffix(".yaml") not in names:
+            raise ConfigError(unknown(f"{group} has no option {value!r}", value, names))
+        found.append(value.removesuffix(".yaml"))
+    if not names:
+        raise ConfigError(f"{item.input_line}: there is no group {group!r}")
+    return found
+
+
+def is_value(override: str) -> bool:
+    """Whether it sets a key of the run's and does no more: not Hydra's, no option of a group, nothing added."""
+    key, _, value = override.partition("=")
+    name, dot, _ = key.partition(".")
+    return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith("{")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -12,7 +11,7 @@ from analysis import format as fmt
 from analysis.arms import Arm, decided_alike, is_policy, paired_replicates, replicates
 from analysis.frames import numbers
 from analysis.load import Run, swept_keys
-from analysis.naming import NAMING_KEYS, factor_name, is_seed
+from analysis.naming import NAMING_KEYS, factor_name
 from analysis.statistics import mser5
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
@@ -70,7 +69,7 @@ def _unnamed(arms: Sequence[Arm]) -> list[str]:
     if not named:
         return []  # one arm, or arms that somebody named
     bundles = {key.rpartition(".")[0] for key in named if key.split(".")[-1] in NAMING_KEYS}
-    given = {key for run in runs for key in _given(run)}
+    given = {key for run in runs for key in run.manifest.get("given") or ()}  # of older runs it is not known
     found = [
         key
         for key in swept_keys(runs)
@@ -83,15 +82,6 @@ def _unnamed(arms: Sequence[Arm]) -> list[str]:
         if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
             said.append(f"{words} ({_listed(per_arm)})")
     return [f"The arms differ in more than their names say: {fmt.listing(said)}."] if said else []
-
-
-def _given(run: Run) -> list[str]:
-    """Keys that the run's command sets."""
-    try:
-        words = shlex.split(str(run.manifest.get("command") or ""))
-    except ValueError:
-        return []
-    return [word.partition("=")[0].lstrip("+~") for word in words if "=" in word and not is_seed(word)]
 
 
 def _values(arms: Sequence[Arm], key: str) -> str:

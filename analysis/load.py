@@ -207,7 +207,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     """Every run at or below `path`. RunFolderError when there is no complete one.
 
-    In path order; the points of one sweep, whose names are hashes, in the order in which they were begun.
+    In path order; the points of one sweep by their places in it, those of several commands that share one by name. (Of
+    points that do not say theirs: as they were begun.)
     """
     root = Path(path)
     if not root.is_dir():
@@ -293,10 +294,13 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     for run in runs:
         places.setdefault(run.path.parent, len(places))
 
-    def begun(run: Run) -> str:
-        return str(run.manifest.get("created", "")) if _POINT.fullmatch(run.path.name) else ""
+    def place(run: Run) -> tuple[int, bool, int, str]:
+        number = run.manifest.get("point")
+        is_point = number is not None or _POINT.fullmatch(run.path.name) is not None
+        said = run.manifest.get("command" if number is not None else "created")
+        return places[run.path.parent], is_point, number or 0, str(said) if is_point else ""
 
-    return sorted(runs, key=lambda run: (places[run.path.parent], begun(run)))
+    return sorted(runs, key=place)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from analysis.checks import failures
 from analysis.load import Run
 from experiments.compose import compose_config, to_overrides
+from experiments.origin import Origin
 from experiments.run import execute
 from testbed.errors import TestbedError, TraceError
 from testbed.traces.readers.own import read_own
@@ -49,7 +50,8 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     overrides = to_overrides(settings)
     config = compose_config(overrides)
     target = Path(tempfile.mkdtemp(prefix="testbed-")) / "run" if folder is None else Path(folder)
-    result = execute(config, target, command=shlex.join(["from", "Python:", *overrides]), trace=rows)
+    command = shlex.join(["from", "Python:", *overrides])
+    result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     if result.status != "complete":
         raise TestbedError(result.message)
     for sentence in failures(result.summary["checks"]):

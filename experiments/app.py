@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.compose import checked, compose_from, in_one_line, literal
 from experiments.config import RunConfig, read_config, register
 from experiments.environment import ask_early
+from experiments.origin import Origin, kept_in
 from experiments.overrides import check, is_sweep
 from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, named_folder
@@ -140,7 +141,7 @@ def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
     of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # which Hydra adds
     command = shlex.join(["testbed", "run", *of_hydra, *_given("task")])
-    return _finish(execute(_config_of(node), folder, command=command))
+    return _finish(execute(_config_of(node), folder, command=command, origin=Origin.of(_given("task"))))
 
 
 def _config_of(node: DictConfig) -> RunConfig:
@@ -164,7 +165,14 @@ def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
     if place is None:
         return None
     # a point is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
-    return _finish(execute(config, place, command=shlex.join(["testbed", "run", *_given("task")])))
+    return _finish(
+        execute(
+            config,
+            place,
+            command=shlex.join(["testbed", "run", *_given("task")]),
+            origin=Origin.of(_given("task"), point=info.job.num),
+        )
+    )
 
 
 def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:
@@ -231,5 +239,5 @@ def _run_from(source: str, overrides: list[str]) -> int:
             kept.append(item)
     config = config_from(Path(source), kept)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])
-    _finish(execute(config, folder, command=command))
+    _finish(execute(config, folder, command=command, origin=Origin.of([*kept_in(Path(source)), *kept])))
     return 0

@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from experiments.config import RunConfig, read_config
 from experiments.identity import Identity, identity_of
+from experiments.origin import Origin
 from experiments.run import INTERRUPTED, execute
 from experiments.run_folder import SET_ASIDE, describe_failure, has_run, is_locked, set_aside
 from testbed.errors import RunFolderError, TestbedError
@@ -37,6 +38,7 @@ class Point:
     raw: dict[str, Any]
     root: str
     folder: str | None
+    origin: Origin
 
     def place(self, identity: Identity) -> Path:
         return Path(self.root, identity.name if self.folder is None else self.folder)
@@ -127,7 +129,8 @@ class Board:
 
     def points(self) -> list[Point]:
         try:
-            return [Point(**fields) for fields in json.loads((self._folder / "points").read_bytes())]
+            stored = json.loads((self._folder / "points").read_bytes())
+            return [Point(**{**fields, "origin": Origin(**fields["origin"])}) for fields in stored]
         except FileNotFoundError:
             return []
 
@@ -195,7 +198,7 @@ def _run(point: Point) -> Outcome:
         if is_done(Path(folder), identity) and not config.overwrite:
             return Outcome(point.label, "complete", folder)
         with redirect_stderr(_NoTerminal(sys.stderr)):
-            result = execute(config, Path(folder), command=point.command)
+            result = execute(config, Path(folder), command=point.command, origin=point.origin)
     except KeyboardInterrupt:
         return Outcome(point.label, "interrupted", folder, exit_status=INTERRUPTED)
     except (TestbedError, OSError, MemoryError) as error:

@@ -21,6 +21,7 @@ from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
+from experiments.origin import Origin
 from experiments.recorders import Progress, batch_limits, status_lines, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
@@ -65,7 +66,13 @@ class RunResult:
 
 
 def execute(
-    config: RunConfig, folder: Path, *, command: str = "", trace: Trace | None = None, watch: Recorder | None = None
+    config: RunConfig,
+    folder: Path,
+    *,
+    command: str = "",
+    origin: Origin = Origin(),  # noqa: B008  (frozen)
+    trace: Trace | None = None,
+    watch: Recorder | None = None,
 ) -> RunResult:
     """Runs `config` into `folder`. trace: instead of the configuration's own (from Python). watch: sees every step, and
     may end the run by raising a TestbedError (of vLLM's own scheduler it sees none).
@@ -81,16 +88,16 @@ def execute(
     else:
         given = _own_trace(config)
     if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
-        return _stock(config, folder, whole(given), command)
+        return _stock(config, folder, whole(given), command, origin)
     prepared = _prepare_sim(config, given) if config.is_simulated else _prepare_engine(config, whole(given))
     with closing(prepared):
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
-        manifest = _manifest(config, given, prepared, command)
+        manifest = _manifest(config, given, prepared, command) | asdict(origin)
         with claimed(folder, config):
             return _run(config, folder, given, prepared, schedulers, manifest, watch)
 
 
-def _stock(config: RunConfig, folder: Path, trace: Trace, command: str) -> RunResult:
+def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: Origin) -> RunResult:
     """vLLM's own scheduler decides; its log becomes the folder."""
     from analysis.load import load_run  # not at the top: Arrow is slow to import
     from experiments.observe.stock import replay_stock
@@ -102,6 +109,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str) -> RunRe
         replay_stock(config, trace, _trace_inbox(config, at_speed(trace, speed)), folder, command)
     except KeyboardInterrupt:
         status, message, exit_status = "partial", f"interrupted; partial results kept in {folder}", INTERRUPTED
+    origin.state(folder)
     run = load_run(folder)
     return RunResult(folder, status, exit_status, message, run.summary, config.raw, run.manifest)
 

@@ -30,6 +30,7 @@ from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.interrupt import terminated_as_interrupted
+from experiments.origin import Origin
 from experiments.overrides import parsed
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
@@ -126,6 +127,7 @@ def _values(item: Override, key: str) -> list[str]:
 def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]]:
     """Every point with its configuration, and those whose configuration is refused. Raises ConfigError if a key is."""
     points, failed = [], []
+    choices = list(zip(*(overrides for _, overrides in sweep.combinations), strict=True))
     for number, (label, overrides) in enumerate(sweep.combinations):
         searched = [item for item in sweep.of_hydra if item.startswith("hydra.searchpath=")]
         raw = compose_raw([*searched, *overrides])
@@ -134,7 +136,9 @@ def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]
         try:
             config = checked(overrides, RunConfig.from_container(raw))
             check_importable(config)
-            points.append((Point(label, command, raw, str(sweep.root), folder), config))
+            swept = [item for item, others in zip(overrides, choices, strict=True) if len(set(others)) > 1]
+            origin = Origin.of(overrides, swept, number)
+            points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
         except TestbedError as error:
             failed.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
             print(f"failed       {label}: {error}")
@@ -158,6 +162,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: l
         if not config.overwrite and is_done(folder, identity):
             done.append(folder)
             num_restated += restate(folder, config)
+            point.origin.state(folder)
             continue
         aside += [] if config.overwrite else known.make_room(folder, identity)
         todo[folder] = point

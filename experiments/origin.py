@@ -1,0 +1,52 @@
+"""What a run's maker asked for, as manifest.json keeps it: reports tell by it what was chosen, and in which order.
+
+Owns the words of a command line as data. Must not know what the keys mean, or what becomes of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.run_folder import write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """given: key -> value, as they were typed. swept, point: those that the sweep varies, and its place there.
+
+    None: not known, or no sweep.
+    """
+
+    given: dict[str, str] | None = None
+    swept: dict[str, str] | None = None
+    point: int | None = None
+
+    @classmethod
+    def of(cls, overrides: Iterable[str], swept: Sequence[str] | None = None, point: int | None = None) -> Origin:
+        """Of the overrides of a command (of another run: after that run's own, `kept_in`)."""
+        return cls(_by_key(overrides), None if swept is None else _by_key(swept), point)
+
+    def state(self, folder: Path) -> None:
+        """Says so of a finished run, which an earlier command had made in another place of its sweep."""
+        file = folder / "manifest.json"
+        manifest = json.loads(file.read_bytes())
+        if manifest != (now := manifest | asdict(self)):
+            write_json(file, now)
+
+
+def kept_in(folder: Path) -> list[str]:
+    """What the run there was given, as overrides; of a run that does not say, nothing."""
+    try:
+        given: Any = json.loads((folder / "manifest.json").read_bytes())["given"]
+        return [f"{key}={value}" for key, value in (given or {}).items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _by_key(overrides: Iterable[str]) -> dict[str, str]:
+    pairs = (item.lstrip("+~").partition("=") for item in overrides if "=" in item and not item.startswith("-"))
+    return {key: value for key, _, value in pairs if key.partition("/")[0].partition(".")[0] != "hydra"}

@@ -56,7 +56,9 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
     arms = []
     for members in groups.values():
         levels = {key: members[0].flat_config.get(key) for key in swept}
-        name = level_names({key: levels[key] for key in naming}) or "all runs"
+        name = level_names({key: levels[key] for key in naming}) or str(
+            members[0].manifest.get("scheduler", "all runs")
+        )
         arms.append(Arm(name, levels, tuple(members), tuple(naming)))
     return arms
 
@@ -166,18 +168,21 @@ def _load_value(run: Run, key: str, offered: float) -> str:
 
 
 def by_load(arms: Sequence[Arm], replicated: Sequence[str] = ()) -> dict[str, list[Arm]]:
-    """Load -> the arms with their runs at it, the lightest first; the label says what differs ("" for one load).
-    replicated: keys of the trace whose values are replicates and no loads."""
+    """Load -> the arms with their runs at it, the lightest first; the label says the fewest settings that tell
+    the loads apart ("" for one). replicated: keys of the trace whose values are replicates and no loads."""
     runs = [run for arm in arms for run in arm.runs]
     keys = load_keys(runs, replicated)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(repr([run.flat_config.get(key) for key in keys]), []).append(run)
     offered = {name: _offered(members) for name, members in groups.items()}
+    telling = naming_keys([members[0].flat_config for members in groups.values()], keys)
     result = {}
     for name in sorted(groups, key=lambda name: offered[name]):
         label = ", ".join(
-            f"{key.removeprefix('trace.')} = {_load_value(groups[name][0], key, offered[name])}" for key in keys
+            f"{'trace' if key == 'trace.name' else key.removeprefix('trace.')} = "
+            f"{_load_value(groups[name][0], key, offered[name])}"
+            for key in telling
         )
         mine = {id(run) for run in groups[name]}
         parts = [replace(arm, runs=tuple(run for run in arm.runs if id(run) in mine)) for arm in arms]

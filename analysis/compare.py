@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,16 @@ from analysis.frames import numbers
 from analysis.load import Run
 from analysis.metrics import SLO, request_metrics
 from analysis.rows import FloatArray
-from analysis.statistics import Estimate, Verdict, effect_size, holm, moving_block_bootstrap, paired_t, verdict
+from analysis.statistics import (
+    Estimate,
+    Verdict,
+    differences,
+    effect_size,
+    holm,
+    mean_t,
+    moving_block_bootstrap,
+    verdict,
+)
 from analysis.summary import summary_value
 
 
@@ -87,10 +97,22 @@ class Comparison:
     arm: str
     metric: Metric
     value: float | None
-    estimate: Estimate | None  # on the scale log_ratio
+    estimate: Estimate | None  # of log-ratios; of differences where a value is 0, which has no ratio
     verdict: Verdict
     p_holm: float | None = None
-    effect: float | None = None  # d_z of the log-ratios, from three replicates on
+    effect: float | None = None  # d_z of the estimate's differences, from three replicates on
+    base: float | None = None  # the baseline's mean over the replicates that both have
+
+    @property
+    def gain(self) -> float:
+        """The log-ratio, positive for the better; infinite to and from 0; 0 where neither is better."""
+        if self.estimate is None or not (change := self.estimate.value * self.metric.better):
+            return 0.0
+        return change if self.estimate.scale == "log_ratio" else math.copysign(math.inf, change)
+
+    @property
+    def is_claim(self) -> bool:
+        return self.verdict in ("higher", "lower") and self.estimate is not None
 
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
@@ -105,58 +127,53 @@ def compare(
 ) -> list[Comparison]:
     """Every arm but the baseline, every metric. `margin` is the relative change that counts as none.
 
-    With replicates: Student's interval on the mean log-ratio of paired replicates, p-values by Holm over the arms of a
-    metric. With one: moving blocks over that run's requests, for latencies only.
+    With replicates: Student's interval on the mean log-ratio of paired replicates (the mean difference where a value is
+    0), p-values by Holm over the arms of a metric. With one: moving blocks over its requests, for latencies only.
     """
     found = []
+    others = [arm for arm in arms if arm.name != baseline.name]
     for metric in metrics:
-        rows = []
-        for arm in arms:
-            if arm.name != baseline.name:
-                pairs = paired_replicates(baseline, arm)
-                estimate, value = _estimate(pairs, metric, slo), mean_over_replicates(arm, metric, slo)
-                effect = None if estimate is None else _effect(pairs, metric, slo)
-                rows.append(Comparison(arm.name, metric, value, estimate, "unknown", effect=effect))
-        found += _judge(rows, margin)
+        rows = [_compared(arm, paired_replicates(baseline, arm), metric, slo) for arm in others]
+        found += judge(rows, margin)
     return found
 
 
-def _judge(rows: Sequence[Comparison], margin: float) -> list[Comparison]:
-    tested = [row for row in rows if row.estimate is not None and row.estimate.p_value is not None]
-    p_values = [row.estimate.p_value for row in tested if row.estimate is not None and row.estimate.p_value is not None]
-    adjusted = {row.arm: p for row, p in zip(tested, holm(p_values), strict=True)}
+def _compared(arm: Arm, pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None) -> Comparison:
+    value, known = mean_over_replicates(arm, metric, slo), paired_values(pairs, metric, slo)
+    if known is None:
+        return Comparison(arm.name, metric, value, None, "unknown")
+    diff, scale = differences(*known)
+    within = _within_one_trace(*pairs[0], metric) if diff.size == 1 and diff.any() else None
+    effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
+    estimate, base = within or mean_t(diff, scale), float(known[0].mean())
+    return Comparison(arm.name, metric, value, estimate, "unknown", effect=effect, base=base)
+
+
+def judge(rows: Sequence[Comparison], margin: float) -> list[Comparison]:
+    """With p-values by Holm over all rows, and verdicts. margin: relative to the baseline."""
+    tested = [(index, row.estimate.p_value) for index, row in enumerate(rows) if row.estimate is not None]
+    known = [(index, p) for index, p in tested if p is not None]
+    adjusted = dict(zip([index for index, _ in known], holm([p for _, p in known]), strict=True))
     judged = []
-    for row in rows:
-        p = adjusted.get(row.arm)
-        said: Verdict = "unknown" if row.estimate is None else verdict(row.estimate, float(np.log1p(margin)), p)
+    for index, row in enumerate(rows):
+        p = adjusted.get(index)
+        said: Verdict = "unknown"
+        if row.estimate is not None:
+            limit = np.log1p(margin) if row.estimate.scale == "log_ratio" else margin * (row.base or 0.0)
+            said = verdict(row.estimate, float(limit), p)
         judged.append(replace(row, verdict=said, p_holm=p))
     return judged
 
 
-def _estimate(pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None) -> Estimate | None:
-    values = [(metric.of(base.summary_under(slo)), metric.of(run.summary_under(slo))) for base, run in pairs]
-    known = [(base, run) for base, run in values if base is not None and run is not None]
-    if len(known) < len(values) or not known or min(min(pair) for pair in known) < 0:
+def paired_values(
+    pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None
+) -> tuple[FloatArray, FloatArray] | None:
+    """(baseline's, arm's) `[num_pairs]` each; None where one is missing or negative."""
+    values = [[metric.of(run.summary_under(slo)) for run in pair] for pair in pairs]
+    if not values or any(value is None or value < 0 for pair in values for value in pair):
         return None
-    if all(base == run for base, run in known):
-        return Estimate(0.0, 0.0, 0.0, len(known), "equal in every replicate", "log_ratio")
-    if min(min(pair) for pair in known) == 0:
-        return None
-    if len(known) == 1:
-        within = _within_one_trace(*pairs[0], metric)
-        if within is not None:
-            return within
-    base, other = zip(*known, strict=True)
-    return paired_t(base, other, "log_ratio")
-
-
-def _effect(pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None) -> float | None:
-    values = [(metric.of(base.summary_under(slo)), metric.of(run.summary_under(slo))) for base, run in pairs]
-    known = [(base, run) for base, run in values if base and run and min(base, run) > 0]
-    if len(known) < max(len(pairs), _MIN_FOR_EFFECT):
-        return None
-    base, other = zip(*known, strict=True)
-    return effect_size(base, other, "log_ratio")
+    base, other = np.array(values, dtype=np.float64).T
+    return base, other
 
 
 def _within_one_trace(baseline: Run, run: Run, metric: Metric) -> Estimate | None:

@@ -1,8 +1,8 @@
 """Main effects of a factorial ablation: what one factor does, averaged over the levels of the others.
 
 Within each replicate, arms that differ in that one factor only are paired, and their log-ratios averaged; the replicate
-stays the unit of the interval. An effect that differs much between the other factors' levels is an interaction:
-`spread` shows the smallest and the largest of its cells.
+stays the unit of the interval. Where the effect is larger in some cells than in others beyond the noise, the factors
+interact, and the average hides it: `Interaction`.
 """
 
 from __future__ import annotations
@@ -10,27 +10,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from analysis.arms import Arm, level_groups, paired_replicates
-from analysis.compare import Comparison, Metric
+from analysis.compare import Comparison, Metric, judge, paired_values
 from analysis.metrics import SLO
-from analysis.statistics import Estimate, holm, paired_t, verdict
+from analysis.naming import level_names
+from analysis.rows import FloatArray
+from analysis.statistics import Estimate, Scale, differences, mean_t
 from testbed.errors import RunFolderError
+
+
+class Interaction(NamedTuple):
+    """Where an effect is least and where it is most: levels of the other factors, the effects there, and by how much
+    these differ, replicate by replicate; p-value and interval are corrected for the number of pairs of cells."""
+
+    cells: tuple[str, str]
+    least: float
+    most: float
+    estimate: Estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One factor's step from the baseline's level to another, in one metric. `spread`: log-ratios of single cells."""
+    """One factor's step from the baseline's level to another, in one metric. interaction: only one that is a claim."""
 
     factor: str
     base_level: Any
     level: Any
     comparison: Comparison  # its `arm` is the level's name
     num_cells: int
-    spread: tuple[float, float] | None
+    interaction: Interaction | None
 
 
 def main_effects(
@@ -77,50 +89,56 @@ def _effect(
     shared = [key for key in at_base if key in at_level]
     if not shared:
         return None
-    rows = _log_ratios([(at_base[key], at_level[key]) for key in shared], metric, slo)
-    estimate, spread = None, None
-    if rows is not None:
-        per_replicate = rows.mean(axis=0)
-        if (rows == 0).all():
-            estimate = Estimate(0.0, 0.0, 0.0, rows.shape[1], "equal in every replicate", "log_ratio")
-        else:
-            estimate = paired_t(np.ones(rows.shape[1]), np.exp(per_replicate), "log_ratio")
-        spread = (float(rows.mean(axis=1).min()), float(rows.mean(axis=1).max()))
-    arm = next(iter(at_level.values()))
-    comparison = Comparison(str(arm.levels.get(factor[0])), metric, None, estimate, "unknown")
+    arm = at_level[shared[0]]
+    comparison, interaction = Comparison(str(arm.levels.get(factor[0])), metric, None, None, "unknown"), None
+    if (known := _cells([(at_base[key], at_level[key]) for key in shared], metric, slo)) is not None:
+        rows, scale = differences(*known)
+        base, value = (float(side.mean()) for side in known)
+        estimate = mean_t(rows.mean(axis=0), scale)
+        comparison = replace(comparison, value=value, base=base, estimate=estimate)
+        names = [level_names({other[0]: at_level[key].levels.get(other[0]) for other in others}) for key in shared]
+        interaction = _interaction(rows, scale, names)
     levels = baseline.levels.get(factor[0]), arm.levels.get(factor[0])
-    return Effect(factor[0], *levels, comparison, len(shared), spread)
+    return Effect(factor[0], *levels, comparison, len(shared), interaction)
 
 
-def _log_ratios(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> Any:
-    """Log-ratios `[num_cells, num_replicates]`; None where a value is missing or not positive, or replicates differ."""
-    rows = []
-    for base, arm in cells:
-        try:
-            pairs = paired_replicates(base, arm)
-        except RunFolderError:
-            return None
-        values = [(metric.of(a.summary_under(slo)), metric.of(b.summary_under(slo))) for a, b in pairs]
-        if any(a is None or b is None or min(a, b) <= 0 for a, b in values):
-            return None
-        rows.append([float(np.log(b / a)) for a, b in values if a is not None and b is not None])
-    return np.array(rows) if len({len(row) for row in rows}) == 1 else None
+def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
+    """The metric at both levels `[num_cells, num_replicates]`; None where one is missing, or replicates differ."""
+    try:
+        pairs = [paired_values(paired_replicates(base, arm), metric, slo) for base, arm in cells]
+    except RunFolderError:
+        return None
+    known = [pair for pair in pairs if pair is not None]
+    if len(known) < len(pairs) or len({base.size for base, _ in known}) != 1:
+        return None
+    return np.array([base for base, _ in known]), np.array([other for _, other in known])
+
+
+def _interaction(rows: FloatArray, scale: Scale, names: Sequence[str]) -> Interaction | None:
+    """Of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates."""
+    num_cells, num_replicates = rows.shape
+    if num_cells < 2 or num_replicates < 2:
+        return None
+    means, num_pairs = rows.mean(axis=1), num_cells * (num_cells - 1) // 2
+    low, high = int(means.argmin()), int(means.argmax())
+    if low == high:
+        return None
+    estimate = mean_t(rows[high] - rows[low], scale, 1 - 0.05 / num_pairs)
+    if estimate.p_value is not None:
+        estimate = replace(estimate, p_value=min(1.0, estimate.p_value * num_pairs))
+    return Interaction((names[low], names[high]), float(means[low]), float(means[high]), estimate)
 
 
 def _judge(effects: Sequence[Effect], margin: float) -> list[Effect]:
-    tested = [
-        effect for effect in effects if effect.comparison.estimate and effect.comparison.estimate.p_value is not None
+    """With verdicts, by Holm over a metric's effects; interactions that are no claim are left out."""
+    judged = judge([effect.comparison for effect in effects], margin)
+    asked = [(i, effect.interaction) for i, effect in enumerate(effects) if effect.interaction is not None]
+    apart = judge([replace(judged[i], estimate=one.estimate) for i, one in asked], margin)
+    claimed = {i: one for (i, one), row in zip(asked, apart, strict=True) if row.is_claim}
+    return [
+        replace(effect, comparison=row, interaction=claimed.get(i))
+        for i, (effect, row) in enumerate(zip(effects, judged, strict=True))
     ]
-    raw = [float(e.comparison.estimate.p_value or 0.0) for e in tested if e.comparison.estimate is not None]
-    adjusted = {id(effect): p for effect, p in zip(tested, holm(raw), strict=True)}
-    judged = []
-    for effect in effects:
-        estimate, p = effect.comparison.estimate, adjusted.get(id(effect))
-        if estimate is not None:
-            said = verdict(estimate, float(np.log1p(margin)), p)
-            effect = replace(effect, comparison=replace(effect.comparison, verdict=said, p_holm=p))
-        judged.append(effect)
-    return judged
 
 
 def one_factor_away(arms: Sequence[Arm], baseline: Arm) -> set[str]:

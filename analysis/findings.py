@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
@@ -14,6 +15,7 @@ from analysis.compare import Comparison
 from analysis.effects import Effect
 from analysis.load import Run
 from analysis.naming import factor_name
+from analysis.statistics import ALIKE
 
 METRIC_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 _STATISTIC = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99"}
@@ -33,28 +35,46 @@ def metric_name(path: str) -> str:
     return tail.replace("_per_s", "/s").replace("_", " ") or head
 
 
-def interval_text(comparison: Comparison) -> str:
-    """The change and its 95 % interval in percent: "−23 % [−28, −18]"; without one the change alone; "" for neither."""
-    if comparison.estimate is None:
+def change_text(comparison: Comparison) -> str:
+    """The change in percent, "−23 %", to and from 0 as "from 3.1 req/s to 0 req/s"; "" where there is none."""
+    estimate, write = comparison.estimate, comparison.metric.write
+    if estimate is None:
         return ""
     if comparison.verdict == "identical":
         return f"0{fmt.SPACE}%"
-    value, low, high = comparison.estimate.percent()
-    if comparison.verdict == "unknown":
-        return fmt.change(value)
-    ends = [fmt.change(end).removesuffix(f"{fmt.SPACE}%") for end in (low, high)]
-    return f"{fmt.change(value)} [{ends[0]},{fmt.SPACE}{ends[1]}]"
+    if estimate.scale == "difference":
+        base = comparison.base or 0.0
+        return f"from {write(base)} to {write(base + estimate.value)}"
+    return fmt.change(estimate.percent()[0])
+
+
+def bounds_text(comparison: Comparison) -> str:
+    """Its 95 % interval: "[−28, −18]" in percent, of a difference in its unit; "" without one."""
+    estimate, write = comparison.estimate, comparison.metric.write
+    if estimate is None or comparison.verdict in ("identical", "unknown"):
+        return ""
+    if estimate.scale == "difference":
+        return f"a difference in [{write(estimate.low)}, {write(estimate.high)}]"
+    ends = [fmt.change(end).removesuffix(f"{fmt.SPACE}%") for end in estimate.percent()[1:]]
+    return f"[{ends[0]},{fmt.SPACE}{ends[1]}]"
+
+
+def interval_text(comparison: Comparison) -> str:
+    """Both: "−23 % [−28, −18]"; "" for neither."""
+    return " ".join(text for text in (change_text(comparison), bounds_text(comparison)) if text)
 
 
 def verdict_text(comparison: Comparison, margin: float) -> str:
     """The verdict in words for a table cell."""
+    estimate, p_holm = comparison.estimate, comparison.p_holm
     words = {
         "identical": "identical",
         "equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)",
         "inside the noise": "inside the noise",
-        "unknown": "no interval" if comparison.estimate is not None else "not comparable",
+        "unknown": "not comparable" if estimate is None else "no interval",
     }
-    estimate, p_holm = comparison.estimate, comparison.p_holm
+    if comparison.verdict == "unknown" and estimate is not None and estimate.method == ALIKE:
+        return f"the same in all {estimate.num} replicates"
     is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
     if comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None:
         return f"inside the noise (Holm p = {p_holm:.2g})"  # its own interval does not say so
@@ -73,36 +93,33 @@ def arm_finding(rows: Sequence[Comparison], opening: str, margin: float) -> str:
 
 
 def effect_finding(effects: Sequence[Effect], margin: float) -> str:
-    """A few sentences on one factor's step, averaged over the other factors; its range where it is far from even."""
+    """A few sentences on one factor's step, averaged over the other factors; and where its size depends on these."""
     first = effects[0]
     name = f"{factor_name(first.factor)} {fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
     text = _sentences(f"On average over the other factors, {name}", [effect.comparison for effect in effects], margin)
-    uneven = []
-    for effect in effects:
-        if effect.spread is not None and effect.comparison.verdict != "equivalent":
-            low, high = (100.0 * math.expm1(x) for x in effect.spread)
-            if effect.spread[0] < 0 < effect.spread[1] and max(abs(low), abs(high)) > 100 * margin:
-                span = f"{fmt.change(low)} to {fmt.change(high)}"
-                uneven.append(f"{effect.comparison.metric.label} ({span})")
-    if uneven:
-        text += f" The sign depends on the other factors for {fmt.listing(uneven)}."
-    return text
+    uneven = [_interaction_text(effect) for effect in effects if effect.interaction is not None]
+    return text + (f" It depends on the other factors: {'; '.join(uneven)}." if uneven else "")
+
+
+def _interaction_text(effect: Effect) -> str:
+    assert effect.interaction is not None
+    comparison, (cells, least, most, apart) = effect.comparison, effect.interaction
+    if apart.scale == "difference":
+        told = [comparison.metric.write(value) for value in (least, most)]
+        by = bounds_text(replace(comparison, estimate=apart, verdict="higher"))
+    else:
+        told = [fmt.change(100.0 * math.expm1(value)) for value in (least, most)]
+        by = interval_text(replace(comparison, estimate=apart, verdict="higher"))
+    return f"{comparison.metric.label} by {told[0]} with {cells[0]} and by {told[1]} with {cells[1]} (apart by {by})"
 
 
 def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
     """For each metric the arm whose claimed improvement is largest; silence where no arm is better beyond the noise."""
     by_arm: dict[str, list[str]] = {}
     for metric in dict.fromkeys(row.metric for row in rows):
-        better = [
-            row
-            for row in rows
-            if row.metric is metric
-            and row.estimate is not None
-            and row.verdict in ("higher", "lower")
-            and row.estimate.value * metric.better > 0
-        ]
+        better = [row for row in rows if row.metric is metric and row.is_claim and row.gain > 0]
         if better:
-            best = max(better, key=lambda row: row.estimate.value * metric.better if row.estimate else 0.0)
+            best = max(better, key=lambda row: row.gain)
             by_arm.setdefault(best.arm, []).append(f"{metric.label} ({interval_text(best)})")
     return [
         f"The largest improvement on {baseline} in {fmt.listing(texts)} is that of {arm}."
@@ -113,10 +130,12 @@ def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
 def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     groups: dict[str, list[str]] = {}
     for row in rows:
-        text = f"{row.metric.label} ({interval_text(row)})" if row.estimate is not None else row.metric.label
-        same = row.verdict in ("identical", "equivalent")
         said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
-        groups.setdefault("same" if same else said, []).append(row.metric.label if same else text)
+        is_alike = row.verdict == "unknown" and row.estimate is not None and row.estimate.method == ALIKE
+        key = "same" if row.verdict in ("identical", "equivalent") else "alike" if is_alike else said
+        told = f"{change_text(row)}: {said}" if is_alike else interval_text(row)
+        text = f"{row.metric.label} ({told})" if row.estimate is not None and key != "same" else row.metric.label
+        groups.setdefault(key, []).append(text)
     parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]
     if parts:
         sentences = [f"{subject} is {'; '.join(parts)}."]
@@ -131,6 +150,10 @@ _CLAIMS = ("better", "worse", "higher", "lower")
 _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     "inside the noise": lambda texts, _: f"Inside the noise: {fmt.listing(texts)}.",
     "same": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
+    "alike": lambda texts, _: (
+        "No claim is made of what differed equally in so few replicates that chance may do it (up to 5): "
+        f"{fmt.listing(texts)}."
+    ),
     "no interval": lambda texts, _: f"Observed without an interval, so no claim is made: {fmt.listing(texts)}.",
     "not comparable": lambda texts, _: f"Not comparable (zero, not reached or not recorded): {fmt.listing(texts)}.",
 }
@@ -142,8 +165,9 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
     if num_replicates >= 2:
         return (
             f"Changes are relative: means of log-ratios over {num_replicates} replicates, paired on the same "
-            "trace, with 95 % Student intervals. A change counts when its p-value, corrected by Holm over the arms of "
-            "a metric at one load, is below 0.05; the intervals are those of single comparisons. Holm's correction "
+            "trace, with 95 % Student intervals; where a value is 0, differences instead. A change counts when its "
+            "p-value, corrected by Holm over the arms of a metric at one load, is below 0.05 (so does how much a "
+            "factor's effect depends on the others); the intervals are those of single comparisons. Holm's correction "
             "raises the p-values so that among all arms of a metric even one false claim has a chance below 5 %; over "
             "many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' correction: "
             "the mean paired difference over its standard deviation."
@@ -244,9 +268,9 @@ def smaller_than_error(rows: Sequence[Comparison], tables: Mapping[str, pd.DataF
     labels = {row.metric.path: row.metric.label for row in rows}
     for row in rows:
         path = row.metric.path
-        if row.verdict in ("higher", "lower") and row.estimate is not None and path in worst:
+        if row.is_claim and row.estimate is not None and path in worst:
             claimed[path] = claimed.get(path, 0) + 1
-            if abs(row.estimate.percent()[0]) < worst[path]:
+            if row.estimate.scale == "log_ratio" and abs(row.estimate.percent()[0]) < worst[path]:
                 smaller[path] = smaller.get(path, 0) + 1
     if not smaller:
         return []

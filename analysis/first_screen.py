@@ -6,15 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, num_replicates
+from analysis.arms import Arm, Pair, num_replicates, replicates
 from analysis.cautions import is_outrun
 from analysis.checks import failures
-from analysis.compare import SLO_METRICS, Comparison, mean_over_replicates
+from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, mean_over_replicates
 from analysis.effects import Effect, by_factor
-from analysis.findings import metric_name
+from analysis.findings import change_text, metric_name
 from analysis.load import Run
 from analysis.metrics import SLO
 from analysis.naming import factor_name
@@ -47,19 +48,21 @@ class Compared(NamedTuple):
 
 
 def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
-    """At most MAX_SENTENCES: who serves most within the SLO, then claimed changes by their size, the largest first."""
+    """At most MAX_SENTENCES: who serves most within the SLO, then claimed changes by their size, the largest first. Of
+    one arm what it did, at each load."""
+    if not any(group.rows for group in groups):
+        return [_described(group, slo) for group in groups]
     ranked: list[tuple[float, str]] = []
     num_quiet = num_unknown = 0
     for group in groups:
         at_load = f"At {group.load}, " if group.load else ""
-        for subject, rows in _subjects(group):
-            claims = [row for row in rows if row.verdict in ("higher", "lower") and row.estimate is not None]
+        for subject, rows, uneven in _subjects(group):
+            claims = [row for row in rows if row.is_claim]
             if not claims:
                 num_unknown += all(row.verdict == "unknown" for row in rows)
                 num_quiet += any(row.verdict != "unknown" for row in rows)
                 continue
-            size = max(abs(row.estimate.value) for row in claims if row.estimate is not None)
-            ranked.append((size, f"{at_load}{subject}: {_told(claims)}."))
+            ranked.append((max(abs(row.gain) for row in claims), f"{at_load}{subject}: {_told(claims)}{uneven}."))
     ranked.sort(key=lambda item: -item[0])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
     said = [*best[: MAX_SENTENCES - 2], *(text for _, text in ranked)]
@@ -77,35 +80,54 @@ def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
     return said
 
 
-def _subjects(group: Compared) -> list[tuple[str, list[Comparison]]]:
+def _described(group: Compared, slo: SLO | None) -> str:
+    """What one arm did, in means over its replicates."""
+    (arm,) = group.arms
+    runs = list(replicates(arm).values())
+    manifest, values = runs[0].manifest, {}
+    for metric in (*LATENCY, *RATES, *SLO_METRICS):
+        values[metric.label] = metric.write(mean_over_replicates(arm, metric, slo))
+    sent = fmt.number(float(np.mean([run.summary["num_requests"] for run in runs])))
+    offered = fmt.number(float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs])), "req/s")
+    over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""
+    said = (
+        f"{manifest.get('scheduler')} with {manifest.get('model')} on {manifest.get('device')} "
+        f"({manifest.get('backend')}), {sent} requests at {offered}{f' ({group.load})' if group.load else ''}{over}: "
+        f"TTFT {values['mean TTFT']} in the mean and {values['P99 TTFT']} at P99, TPOT {values['mean TPOT']} and "
+        f"{values['P99 TPOT']}, {values['requests/s']} and {values['output tokens/s']} served."
+    )
+    if slo is not None:
+        told = [run.summary_under(slo)["slo"]["attainment_ci95"] for run in runs]
+        interval = f" [{', '.join(fmt.share(end) for end in told[0])}]" if len(told) == 1 and told[0] else ""
+        said += f" {values['SLO attainment']}{interval} of its requests kept the SLO: goodput {values['goodput']}."
+    return said + " There is one arm, so nothing is compared."
+
+
+def _subjects(group: Compared) -> list[tuple[str, list[Comparison], str]]:
+    """(what against what, its comparisons, in which metrics the average of a factor hides what others make of it)."""
     if group.effects:
-        return [
-            (
-                f"on average over the other factors, {factor_name(first.factor)} {fmt.plain(first.level)} instead of "
-                f"{fmt.plain(first.base_level)}",
-                [effect.comparison for effect in effects],
-            )
-            for effects in by_factor(group.effects).values()
-            for first in effects[:1]
-        ]
+        found = []
+        for effects in by_factor(group.effects).values():
+            first = effects[0]
+            change = f"{fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
+            uneven = [effect.comparison.metric.label for effect in effects if effect.interaction is not None]
+            hidden = f" (how much depends on the other factors in {fmt.listing(uneven)})" if uneven else ""
+            subject = f"on average over the other factors, {factor_name(first.factor)} {change}"
+            found.append((subject, [effect.comparison for effect in effects], hidden))
+        return found
     by_arm: dict[str, list[Comparison]] = {}
     for row in group.rows:
         by_arm.setdefault(f"{row.arm} against {group.arms[0].name}", []).append(row)
-    return list(by_arm.items())
+    return [(subject, rows, "") for subject, rows in by_arm.items()]
 
 
 def _told(claims: Sequence[Comparison]) -> str:
     """The largest improvements and the largest losses."""
     parts = []
     for word, sign in (("better", 1), ("worse", -1)):
-        mine = [row for row in claims if row.estimate is not None and row.estimate.value * row.metric.better * sign > 0]
-        mine.sort(key=lambda row: -abs(row.estimate.value) if row.estimate is not None else 0.0)
-        texts = [
-            f"{row.metric.label} ({fmt.change(row.estimate.percent()[0])})"
-            for row in mine[:_MAX_CLAIMS]
-            if row.estimate is not None
-        ]
-        if texts:
+        mine = sorted((row for row in claims if row.gain * sign > 0), key=lambda row: -abs(row.gain))
+        if mine:
+            texts = [f"{row.metric.label} ({change_text(row)})" for row in mine[:_MAX_CLAIMS]]
             parts.append(f"{word} in {fmt.listing(texts)}")
     return "; ".join(parts) or "different, in nothing that is better or worse"
 

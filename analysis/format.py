@@ -55,11 +55,14 @@ def share(value: float | None) -> str:
 
 
 def change(percent: float) -> str:
-    """A relative change in percent, always signed unless it rounds to 0; from ten times as much on the factor."""
+    """A relative change in percent, always signed unless it rounds to 0; as a factor from ten times as much on, and
+    where so little is left that percents would say nothing is."""
     if not math.isfinite(percent):
         return NOTHING
     if percent >= 900:
         return f"×{significant(1 + percent / 100, 2)}"
+    if -100 < percent < -99:
+        return f"÷{significant(100 / (100 + percent), 2)}"
     rounded = round(percent, 1) if abs(percent) < 10 else round(percent)
     if rounded == 0:
         return f"0{SPACE}%"

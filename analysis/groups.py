@@ -7,11 +7,12 @@ same policies ran on each of several platforms or traces, that is a crossed desi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from analysis.arms import infer_arms, is_policy
 from analysis.load import Run, relative, swept_keys
+from testbed.errors import RunFolderError
 
 _PLATFORM = ("model", "device", "cost", "backend")
 LOAD_KEYS = ("trace.rate", "trace.rate_scale")
@@ -55,6 +56,17 @@ def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str
         f"{num} at or below {where} {'is' if len(other) == 1 else 'are'} another experiment "
         f"({differing(chosen, other)}) and left out; report on that folder separately."
     )
+
+
+def refuse_unused(compared: Sequence[Run], folders: Mapping[str, Sequence[Run]]) -> None:
+    """Raises RunFolderError for a folder that was named, and of which no run is compared with anything."""
+    known = {run.path.resolve() for run in compared}
+    for folder, runs in folders.items():
+        if not any(run.path.resolve() in known for run in runs):
+            raise RunFolderError(
+                f"{folder} is another experiment than the other folders ({differing(compared, runs)}), and nothing in "
+                f"it can be compared with them; report it by itself: testbed report {folder}"
+            )
 
 
 def differing(some: Sequence[Run], others: Sequence[Run]) -> str:

@@ -31,7 +31,7 @@ from analysis.cautions import cautions, is_outrun
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.first_screen import Compared, answer, trust
-from analysis.groups import differing, experiments, left_out
+from analysis.groups import differing, experiments, left_out, refuse_unused
 from analysis.load import Run, load_sweep, num_replicas, relative
 from analysis.metrics import SLO
 from analysis.report_fidelity import fidelity_section
@@ -97,18 +97,24 @@ def report_from_folders(
         raise RunFolderError("no run folder given")
     sweeps = [load_sweep(folder) for folder in folders]
     runs = list({run.path.resolve(): run for sweep in sweeps for run in sweep.runs}.values())
-    pairs, repeats = split_repeats(infer_pairs(runs))
+    matched = infer_pairs(runs)
+    pairs, repeats = split_repeats(matched)
     sims = [run for run in runs if run.manifest.get("backend") == "sim"] or runs
     paired = {pair.sim.path for pair in pairs}
     traces = {run.fingerprint for run in sims if run.path not in paired}
     chosen, *others = experiments([run for run in sims if run.fingerprint in traces] or sims)
     others = [other for other in others if not {run.path for run in other} <= paired]
+    compared = [*chosen, *(run for pair in matched for run in (pair.sim, pair.real))]
+    refuse_unused(compared, {str(folder): sweep.runs for folder, sweep in zip(folders, sweeps, strict=True)})
+    counted = {run.path for run in (*sims, *compared)}
+    others += [alone] if (alone := [run for run in runs if run.path not in counted]) else []
+    arms = infer_arms(chosen)
     report = ReportInput(
-        arms=infer_arms(chosen),
+        arms=arms,
         pairs=pairs,
         repeats=repeats,
-        notes=[left_out(chosen, other, Path(out).parent) for other in others],
-        title=title or "Ablation report",
+        cautions=[left_out(chosen, other, Path(out).parent) for other in others],
+        title=title or ("Ablation report" if len(arms) > 1 else "Run report"),
         question=question or stated(chosen, "question") or "",
         baseline=baseline or stated(chosen, "baseline"),
         slo=slo or stated_slo(chosen),
@@ -223,7 +229,8 @@ def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int)
     changes: dict[str, dict[str, Any]] = {}
     verdicts: dict[str, dict[str, Any]] = {}
     for row in chosen:
-        changes.setdefault(row.metric.label, {})[row.arm] = row.estimate
+        has_ratio = row.estimate is not None and row.estimate.scale == "log_ratio"
+        changes.setdefault(row.metric.label, {})[row.arm] = row.estimate if has_ratio else None
         verdicts.setdefault(row.metric.label, {})[row.arm] = row.verdict
     figure = plots.ablation_bars(changes, {row.metric.label: row.metric.better for row in chosen}, verdicts)
     caption = "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's."
@@ -285,7 +292,8 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
     return {
         "title": report.title,
         "question": report.question or _default_question(report.arms, baseline),
-        "cautions": [*findings.failed_checks(links, everything), *findings.too_noisy(noise)],
+        "baseline": _baseline_text(report, baseline),
+        "cautions": [*findings.failed_checks(links, everything), *findings.too_noisy(noise), *report.cautions],
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
         "slo": None if slo is None else tables.slo_text(slo),
@@ -303,9 +311,18 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
     }
 
 
+def _baseline_text(report: ReportInput, baseline: Arm) -> str:
+    if len(report.arms) < 2:
+        return ""
+    is_point = baseline.runs[0].manifest.get("point") is not None
+    why = "the first point of the sweep" if is_point else "the first run by its folder"
+    why += "; --baseline or report.baseline names another"
+    return f"Baseline: {baseline.name}, {'as named' if report.baseline else why}."
+
+
 def _default_question(arms: Sequence[Arm], baseline: Arm) -> str:
     if len(arms) == 1:
-        return f"How does {baseline.name} serve this trace?"
+        return f"How does {baseline.name} serve {'this trace' if len(arms[0].runs) == 1 else 'these traces'}?"
     variants = f"{len(arms) - 1} variants" if len(arms) > 2 else next(a.name for a in arms if a.name != baseline.name)
     return f"How {'do' if len(arms) > 2 else 'does'} {variants} differ from {baseline.name} on the same trace?"
 

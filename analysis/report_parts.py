@@ -35,6 +35,7 @@ class ReportInput:
     commands: Sequence[str] = ()
     command: str = ""  # that made the report
     notes: Sequence[str] = ()  # limits that only the author knows
+    cautions: Sequence[str] = ()  # what a reader must know first
     incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
 
 

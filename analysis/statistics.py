@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 
 from analysis.rows import FloatArray
 
+EQUAL, ALIKE = "equal in every replicate", "the same difference in every replicate"  # methods that need no spread
 Scale = Literal["difference", "log_ratio"]
 Verdict = Literal["identical", "equivalent", "inside the noise", "higher", "lower", "unknown"]
 
@@ -44,36 +45,32 @@ class Estimate:
         return value, low, high
 
 
-def paired_differences(baseline: ArrayLike, treatment: ArrayLike, scale: Scale = "difference") -> FloatArray:
-    """Per-replicate treatment - baseline, or log(treatment / baseline), `[num_replicates]`.
+def differences(base: FloatArray, other: FloatArray) -> tuple[FloatArray, Scale]:
+    """Of pairs of values, none negative: log-ratios, which say a relative change; where one of two that differ is 0,
+    which has no ratio, plain differences of all."""
+    if (base == other).all():
+        return np.zeros_like(base), "log_ratio"
+    if min(base.min(), other.min()) > 0:
+        return np.log(other / base), "log_ratio"
+    return other - base, "difference"
 
-    ValueError for unequal lengths, no replicate, non-finite values, or a log-ratio of values that are not positive.
+
+def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = 0.95) -> Estimate:
+    """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
+
+    One replicate gives an infinite interval and no p-value. Where all are equal there is no spread to judge by: from as
+    many replicates on as give that sign often enough by chance (2^(1 - num) < 1 - level: six at 95 %), a point with the
+    sign test's p-value (Arbuthnot, 1710); of fewer an infinite interval and no p-value.
     """
-    base, other = np.asarray(baseline, dtype=np.float64), np.asarray(treatment, dtype=np.float64)
-    if base.shape != other.shape or base.ndim != 1 or not base.size:
-        raise ValueError(f"pairs need two equally long, non-empty rows of numbers: {base.shape} and {other.shape}")
-    if not (np.isfinite(base).all() and np.isfinite(other).all()):
-        raise ValueError("a pair has a value that is missing or not finite")
-    if scale == "difference":
-        return other - base
-    if (base <= 0).any() or (other <= 0).any():
-        raise ValueError("a log-ratio needs positive values")
-    return np.log(other / base)
-
-
-def paired_t(baseline: ArrayLike, treatment: ArrayLike, scale: Scale = "difference", level: float = 0.95) -> Estimate:
-    """Mean paired difference with Student's interval and two-sided p-value (Student, 1908).
-
-    One replicate gives an infinite interval and no p-value. Differences that are all equal give a point: the interval
-    has no width because the replicates show no variation.
-    """
-    diff = paired_differences(baseline, treatment, scale)
-    mean, num = float(diff.mean()), diff.size
-    if num < 2:
-        return Estimate(mean, -math.inf, math.inf, num, "paired t", scale, level)
-    error = float(diff.std(ddof=1)) / math.sqrt(num)
+    mean, num = float(differences.mean()), differences.size
+    error = float(differences.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
+    if mean == error == 0.0:
+        return Estimate(0.0, 0.0, 0.0, num, EQUAL, scale, level)
     if error <= 1e-12 * abs(mean):
-        return Estimate(mean, mean, mean, num, "paired t", scale, level, 1.0 if mean == 0 else 0.0)
+        p_value = 2.0 ** (1 - num)
+        if num > 1 and p_value < 1 - level:
+            return Estimate(mean, mean, mean, num, ALIKE, scale, level, p_value)
+        return Estimate(mean, -math.inf, math.inf, num, ALIKE if num > 1 else "paired t", scale, level)
     from scipy import stats  # slow to import
 
     half = float(stats.t.ppf(0.5 + level / 2, num - 1)) * error
@@ -166,13 +163,12 @@ def mser5(values: ArrayLike) -> int:
     return 5 * int(np.argmin(errors[: batches.size // 2 + 1]))
 
 
-def effect_size(baseline: ArrayLike, treatment: ArrayLike, scale: Scale = "difference") -> float | None:
+def effect_size(differences: FloatArray) -> float | None:
     """Cohen's d_z of paired replicates with Hedges' correction: mean difference / its SD; None where the SD is 0."""
-    diff = paired_differences(baseline, treatment, scale)
-    if diff.size < 2 or float(diff.std(ddof=1)) <= 1e-12 * abs(float(diff.mean())):
+    if differences.size < 2 or float(differences.std(ddof=1)) <= 1e-12 * abs(float(differences.mean())):
         return None
-    correction = 1.0 - 3.0 / (4.0 * (diff.size - 1) - 1.0) if diff.size > 2 else 1.0
-    return correction * float(diff.mean()) / float(diff.std(ddof=1))
+    correction = 1.0 - 3.0 / (4.0 * (differences.size - 1) - 1.0) if differences.size > 2 else 1.0
+    return correction * float(differences.mean()) / float(differences.std(ddof=1))
 
 
 def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None, alpha: float = 0.05) -> Verdict:

@@ -15,7 +15,7 @@ from analysis.checks import outline
 from analysis.compare import Comparison, Metric, mean_over_replicates
 from analysis.effects import Effect, by_factor
 from analysis.fidelity import RATES
-from analysis.findings import interval_text, metric_name, verdict_text
+from analysis.findings import bounds_text, change_text, interval_text, metric_name, verdict_text
 from analysis.load import Run, num_replicas
 from analysis.metrics import SLO
 from analysis.naming import factor_name
@@ -93,9 +93,8 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
                 cells.append(Cell(fmt.NOTHING, ("not comparable",), "noise"))
                 continue
             said = verdict_text(effect.comparison, margin)
-            value, _, interval = interval_text(effect.comparison).partition(" ")
-            notes = tuple(note for note in (interval, said) if note)
-            cells.append(Cell(value, notes, said if said in ("better", "worse") else "noise"))
+            notes = tuple(note for note in (bounds_text(effect.comparison), said) if note)
+            cells.append(Cell(change_text(effect.comparison), notes, said if said in ("better", "worse") else "noise"))
         rows.append(tuple(cells))
     return Table(caption, ("factor", *metrics), tuple(rows))
 

@@ -249,5 +249,7 @@ def write_run(folder: Path, backend: str = "sim", **options: Any) -> Path:
         "trace": {"rate": options.get("rate", 8.0), "num_requests": options.get("num_requests", 60)},
         "hydra": {"run": {"dir": str(folder)}},
     }
-    manifest |= {"backend": backend} | ({"attention": "torch", "cost": None} if backend == "real" else {})
+    manifest |= {"backend": backend, "scheduler": composition} | (
+        {"attention": "torch", "cost": None} if backend == "real" else {}
+    )
     return write_folder(folder, requests, steps, manifest, config, done=options.get("stop_s") is None)

@@ -162,6 +162,33 @@ def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_name
     assert "run twice on one trace" in text
 
 
+def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
+    for chunked in (False, True):
+        write_run(tmp_path / "a" / str(chunked), chunked=chunked, **FEW)
+    change_config(write_run(tmp_path / "b", seed=7, num_requests=12), device__name="a100")
+    with pytest.raises(
+        RunFolderError, match=r"b is another experiment .*device.*; report it by itself: testbed report"
+    ):
+        report_from_folders([tmp_path / "a", tmp_path / "b"], tmp_path / "report.html")
+    write_run(tmp_path / "a" / "real", "real", chunked=False, prefix_caching=False, **FEW)
+    change_config(tmp_path / "a" / "real", cache__eviction="lfu")
+    text = report_from_folders([tmp_path / "a"], tmp_path / "report.html").with_suffix(".md").read_text()
+    before = text.partition("**Before you read on**")[2].partition("## Findings")[0]
+    assert "1 run at or below a/real is another experiment" in before
+
+
+def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
+    for name, num, seed in (("azure", 30, 1), ("burstgpt", 40, 2)):
+        for chunked in (False, True):
+            folder = write_run(tmp_path / f"{name}-{chunked}", num_requests=num, seed=seed, chunked=chunked)
+            change_config(folder, trace__name=name, trace__path=f"{name}.csv", trace__limit=num, seed=0)
+    text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("### ")] == [
+        "### trace = azure",
+        "### trace = burstgpt",
+    ]
+
+
 def test_all_pairs_share_a_cost_model_where_they_can(tmp_path):
     change_config(write_run(tmp_path / "another-sim", num_requests=8), cost__path="another.json")
     for chunked in (False, True):
@@ -263,7 +290,16 @@ def test_swap_space_is_not_told_where_no_run_swapped(page):
 
 def test_a_single_run_is_described_not_compared(tmp_path):
     path = report_from_folders([write_run(tmp_path / "run", num_requests=10)], tmp_path / "report.html")
-    assert "There is one arm, so nothing is compared" in path.read_text()
+    text = Page(path.read_text()).text
+    assert "Run report" in text
+    assert re.search(
+        r"decode_first with tiny on cpu \(sim\), 10 requests at [\d.]+ req/s: TTFT [\d.]+ ms in the mean", text
+    )
+    assert "There is one arm, so nothing is compared" in text
+    assert "Baseline" not in text
+    kept = report_from_folders([tmp_path / "run"], tmp_path / "slo.html", slo={"ttft_s": 0.03})
+    said = Page(kept.read_text()).text
+    assert re.search(r"\d+ % \[[\d.]+ %, [\d.]+ %\] of its requests kept the SLO: goodput [\d.]+ req/s", said)
 
 
 def test_arms_on_different_traces_are_refused(tmp_path):
@@ -329,6 +365,8 @@ def test_durations_are_written_with_three_digits_and_a_unit(value, text):
 
 def test_changes_are_signed_and_never_a_negative_zero():
     plain = [fmt.change(x).replace("\u00a0", " ") for x in (-0.01, 0.04, 3.14159, -23.4, 250.0, float("inf"))]
+    assert fmt.change(-99.6) == "÷250"
+    assert fmt.change(-100.0) == "−100\u00a0%"
     assert plain == ["0 %", "0 %", "+3.1 %", "−23 %", "+250 %", "–"]
     assert fmt.significant(9.996) == "10.0"
     assert fmt.significant(-0.0) == "0"

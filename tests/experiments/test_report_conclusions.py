@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from analysis.arms import infer_arms
 from analysis.compare import LATENCY, RATES, Comparison
 from analysis.findings import arm_finding
+from analysis.load import load_sweep
 from analysis.report import report_from_folders
 from analysis.statistics import Estimate
 from experiments import simulate
 from experiments.traces import build_trace
 from testbed.traces.serialize import write_jsonl
-from tests.experiments.kit import config_of
+from tests.experiments.kit import SHORT, TINY, config_of, say
 
 MODEL = {"model": "qwen3_0.6b", "cost": "roofline"}
 LOAD = {"num_requests": 120, "rate": 40.0}
@@ -171,6 +175,61 @@ def test_one_factor_at_a_time_has_no_main_effects(tmp_path: Path) -> None:
     assert "Main effects" not in said
     assert "On average over the other factors" not in said
     assert said.count("- Against ") == 3
+
+
+def test_a_goodput_that_falls_to_zero_is_told_in_requests_and_first(tmp_path: Path) -> None:
+    """Prompts of 512 tokens in chunks of 16 take 32 steps, each as long as the limit."""
+    trace = {**LOAD, "rate": 4.0, "num_requests": 30, "prompt": {"kind": "constant", "value": 512}}
+    for budget in (2048, 16):
+        for seed in range(3):
+            scheduler = {"name": "sarathi", "max_num_batched_tokens": budget}
+            ran(tmp_path / f"{budget}-{seed}", trace=trace, scheduler=scheduler, seed=seed)
+    said = report(tmp_path, slo={"ttft_s": 0.02}, baseline="max num batched tokens 2048")
+    first = said.partition("## Answer")[2].strip().splitlines()[0]
+    assert re.search(r"worse in goodput \(from [\d.]+ req/s to 0 req/s\)", first)
+    assert "SLO attainment (from 100 % to 0 %: the same in all 3 replicates)" in said, "of three no chance can be told"
+    assert re.search(r"from [\d.]+ req/s to 0 req/s a difference in \[−[\d.]+ req/s, −[\d.]+ req/s\]", said)
+    assert "smaller than the simulator's" not in said
+
+
+def test_an_effect_whose_size_depends_on_another_factor_is_told_so(tmp_path: Path) -> None:
+    """Chunks cost many steps of a busy engine, and hardly any of one that serves a request at a time."""
+    trace = {**LOAD, "num_requests": 40, "prompt": {"kind": "constant", "value": 512}}
+    for budget in (2048, 64):
+        for seqs in (64, 2):
+            for seed in range(3):
+                scheduler = {"name": "sarathi", "max_num_batched_tokens": budget, "max_num_seqs": seqs}
+                ran(tmp_path / f"{budget}-{seqs}-{seed}", trace=trace, scheduler=scheduler, seed=seed)
+    said = report(tmp_path)
+    assert "It depends on the other factors: " in said
+    told = r"mean TTFT by \S+ %? ?with max num seqs \d+ and by .* with max num seqs \d+ \(apart by .* \[.*\]\)"
+    assert re.search(told, said)
+    assert "(how much depends on the other factors in " in said.partition("## Findings")[0]
+
+
+def test_the_first_point_of_a_sweep_is_the_baseline_whenever_it_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = (
+        "run",
+        "-m",
+        *TINY,
+        *SHORT,
+        "scheduler=vllm_v1,sarathi",
+        "seed=0,1",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    )
+    say(capsys, *sweep)
+    points = sorted((tmp_path / "sweep").glob("*/manifest.json"))
+    first = [file for file in points if json.loads(file.read_text())["point"] == 0]
+    shutil.rmtree(first[0].parent)
+    say(capsys, *sweep)
+    arms = infer_arms(load_sweep(tmp_path / "sweep").runs)
+    assert [arm.name for arm in arms] == ["vllm_v1", "sarathi"]
+    assert [run.manifest["swept"] for run in arms[0].runs] == [
+        {"scheduler": "vllm_v1", "seed": "0"}, {"scheduler": "vllm_v1", "seed": "1"}
+    ]  # fmt: skip
+    assert "Baseline: vllm_v1, the first point of the sweep" in report(tmp_path / "sweep")
 
 
 def test_a_finding_tells_every_metric_and_what_the_correction_took_back() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,22 @@ class Origin:
         """Of the overrides of a command (of another run: after that run's own, `kept_in`)."""
         return cls(_by_key(overrides), None if swept is None else _by_key(swept), point)
 
+    def moved(self, by: int) -> Origin:
+        return replace(self, point=None if self.point is None else self.point + by)
+
     def state(self, folder: Path) -> None:
         """Says so of a finished run, which an earlier command had made in another place of its sweep."""
         file = folder / "manifest.json"
         manifest = json.loads(file.read_bytes())
         if manifest != (now := manifest | asdict(self)):
             write_json(file, now)
+
+
+def end_of_others(sweep: Path, mine: set[Path]) -> int:
+    """Where the places of finished points end there that are not among `mine`: what extends them comes after."""
+    others = (file.parent for file in sweep.glob("*/done") if file.parent not in mine)
+    places = [json.loads((folder / "manifest.json").read_bytes()).get("point") for folder in others]
+    return max((place + 1 for place in places if place is not None), default=0)
 
 
 def kept_in(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.interrupt import terminated_as_interrupted
-from experiments.origin import Origin
+from experiments.origin import Origin, end_of_others
 from experiments.overrides import parsed
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
@@ -149,7 +149,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: l
     """The points that were not finished before, what is in their way set aside. Says what it found."""
     known = Known(sweep.root)
     todo: dict[Path, Point] = {}
-    done: list[Path] = []
+    done: dict[Path, Point] = {}
     aside: list[tuple[str, Path]] = []
     num_restated = 0
     if sweep.names_folders:
@@ -160,14 +160,16 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: l
         identity = identity_of(config)
         folder = point.place(identity)
         if not config.overwrite and is_done(folder, identity):
-            done.append(folder)
+            done[folder] = point
             num_restated += restate(folder, config)
-            point.origin.state(folder)
             continue
         aside += [] if config.overwrite else known.make_room(folder, identity)
         todo[folder] = point
-    _say_found(len(points) + len(failed), done, aside, num_restated)
-    return list(todo.values())
+    after = end_of_others(sweep.root, {*done, *todo})
+    for folder, point in done.items() if after == 0 else ():
+        point.origin.state(folder)
+    _say_found(len(points) + len(failed), list(done), aside, num_restated)
+    return [replace(point, origin=point.origin.moved(after)) for point in todo.values()]
 
 
 def _refuse_shared(places: list[tuple[Path, str]]) -> None:

@@ -189,6 +189,10 @@ def write_timeline(
             num_engines += _draw(trace, run, window, num_engines + 1)
         trace.close()
     partial = "".join(f"; {run.path} is partial" for run in runs if not run.is_complete)
+    bare = [run for run in runs if run.manifest.get("num_steps") and not FileRows(run.path / STEPS).num_rows]
+    partial += "".join(
+        f"; {run.path} has requests only: run again with record.steps=true for its steps" for run in bare
+    )
     size = f"{trace.num_events:,} events, {file.stat().st_size / 1e6:,.1f} MB"
     return f"{file}: {size}{partial}; open it at https://ui.perfetto.dev or in chrome://tracing"
 

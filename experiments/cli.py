@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from experiments.arguments import folder_named
 from experiments.collector import THRESHOLD
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
@@ -90,7 +91,7 @@ def _parity(arguments: list[str]) -> int:
     from experiments.parity import check_parity, num_tapes, print_divergence
 
     parser = argparse.ArgumentParser("testbed parity", description="Replay a real run's tape, compare every decision.")
-    parser.add_argument("run", type=Path, help="a run folder made with backend=real")
+    parser.add_argument("run", type=folder_named, help="a run folder made with backend=real")
     options = parser.parse_args(arguments)
     num = num_tapes(options.run)
     for replica in range(num):
@@ -134,7 +135,7 @@ def _report(arguments: list[str]) -> int:
     from analysis.report import report_from_folders
 
     parser = argparse.ArgumentParser("testbed report", description="One self-contained HTML page about runs or sweeps.")
-    parser.add_argument("folders", nargs="+", type=Path, help="run or sweep folders")
+    parser.add_argument("folders", nargs="+", type=folder_named, help="run or sweep folders")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="where to write it (report.html)")
     parser.add_argument("--title", help="the page's title")
     stated = "else as the runs state it:"
@@ -167,10 +168,13 @@ def _limits(text: str | None) -> dict[str, float] | None:
     if text is None:
         return None
     try:
-        limits = {name: float(value) for name, _, value in (item.partition("=") for item in text.split(","))}
-        return SloConfig(**limits).limits
+        given = [item.partition("=") for item in text.split(",")]
+        limits = {name: float(value) for name, _, value in given}
+        if len(limits) == len(given):
+            return SloConfig(**limits).limits
     except (ValueError, TypeError):
         raise ConfigError(f"--slo is {text!r}; expected limits in seconds, as ttft_s=0.5,tpot_s=0.05") from None
+    raise ConfigError(f"--slo is {text!r}, which gives one limit twice; give each once, as ttft_s=0.5,tpot_s=0.05")
 
 
 def _trace(arguments: list[str]) -> int:
@@ -189,17 +193,21 @@ def _timeline(arguments: list[str]) -> int:
     from analysis.timeline_export import LATEST_S, Window, write_timeline
 
     parser = argparse.ArgumentParser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
-    parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("other", nargs="?", type=Path, help="another of the same trace, side by side with it")
-    parser.add_argument("--from", type=float, default=0.0, dest="from_s", metavar="S", help="draw from this second on")
-    parser.add_argument("--to", type=float, default=LATEST_S, dest="to_s", metavar="S", help="draw up to this second")
+    parser.add_argument("run", type=folder_named, help="a run folder")
+    parser.add_argument("other", nargs="?", type=folder_named, help="another of the same trace, side by side with it")
+    parser.add_argument("--from", type=float, dest="from_s", metavar="S", help="draw from this second on")
+    parser.add_argument("--to", type=float, dest="to_s", metavar="S", help="draw up to this second")
     parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="draw these steps of each replica instead")
     parser.add_argument("--out", type=Path, help="the file, .json or .json.gz (timeline.json in the run's folder)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(arguments)
     if options.out is not None and not options.out.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"--out is {options.out}; a timeline is a .json or .json.gz file")
-    window = Window(options.from_s, options.to_s, options.steps)
+    seconds = [option for option in (options.from_s, options.to_s) if option is not None]
+    if options.steps is not None and seconds:
+        raise ConfigError("--steps and --from or --to are two windows; give one")
+    low = 0.0 if options.from_s is None else options.from_s
+    window = Window(low, LATEST_S if options.to_s is None else options.to_s, options.steps)
     folders = [options.run] if options.other is None else [options.run, options.other]
     print(write_timeline(folders, options.out, window, overwrite=options.overwrite))
     return 0
@@ -218,7 +226,7 @@ def _costs(arguments: list[str]) -> int:
     from analysis.style import save
 
     parser = argparse.ArgumentParser("testbed costs", description="Where the time of a run went, by operator.")
-    parser.add_argument("run", type=Path, help="a run folder made with record.operators=true")
+    parser.add_argument("run", type=folder_named, help="a run folder made with record.operators=true")
     parser.add_argument("--plot", type=Path, metavar="STEM", help="draw it: writes STEM.png and STEM.svg")
     options = parser.parse_args(arguments)
     document = load_operators(options.run)

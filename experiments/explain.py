@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from analysis.decisions import DECISIONS_FILE
 from analysis.load import Run, load_run, run_folders
 from experiments.app import config_from
+from experiments.arguments import folder_named
 from experiments.engines import fleet_digest
 from experiments.parity import check_parity, num_tapes
 from experiments.run import INTERRUPTED, execute
@@ -31,9 +32,11 @@ from testbed.records.recorder import RunRecorder
 def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
     parser = argparse.ArgumentParser("testbed explain", description="Why did this request wait?")
-    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("run", type=folder_named, help="a run folder")
     parser.add_argument("request", nargs="?", help="a request's id; without: all requests in sum")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run with its decisions here, for pandas")
+    parser.add_argument(
+        "--keep", type=folder_named, metavar="FOLDER", help="keep the run with its decisions here, for pandas"
+    )
     options = parser.parse_args(arguments)
     from analysis.explain import refuse_unknown  # not at the top: pandas is slow to import
     from analysis.explain_request import explain_request
@@ -63,15 +66,18 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
     keep: where the folder that has them stays; None: it goes. Raises TestbedError where they cannot be had.
     """
     run = load_run(folder)
+    has_steps = pq.read_metadata(run.path / "steps.parquet").num_rows > 0
     is_simulated, has_tape = run.manifest.get("backend") == "sim", any(folder.glob("tape*.jsonl"))
     has_decisions = (folder / DECISIONS_FILE).is_file()
-    if has_decisions and (run.config.get("record", {}).get("explain") or not (is_simulated or has_tape)):
+    is_explained = run.config.get("record", {}).get("explain") or not (is_simulated or has_tape)
+    if has_decisions and has_steps and is_explained:
         yield run, f"{folder / DECISIONS_FILE}{'' if keep is None else f'; nothing to keep in {keep}'}"
         return
     if not (is_simulated or has_tape):
+        missing = "no steps (record.steps=false)" if has_decisions else "no decisions.jsonl"
         raise RunFolderError(
-            f"{folder} has neither decisions.jsonl nor a tape to replay: who waited for whom is not known; make the "
-            "run again with record.explain=true"
+            f"{folder} has {missing} and no tape to replay: who waited for whom is not known; make the run again with "
+            "record.explain=true record.steps=true"
         )
     if keep is not None:
         refuse_overwrite(keep, overwrite=False)

@@ -37,11 +37,23 @@ def has_run(folder: Path) -> bool:
 def refuse_overwrite(folder: Path, overwrite: bool) -> None:
     if is_locked(folder):
         raise _in_use(folder)
+    if not has_run(folder) and (point := next(folder.glob("*/manifest.json"), None)) is not None:
+        raise RunFolderError(
+            f"{folder} holds other runs ({point.parent.name}), which a run there would hide; choose another "
+            "hydra.run.dir"
+        )
+    refuse_run(folder.parent, "hydra.run.dir")
     if has_run(folder) and not overwrite:
         raise RunFolderError(
             f"{folder} already holds a run, and runs are not overwritten; choose another hydra.run.dir or pass "
             "overwrite=true"
         )
+
+
+def refuse_run(folder: Path, key: str) -> None:
+    """Raises RunFolderError for a folder that holds a run, where others are to be put: who reads it sees that one."""
+    if has_run(folder):
+        raise RunFolderError(f"{folder} holds a run, and other runs need a folder of their own; choose another {key}")
 
 
 def named_folder(key: str, value: object) -> Path:
@@ -55,7 +67,7 @@ def claim(folder: Path, config: RunConfig) -> None:
     """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
-             OPERATORS_FILE, TRACE_FILE, "config.yaml")  # fmt: skip
+             OPERATORS_FILE, TRACE_FILE, "config.yaml", "timeline.json")  # fmt: skip
     for file in [*(folder / name for name in names), *folder.glob("tape*.jsonl")]:
         file.unlink(missing_ok=True)
     if (folder / LOG_FILE).exists():

@@ -34,7 +34,7 @@ from experiments.origin import Origin, end_of_others
 from experiments.overrides import parsed
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
-from experiments.run_folder import named_folder
+from experiments.run_folder import named_folder, refuse_run
 from experiments.sweep_progress import Followed
 from testbed.errors import ConfigError, TestbedError
 
@@ -147,6 +147,7 @@ def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]
 
 def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: list[Outcome]) -> list[Point]:
     """The points that were not finished before, what is in their way set aside. Says what it found."""
+    refuse_run(sweep.root, "hydra.sweep.dir")
     known = Known(sweep.root)
     todo: dict[Path, Point] = {}
     done: dict[Path, Point] = {}

@@ -67,6 +67,24 @@ def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "nowhere" in say(capsys, "report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b.html")).error()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("report", ""), "a folder's name is empty"),
+        (("report", "runs", "--slo", "ttft_s=1,ttft_s=2"), "gives one limit twice"),
+        (("explain", " "), "a folder's name is empty"),
+        (("explain", "runs", "--keep", ""), "a folder's name is empty"),
+        (("timeline", "runs", ""), "a folder's name is empty"),
+        (("timeline", "runs", "--steps", "1:2", "--from", "0"), "--steps and --from or --to are two windows"),
+        (("timeline", "runs", "--steps", "1:2", "--to", "3"), "--steps and --from or --to are two windows"),
+    ],
+)
+def test_what_says_nothing_or_two_things_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in say(capsys, *arguments).error()
+
+
 def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,21 @@ def test_a_real_run_s_tape_is_replayed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "the run's tape was replayed: the same decision digest" in said.out
     assert say(capsys, "explain", str(folder), "r3").status == 0
     (folder / "tape.jsonl").unlink()
-    assert "neither decisions.jsonl nor a tape to replay" in say(capsys, "explain", str(folder)).error()
+    assert "has no decisions.jsonl and no tape to replay" in say(capsys, "explain", str(folder)).error()
+
+
+def test_a_run_with_decisions_and_without_steps_is_simulated_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    say(capsys, "run", *TINY, *SHORT, "record.explain=true", "record.steps=false", f"hydra.run.dir={folder}")
+    said = say(capsys, "explain", str(folder))
+    assert said.status == 0, said.err
+    assert "the run was simulated again: the same decision digest" in said.out
+    (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace('"sim"', '"vllm"'))
+    error = say(capsys, "explain", str(folder)).error()
+    assert "has no steps (record.steps=false) and no tape to replay" in error
+    assert error.endswith("make the run again with record.explain=true record.steps=true")
 
 
 def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

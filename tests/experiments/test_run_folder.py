@@ -368,3 +368,17 @@ def test_leave_to_overwrite_is_not_inherited(tmp_path: Path, capsys: pytest.Capt
     before = (precious / "manifest.json").read_bytes()
     assert "already holds a run" in say(capsys, "run", f"from={first}", f"hydra.run.dir={precious}").error()
     assert (precious / "manifest.json").read_bytes() == before
+
+
+def test_a_run_and_a_sweep_never_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={one}").status == 0
+    assert say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra.sweep.dir={many}").status == 0
+    files = sorted(path.name for path in (*one.rglob("*"), *many.rglob("*")))
+    for words, said in (
+        ((f"hydra.run.dir={many}", "overwrite=true"), "holds other runs"),
+        ((f"hydra.run.dir={one / 'inside'}",), "holds a run, and other runs need a folder of their own"),
+        (("-m", "seed=0,1", f"hydra.sweep.dir={one}"), "choose another hydra.sweep.dir"),
+    ):
+        assert said in say(capsys, "run", *TINY, *SHORT, *words).error()
+    assert sorted(path.name for path in (*one.rglob("*"), *many.rglob("*"))) == files

@@ -70,3 +70,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     first, other = run(capsys, tmp_path / "a"), run(capsys, tmp_path / "b", "seed=1")
     assert "holds some; name one or two of them" in say(capsys, "timeline", str(tmp_path)).error()
     assert "ran different traces" in say(capsys, "timeline", str(first), str(other)).error()
+
+
+def test_a_run_without_steps_is_drawn_by_its_requests_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(capsys, tmp_path / "run", "record.steps=false")
+    said = say(capsys, "timeline", str(folder))
+    assert f"; {folder} has requests only: run again with record.steps=true for its steps" in said.out
+    assert any(event["name"] == "request" for event in read(folder / "timeline.json"))
+    assert say(capsys, "run", f"from={folder}", f"hydra.run.dir={folder}", "overwrite=true").status == 0
+    assert not (folder / "timeline.json").exists(), "it was of the run before"

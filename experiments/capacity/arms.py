@@ -124,6 +124,11 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
         )
     start = float(raw["trace"][key.removeprefix("trace.")])
     arrivals = [_arrivals(_at(raw, key, start, seed), seen) for seed in seeds]
+    if arrivals[0].num_requests < 2:
+        raise ConfigError(
+            f"trace={config.trace.name} has {arrivals[0].num_requests} request, which comes at no rate; give more, as "
+            "trace.num_requests=1000 (of a recorded trace trace.limit)"
+        )
     _refuse_copies(seeds, arrivals, config.trace.name)
     twice = _arrivals(_at(raw, key, 2 * start, seeds[0]), seen)
     if not twice.rate_per_s > 1.1 * arrivals[0].rate_per_s > 0:

@@ -38,6 +38,8 @@ def main(arguments: list[str]) -> int:
         again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
     lines = _lines(found)
+    if found.tolerance < options.tolerance:
+        lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
     print("\n".join(lines))
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
     print(f"\nwrote {folder / TEXT}, {FIGURE}.png, {TABLE}")

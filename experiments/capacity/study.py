@@ -70,7 +70,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Of every policy. points: one row a policy, rate and seed."""
+    """Of every policy. points: one row a policy, rate and seed. tolerance: of the coarsest search among them."""
 
     found: tuple[Found, ...]
     points: pd.DataFrame
@@ -94,34 +94,69 @@ def find_capacity(
         raise ConfigError(f"jobs is {jobs}; it must be at least 1")
     arms, seeds = parse(overrides)
     target = Path(folder)
-    _claim(target, arms, seeds)
-    study = _Study(target, arms, seeds, tolerance, whole)
+    identity = _claim(target, arms, seeds)
+    finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
+    study = _Study(target, arms, seeds, finest, whole)
     with tqdm(desc=f"capacity of {len(arms)}", unit="point", leave=False, disable=None) as bar:
         study.run(jobs, bar)
+    write_json(target / IDENTITY, identity | {"tolerance": finest})
     found = tuple(study.found(arm) for arm in arms)
-    return Capacity(found, study.frame(), target, tolerance, seeds)
+    return Capacity(found, study.frame(), target, max(finest.values()), seeds)
 
 
-def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> None:
-    """Says in the folder what is searched. Raises RunFolderError if it holds something else."""
+def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
+    """Says in the folder what is searched, and returns it. Raises RunFolderError if it holds something else, or more.
+
+    A search may go on with more policies and seeds, whose points are kept by what they are made from. Its tolerance, of
+    each policy, is the finest that has been searched under these seeds.
+    """
     for arm in arms:
         check_importable(RunConfig.from_container(arm.raw))
-    identity = json.loads(json.dumps(_identity(arms, seeds)))
+    identity: dict[str, Any] = json.loads(json.dumps(_identity(arms, seeds)))
     file = folder / IDENTITY
     if file.exists():
-        there, here = flatten(read_json(file)), flatten(identity)
-        differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        if differing:
-            key = differing[0]
+        kept = read_json(file)
+        names = {name: _name_here(kept, identity, name) for name in kept["policy"]}
+        if (differing := _differing(kept, identity, names)) is not None:
             raise RunFolderError(
-                f"{folder} holds another search: {key} is {there.get(key)!r} there and {here.get(key)!r} here; choose "
-                "another --out, or repeat that one"
+                f"{folder} holds another search: {differing}; choose another --out, or repeat that one"
             )
-        return
-    if folder.exists() and (folder.is_file() or any(folder.iterdir())):
+        if missing := [name for name, here in names.items() if here is None]:
+            raise RunFolderError(
+                f"{folder} holds the search of {', '.join(missing)} too, which its tables would lose; name all "
+                "policies, or choose another --out"
+            )
+        finest = kept.get("tolerance", {}) if kept["seed"] == identity["seed"] else {}
+        identity["tolerance"] = {here: finest[name] for name, here in names.items() if name in finest}
+    elif folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} is not empty and holds no search; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, identity)
+    return identity
+
+
+def _name_here(kept: dict[str, Any], identity: dict[str, Any], name: str) -> str | None:
+    """What a policy that the folder knows is called now: more values of a key may give it another name."""
+    if name in identity["policy"]:
+        return name
+    same = (here for here, raw in identity["policy"].items() if raw == kept["policy"][name])
+    return next((here for here in same if identity["slo"][here] == kept["slo"][name]), None)
+
+
+def _differing(kept: dict[str, Any], identity: dict[str, Any], names: dict[str, str | None]) -> str | None:
+    """The first thing that the folder's points follow from and that is otherwise now."""
+    for part in ("slo", "policy", "the file", "the class file"):
+        for name in kept[part]:
+            there, here = kept[part][name], identity[part].get(names.get(name) or name)
+            if there != here and not (part in ("slo", "policy") and names[name] is None):
+                before, now = (flatten({part: {name: value}}) for value in (there, here))
+                key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+                return f"{key} is {before.get(key)!r} there and {now.get(key)!r} here"
+    for part in ("seed", "the testbed's code"):
+        there, here = kept[part], identity[part]
+        if there != here and not (part == "seed" and set(there) <= set(here)):
+            return f"{part} is {there!r} there and {here!r} here"
+    return None
 
 
 def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
@@ -134,12 +169,13 @@ def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
         "the file": {name: digest for one in made_from for name, digest in one.files.items()},
         "the class file": {name: digest for one in made_from for name, digest in one.classes.items()},
         "the testbed's code": made_from[0].code,
+        "tolerance": {},
     }
 
 
 class _Study:
     def __init__(
-        self, folder: Path, arms: Sequence[Arm], seeds: Sequence[int], tolerance: float, is_whole: bool
+        self, folder: Path, arms: Sequence[Arm], seeds: Sequence[int], tolerance: dict[str, float], is_whole: bool
     ) -> None:
         self._folder, self._arms, self._seeds, self._is_whole = folder / POINTS, arms, seeds, is_whole
         self._tolerance = tolerance
@@ -151,7 +187,7 @@ class _Study:
         searches: dict[str, Search] = {}
         asked: dict[str, Ask] = {}
         for arm in self._arms:
-            searches[arm.name] = search(arm.start, self._tolerance, looks_beside=arm.is_simulated)
+            searches[arm.name] = search(arm.start, self._tolerance[arm.name], looks_beside=arm.is_simulated)
             asked[arm.name] = next(searches[arm.name])
         in_parallel = jobs if all(arm.is_simulated for arm in self._arms) else 1  # an engine is measured alone
         try:

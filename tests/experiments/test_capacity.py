@@ -276,10 +276,33 @@ def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsy
     assert len(list((tmp_path / "points").iterdir())) > num
     for before, after in zip(coarse.found, fine.found, strict=True):
         assert ends(before)[0] <= ends(after)[0] < ends(after)[1] <= ends(before)[1]
+    again = say(capsys, "capacity", *TWO, "--tolerance", "0.2", *there)
+    assert "has the brackets of --tolerance 0.02, finer than asked for" in again.out
+    rows = json.loads((tmp_path / "capacity.json").read_text())["policies"]
+    assert [(row["capacity"], row["failed_at"]) for row in rows] == [ends(found) for found in fine.found]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").write_text("")
     refused = say(capsys, "capacity", *TWO, "--out", str(tmp_path / "other")).error()
     assert "is not empty and holds no search" in refused
+
+
+def test_a_search_goes_on_with_more_policies_and_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all had been searched at once, and what was simulated is not simulated again."""
+    one = tuple("scheduler=vllm_v1" if "scheduler" in item else item for item in TWO)
+    find_capacity(*one, folder=tmp_path / "a", tolerance=0.1)
+    simulated = []
+    run_point = study.run_point
+    monkeypatch.setattr(study, "run_point", lambda *given: (simulated.append(given[0]), run_point(*given)))
+    both = find_capacity(*TWO, folder=tmp_path / "a", tolerance=0.1)
+    assert {raw["scheduler"]["name"] for raw in simulated} == {"sarathi"}
+    more = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "a", tolerance=0.1)
+    at_once = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "b", tolerance=0.1)
+    assert more.points.equals(at_once.points)
+    assert [found.arm.name for found in both.found] == ["vllm_v1", "sarathi"]
+    fewer = say(capsys, "capacity", *one, "seed=0,1,2", "--out", str(tmp_path / "a")).error()
+    assert "holds the search of sarathi too, which its tables would lose; name all policies" in fewer
 
 
 # --- what is said ---
@@ -334,6 +357,7 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
         (("slo.ttft_s=1", "scheduler=vllm_v1,vllm_v1"), "scheduler=vllm_v1 is given twice"),
         (("slo.ttft_s=1", "trace.arrival=closed_loop"), "trace.arrival=closed_loop has no rate"),
         (("slo.ttft_s=1", "trace.arrival=all_at_once"), "trace.arrival=all_at_once has no rate"),
+        (("slo.ttft_s=1", "trace.num_requests=1"), "has 1 request, which comes at no rate; give more"),
         (("slo.ttft_s=1", "trace.rate=1,2"), "trace.rate has several values"),
         (("slo.ttft_s=1", "trace.seed=3", "seed=0,1"), "copies are no replicates"),
         (("slo.ttft_s=1", "seed=0,0"), "has one twice"),

@@ -15,7 +15,8 @@ from testbed.errors import ModelError
 from testbed.specs.model import ModelSpec, RopeScaling
 
 MODEL_TYPES = {
-    "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt"
+    "Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt",
 }  # fmt: skip
 ROPE_KEYS = {
     "linear": (),
@@ -65,7 +66,7 @@ def hf_config(spec: ModelSpec) -> dict[str, object]:
 
 def _llama_config(spec: ModelSpec) -> dict[str, object]:
     window = {"sliding_window": spec.sliding_window}
-    if spec.architecture == "Qwen3ForCausalLM":
+    if spec.architecture.startswith("Qwen"):
         window |= {"use_sliding_window": spec.sliding_window is not None, "max_window_layers": 0}
     return {
         "intermediate_size": spec.intermediate_size,

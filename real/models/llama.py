@@ -1,12 +1,13 @@
-"""Llama 2 and 3, Mistral, and Qwen3 (dense): grouped-query attention, rotary positions, RMSNorm, SwiGLU.
+"""Llama 2 and 3, Mistral, Qwen2, and Qwen3: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
-They are one graph: Qwen3 also normalises each head's queries and keys, Mistral's window is attention's business. Module
-names follow Hugging Face's, so that its checkpoints load by name.
+They are one graph, and a Family says in what each differs; Mistral's window is attention's business. Module names
+follow Hugging Face's, so that its checkpoints load by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,16 +22,25 @@ from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
 
 
+class Family(NamedTuple):
+    """In what models of an architecture differ from Llama."""
+
+    normalizes_heads: bool = False  # queries and keys by RMSNorm, head by head (Qwen3)
+    has_qkv_bias: bool = False  # always, and no bias elsewhere (Qwen2); else attention_bias says it of q, k, v and o
+
+
+LLAMA = Family()
+
+
 class LlamaAttention(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family) -> None:
         super().__init__()
-        heads, kv_heads, head_dim, bias = (
-            spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.attention_bias
-        )  # fmt: skip
-        self.qkv_proj = QKVParallel(spec.hidden_size, heads, kv_heads, head_dim, placement, bias=bias)
-        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement, bias=bias)
+        heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        qkv_bias, o_bias = (True, False) if family.has_qkv_bias else (spec.attention_bias, spec.attention_bias)
+        self.qkv_proj = QKVParallel(spec.hidden_size, heads, kv_heads, head_dim, placement, bias=qkv_bias)
+        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement, bias=o_bias)
         self.q_norm, self.k_norm = (
-            RMSNorm(head_dim, spec.rms_norm_eps, placement) if normalizes_heads else None for _ in range(2)
+            RMSNorm(head_dim, spec.rms_norm_eps, placement) if family.normalizes_heads else None for _ in range(2)
         )
 
     def forward(
@@ -58,10 +68,10 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.self_attn = LlamaAttention(spec, placement, normalizes_heads=normalizes_heads)
+        self.self_attn = LlamaAttention(spec, placement, family)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.mlp = LlamaMLP(spec, placement)
 
@@ -84,12 +94,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(
-            LlamaLayer(spec, placement, normalizes_heads=normalizes_heads) for _ in range(spec.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(LlamaLayer(spec, placement, family) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.rotary = RotaryEmbedding(spec, placement.device)
 
@@ -107,11 +115,11 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """See CausalLM for the shapes. normalizes_heads: queries and keys by RMSNorm, head by head (Qwen3)."""
+    """See CausalLM for the shapes."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, *, normalizes_heads: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family = LLAMA) -> None:
         super().__init__()
-        self.model = LlamaModel(spec, placement, normalizes_heads=normalizes_heads)
+        self.model = LlamaModel(spec, placement, family)
         tied_to = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to)
 

@@ -10,14 +10,15 @@ from real.device import Placement
 from real.layers.activation import PLAIN
 from real.layers.rotary import ROPE_TYPES
 from real.models.interface import CausalLM
-from real.models.llama import LlamaForCausalLM
+from real.models.llama import Family, LlamaForCausalLM
 from real.models.opt import OPTForCausalLM
 from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import load_hf_config, read_hf_config, slides_everywhere, slides_somewhere
 from testbed.specs.model import ModelSpec, check_ranks
 
 MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {
-    "Qwen3ForCausalLM": partial(LlamaForCausalLM, normalizes_heads=True),
+    "Qwen3ForCausalLM": partial(LlamaForCausalLM, family=Family(normalizes_heads=True)),
+    "Qwen2ForCausalLM": partial(LlamaForCausalLM, family=Family(has_qkv_bias=True)),
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,

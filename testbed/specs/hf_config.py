@@ -22,12 +22,14 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 # What transformers takes where a file does not have the key; null says something else.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "LlamaForCausalLM": {"eos_token_id": 2},
     "MistralForCausalLM": {
         "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "eos_token_id": 2
     },
     "OPTForCausalLM": {"tie_word_embeddings": True, "eos_token_id": 2, "activation_function": "relu"},
 }  # fmt: skip
+_OWN_BIASES = ("MistralForCausalLM", "Qwen2ForCausalLM")  # no key says which projections add one
 _SCALED = ("linear", "dynamic", "yarn", "llama3")
 
 
@@ -62,7 +64,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     raw = {**_DEFAULTS.get(architecture, {}), **raw}
     _check_values(file, raw)
     is_opt = architecture == "OPTForCausalLM"
-    has_bias = raw.get("enable_bias", True) if is_opt else architecture != "MistralForCausalLM"
+    has_bias = raw.get("enable_bias", True) if is_opt else architecture not in _OWN_BIASES
     rope, embedding = _rope(file, raw), raw.get("word_embed_proj_dim")
     return {
         "architecture": architecture,

@@ -54,7 +54,8 @@ class ModelSpec:
     the layers have it (as published FP8 checkpoints do), and embeddings, activations and KV cache stay at 2 bytes.
     sliding_window: what the model was trained to look back at; null: everything. word_embed_proj_dim: width of the
     embedding where it is not hidden_size (OPT-350m alone). attention_bias, mlp_bias: whether the projections of a layer
-    add one. hidden_act: between the feed-forward's projections. do_layer_norm_before: OPT alone (350m has it after).
+    add one (Qwen2's q, k and v always do, and no other). hidden_act: between the feed-forward's projections.
+    do_layer_norm_before: OPT alone (350m has it after).
     """
 
     name: str

@@ -46,6 +46,8 @@ def tiny_spec(**changes: object) -> ModelSpec:
 ARCHITECTURES: dict[str, dict[str, object]] = {  # changes of tiny_spec
     "qwen3": {},
     "qwen3 untied": {"tie_word_embeddings": False, "attention_bias": True},
+    "qwen2": {"architecture": "Qwen2ForCausalLM"},
+    "qwen2 untied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": False, "num_key_value_heads": 1},
     "llama": {**LLAMA, "tie_word_embeddings": False},
     "llama with biases": {**LLAMA, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "llama linear": {**LLAMA, "rope_scaling": RopeScaling("linear", 4.0)},

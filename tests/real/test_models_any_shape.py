@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from real.models.registry import MODELS
 from testbed.specs.model import ModelSpec, RopeScaling
 from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend
 from tests.real.thread_ranks import on_ranks
@@ -24,9 +25,7 @@ SCALINGS = [
 
 @st.composite
 def specs(draw: Any) -> ModelSpec:
-    architecture = draw(
-        st.sampled_from(["Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "OPTForCausalLM"])
-    )
+    architecture = draw(st.sampled_from([*MODELS]))
     is_opt, has_bias = architecture == "OPTForCausalLM", draw(st.booleans())
     kv_heads, group = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 3), (4, 1), (4, 2)]))
     heads = kv_heads * group
@@ -51,7 +50,7 @@ def specs(draw: Any) -> ModelSpec:
         sliding_window=draw(st.sampled_from([None, 1, 5, 30])) if architecture == "MistralForCausalLM" else None,
         word_embed_proj_dim=draw(st.sampled_from([None, 3, 10])) if is_opt else None,
         rope_scaling=None if is_opt else draw(st.sampled_from(SCALINGS)),
-        attention_bias=has_bias and architecture != "MistralForCausalLM",
+        attention_bias=has_bias and architecture not in ("MistralForCausalLM", "Qwen2ForCausalLM"),
         mlp_bias=has_bias and (is_opt or architecture == "LlamaForCausalLM"),
         hidden_act=draw(st.sampled_from(["relu", "gelu"])) if is_opt else "silu",
         do_layer_norm_before=draw(st.booleans()) if is_opt else True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config, Qwen3Config
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from real.config import RealConfig
@@ -73,6 +73,10 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 211}
 CONFIGS = {
     "Qwen3ForCausalLM": Qwen3Config(**SIZES, intermediate_size=80, num_key_value_heads=3, head_dim=14),
+    "Qwen2ForCausalLM": Qwen2Config(
+        **SIZES, intermediate_size=80, num_key_value_heads=2, tie_word_embeddings=True, use_sliding_window=True,
+        sliding_window=6, max_window_layers=0,
+    ),
     "LlamaForCausalLM": LlamaConfig(
         **SIZES, intermediate_size=80, max_position_embeddings=512, attention_bias=True, mlp_bias=True,
         tie_word_embeddings=True, eos_token_id=[9, 4],

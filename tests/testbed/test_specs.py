@@ -145,6 +145,7 @@ def test_rotary_positions_are_read_in_the_words_of_transformers_4_and_5(
 
 SILENT: dict[str, dict[str, object]] = {  # what transformers takes where the file says nothing
     "Qwen3ForCausalLM": {"head_dim": 128, "num_key_value_heads": 32, "sliding_window": None, "eos_token_id": None},
+    "Qwen2ForCausalLM": {"head_dim": 16, "num_key_value_heads": 32, "sliding_window": None, "eos_token_id": None},
     "LlamaForCausalLM": {"head_dim": 16, "num_key_value_heads": 4, "sliding_window": None, "eos_token_id": 2},
     "MistralForCausalLM": {"head_dim": 16, "num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
     "OPTForCausalLM": {"head_dim": 16, "hidden_act": "relu", "attention_bias": True, "mlp_bias": True},
@@ -159,7 +160,12 @@ def test_a_silent_file_has_the_defaults_of_its_architecture(tmp_path: Path, arch
 
 
 def test_biases_that_an_architecture_does_not_have_are_not_read(tmp_path: Path) -> None:
-    for architecture, expected in {"MistralForCausalLM": (False, False), "Qwen3ForCausalLM": (True, False)}.items():
+    cases = {
+        "MistralForCausalLM": (False, False),
+        "Qwen2ForCausalLM": (False, False),
+        "Qwen3ForCausalLM": (True, False),
+    }
+    for architecture, expected in cases.items():
         config = {**GOOD, "architectures": [architecture], "attention_bias": True, "mlp_bias": True}
         (tmp_path / "config.json").write_text(json.dumps(config))
         found = load_hf_config(tmp_path)

@@ -28,10 +28,10 @@ from real.device import (
 from real.graphs import CudaCapture, captured_sizes
 from real.host_memory import check_fits
 from real.loader import load_weights
+from real.max_load import BatchLimits, capture_decodes, fitting_num_blocks, warm_up
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.parallel.group import SINGLE, TensorGroup
-from real.profiling import BatchLimits, capture_decodes, fitting_num_blocks, warm_up
 from real.runner import ModelRunner
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import Drawn, outcomes, prompt_logprobs

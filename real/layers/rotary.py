@@ -1,20 +1,18 @@
 """Rotary position embedding (Su et al. 2021), in the half-split layout of Hugging Face's Llama and Qwen models.
 
 Angles are computed once a step from the positions themselves and shared by all layers: no table, no maximum length.
-Frequencies are computed in float32 on the CPU, as transformers does, and scaled by its formulas:
-
-- `linear` divides them all (position interpolation); `llama3` divides the slow ones; `yarn` (Peng et al. 2023) moves
-  from the plain to the divided ones along the dimensions, and multiplies cosines and sines.
-- `dynamic` raises theta with the length of the sequence, once that exceeds the model's. transformers takes the longest
-  sequence of the call and turns the keys of that call by it. Here a token's length is its own position + 1, which is
-  what transformers does token by token. So a key depends on its position alone, not on how a prompt was cut, who
-  computed it first or what shares its batch: cached prefixes and preempted sequences stay right. Up to the model's
-  length both agree always; a prompt beyond it is turned otherwise than in one call of transformers.
+Frequencies are computed in float32 on the CPU, under `linear`, `llama3` and `yarn` scaling by transformers' own
+functions. `dynamic` raises theta with the length of the sequence, once that exceeds the model's. transformers takes the
+longest sequence of the call and turns the keys of that call by it. Here a token's length is its own position + 1, which
+is what transformers does token by token. So a key depends on its position alone, not on how a prompt was cut, who
+computed it first or what shares its batch: cached prefixes and preempted sequences stay right. Up to the model's length
+both agree always; a prompt beyond it is turned otherwise than in one call of transformers.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +33,13 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
         scaling = spec.rope_scaling
-        frequencies = scaled_frequencies(spec, 1.0 / spec.rope_theta**exponents)
+        is_dynamic = scaling is not None and scaling.rope_type == "dynamic"
+        frequencies, self.amplitude = 1.0 / spec.rope_theta**exponents, 1.0
+        if scaling is not None and not is_dynamic:
+            frequencies, self.amplitude = scaled_frequencies(spec, scaling)
         self.register_buffer("inverse_frequencies", frequencies.to(device), persistent=False)
         self.register_buffer("exponents", exponents.to(device), persistent=False)
-        self.amplitude = yarn_amplitude(scaling) if scaling is not None and scaling.rope_type == "yarn" else 1.0
-        self._dynamic_factor = scaling.factor if scaling is not None and scaling.rope_type == "dynamic" else None
+        self._dynamic_factor = scaling.factor if scaling is not None and is_dynamic else None
         self._theta = spec.rope_theta
         self._head_dim = spec.head_dim
         self._trained_length = spec.max_position_embeddings
@@ -64,58 +64,19 @@ class RotaryEmbedding(nn.Module):
         return torch.where(is_longer, 1.0 / theta**self.exponents, self.inverse_frequencies)
 
 
-def scaled_frequencies(spec: ModelSpec, frequencies: Tensor) -> Tensor:
-    """What the model's rope scaling makes of the plain frequencies; float32 [head_dim / 2], both."""
-    scaling = spec.rope_scaling
-    if scaling is None or scaling.rope_type == "dynamic":
-        return frequencies
-    if scaling.rope_type == "linear":
-        return frequencies / scaling.factor
-    length = scaling.original_max_position_embeddings or spec.max_position_embeddings
-    if scaling.rope_type == "llama3":
-        return _llama3(frequencies, scaling, length)
-    assert scaling.rope_type == "yarn", scaling.rope_type
-    return _yarn(frequencies, scaling, length, spec)
+def scaled_frequencies(spec: ModelSpec, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Frequencies, float32 [head_dim / 2], and what cosines and sines are multiplied by, as transformers has them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # not at the top: half a second
 
-
-def _llama3(frequencies: Tensor, scaling: RopeScaling, length: int) -> Tensor:
-    """As the code that Llama 3.1 was released with: waves longer than `length / low` are slowed down, those shorter
-    than `length / high` are kept, and what lies between is a mean of both."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    waves = 2 * math.pi / frequencies
-    slowed = frequencies / scaling.factor
-    share = (length / waves - low) / (high - low)  # of the plain frequency
-    between = (1 - share) * slowed + share * frequencies
-    return torch.where(waves > length / low, slowed, torch.where(waves < length / high, frequencies, between))
-
-
-def _yarn(frequencies: Tensor, scaling: RopeScaling, length: int, spec: ModelSpec) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times within the length are kept, those below `beta_slow` slowed."""
-
-    def dimension(num_turns: float) -> float:
-        turns = math.log(length / (num_turns * 2 * math.pi))
-        return spec.head_dim * turns / (2 * math.log(spec.rope_theta))
-
-    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, spec.head_dim - 1)
-    width = last - first if last != first else 0.001
-    slowed = ((torch.arange(len(frequencies), dtype=torch.float32) - first) / width).clamp(0, 1)  # the share
-    return frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
-
-
-def yarn_amplitude(scaling: RopeScaling) -> float:
-    """What cosines and sines are multiplied by, so that attention is no flatter over more positions."""
-
-    def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    if scaling.mscale and scaling.mscale_all_dim:
-        return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
-    return scale(1.0)
+    rope = {key: value for key, value in asdict(scaling).items() if value is not None}
+    rope = {"original_max_position_embeddings": spec.max_position_embeddings, **rope}
+    config = SimpleNamespace(  # what those functions read of a model's config, in the words of transformers 4 and 5
+        head_dim=spec.head_dim, hidden_size=spec.hidden_size, num_attention_heads=spec.num_attention_heads,
+        max_position_embeddings=spec.max_position_embeddings, rope_theta=spec.rope_theta, rope_scaling=rope,
+        rope_parameters={**rope, "rope_theta": spec.rope_theta}, standardize_rope_params=lambda: None,
+    )  # fmt: skip
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, torch.device("cpu"))
+    return frequencies, amplitude
 
 
 @compiled_on_cuda

@@ -6,7 +6,9 @@ A piece never ends within a character, except the last. Two ways, by what the to
 - others (SentencePiece: leading spaces, byte fallback) decode a token differently at the start of a text than within
   one. Each push decodes a short window twice, without and with the new tokens, and takes the difference.
 
-Both cost the same for each token, however long the text is.
+Both cost the same for each token, however long the text is. The tokenizers library's DecodeStream is not used: it
+raises where one bad byte spoils a run of which it has shown a part, holds bytes that fit no character without end and
+decodes all of them again for each token, and cannot give the rest at the end.
 """
 
 from __future__ import annotations

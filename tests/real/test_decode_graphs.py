@@ -11,7 +11,7 @@ import torch
 from real.backend import RealBackend
 from real.device import Placement
 from real.graphs import call_again, captured_sizes
-from real.profiling import BatchLimits, capture_decodes
+from real.max_load import BatchLimits, capture_decodes
 from real.staging import layout, views, write
 from sim.cost.config import RooflineConfig
 from sim.cost.roofline import RooflineCost

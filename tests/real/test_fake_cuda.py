@@ -15,10 +15,10 @@ import torch
 from real.backend import RealBackend
 from real.config import RealConfig
 from real.driver import run
+from real.max_load import _run, _synthetic_load
 from real.parallel.distributed import DistributedGroup
 from real.profiler.grid import Episode, Moves, Room
 from real.profiler.measure import Bench, fill_with_noise, run_episode
-from real.profiling import _run, _synthetic_load
 from testbed.core.plan import PrefillChunk
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.core.serve import serve

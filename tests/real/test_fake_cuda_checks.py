@@ -12,7 +12,7 @@ import torch
 from real.cache_engine import LayerCaches
 from real.device import Placement
 from real.graphs import CudaCapture
-from real.profiling import _few_blocks
+from real.max_load import _few_blocks
 from real.staging import Staging, send_array
 from tests.real.engine_helpers import plan_of, row, tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES, GRAPH_BYTES

@@ -1,6 +1,6 @@
 """Compiles every kernel ahead of time, without a GPU, and tells what each takes of a multiprocessor.
 
-    python -m real.kernels.compile [--targets 80 90] [--filter PATTERN] [--markdown]
+    python -m tests.kernels.compile [--targets 80 90] [--filter PATTERN] [--markdown]
 
 One line a kernel: registers of a thread, bytes of local memory (spilled registers; 0 is what one wants), bytes of
 shared memory of a program, warps of a program. The tilings are those that the engine launches with.
@@ -215,7 +215,7 @@ def _cuobjdump() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m real.kernels.compile", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile", description=__doc__.partition("\n")[0])
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS, help="compute capabilities")
     parser.add_argument("--filter", default="", help="only variants in whose name this regular expression is found")
     parser.add_argument("--markdown", action="store_true", help="a table for a document")

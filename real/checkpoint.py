@@ -15,9 +15,10 @@ from testbed.errors import ModelError
 from testbed.specs.model import ModelSpec, RopeScaling
 
 MODEL_TYPES = {
-    "Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt",
+    "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt",
 }  # fmt: skip
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 ROPE_KEYS = {
     "linear": (),
     "dynamic": (),
@@ -79,6 +80,7 @@ def _llama_config(spec: ModelSpec) -> dict[str, object]:
         "attention_bias": spec.attention_bias,
         "mlp_bias": spec.mlp_bias,
         **window,
+        **({} if spec.num_experts is None else {name: getattr(spec, name) for name in EXPERTS}),
     }
 
 

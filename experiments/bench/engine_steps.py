@@ -114,7 +114,7 @@ def prefill_time(backend: RealBackend, spec: ModelSpec, num_tokens: int, num_ste
 
 
 def decode_floor_s(spec: ModelSpec, batch: int, context: int, bytes_per_s: float) -> float:
-    """The time to read once every weight that a decode uses, and the KV of every row."""
+    """The time to read once every weight that a decode uses, and the KV of every row; of experts all are counted."""
     layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_mlp_parameters)
     weights = (layers + spec.vocab_size * spec.embedding_size) * spec.dtype_bytes
     return (weights + batch * context * spec.kv_bytes_per_token()) / bytes_per_s
@@ -122,7 +122,7 @@ def decode_floor_s(spec: ModelSpec, batch: int, context: int, bytes_per_s: float
 
 def prefill_floor_s(spec: ModelSpec, num_tokens: int, flops_per_s: float) -> float:
     """The time of its matrix products; attention is causal, and only the last token has logits."""
-    layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_mlp_parameters)
+    layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_active_mlp_parameters)
     pairs = num_tokens * (num_tokens + 1) / 2
     attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * pairs
     return (2 * layers * num_tokens + attention + 2 * spec.vocab_size * spec.embedding_size) / flops_per_s

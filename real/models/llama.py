@@ -1,6 +1,7 @@
-"""Llama 2 and 3, Mistral, Qwen2, and Qwen3: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
+"""Llama 2 and 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
-They are one graph, and a Family says in what each differs; Mistral's window is attention's business. Module names
+They are one graph, and a Family says in what each differs; a spec with experts has them in the place of the
+feed-forward; Mistral's window is attention's business. Module names
 follow Hugging Face's, so that its checkpoints load by name.
 """
 
@@ -15,6 +16,7 @@ from real.attention.interface import StepAttention
 from real.device import Placement
 from real.layers.activation import silu_and_mul
 from real.layers.embedding import LMHead, VocabEmbedding
+from real.layers.experts import SparseFeedForward
 from real.layers.linear import MergedColumnParallel, QKVParallel, RowParallel
 from real.layers.norm import RMSNorm
 from real.layers.rotary import RotaryEmbedding, rotate
@@ -73,7 +75,9 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.self_attn = LlamaAttention(spec, placement, family)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.mlp = LlamaMLP(spec, placement)
+        self.mlp = (
+            LlamaMLP(spec, placement) if spec.experts is None else SparseFeedForward(spec, spec.experts, placement)
+        )
 
     def forward(
         self,

@@ -16,8 +16,10 @@ from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import load_hf_config, read_hf_config, slides_everywhere, slides_somewhere
 from testbed.specs.model import ModelSpec, check_ranks
 
+MOE = "Qwen3MoeForCausalLM"
 MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {
     "Qwen3ForCausalLM": partial(LlamaForCausalLM, family=Family(normalizes_heads=True)),
+    MOE: partial(LlamaForCausalLM, family=Family(normalizes_heads=True)),
     "Qwen2ForCausalLM": partial(LlamaForCausalLM, family=Family(has_qkv_bias=True)),
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
@@ -26,6 +28,7 @@ MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {
 LEARNED_POSITIONS = ("OPTForCausalLM",)
 SILENT = ("architecture", "hidden_act", "sliding_window")
 SILENT_OF_ROPE = (*SILENT, "rms_norm_eps", "rope_theta", "rope_scaling")
+SILENT_OF_EXPERTS = (*SILENT_OF_ROPE, "num_experts_per_tok", "norm_topk_prob")
 SILENT_OF_OPT = (*SILENT, "do_layer_norm_before")
 
 
@@ -75,6 +78,7 @@ def _refused_shape(spec: ModelSpec) -> list[str]:
         and (spec.head_dim % 2 > 0 or (rope_type == "dynamic" and spec.head_dim == 2)),
         f"an embedding of {spec.embedding_size} dimensions for layers of {spec.hidden_size}": has_rope
         and spec.embedding_size != spec.hidden_size,
+        f"num_experts {spec.num_experts}": (spec.experts is not None) != (spec.architecture == MOE),
     }
     return [option for option, is_refused in refused.items() if is_refused]
 
@@ -86,6 +90,7 @@ def _refused_options(raw: dict[str, Any]) -> list[str]:
     has_window_somewhere = slides_somewhere(raw) and raw.get("sliding_window", 4096) is not None
     refused = {
         "sliding-window attention in some layers only": has_window_somewhere and not slides_everywhere(raw),
+        "experts in some layers only": bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1,
         "quantised weights": bool(raw.get("quantization_config")),
         f"rotary positions in a part of each head ({share})": share not in (None, 1),
         "LayerNorm without weights": raw.get("layer_norm_elementwise_affine") is False,
@@ -97,7 +102,8 @@ def _refused_options(raw: dict[str, Any]) -> list[str]:
 def _check_agrees(spec: ModelSpec, path: str) -> None:
     """What a spec says beside its config.json and no weight's shape gives away."""
     said = load_hf_config(path)
-    for name in SILENT_OF_OPT if spec.architecture in LEARNED_POSITIONS else SILENT_OF_ROPE:
+    silent = {MOE: SILENT_OF_EXPERTS, **dict.fromkeys(LEARNED_POSITIONS, SILENT_OF_OPT)}
+    for name in silent.get(spec.architecture, SILENT_OF_ROPE):
         if getattr(spec, name) != said[name]:
             raise ModelError(
                 f"model {spec.name} has {name} {getattr(spec, name)!r}, and {path} says {said[name]!r}; "
@@ -116,8 +122,9 @@ def _check_window(spec: ModelSpec, where: str, sliding_window: int | None) -> No
 
 def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     check_ranks(spec, num_ranks)
-    if spec.intermediate_size % num_ranks:
+    name = "intermediate_size" if spec.moe_intermediate_size is None else "moe_intermediate_size"
+    if getattr(spec, name) % num_ranks:
         raise ConfigError(
-            f"device.tensor_parallel_size is {num_ranks}; it must divide the intermediate_size "
-            f"({spec.intermediate_size}) of model {spec.name}"
+            f"device.tensor_parallel_size is {num_ranks}; it must divide the {name} ({getattr(spec, name)}) of model "
+            f"{spec.name}"
         )

@@ -363,7 +363,10 @@ def _messages(tables: OperatorTables, operator: str, size: int) -> Part | None:
 
 
 def _elementwise(tables: OperatorTables, model: ModelSpec, size: int, roofline: RooflineCost) -> Part | None:
-    """Of one layer over tokens: two norms, rotary embedding, activation, q- and k-norm where the model has them."""
+    """Of one layer over tokens: two norms, rotary embedding, activation, q- and k-norm where the model has them. None
+    of a layer with experts: no table has what chooses among them and sums them."""
+    if model.experts is not None:
+        return None
     q_size, kv_size = (
         model.num_attention_heads // size * model.head_dim, model.num_kv_heads_per_rank(size) * model.head_dim
     )  # fmt: skip

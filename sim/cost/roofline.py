@@ -20,6 +20,7 @@ from mypy_extensions import mypyc_attr
 from sim.cost.base import to_ns
 from sim.cost.collectives import collectives_of
 from sim.cost.config import RooflineConfig
+from sim.cost.experts import expert_products
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.device import DeviceSpec
@@ -28,6 +29,7 @@ from testbed.specs.ranges import MAX_SIZE
 
 _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _SMALL_KERNELS: Final = 6  # of these, neither products nor attention
+_EXPERT_KERNELS: Final = 3  # choosing, sorting and summing, of a layer with experts, beside the router's product
 _SAMPLER_KERNELS: Final = 10
 LOGIT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
@@ -66,6 +68,7 @@ class RooflineCost:
         layout = kv_layout or KVLayout()
         self.config = config or RooflineConfig()
         self._model = model
+        self._experts = model.experts
         self._size = size
         self._window = layout.sliding_window
         slow = device.kernel_factor
@@ -107,6 +110,7 @@ class RooflineCost:
         self._graph_launch_ns = self.config.graph_launch_ns
         self._launch_ns = 0 if on_cpu else self.config.kernel_launch_ns * self._num_kernels()
         self._dense: dict[int, int] = {}  # tokens in the batch -> ns of all that depends on nothing else
+        self._of_experts: dict[tuple[int, int], dict[str, int]] = {}  # tokens, rows -> ns of router and experts
         self._sampled: dict[int, tuple[int, int]] = {}  # rows that need logits -> (LM head, sampler)
 
     def price(self, shape: BatchShape) -> Spans:
@@ -128,6 +132,8 @@ class RooflineCost:
         rows = self._padded(num_tokens) if is_graph else num_tokens
         rest_ns, sampler_ns = self._rest_ns(rows, shape.num_samples)
         device_ns = rest_ns + attention
+        if self._experts is not None:
+            device_ns += sum(self._expert_parts(num_tokens, rows).values())
         launch_ns = self._graph_launch_ns if is_graph else max(0, self._launch_ns - device_ns)
         return Spans(0, self._host_ns, swap_ns, device_ns + launch_ns, sampler_ns)
 
@@ -157,7 +163,7 @@ class RooflineCost:
         if shape.num_tokens == 0:
             return parts
         is_graph = self._is_graph(num_decodes, prefills)
-        operators = self._dense_parts(self.num_rows(shape))
+        operators = self._dense_parts(self.num_rows(shape)) | self._expert_parts(shape.num_tokens, self.num_rows(shape))
         if prefills:  # one kernel: what the decodes add to it is theirs
             prefill_ns = self._mixed_attention_ns(0, 0, 0, prefills)
             both_ns = self._mixed_attention_ns(num_decodes, context, shape.longest_decode_context, prefills)
@@ -177,8 +183,8 @@ class RooflineCost:
 
     def _num_kernels(self) -> int:
         """Eager launches of a step: the layers', embedding, last norm, LM head, sampler; collectives between ranks."""
-        layers = self._model.num_hidden_layers
-        return layers * _KERNELS_PER_LAYER + 4 + (2 * layers + 2 if self._size > 1 else 0)
+        layers, own = self._model.num_hidden_layers, 0 if self._experts is None else 1 + _EXPERT_KERNELS
+        return layers * (_KERNELS_PER_LAYER + own) + 4 + (2 * layers + 2 if self._size > 1 else 0)
 
     def _is_graph(self, num_decodes: int, prefills: tuple[PrefillChunk, ...]) -> bool:
         return not prefills and num_decodes <= self._max_captured_size
@@ -194,6 +200,9 @@ class RooflineCost:
         """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""
         flops = 2 * -(-num_rows // self._gemm_tile_rows) * self._gemm_tile_rows * num_in * num_out
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
+        return self._products_ns(times, flops, num_bytes)
+
+    def _products_ns(self, times: int, flops: float, num_bytes: float) -> int:
         return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
 
     def product_ns(self, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
@@ -201,16 +210,27 @@ class RooflineCost:
         return RooflineCost._matmul_ns(self, 1, num_rows, num_in, num_out, weight_bytes)
 
     def products(self) -> list[tuple[str, int, int]]:
-        """(name, num_in, num_out) of each matrix product on one rank; the last, the LM head, is once a step."""
+        """(name, num_in, num_out) of each matrix product on one rank but experts'; the last, the LM head, is once a
+        step."""
         model, hidden = self._model, self._model.hidden_size
+        attention = [("qkv", hidden, self._q_size + 2 * self._kv_size), ("o", self._q_size, hidden)]
+        head = [("lm_head", model.embedding_size, -(-model.vocab_size // self._size))]
+        if self._experts is not None:
+            return attention + head
         inner = -(-model.intermediate_size // self._size)
-        return [
-            ("qkv", hidden, self._q_size + 2 * self._kv_size),
-            ("o", self._q_size, hidden),
-            ("gate_up", hidden, (model.num_mlp_matrices - 1) * inner),
-            ("down", inner, hidden),
-            ("lm_head", model.embedding_size, -(-model.vocab_size // self._size)),
-        ]
+        return [*attention, ("gate_up", hidden, (model.num_mlp_matrices - 1) * inner), ("down", inner, hidden), *head]
+
+    def _expert_parts(self, num_tokens: int, num_rows: int) -> dict[str, int]:
+        """Router and experts of all layers, where the model has some. num_rows: with a graph's padding."""
+        model, found = self._model, self._of_experts.get((num_tokens, num_rows))
+        if self._experts is None or found is not None:
+            return found or {}
+        layers, width = model.num_hidden_layers, model.activation_dtype_bytes
+        parts = {"router": self._matmul_ns(layers, num_rows, model.hidden_size, self._experts.num, width)}
+        for name, flops, num_bytes in expert_products(model, self._size, num_tokens, num_rows, self._gemm_tile_rows):
+            parts[name] = self._products_ns(layers, flops, num_bytes)
+        self._of_experts[num_tokens, num_rows] = parts
+        return parts
 
     def _dense_parts(self, num_tokens: int) -> dict[str, int]:
         """The operators that depend on the number of tokens only."""
@@ -229,13 +249,17 @@ class RooflineCost:
         }
 
     def _elementwise_ns(self, num_tokens: int) -> float:
-        """Two norms with residual, rotary embedding and store, activation, of one layer."""
-        model, inner = self._model, -(-self._model.intermediate_size // self._size)
+        """Two norms with residual, rotary embedding and store, activation, of one layer; the sum over experts."""
+        model, inner = self._model, -(-self._model.inner_size // self._size)
         act_bytes = num_tokens * model.activation_dtype_bytes
         norm, rotary = 4 * model.hidden_size, 2 * (self._q_size + 2 * self._kv_size)  # elements read and written
         moved = 2 * self._beyond_cache(act_bytes * norm) + self._beyond_cache(act_bytes * rotary)
         moved += self._beyond_cache(act_bytes * model.num_mlp_matrices * inner)
-        return _SMALL_KERNELS * self._kernel_floor_ns + moved * self._ns_per_byte
+        num_kernels = _SMALL_KERNELS
+        if self._experts is not None:
+            moved += self._beyond_cache(act_bytes * (self._experts.per_token + 1) * model.hidden_size)
+            num_kernels += _EXPERT_KERNELS
+        return num_kernels * self._kernel_floor_ns + moved * self._ns_per_byte
 
     def _beyond_cache(self, num_bytes: int) -> int:
         """Of what a kernel without arithmetic moves: the kernel before it has left some in the cache."""

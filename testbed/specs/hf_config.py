@@ -14,14 +14,21 @@ from testbed.specs.ranges import FACTOR, MAX_SIZE
 
 _WHOLE_NUMBERS = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim",
+    "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim", "num_experts",
+    "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
-_FLAGS = ("attention_bias", "mlp_bias", "enable_bias", "do_layer_norm_before", "use_sliding_window")
+_FLAGS = ("attention_bias", "mlp_bias", "enable_bias", "do_layer_norm_before", "use_sliding_window", "norm_topk_prob")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+_MOE = "Qwen3MoeForCausalLM"
 
 # What transformers takes where a file does not have the key; null says something else.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    _MOE: {
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "intermediate_size": 6144, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+    },
     "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "LlamaForCausalLM": {"eos_token_id": 2},
     "MistralForCausalLM": {
@@ -62,6 +69,8 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     file, raw = read_hf_config(path)
     architecture = _architecture(file, raw)
     raw = {**_DEFAULTS.get(architecture, {}), **raw}
+    if "num_local_experts" in raw:  # as transformers 5 writes it
+        raw["num_experts"] = raw["num_local_experts"]
     _check_values(file, raw)
     is_opt = architecture == "OPTForCausalLM"
     has_bias = raw.get("enable_bias", True) if is_opt else architecture not in _OWN_BIASES
@@ -88,7 +97,14 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         "mlp_bias": has_bias if is_opt else architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias")),
         "hidden_act": raw.get("activation_function" if is_opt else "hidden_act") or "silu",
         "do_layer_norm_before": bool(raw.get("do_layer_norm_before", True)),
+        **(_experts(raw) if architecture == _MOE else {}),
     }
+
+
+def _experts(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of a mixture of experts in every layer."""
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    return {name: raw[name] for name in names} | {"norm_topk_prob": bool(raw["norm_topk_prob"])}
 
 
 def _first(default: Any, *values: Any) -> Any:

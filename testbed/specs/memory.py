@@ -40,7 +40,7 @@ def activation_bytes(
 
     Hidden states are whole on every rank, and so are the logits once they are gathered; the inner row is shared out.
     """
-    per_token = 4 * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
+    per_token = (4 + _copies(model)) * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
     return model.activation_dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
 
 
@@ -50,10 +50,15 @@ def graph_bytes(model: ModelSpec, largest: int, tensor_parallel_size: int = 1) -
 
     What the driver keeps of each graph, which an engine measures, is left out: no data sheet says it.
     """
-    per_token = 5 * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
+    per_token = (5 + _copies(model)) * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
     return model.activation_dtype_bytes * largest * per_token
 
 
 def _inner_size(model: ModelSpec, tensor_parallel_size: int) -> int:
-    """One rank's part of the MLP's inner row."""
-    return -(-model.intermediate_size // tensor_parallel_size)
+    """One rank's part of the MLP's inner row, or of those of a token's experts."""
+    return -(-model.inner_size // tensor_parallel_size)
+
+
+def _copies(model: ModelSpec) -> int:
+    """Hidden rows of a token that its experts give, before they are summed."""
+    return 0 if model.experts is None else model.experts.per_token

@@ -6,6 +6,7 @@ Knows no device: what fits into one is memory.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
@@ -14,6 +15,7 @@ from testbed.specs.ranges import FACTOR, MAX_SIZE
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _OPT = "OPTForCausalLM"
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,14 @@ class RopeScaling:
                 raise ConfigError(f"model.rope_scaling.{field.name} is {shown(value)}; it must be {FACTOR.text}")
 
 
+class ExpertsShape(NamedTuple):
+    """The experts of one layer."""
+
+    num: int
+    per_token: int
+    inner_size: int  # of one expert
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The shape of a decoder-only transformer. `path`: a local checkpoint or config.json to take the shape from.
@@ -55,7 +65,9 @@ class ModelSpec:
     sliding_window: what the model was trained to look back at; null: everything. word_embed_proj_dim: width of the
     embedding where it is not hidden_size (OPT-350m alone). attention_bias, mlp_bias: whether the projections of a layer
     add one (Qwen2's q, k and v always do, and no other). hidden_act: between the feed-forward's projections.
-    do_layer_norm_before: OPT alone (350m has it after).
+    do_layer_norm_before: OPT alone (350m has it after). num_experts: in every layer, in the place of the feed-forward
+    of intermediate_size, which then has no weights; null: there are none. Each token goes through num_experts_per_tok
+    of them, each of moe_intermediate_size; norm_topk_prob: whether their shares add up to 1.
     """
 
     name: str
@@ -80,6 +92,10 @@ class ModelSpec:
     mlp_bias: bool = False
     hidden_act: str = "silu"
     do_layer_norm_before: bool = True
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
     path: str | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +111,7 @@ class ModelSpec:
         ):
             if not 1 <= getattr(self, field) <= MAX_SIZE:
                 raise ConfigError(f"model.{field} is {shown(getattr(self, field))}; it must be from 1 to {MAX_SIZE:,}")
-        for field in ("sliding_window", "word_embed_proj_dim"):
+        for field in ("sliding_window", "word_embed_proj_dim", *_EXPERTS):
             value = getattr(self, field)
             if value is not None and not 1 <= value <= MAX_SIZE:
                 raise ConfigError(f"model.{field} is {shown(value)}; it must be from 1 to {MAX_SIZE:,}, or null")
@@ -106,6 +122,14 @@ class ModelSpec:
             raise ConfigError(
                 f"model.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        missing = [field for field in _EXPERTS if getattr(self, field) is None]
+        if 0 < len(missing) < len(_EXPERTS):
+            raise ConfigError(f"model.{missing[0]} is null; set all of {', '.join(_EXPERTS)}, or none of them")
+        if (experts := self.experts) is not None and experts.per_token > experts.num:
+            raise ConfigError(
+                f"model.num_experts_per_tok ({self.num_experts_per_tok}) must be at most num_experts "
+                f"({self.num_experts})"
             )
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"model.dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
@@ -145,9 +169,35 @@ class ModelSpec:
         return 2 if self.architecture == _OPT else 3
 
     @property
+    def experts(self) -> ExpertsShape | None:
+        """None: each layer has one feed-forward, which every token goes through."""
+        num, per_token, inner_size = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size
+        if num is None or per_token is None or inner_size is None:
+            return None
+        return ExpertsShape(num, per_token, inner_size)
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of a token between the feed-forward's projections, over all of its experts."""
+        experts = self.experts
+        return self.intermediate_size if experts is None else experts.per_token * experts.inner_size
+
+    @property
+    def num_router_parameters(self) -> int:
+        """Parameters of what chooses among a layer's experts."""
+        return self.hidden_size * (self.num_experts or 0)
+
+    @property
     def num_mlp_parameters(self) -> int:
-        """Parameters of one layer's gate, up and down projections."""
-        return self.num_mlp_matrices * self.hidden_size * self.intermediate_size
+        """Parameters of one layer's gate, up and down projections: of all experts, and of what chooses among them."""
+        experts = self.experts
+        inner_size = self.intermediate_size if experts is None else experts.num * experts.inner_size
+        return self.num_mlp_matrices * self.hidden_size * inner_size + self.num_router_parameters
+
+    @property
+    def num_active_mlp_parameters(self) -> int:
+        """Of these, those that one token is multiplied by."""
+        return self.num_mlp_matrices * self.hidden_size * self.inner_size + self.num_router_parameters
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -172,9 +222,10 @@ class ModelSpec:
         size = tensor_parallel_size
         q_size = self.num_attention_heads * self.head_dim // size
         kv_size = self.num_kv_heads_per_rank(size) * self.head_dim
-        layer = self.hidden_size * (2 * q_size + 2 * kv_size) + -(-self.num_mlp_parameters // size)
-        embeddings = -(-self.num_embedding_parameters // size)
-        return self.num_hidden_layers * layer * self.dtype_bytes + embeddings * self.activation_dtype_bytes
+        mlp, router = self.num_mlp_parameters - self.num_router_parameters, self.num_router_parameters
+        layer = self.hidden_size * (2 * q_size + 2 * kv_size) + -(-mlp // size)
+        wide = -(-self.num_embedding_parameters // size) + self.num_hidden_layers * router  # that is on every rank
+        return self.num_hidden_layers * layer * self.dtype_bytes + wide * self.activation_dtype_bytes
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None, tensor_parallel_size: int = 1) -> int:
         """Bytes of K and V that one token keeps over all layers, on one rank. kv_dtype: None is the model's."""

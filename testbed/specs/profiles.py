@@ -53,6 +53,7 @@ MODEL_SHAPE = (
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "dtype",
 )  # fmt: skip
 
+MODEL_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # likewise; null, or not said: none
 
 _ROPE = {item.name for item in fields(RopeScaling)}
 
@@ -131,11 +132,11 @@ class ProfileManifest:
     ) -> None:
         """Raises ConfigError, in one line that names both, if it is a profile of something else than will be priced."""
         own, theirs = asdict(model), self.model | {"dtype": self.dtype}
-        for name in MODEL_SHAPE:
-            if theirs[name] != own[name]:
+        for name in (*MODEL_SHAPE, *MODEL_EXPERTS):
+            if theirs.get(name) != own[name]:
                 raise ConfigError(
-                    f"{place} is of model {self.model['name']!r} ({name} {theirs[name]}), and the run's is "
-                    f"{model.name!r} ({name} {own[name]}); choose the model that was profiled, or profile this one"
+                    f"{place} is of model {self.model['name']!r} ({name} {_text(theirs.get(name))}), and the run's is "
+                    f"{model.name!r} ({name} {_text(own[name])}); choose the model that was profiled, or profile this"
                 )
         run = {
             "device": device, "block_size": block_size, "tensor_parallel_size": tensor_parallel_size,
@@ -165,10 +166,12 @@ def _checked_model(model: dict[str, Any], place: str) -> ModelSpec:
     if missing:
         raise ProfileError(f"{place}: 'model' lacks {', '.join(missing)}")
     given = {name: model[name] for name in (*needed, "max_position_embeddings") if name in model}
+    given |= {name: model[name] for name in MODEL_EXPERTS if model.get(name) is not None}
     hints, rope = get_type_hints(ModelSpec), model.get("rope_scaling")
     for name, value in given.items():
-        if type(value) is not hints[name]:
-            raise ProfileError(f"{place}: model.{name} is {shown(value)}; expected {hints[name].__name__}")
+        hint = int if name in MODEL_EXPERTS else hints[name]
+        if type(value) is not hint:
+            raise ProfileError(f"{place}: model.{name} is {shown(value)}; expected {hint.__name__}")
     if rope is not None and not (isinstance(rope, dict) and {"rope_type"} <= rope.keys() <= _ROPE):
         raise ProfileError(
             f"{place}: model.rope_scaling is {shown(rope)}; expected null, or {', '.join(sorted(_ROPE))}"

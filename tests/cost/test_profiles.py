@@ -17,6 +17,7 @@ from testbed.specs.profiles import COLUMNS, METADATA_KEY, MeasuredStep, number_r
 from tests.cost.profiling import MODEL, grid, manifest, measured
 
 STEPS = measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), repeats=2)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
@@ -86,6 +87,13 @@ def test_contexts_have_the_length_of_the_model_stretched_or_not(tmp_path):
     assert read_profile(tmp_path / "p.parquet").steps == [step]
 
 
+def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(tmp_path):
+    old = {name: value for name, value in manifest().model.items() if name not in (*EXPERTS, "norm_topk_prob")}
+    write_profile(tmp_path / "p.parquet", manifest(model=old), STEPS[:1])
+    same = {"device": "h100", "block_size": 16, "tensor_parallel_size": 1, "kv_dtype": None, "sliding_window": None}
+    read_profile(tmp_path / "p.parquet").manifest.check_matches("p", model=MODEL, **same)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -95,6 +103,11 @@ def test_contexts_have_the_length_of_the_model_stretched_or_not(tmp_path):
         ({"kv_dtype": 3}, "'kv_dtype' is 3; expected str or null"),
         ({"dtype": "int4"}, "'dtype' is 'int4'; expected one of float32, "),
         ({"model": manifest().model | {"rope_scaling": {"factor": 2}}}, "model.rope_scaling is .*; expected null, or "),
+        ({"model": manifest().model | EXPERTS | {"num_experts": "8"}}, "model.num_experts is '8'; expected int"),
+        (
+            {"model": manifest().model | {"num_experts": 8}},
+            "model.num_experts_per_tok is null; set all of num_experts, ",
+        ),
         ({"model": {"name": "x"}}, "'model' lacks architecture, hidden_size"),
         ({"device": None}, "'device' is None; expected str"),
     ],
@@ -147,6 +160,8 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         ({"model": replace(MODEL, name="big", hidden_size=4096)},
          r"f is of model 'small' \(hidden_size 1024\), and the run's is 'big' \(hidden_size 4096\)"),
         ({"model": replace(MODEL, dtype="float32")}, r"'small' \(dtype bfloat16\), .* 'small' \(dtype float32\)"),
+        ({"model": replace(MODEL, **EXPERTS)},
+         r"'small' \(num_experts null\), .* 'small' \(num_experts 8\); choose"),
         ({"device": "a100"}, "f was measured with device h100, and the run has a100; set device=h100"),
         ({"block_size": 32}, "block_size 16, and the run has 32; set cache.block_size=16"),
         ({"tensor_parallel_size": 2}, "and the run has 2; set device.tensor_parallel_size=1"),

@@ -358,3 +358,15 @@ def test_a_prompts_distance_from_the_roofline_is_not_that_of_the_decodes_beside_
     parts, plain = (cost.breakdown(shape) for cost in (priced(prompts(0.1)), roofline()))
     assert parts["attention_prefill"] == pytest.approx(0.1 * plain["attention_prefill"], abs=2)
     assert parts["attention_decode"] == pytest.approx(plain["attention_decode"], abs=2)
+
+
+def test_experts_are_the_rooflines_and_a_run_says_so():
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    model = replace(MODEL, architecture="Qwen3MoeForCausalLM", **experts)
+    cost, shape = priced(products(), model=model), prefill(64)
+    parts, by_roofline = cost.breakdown(shape), roofline(model).breakdown(shape)
+    for name in ("router", "experts_gate_up", "experts_down", "elementwise"):
+        assert parts[name] == by_roofline[name] > 0
+        assert cost.origins(shape)[name] == ROOFLINE
+    assert cost.origins(shape)["qkv"] == MEASURED
+    assert parts["qkv"] != by_roofline["qkv"]

@@ -43,11 +43,18 @@ def tiny_spec(**changes: object) -> ModelSpec:
     return ModelSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 
+EXPERTS: dict[str, object] = {
+    "architecture": "Qwen3MoeForCausalLM", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+
+
 ARCHITECTURES: dict[str, dict[str, object]] = {  # changes of tiny_spec
     "qwen3": {},
     "qwen3 untied": {"tie_word_embeddings": False, "attention_bias": True},
     "qwen2": {"architecture": "Qwen2ForCausalLM"},
     "qwen2 untied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": False, "num_key_value_heads": 1},
+    "qwen3 moe": EXPERTS,
+    "qwen3 moe untied": {**EXPERTS, "tie_word_embeddings": False, "norm_topk_prob": False, "num_experts_per_tok": 5},
     "llama": {**LLAMA, "tie_word_embeddings": False},
     "llama with biases": {**LLAMA, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "llama linear": {**LLAMA, "rope_scaling": RopeScaling("linear", 4.0)},

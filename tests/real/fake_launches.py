@@ -7,7 +7,7 @@ number formats, strides that are not the tensors' own, blocks and slots that do 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -200,9 +200,38 @@ def on_gpu(gpu: FakeGPU, function: Callable[..., Tensor]) -> Callable[..., Tenso
     return call
 
 
+def tiles_of(values: Values) -> Iterator[tuple[int, slice, Tensor]]:
+    """Of each tile its expert, its places in sorted order, and its pairs."""
+    order, weight, tiles = values["order"], values["weight"], values["tiles"]
+    must(order.dtype == tiles.dtype == torch.int32, "pairs and tiles are 32 bits wide")
+    check_strides(
+        values, stride_x=("x", 0), stride_expert=("weight", 0), stride_row=("weight", 1), stride_output=("output", 0)
+    )
+    must(weight.stride(2) == values["x"].stride(1) == 1 and values["NUM_IN"] == weight.shape[2], "rows of one piece")
+    for expert, first, last in tiles.tolist():
+        must(0 <= expert < len(weight) and last - first <= values["BLOCK_M"], "tiles of one expert")
+        if first < last:
+            yield expert, slice(first, last), order[first:last].long()
+
+
+def gate_up(values: Values) -> None:
+    must(2 * values["NUM_OUT"] == values["weight"].shape[1], "gate above up")
+    for expert, places, pairs in tiles_of(values):
+        x = values["x"][pairs // values["PER_TOKEN"]].float()
+        gate, up = (x @ values["weight"][expert].float().T).chunk(2, 1)
+        values["output"][places] = (torch.nn.functional.silu(gate) * up).to(values["output"].dtype)
+
+
+def down(values: Values) -> None:
+    must(values["NUM_OUT"] == values["weight"].shape[1], "an output feature a row")
+    for expert, places, pairs in tiles_of(values):
+        x = values["x"][places].float() @ values["weight"][expert].float().T
+        values["output"][pairs] = (x * values["shares"].flatten()[pairs, None].float()).to(values["output"].dtype)
+
+
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     """Every kernel of real/kernels runs on this GPU."""
-    from real.kernels import block_copy, formats, parts
+    from real.kernels import block_copy, experts, formats, parts
     from real.kernels import decode as decoding
     from real.kernels import prefill as prefilling
     from real.kernels import store as storing
@@ -214,6 +243,8 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (decoding, "reduce_kernel", ("output",), reduce),
         (prefilling, "prefill_kernel", ("output",), prefill),
         (block_copy, "copy_kernel", ("words",), copy),
+        (experts, "gate_up_kernel", ("output",), gate_up),
+        (experts, "down_kernel", ("output",), down),
     ):
         monkeypatch.setattr(module, name, Launcher(gpu, getattr(module, name), writes, compute))
     for module in (decoding, prefilling, formats):  # remembered by device, which another test may have seen otherwise

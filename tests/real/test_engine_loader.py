@@ -175,6 +175,11 @@ OPTIONS = [
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "sliding-window attention in"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": MIXED}, "in some layers only"),
     ("qwen3", {"hidden_act": "gelu"}, "activation 'gelu' (not silu)"),
+    ("qwen3 moe", {"mlp_only_layers": [0]}, "experts in some layers only"),
+    ("qwen3 moe", {"decoder_sparse_step": 2}, "experts in some layers only"),
+    ("qwen3 moe", {"moe_intermediate_size": 12}, "experts.0.down_proj.weight' has shape [64, 24]"),
+    ("qwen3 moe", {"num_experts": 7}, "mlp.gate.weight' has shape [6, 64], the model config expects [7, 64]"),
+    ("qwen3", {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, "mlp.down_proj.weight', which the model"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
     ("llama", {"attention_bias": True}, "lacks weight 'model.layers.0.self_attn.q_proj.bias' of shape [64] and 7 more"),
     ("llama", {"tie_word_embeddings": True}, "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
@@ -206,6 +211,26 @@ def test_a_spec_that_disagrees_with_its_folder_is_refused(spec):
     configured(spec, {"rope_theta": 5e5})
     assert "has rope_theta 10000.0, and" in load_error(spec)
     assert "says 500000.0" in load_error(spec)
+
+
+@pytest.mark.parametrize(("change", "what"), [({"norm_topk_prob": False}, "norm_topk_prob False"),
+                                              ({"num_experts_per_tok": 3}, "num_experts_per_tok 3")])  # fmt: skip
+def test_what_no_weight_gives_away_of_experts_is_compared(tmp_path, change, what):
+    spec = checkpoint(tmp_path, tiny_spec(**ARCHITECTURES["qwen3 moe"]))
+    assert f"has {what}, and" in load_error(replace(spec, **change))
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    spec = checkpoint(tmp_path, tiny_spec(**ARCHITECTURES["qwen3 moe"]))
+    name = "model.layers.1.mlp.experts.4.up_proj.weight"
+    edit(spec, lambda weights: weights.pop(name))
+    assert f"lacks weight {name!r} of shape [24, 64]; the checkpoint is incomplete" in load_error(spec)
+
+
+def test_experts_belong_to_their_architecture():
+    experts = {name: value for name, value in ARCHITECTURES["qwen3 moe"].items() if name != "architecture"}
+    assert "has num_experts 6, which the real engine does not" in load_error(tiny_spec(**experts))
+    assert "has num_experts None, which" in load_error(tiny_spec(architecture="Qwen3MoeForCausalLM"))
 
 
 def test_learned_positions_end(tmp_path):

@@ -24,7 +24,7 @@ from testbed.core.request import GREEDY, SamplingParams
 from testbed.core.serve import serve
 from testbed.errors import DeviceError
 from testbed.policies.preemption import Swap
-from tests.real.engine_helpers import OPT, plan_of, row, tiny_spec
+from tests.real.engine_helpers import EXPERTS, OPT, plan_of, row, tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES, FakeGPU, fake_cuda
 from tests.real.fake_engine import Watched, num_replays, on_cpu, on_gpu
 from tests.real.fake_flash import FakeFlash
@@ -78,7 +78,9 @@ def test_caches_of_all_kinds(monkeypatch, name, capability, options):
 
 
 @pytest.mark.parametrize("attention", PROVIDERS)
-@pytest.mark.parametrize("changes", [OPT, {"num_key_value_heads": 4}], ids=["opt", "one query head a KV head"])
+@pytest.mark.parametrize(
+    "changes", [OPT, {"num_key_value_heads": 4}, EXPERTS], ids=["opt", "one query head a KV head", "experts"]
+)
 def test_models_of_all_kinds(gpu, attention, changes):
     spec = tiny_spec(**changes)
     check_a_few_steps(on_gpu(gpu, spec, attention=attention), on_cpu(spec))

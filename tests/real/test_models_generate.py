@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from real.config import RealConfig
@@ -73,6 +81,9 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 211}
 CONFIGS = {
     "Qwen3ForCausalLM": Qwen3Config(**SIZES, intermediate_size=80, num_key_value_heads=3, head_dim=14),
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=2, head_dim=10, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=16
+    ),
     "Qwen2ForCausalLM": Qwen2Config(
         **SIZES, intermediate_size=80, num_key_value_heads=2, tie_word_embeddings=True, use_sliding_window=True,
         sliding_window=6, max_window_layers=0,

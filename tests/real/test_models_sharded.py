@@ -73,6 +73,12 @@ def test_a_model_that_does_not_divide_is_refused(num_ranks, what):
         on_ranks(num_ranks, lambda rank: tiny_backend(replace(tiny_spec(), intermediate_size=98), group=rank))
 
 
+def test_experts_that_do_not_divide_are_refused():
+    spec = tiny_spec(**{**ARCHITECTURES["qwen3 moe"], "moe_intermediate_size": 25})
+    with pytest.raises(ConfigError, match=r"it must divide the moe_intermediate_size \(25\)"):
+        on_ranks(2, lambda rank: tiny_backend(spec, group=rank))
+
+
 def test_what_the_ranks_share_of_a_steps_rows_is_what_the_memory_is_counted_by():
     """The rows on the way: an MLP's inner row is shared out; hidden states, and logits once gathered, are whole."""
 

@@ -153,6 +153,7 @@ MODELS = {
     "qwen3, a KV head on both ranks": {"num_key_value_heads": 1},
     "llama with yarn": ARCHITECTURES["llama yarn"],
     "opt": ARCHITECTURES["opt"],
+    "experts": ARCHITECTURES["qwen3 moe"],
 }
 
 

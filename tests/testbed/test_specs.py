@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,14 @@ def test_rotary_positions_are_read_in_the_words_of_transformers_4_and_5(
 
 SILENT: dict[str, dict[str, object]] = {  # what transformers takes where the file says nothing
     "Qwen3ForCausalLM": {"head_dim": 128, "num_key_value_heads": 32, "sliding_window": None, "eos_token_id": None},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 16,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
     "Qwen2ForCausalLM": {"head_dim": 16, "num_key_value_heads": 32, "sliding_window": None, "eos_token_id": None},
     "LlamaForCausalLM": {"head_dim": 16, "num_key_value_heads": 4, "sliding_window": None, "eos_token_id": 2},
     "MistralForCausalLM": {"head_dim": 16, "num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
@@ -170,6 +179,22 @@ def test_biases_that_an_architecture_does_not_have_are_not_read(tmp_path: Path) 
         (tmp_path / "config.json").write_text(json.dumps(config))
         found = load_hf_config(tmp_path)
         assert (found["attention_bias"], found["mlp_bias"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": 8}, "model.num_experts_per_tok is null; set all of num_experts, num_experts_per_tok, "),
+        ({"num_experts": 0, "num_experts_per_tok": 1, "moe_intermediate_size": 4}, "model.num_experts is 0; it must"),
+        (
+            {"num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 4},
+            "(3) must be at most num_experts (2)",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ModelSpec("m", **fields)
 
 
 @pytest.mark.parametrize("field", ["sliding_window", "word_embed_proj_dim", "head_dim"])

@@ -1,0 +1,147 @@
+"""The feed-forward of a mixture of experts: rows of tokens times the weights of the expert that each row goes through.
+
+A pair is a token and one of its experts. Pairs are sorted by expert, and cut into tiles of at most BLOCK_M pairs of one
+expert; a program takes a tile and some output features. How many tiles there can be depends on the number of pairs
+alone, so nothing waits for the device, and a captured graph holds for any routing. No two programs write the same
+place: results are the same in every run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_TILE, MAX_TILE = 16, 64  # pairs of a tile: what tensor cores take at least, and what keeps both sums in registers
+BLOCK_N, BLOCK_K = 64, 64  # output features of a program, input features of a turn
+
+
+@triton.jit
+def load_part(rows, at, exists, NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Elements `at` of some rows, [len(exists), BLOCK_K]; 0 where there is none. Whole parts are loaded unchecked."""
+    if NUM_IN % BLOCK_K == 0:
+        return tl.load(rows + at[None, :], mask=exists[:, None], other=0.0)
+    return tl.load(rows + at[None, :], mask=exists[:, None] & (at < NUM_IN)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["order", "tiles"])
+def gate_up_kernel(
+    output, x, weight, order, tiles, stride_x, stride_expert, stride_row, stride_output,
+    NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, PER_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, features): silu(x @ gate.T) * (x @ up.T) of a tile's pairs, stored in sorted order.
+
+    tiles: (expert, first, last) of the sorted pairs; an empty one ends at once. weight [num_experts, 2 * NUM_OUT,
+    NUM_IN]: gate above up. Pair p belongs to token p // PER_TOKEN.
+    """
+    tile = tiles + 3 * tl.program_id(0)
+    expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if first >= last:
+        return
+    places = first + tl.arange(0, BLOCK_M)
+    is_pair = places < last
+    tokens = (tl.load(order + places, mask=is_pair, other=0) // PER_TOKEN).to(tl.int64)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_feature = features < NUM_OUT
+    rows = weight + expert * stride_expert + features.to(tl.int64) * stride_row
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, NUM_IN, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        part = load_part(x + tokens[:, None] * stride_x, at, is_pair, NUM_IN, BLOCK_K)  # [BLOCK_M, BLOCK_K]
+        of_gate = load_part(rows[:, None], at, is_feature, NUM_IN, BLOCK_K)  # [BLOCK_N, BLOCK_K]
+        of_up = load_part(rows[:, None] + NUM_OUT * stride_row, at, is_feature, NUM_IN, BLOCK_K)
+        gate = tl.dot(part, tl.trans(of_gate), gate, input_precision="ieee")
+        up = tl.dot(part, tl.trans(of_up), up, input_precision="ieee")
+    inner = gate * tl.sigmoid(gate) * up
+    tl.store(
+        output + places.to(tl.int64)[:, None] * stride_output + features[None, :],
+        inner.to(output.dtype.element_ty), mask=is_pair[:, None] & is_feature[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["order", "tiles"])
+def down_kernel(
+    output, x, weight, shares, order, tiles, stride_x, stride_expert, stride_row, stride_output,
+    NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, features): share * (x @ down.T) of a tile's pairs, x in sorted order, each stored at its pair.
+
+    weight [num_experts, NUM_OUT, NUM_IN]; shares: of each pair in its token.
+    """
+    tile = tiles + 3 * tl.program_id(0)
+    expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if first >= last:
+        return
+    places = first + tl.arange(0, BLOCK_M)
+    is_pair = places < last
+    pair = tl.load(order + places, mask=is_pair, other=0).to(tl.int64)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_feature = features < NUM_OUT
+    rows = weight + expert * stride_expert + features.to(tl.int64) * stride_row
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, NUM_IN, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        part = load_part(x + places.to(tl.int64)[:, None] * stride_x, at, is_pair, NUM_IN, BLOCK_K)
+        of_down = load_part(rows[:, None], at, is_feature, NUM_IN, BLOCK_K)
+        total = tl.dot(part, tl.trans(of_down), total, input_precision="ieee")
+    share = tl.load(shares + pair, mask=is_pair, other=0.0).to(tl.float32)
+    tl.store(
+        output + pair[:, None] * stride_output + features[None, :],
+        (total * share[:, None]).to(output.dtype.element_ty), mask=is_pair[:, None] & is_feature[None, :],
+    )  # fmt: skip
+
+
+class Routes(NamedTuple):
+    """Which rows go through which expert."""
+
+    order: Tensor  # int32 [num_pairs]: the pairs, sorted by expert
+    tiles: Tensor  # int32 [num_tiles, 3]: (expert, first, last) of the sorted pairs
+    block_m: int
+
+
+def routes(experts: Tensor, num_experts: int) -> Routes:
+    """experts: int64 [num_tokens, per_token], those of each token. The last tiles may be empty."""
+    flat = experts.flatten()
+    num_pairs = flat.shape[0]
+    block_m = min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(-(-num_pairs // num_experts))))
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    ends = counts.cumsum(0)  # of the pairs of each expert
+    last_tiles = ((counts + block_m - 1) // block_m).cumsum(0)
+    num_tiles = num_pairs // block_m + min(num_experts, num_pairs)  # an expert has at most one that is not full
+    tile = torch.arange(num_tiles, device=flat.device)
+    expert = torch.searchsorted(last_tiles, tile, right=True).clamp_(max=num_experts - 1)
+    num_of = (counts[expert] + block_m - 1) // block_m
+    first = ends[expert] - counts[expert] + (tile - (last_tiles[expert] - num_of)) * block_m
+    last = torch.minimum(first + block_m, ends[expert])
+    return Routes(order.int(), torch.stack([expert, first, last], 1).int(), block_m)
+
+
+def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """x [num_tokens, hidden]; shares and experts (int64) [num_tokens, per_token]; gate_up [num_experts, 2 * inner,
+    hidden]; down [num_experts, hidden, inner] -> the shares' sum of what the experts give, [num_tokens, hidden]."""
+    num_tokens, per_token = experts.shape
+    num_experts, hidden, inner = down.shape
+    assert x.stride(1) == gate_up.stride(2) == down.stride(2) == 1, "the elements of a row lie side by side"
+    order, tiles, block_m = routes(experts, num_experts)
+    between = x.new_empty((num_tokens * per_token, inner))
+    gate_up_kernel[(len(tiles), triton.cdiv(inner, BLOCK_N))](
+        between, x, gate_up, order, tiles,
+        x.stride(0), gate_up.stride(0), gate_up.stride(1), between.stride(0),
+        NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
+    )  # fmt: skip
+    results = x.new_empty((num_tokens * per_token, hidden))
+    down_kernel[(len(tiles), triton.cdiv(hidden, BLOCK_N))](
+        results, between, down, shares.contiguous(), order, tiles,
+        between.stride(0), down.stride(0), down.stride(1), results.stride(0),
+        NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
+    )  # fmt: skip
+    return results.view(num_tokens, per_token, hidden).sum(1)

@@ -9,7 +9,7 @@ from testbed import compiled
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
-BENCHES = ("core", "simulator", "engine", "vllm")
+BENCHES = ("core", "simulator", "engine", "host", "vllm")
 
 
 def check_at_least(least: int, **numbers: int) -> None:
@@ -20,10 +20,12 @@ def check_at_least(least: int, **numbers: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`testbed bench [core|simulator|engine|vllm] [options]`; without a name all but vllm, with their defaults."""
-    from experiments.bench import core, engine, simulator, vllm
+    """`testbed bench [core|simulator|engine|host|vllm] [options]`; without a name all but vllm, with their defaults."""
+    from experiments.bench import core, engine, host, simulator, vllm
 
-    mains = {"core": core.main, "simulator": simulator.main, "engine": engine.main, "vllm": vllm.main}
+    mains = {
+        "core": core.main, "simulator": simulator.main, "engine": engine.main, "host": host.main, "vllm": vllm.main
+    }  # fmt: skip
     name = arguments[0] if arguments else None
     if name in ("-h", "--help"):
         print(f"usage: testbed bench [{'|'.join(BENCHES)}] [options]; `testbed bench <name> --help` lists them")
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> int:
         print(f"{where}, {time.strftime('%Y-%m-%d')}; {compiled.describe()}\n", flush=True)
     if name is not None:
         return mains[name](arguments[1:])
-    for each in ("core", "simulator", "engine"):  # vLLM wants an environment of its own
+    for each in ("core", "simulator", "engine", "host"):  # vLLM wants an environment of its own
         mains[each]([])
         print()
     return 0

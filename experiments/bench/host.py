@@ -1,0 +1,279 @@
+"""What the host does in a step of the engine, by part, with a device that costs nothing: no GPU is needed.
+
+A model without layers answers at once, and captured decodes are replayed by doing nothing; all else is the engine as it
+runs: the core's plan, its inputs, the launches around the model, sampling over a vocabulary of 32, commit and records.
+What a launch costs on a GPU is not in it, nor what attention prepares. Beside that, the operators of sampling and the
+bytes that they read and write, counted at the vocabulary of a real model. Compare numbers of one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from experiments.bench import check_at_least
+from testbed.core.commands import Arrive
+from testbed.core.outcome import Finished, Spans
+from testbed.core.request import GREEDY, Request, SamplingParams
+from testbed.errors import ConfigError
+from testbed.specs.model import ModelSpec
+
+if TYPE_CHECKING:
+    from real.backend import RealBackend
+
+BATCHES, CONTEXT = (1, 8, 64, 256), 1024
+LONG = (64, 32_768)  # sequences, tokens of each
+CHUNK = 512  # prompt tokens of a mixed step
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "random": SamplingParams(temperature=0.8),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top-k, top-p": SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+}
+COUNTED = (64, 151_936)  # rows, vocabulary of the sampling that is counted
+BLOCK_SIZE, VOCAB = 16, 32
+WARM_UP_STEPS = 5
+PARTS = ("schedule", "prepare", "launch", "sample", "outcomes")
+
+
+class Load(NamedTuple):
+    """A batch that stays the same, step after step. is_mixed: beside it a long prompt is computed, chunk by chunk."""
+
+    batch: int
+    context: int
+    sampling: str  # a key of SAMPLINGS, or `replay`: greedy, with forced outputs
+    is_mixed: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = f"mixed, {CHUNK} tokens beside" if self.is_mixed else "decode"
+        return f"{kind}, batch {self.batch}, context {self.context:,}, {self.sampling}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("testbed bench host", description=__doc__)
+    parser.add_argument("--steps", type=int, default=60, help="that are measured of each batch; the median counts (60)")
+    parser.add_argument("--filter", default="", help="only batches in whose name this is found")
+    options = parser.parse_args(arguments)
+    check_at_least(1, steps=options.steps)
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this benchmark needs the package {error.name!r}: pip install '.[real]'") from None
+    torch.set_num_threads(1)
+    print(f"host: µs a step, median of {options.steps}; schedule: commit, records and plan\n")
+    print(f"  {'step':<52}" + "".join(f"{part:>10}" for part in (*PARTS, "all")), flush=True)
+    for load in loads():
+        if options.filter in load.name:
+            times = measure(load, options.steps)
+            print(f"  {load.name:<52}" + "".join(f"{ns / 1e3:>10.1f}" for ns in (*times, sum(times))), flush=True)
+    num_rows, vocab_size = COUNTED
+    print(f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,}: operators, GB read and written")
+    for name, sampling in SAMPLINGS.items():
+        counted = count_sampling(sampling, num_rows, vocab_size)
+        print(f"  {name:<52}{counted.num_operators:>10}{counted.num_bytes / 1e9:>10.2f}", flush=True)
+    return 0
+
+
+def loads() -> Iterator[Load]:
+    for sampling in ("replay", *SAMPLINGS):
+        for batch in BATCHES:
+            yield Load(batch, CONTEXT, sampling)
+    yield Load(*LONG, "greedy")
+    for batch in BATCHES:
+        yield Load(batch, CONTEXT, "greedy", is_mixed=True)
+
+
+# --- host time ---
+
+
+def measure(load: Load, num_steps: int) -> list[float]:
+    """Median ns of each of PARTS over the steps in which the whole batch decodes."""
+    from experiments import build
+    from experiments.compose import compose_config
+    from real.driver import CLOCKS, Drive
+    from testbed.core.serve import serve
+    from testbed.records.recorder import RunRecorder
+
+    num_wanted = WARM_UP_STEPS + num_steps
+    num_tokens = load.context + num_wanted + load.batch * load.context // CHUNK
+    budget = load.batch + CHUNK if load.is_mixed else load.batch * (load.context + 1)
+    prompts = [[i % VOCAB] * load.context for i in range(load.batch)]
+    if load.is_mixed:
+        prompts.append([0] * (CHUNK * (num_wanted + 2)))
+    longest = max(num_tokens, *(len(prompt) for prompt in prompts)) + 1
+    num_blocks = sum(-(-(len(prompt) + num_tokens) // BLOCK_SIZE) for prompt in prompts)
+    backend = _engine(longest, num_blocks, load.batch + 1, budget)
+    overrides = [
+        "scheduler=vllm_v1", "cache.prefix_caching=false", f"scheduler.max_num_batched_tokens={budget}",
+        f"scheduler.max_num_seqs={load.batch + 1}", f"scheduler.max_model_len={longest}",
+    ]  # fmt: skip
+    scheduler = build.build_scheduler(compose_config(overrides), build.Pools(num_blocks, 0))
+    log = _Log(load)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = RunRecorder(Path(folder))
+        drive = Drive(
+            serve(_Requests(prompts, load.sampling, num_tokens), scheduler, recorder), _Watched(backend, log),
+            CLOCKS["as_fast_as_possible"](), log,  # type: ignore[arg-type]
+        )  # fmt: skip
+        while len(log.steps) < num_wanted:
+            drive.step()
+        recorder.close()
+    return [statistics.median(column) for column in zip(*log.steps[WARM_UP_STEPS:], strict=True)]
+
+
+def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int) -> RealBackend:
+    """The engine over a model that does nothing, its decodes captured."""
+    import torch
+
+    from real.backend import RealBackend
+    from real.config import RealConfig
+    from real.device import Placement
+    from real.graphs import captured_sizes
+    from real.models.interface import CausalLM
+    from real.profiling import BatchLimits, capture_decodes
+
+    spec = ModelSpec(
+        name="nothing", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8, vocab_size=VOCAB, max_position_embeddings=max_model_len, dtype="float32",
+    )  # fmt: skip
+
+    class Nothing(CausalLM):
+        def hidden_states(self, token_ids: Any, positions: Any, kv_caches: Any, attention: Any) -> Any:
+            return hidden[: len(token_ids)]
+
+        def logits(self, hidden: Any) -> Any:
+            return logits[: len(hidden)]
+
+    class NoAttention:
+        name, supports_graphs = "nothing", True
+
+        def prepare(self, metadata: Any) -> Any:
+            return None
+
+    backend = RealBackend(
+        spec, RealConfig(device="cpu", attention="torch", load_format="dummy"), block_size=BLOCK_SIZE,
+        max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, num_gpu_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )  # fmt: skip
+    hidden = torch.zeros(budget, 8)
+    logits = torch.randn(max_num_seqs, VOCAB, generator=torch.Generator().manual_seed(0))
+    backend.runner.model, backend.runner.attention = Nothing(), NoAttention()
+    limits = BatchLimits(BLOCK_SIZE, budget, max_num_seqs, max_model_len)
+    placement, sizes = Placement(torch.device("cpu"), torch.float32), captured_sizes(max_num_seqs)
+
+    def capture(work: Any) -> Any:
+        result = work()
+        return lambda: result
+
+    backend.runner.graphs = capture_decodes(backend.runner, backend.cache, placement, limits, sizes, capture)
+    return backend
+
+
+class _Watched:
+    """The engine; tells the log what each step computed."""
+
+    def __init__(self, backend: RealBackend, log: _Log) -> None:
+        self._backend, self._log = backend, log
+
+    def start(self, plan: Any) -> Any:
+        self._log.shape = plan.shape
+        return self._backend.start(plan)
+
+
+@dataclass
+class _Log:
+    """Keeps the parts of steps in which the whole batch decodes."""
+
+    load: Load
+
+    def __post_init__(self) -> None:
+        self.shape: Any = None
+        self.steps: list[tuple[float, ...]] = []
+
+    def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
+        is_whole = self.shape.num_decodes == self.load.batch
+        if is_whole and self.shape.num_prefill_tokens == (CHUNK if self.load.is_mixed else 0):
+            parts = (spans.schedule_ns, spans.prepare_ns, spans.forward_ns, spans.sample_ns)
+            self.steps.append((*parts, length_ns - sum(parts)))
+
+
+class _Requests:
+    """An inbox whose requests are all there at the start, and outlast the measurement."""
+
+    is_open = False
+
+    def __init__(self, prompts: list[list[int]], sampling: str, num_tokens: int) -> None:
+        forced = [1] * num_tokens if sampling == "replay" else None
+        params = replace(SAMPLINGS.get(sampling, GREEDY), max_tokens=num_tokens, ignore_eos=True)
+        self._requests = [
+            Request(str(i), prompt, sampling=params, forced_output=forced) for i, prompt in enumerate(prompts)
+        ]
+
+    def next_ns(self) -> int | None:
+        return 0 if self._requests else None
+
+    def due(self, now_ns: int) -> list[Any]:
+        due, self._requests = [Arrive(request) for request in self._requests], []
+        return due
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None: ...
+
+
+# --- operators ---
+
+
+class Counted(NamedTuple):
+    num_operators: int  # that compute or copy; views are none
+    num_bytes: int  # of what they read and write
+
+
+def count_sampling(sampling: SamplingParams, num_rows: int, vocab_size: int) -> Counted:
+    """Of one decode step of so many rows that all sample alike."""
+    import torch
+
+    from real.sampling.inputs import Source, sample_inputs
+    from real.sampling.sampler import launch
+    from testbed.core.plan import ScheduledSequence
+
+    rows = [
+        ScheduledSequence(i, 7, 1, (0,), True, False, (0,), sampling, group_id=i, num_prompt_tokens=4)
+        for i in range(num_rows)
+    ]
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    inputs = sample_inputs(rows, Source(vocab_size))
+    with torch.inference_mode(), counting() as counts:
+        launch(logits, inputs, lambda places: logits)
+    return Counted(len(counts), sum(counts))
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """The bytes that each operator reads and writes, of those launched meanwhile."""
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    counts: list[int] = []
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            places = {tensor.untyped_storage().data_ptr() for tensor in read}
+            is_write = [one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments]
+            written = [one for one, is_one in zip(args, is_write, strict=False) if is_one and isinstance(one, Tensor)]
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            fresh = [one for one in made if one.untyped_storage().data_ptr() not in places]
+            if (fresh or written) and "empty" not in func._schema.name:
+                counts.append(sum(one.numel() * one.itemsize for one in (*read, *written, *fresh)))
+            return result
+
+    with Counting():  # type: ignore[no-untyped-call]
+        yield counts

@@ -13,6 +13,7 @@ import torch
 from real.attention.interface import AttentionSpec
 from real.attention.registry import choose_together
 from real.batch import Layout
+from real.block_tables import HostTables
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
 from real.device import (
@@ -139,15 +140,16 @@ class RealBackend:
         if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
             check_host_memory(spec, config, placement.dtype, attention.cache_dtype, block_size, num_gpu_blocks)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
+        limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
         self.runner = ModelRunner(
             model,
             choice.provider,
             placement,
             layout=Layout(block_size, spec.vocab_size, sliding_window),
+            tables=HostTables(max_num_seqs, -(-limits.max_model_len // block_size)),
             seed=seed,
             eos_token_id=spec.eos_token_id,
         )
-        limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
         captured: tuple[list[int], CudaCapture] | None = None
         if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
             largest = min(config.max_captured_size, max_num_seqs, max_num_batched_tokens)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from real.block_tables import HostTables, NewBlocks
 from testbed.core.plan import ScheduledSequence
 from testbed.errors import RequestError
 
@@ -19,7 +20,9 @@ class FlatBatch(NamedTuple):
     slots: np.ndarray  # int64 [num_tokens], where each token's key and value go: block * block_size + offset
     query_lens: np.ndarray  # int64 [num_rows], new tokens
     context_lens: np.ndarray  # int64 [num_rows], positions known after the step
-    block_tables: np.ndarray  # int32 [num_rows, max blocks of a row]
+    table_rows: np.ndarray  # int64 [num_rows], where each row's block table lies
+    new_blocks: NewBlocks  # of all tables
+    max_blocks: int  # that hold a row's context
     placeholders: tuple[tuple[int, int], ...] = ()  # (place among the tokens, sequence): the step in flight draws it
 
     @property
@@ -40,8 +43,9 @@ class Layout(NamedTuple):
     sliding_window: int | None = None
 
 
-def flatten(rows: Sequence[ScheduledSequence], layout: Layout) -> FlatBatch:
-    """The rows in their order. Raises RequestError for a token id outside the vocabulary."""
+def flatten(rows: Sequence[ScheduledSequence], layout: Layout, tables: HostTables) -> FlatBatch:
+    """The rows in their order; their block tables become known. Raises RequestError for a token id outside the
+    vocabulary."""
     starts = np.array([row.start for row in rows])  # [num_rows]
     query_lens = np.array([row.num_tokens for row in rows])
     token_ids = np.array([token for row in rows for token in row.tokens], dtype=np.int64)  # [num_tokens]
@@ -54,16 +58,21 @@ def flatten(rows: Sequence[ScheduledSequence], layout: Layout) -> FlatBatch:
         placeholders = tuple(awaiting)
     _check_tokens(token_ids, rows, layout.vocab_size)
     context_lens = starts + query_lens
-    tables = _block_tables(rows, starts, context_lens, layout)
+    _check_windows(rows, starts, layout)
+    table_rows, new_blocks = tables.update(rows)
     if len(token_ids) == len(rows):
-        row_of_token, positions = np.arange(len(rows)), starts
+        table_of_token, positions = table_rows, starts
     else:
         row_of_token = np.repeat(np.arange(len(rows)), query_lens)  # [num_tokens]
         before = np.cumsum(query_lens) - query_lens  # tokens of the rows before each
         positions = np.arange(len(token_ids)) + (starts - before)[row_of_token]
+        table_of_token = table_rows[row_of_token]
     blocks, offsets = np.divmod(positions, layout.block_size)
-    slots = tables[row_of_token, blocks].astype(np.int64) * layout.block_size + offsets
-    return FlatBatch(token_ids, positions, slots, query_lens, context_lens, tables, placeholders)
+    slots = tables.blocks[table_of_token, blocks].astype(np.int64) * layout.block_size + offsets
+    max_blocks = -(-int(context_lens.max()) // layout.block_size)
+    return FlatBatch(
+        token_ids, positions, slots, query_lens, context_lens, table_rows, new_blocks, max_blocks, placeholders
+    )
 
 
 def cumulative(lengths: np.ndarray) -> np.ndarray:
@@ -73,33 +82,14 @@ def cumulative(lengths: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _block_tables(
-    rows: Sequence[ScheduledSequence], starts: np.ndarray, context_lens: np.ndarray, layout: Layout
-) -> np.ndarray:
-    """The blocks that hold each row's context, int32 [num_rows, max blocks of a row], padded with 0.
-
-    Also 0 are the blocks that a sliding window left behind: nothing is read from them.
-    """
-    num_blocks = -(-context_lens // layout.block_size)  # [num_rows]
-    tables = np.zeros((len(rows), int(num_blocks.max())), dtype=np.int32)
-    for table, row, num in zip(tables, rows, num_blocks.tolist(), strict=True):
-        blocks = row.block_table
-        table[:num] = blocks if len(blocks) == num else blocks[:num]
-    if tables.min() < 0:
-        is_released = tables < 0
-        outside = _num_blocks_outside_window(starts, layout)
-        is_read = np.arange(tables.shape[1]) >= outside[:, None]
-        assert not (is_released & is_read).any(), "a row names the blocks of its window"
-        tables[is_released] = 0
-    return tables
-
-
-def _num_blocks_outside_window(positions: np.ndarray, layout: Layout) -> np.ndarray:
-    """How many of the first blocks no token from these positions on looks at."""
-    if layout.sliding_window is None:
-        return np.zeros_like(positions)
-    first_attended: np.ndarray = np.maximum(0, positions + 1 - layout.sliding_window)
-    return first_attended // layout.block_size
+def _check_windows(rows: Sequence[ScheduledSequence], starts: np.ndarray, layout: Layout) -> None:
+    """Of the blocks of its context, a row names all but those that none of its tokens looks at."""
+    window = layout.sliding_window
+    firsts = [0] * len(rows)
+    if window is not None:
+        firsts = (np.maximum(0, starts + 1 - window) // layout.block_size).tolist()
+    named = [row.block_table[first] for row, first in zip(rows, firsts, strict=True)]
+    assert min(named) >= 0, "a row names the blocks of its window"
 
 
 def _check_tokens(token_ids: np.ndarray, rows: Sequence[ScheduledSequence], vocab_size: int) -> None:

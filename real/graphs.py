@@ -21,7 +21,7 @@ from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import FlatBatch, cumulative
 from real.cache_engine import LayerCaches
 from real.models.interface import CausalLM
-from real.staging import Staging, layout, twofold_memory, views, write
+from real.staging import layout, twofold_memory, views, write
 
 Work = Callable[[], Tensor]  # on fixed memory; its result lies in the same place each time
 
@@ -88,14 +88,13 @@ def captured_sizes(largest: int) -> list[int]:
 class GraphInputs:
     """The fixed memory of one batch size: pinned on the host, twofold as in Staging, its twin on the device.
 
-    tables: int32 [size, max_blocks] on the device, shared with the other sizes. Only what a batch uses of it is
+    tables: int32 [size, max_blocks] on the device, shared with the other sizes. Only what a batch uses of it is to be
     written: rows that pad read one position of some block, which means nothing, and write to the scratch block.
     """
 
-    def __init__(self, size: int, tables: Tensor, scratch_slot: int, staging: Staging) -> None:
+    def __init__(self, size: int, tables: Tensor, scratch_slot: int) -> None:
         self.size = size
-        self._tables = tables
-        self._staging = staging
+        self.tables = tables
         self._scratch_slot = scratch_slot
         self._arrays: list[np.ndarray] = [
             np.zeros(size, dtype=np.int64),  # token ids
@@ -121,11 +120,11 @@ class GraphInputs:
             context_starts=context_starts,
             context_lens_tensor=self._context_lens,
             slot_mapping=self._slots,
-            block_tables=self._tables,
+            block_tables=self.tables,
         )
 
     def load(self, batch: FlatBatch) -> None:
-        """Overwrites the inputs with a batch of at most `size` decodes, padded. Waits for nothing."""
+        """Overwrites all but the tables with a batch of at most `size` decodes, padded. Waits for nothing."""
         num = batch.num_rows
         columns = (
             (batch.token_ids, 0),
@@ -137,8 +136,6 @@ class GraphInputs:
             array[:num], array[num:] = values, padding
         self._arrays[-1] = cumulative(self._arrays[3])
         self._send()
-        (tables,) = self._staging.send([batch.block_tables])
-        self._tables[:num, : tables.shape[1]].copy_(tables)
 
     def _send(self) -> None:
         self._hosts.reverse()
@@ -179,11 +176,10 @@ class DecodeGraphs:
         with torch.inference_mode(False):  # ordinary memory: it may be written to anywhere
             tables = torch.full((sizes[-1], max_blocks), scratch_block, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None  # [largest size, hidden], where every graph leaves its result
-        staging = Staging(device)
         self._max_blocks = max_blocks
         self._captured: dict[int, Captured] = {}
         for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
-            inputs = GraphInputs(size, tables[:size], scratch_block * block_size, staging)
+            inputs = GraphInputs(size, tables[:size], scratch_block * block_size)
             self._captured[size] = Captured(inputs, capture(partial(self._forward, inputs)))
 
     def _forward(self, inputs: GraphInputs) -> Tensor:
@@ -196,14 +192,16 @@ class DecodeGraphs:
 
     def holds(self, batch: FlatBatch) -> bool:
         """Whether the batch runs in a graph: decodes only, not too many, none too long."""
-        is_short = batch.block_tables.shape[1] <= self._max_blocks
+        is_short = batch.max_blocks <= self._max_blocks
         return batch.is_decode and is_short and batch.num_rows <= self._sizes[-1]
 
-    def load(self, batch: FlatBatch) -> int:
-        """Sends a batch that `holds`; returns the size that it runs in. Does not wait."""
+    def load(self, batch: FlatBatch) -> tuple[int, Tensor]:
+        """Sends a batch that `holds`; returns the size that it runs in, and where its block tables are to be written,
+        int32 [num_rows, max blocks of a row]. Does not wait."""
         size = self._sizes[bisect_left(self._sizes, batch.num_rows)]
-        self._captured[size].inputs.load(batch)
-        return size
+        inputs = self._captured[size].inputs
+        inputs.load(batch)
+        return size, inputs.tables[: batch.num_rows, : batch.max_blocks]
 
     def token_ids(self, size: int) -> Tensor:
         """The tokens of what was loaded, int64 [size]; they may be overwritten."""

@@ -1,5 +1,5 @@
 """Turns a plan into tensors and runs the model over them. Reads the plan alone; of the step before it remembers but the
-tokens that it drew, for plans that were made before those were known.
+tokens that it drew, for plans that were made before those were known, and what the device has of block tables already.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import FlatBatch, Layout, cumulative, flatten
+from real.block_tables import DeviceTables, HostTables
 from real.device import Placement
 from real.graphs import DecodeGraphs
 from real.models.interface import CausalLM
@@ -50,6 +51,7 @@ class ModelRunner:
         placement: Placement,
         *,
         layout: Layout,
+        tables: HostTables,
         seed: int,
         eos_token_id: int | None = None,
     ) -> None:
@@ -58,6 +60,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.vocab_size = layout.vocab_size
         self._layout = layout
+        self._tables = tables
+        self._device_tables = DeviceTables(tables, placement.device)
         self._source = Source(layout.vocab_size, seed, eos_token_id)
         self._newest: tuple[dict[int, int], Tensor] | None = None  # where each sequence's token of the last step lies
         self._staging = Staging(placement.device)
@@ -68,13 +72,15 @@ class ModelRunner:
 
         Raises RequestError for a token id outside the vocabulary.
         """
-        batch = flatten(rows, self._layout)
+        batch = flatten(rows, self._layout, self._tables)
         samples = np.array([row.samples for row in rows])
         sample_tokens = np.cumsum(batch.query_lens)[samples] - 1
         forward: EagerInputs | int
         if self.graphs is not None and self.graphs.holds(batch):
-            forward = self.graphs.load(batch)
-            (sample_tokens_tensor,) = self._staging.send([sample_tokens])
+            fed = [sample_tokens, batch.table_rows, *batch.new_blocks]
+            sample_tokens_tensor, *tables = self._staging.send(fed)
+            forward, own_tables = self.graphs.load(batch)
+            self._device_tables.gather(own_tables, *tables)
         else:
             forward, sample_tokens_tensor = self._send_eager(batch, sample_tokens)
         sampling = sent(sample_inputs(rows, self._source), self._sampling_staging.send)
@@ -121,7 +127,7 @@ class ModelRunner:
         fed.index_copy_(0, targets, token_ids.index_select(0, sources))
 
     def _send_eager(self, batch: FlatBatch, sample_tokens: np.ndarray) -> tuple[EagerInputs, Tensor]:
-        token_ids, positions, slots, query_starts, context_starts, context_lens, tables, samples = self._staging.send(
+        token_ids, positions, slots, query_starts, context_starts, context_lens, samples, *fed = self._staging.send(
             [
                 batch.token_ids,
                 batch.positions,
@@ -129,10 +135,13 @@ class ModelRunner:
                 cumulative(batch.query_lens),
                 cumulative(batch.context_lens),
                 batch.context_lens.astype(np.int32),
-                batch.block_tables,
                 sample_tokens,
+                batch.table_rows,
+                *batch.new_blocks,
             ]
         )
+        tables = context_lens.new_empty((batch.num_rows, batch.max_blocks))
+        self._device_tables.gather(tables, *fed)
         metadata = AttentionMetadata(
             query_lens=tuple(batch.query_lens.tolist()),
             context_lens=tuple(batch.context_lens.tolist()),

@@ -68,8 +68,8 @@ class AttentionMetadata:
     """One flat batch: row i is a sequence with query_lens[i] new tokens, the last of its context_lens[i] positions.
 
     The tensors lie on the device, the tuples are the same facts for the host, so that no provider waits for a copy.
-    Entries of `block_tables` are blocks that exist. Those behind a row's last block are 0 and mean nothing; so do those
-    that lie wholly outside the window of the row's first new token: others may have such a block by now.
+    Entries of `block_tables` are blocks that exist. Those behind a row's last block mean nothing, nor do those that lie
+    wholly outside the window of the row's first new token: others may have such a block by now.
     """
 
     query_lens: tuple[int, ...]

@@ -17,7 +17,8 @@ from real.block_tables import DeviceTables, HostTables
 from real.device import Placement
 from real.graphs import DecodeGraphs
 from real.models.interface import CausalLM
-from real.sampling.inputs import SampleInputs, Source, sample_inputs, sent
+from real.sampling.feed import SampleFeed
+from real.sampling.inputs import SampleInputs, Source
 from real.sampling.sampler import Drawn, launch
 from real.staging import Staging, send_array
 from testbed.core.plan import ScheduledSequence
@@ -62,10 +63,9 @@ class ModelRunner:
         self._layout = layout
         self._tables = tables
         self._device_tables = DeviceTables(tables, placement.device)
-        self._source = Source(layout.vocab_size, seed, eos_token_id)
+        self._samples = SampleFeed(Source(layout.vocab_size, seed, eos_token_id), placement.device)
         self._newest: tuple[dict[int, int], Tensor] | None = None  # where each sequence's token of the last step lies
         self._staging = Staging(placement.device)
-        self._sampling_staging = Staging(placement.device)
 
     def prepare(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
         """Flat inputs of the rows, in their order; copies to a GPU are pinned and not waited for.
@@ -83,7 +83,7 @@ class ModelRunner:
             self._device_tables.gather(own_tables, *tables)
         else:
             forward, sample_tokens_tensor = self._send_eager(batch, sample_tokens)
-        sampling = sent(sample_inputs(rows, self._source), self._sampling_staging.send)
+        sampling = self._samples.inputs(rows)
         sampled = tuple([row.seq_id for row in rows if row.samples])
         return StepInputs(forward, sample_tokens_tensor, sampling, sampled, batch.placeholders)
 

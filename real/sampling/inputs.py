@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from real.beams import BeamInputs, beam_inputs, stop_tokens
-from real.sampling.noise import draw_keys
+from real.sampling.noise import Streams, draw_keys, streams_of
 from real.sampling.shaping import Edits, Filters, Penalties
 from testbed.core.plan import ScheduledSequence
 from testbed.core.request import SamplingParams
@@ -64,6 +64,7 @@ class DrawGroup(NamedTuple):
     num_known: tuple[int, ...]
     filters: Filters | None
     num_ranked: int  # tokens that the filters look at in order
+    streams: Streams | None = None  # on the host: of the keys, whatever the positions
 
 
 class LogprobInputs(NamedTuple):
@@ -152,17 +153,19 @@ def _ends_too_early(row: ScheduledSequence) -> bool:
 
 
 def _group(kind: Kind, draws: list[Draw], source: Source) -> DrawGroup:
-    temperatures = keys = None
+    temperatures = keys = streams = None
     if kind.is_random:
         temperatures = _floats([draw.row.sampling.temperature for draw in draws])
-        keys = torch.from_numpy(
-            draw_keys([draw.row for draw in draws], [draw.member for draw in draws], source.run_seed)
-        )
+        streams = streams_of([draw.row for draw in draws], [draw.member for draw in draws], source.run_seed)
+        positions = np.array([draw.row.start + draw.row.num_tokens for draw in draws])
+        keys = torch.from_numpy(draw_keys(streams, positions))
     edits, num_edits = _edits(draws, source) if kind.is_edited else (None, ())
     penalties, num_known = _penalties(draws) if kind.is_penalised else (None, ())
     filters, num_ranked = _filters(draws, source.vocab_size) if kind.is_filtered else (None, 0)
     targets, rows = (torch.tensor([draw[field] for draw in draws]) for field in (0, 1))
-    return DrawGroup(targets, rows, temperatures, keys, edits, num_edits, penalties, num_known, filters, num_ranked)
+    return DrawGroup(
+        targets, rows, temperatures, keys, edits, num_edits, penalties, num_known, filters, num_ranked, streams
+    )
 
 
 def _edits(draws: list[Draw], source: Source) -> tuple[Edits, tuple[int, ...]]:

@@ -6,6 +6,7 @@ So a draw depends neither on the rest of the batch nor on how often a row was co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,27 +46,38 @@ def draw_key(row: ScheduledSequence, run_seed: int, index: int = 0) -> int:
     return signed(mix(SEEDED, sampling.seed, position, *([member] if member else [])))
 
 
-def draw_keys(rows: Sequence[ScheduledSequence], indices: Sequence[int], run_seed: int) -> np.ndarray:
-    """`draw_key` of many draws at once, int64 [n]. indices: which of its row's draws each is."""
+class Streams(NamedTuple):
+    """What draws depend on besides their positions: the same from step to step."""
+
+    states: np.ndarray  # uint64 [n], the hash of all that comes before the position
+    members: np.ndarray  # uint64 [n], what comes behind it; 0 is left out
+
+
+def streams_of(rows: Sequence[ScheduledSequence], indices: Sequence[int], run_seed: int) -> Streams:
+    """Of many draws at once. indices: which of its row's draws each is."""
     begin_unseeded, begin_seeded = mix(UNSEEDED, run_seed), mix(SEEDED)
     columns = np.array(
         [_words(row, index, begin_unseeded, begin_seeded) for row, index in zip(rows, indices, strict=True)],
         dtype=np.uint64,
     )
-    state, first, position, last = columns.T
-    state = _mixed(_mixed(state, first), position)
-    keys: np.ndarray = np.where(last > 0, _mixed(state, last), state)
+    state, first, member = columns.T
+    return Streams(_mixed(state, first), member)
+
+
+def draw_keys(streams: Streams, positions: np.ndarray) -> np.ndarray:
+    """`draw_key` of many draws at once, int64 [n]. positions: that are drawn, int64 [n]."""
+    states = _mixed(streams.states, positions.view(np.uint64))
+    keys: np.ndarray = np.where(streams.members > 0, _mixed(states, streams.members), states)
     return keys.view(np.int64)
 
 
-def _words(row: ScheduledSequence, index: int, begin_unseeded: int, begin_seeded: int) -> tuple[int, int, int, int]:
-    """What is mixed of a draw: the state so far, then three numbers, of which a last 0 is left out."""
+def _words(row: ScheduledSequence, index: int, begin_unseeded: int, begin_seeded: int) -> tuple[int, int, int]:
+    """Of a draw: the state so far, what is mixed into it before the position, and behind it."""
     sampling = row.sampling
-    position = row.start + row.num_tokens
     if sampling.seed is None:
-        return begin_unseeded, row.seq_id, position, index
+        return begin_unseeded, row.seq_id, index
     member = index + (row.seq_id - row.group_id if sampling.num_seqs > 1 else 0)
-    return begin_seeded, sampling.seed & MASK, position, member
+    return begin_seeded, sampling.seed & MASK, member
 
 
 def _mixed(state: np.ndarray, value: np.ndarray) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
 from real.sampling.inputs import Source, sample_inputs
-from real.sampling.noise import SEEDED, UNSEEDED, draw_key, draw_keys, log_exponential, mix, signed
+from real.sampling.noise import SEEDED, UNSEEDED, draw_key, draw_keys, log_exponential, mix, signed, streams_of
 from real.sampling.sampler import choose, draws_of
 from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import row
@@ -160,7 +161,8 @@ def test_keys_made_together_are_those_made_one_by_one():
         rows.append(group_row(number, 1 + 97 * number, sampling, group_id=number - number % 3))
         indices.append(number % 4)
     keys = [draw_key(line, 5, index) for line, index in zip(rows, indices, strict=True)]
-    assert draw_keys(rows, indices, 5).tolist() == keys
+    positions = np.array([line.start + line.num_tokens for line in rows])
+    assert draw_keys(streams_of(rows, indices, 5), positions).tolist() == keys
     assert len(set(keys)) > 50
 
 

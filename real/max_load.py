@@ -163,7 +163,7 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
     if is_cuda:
         cache.copy([(0, cache.scratch_block)])
     for load in warm_up_loads(limits, is_cuda):
-        _run(runner, _synthetic_load(load, 1, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
+        _run(runner, _synthetic_load(load, 2, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
     for layer in cache.gpu:
         layer.zero_()
 

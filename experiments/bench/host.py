@@ -2,7 +2,7 @@
 
 A model without layers answers at once, and captured decodes are replayed by doing nothing; all else is the engine as it
 runs: the core's plan, its inputs, the launches around the model, sampling over a vocabulary of 32, commit and records.
-What a launch costs on a GPU is not in it, nor what attention prepares. Beside that, the operators of sampling and the
+What a launch costs on a GPU is not in it, nor what attention prepares. Beside that, torch's operators in sampling and the
 bytes that they read and write, counted at the vocabulary of a real model. Compare numbers of one run only.
 """
 
@@ -74,7 +74,10 @@ def main(arguments: list[str]) -> int:
             times = measure(load, options.steps)
             print(f"  {load.name:<52}" + "".join(f"{ns / 1e3:>10.1f}" for ns in (*times, sum(times))), flush=True)
     num_rows, vocab_size = COUNTED
-    print(f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,}: operators, GB read and written")
+    print(
+        f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,}, where there are no kernels: torch's operators,"
+    )
+    print("  GB that they read and write")
     for name, sampling in SAMPLINGS.items():
         counted = count_sampling(sampling, num_rows, vocab_size)
         print(f"  {name:<52}{counted.num_operators:>10}{counted.num_bytes / 1e9:>10.2f}", flush=True)
@@ -136,8 +139,8 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
     from real.config import RealConfig
     from real.device import Placement
     from real.graphs import captured_sizes
+    from real.max_load import BatchLimits, capture_decodes
     from real.models.interface import CausalLM
-    from real.profiling import BatchLimits, capture_decodes
 
     spec = ModelSpec(
         name="nothing", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,

@@ -283,12 +283,16 @@ def _prompt_inputs(rows: Sequence[ScheduledSequence], vocab_size: int) -> Prompt
 
 
 def heaviest_rows(num_rows: int) -> list[ScheduledSequence]:
-    """Rows that ask for all that a sampler can do, to find what it takes."""
+    """Rows that ask for all that a sampler can do, to find what it takes; the second draws from all tokens, as some of
+    any batch may, which is another kernel's work."""
     sampling = SamplingParams(
         temperature=1.0, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=1, logit_bias=((0, 1.0),)
     )
+    plain = SamplingParams(temperature=1.0)
     return [
-        ScheduledSequence(number, 0, 1, (0,), True, False, (), sampling, num_prompt_tokens=1, history=(0,))
+        ScheduledSequence(
+            number, 0, 1, (0,), True, False, (), plain if number == 1 else sampling, num_prompt_tokens=1, history=(0,)
+        )
         for number in range(num_rows)
     ]
 

@@ -11,11 +11,13 @@ them. Where the samples of one prompt part, a row draws several times from the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from real import kernels
 from real.beams import Candidates, advance, best_continuations, is_beam
 from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, is_random
 from real.sampling.logprobs import Scored, score, to_lists
@@ -71,27 +73,62 @@ def choose(logits: Tensor, inputs: SampleInputs) -> Tensor:
             token_ids = torch.cat([token_ids, token_ids.new_empty(inputs.num_draws - inputs.num_rows)])
     else:
         token_ids = torch.empty(inputs.num_draws, dtype=torch.int64, device=logits.device)
+    draw = _draw_by_kernels if _has_kernels(logits.device) else _draw_by_torch
     for group in inputs.groups:
-        for part in _parts(group, max(1, MAX_NOISE_ELEMENTS // logits.shape[-1])):
-            token_ids[part.targets] = draw(logits, part)
+        draw(token_ids, logits, group)
     return token_ids
 
 
-def draw(logits: Tensor, group: DrawGroup) -> Tensor:
-    """Logits float32 [num_rows, vocab] -> the token of each draw of the group, ids int64 [n]."""
-    chosen = shape(logits, group)
-    if group.keys is not None:
-        chosen -= log_exponential(group.keys, logits.shape[-1])
-    return chosen.argmax(dim=-1)
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    return kernels.why_not(device) is None
 
 
-def shape(logits: Tensor, group: DrawGroup) -> Tensor:
-    """Logits float32 [num_rows, vocab] -> what each draw of the group is from, unnormalised: float32 [n, vocab]."""
-    chosen = logits.index_select(0, group.rows)  # [n, vocab]
+def _draw_by_kernels(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:
+    """Puts the token of each draw of the group into token_ids. logits: float32 [num_rows, vocab]."""
+    from real.kernels.race import draw_tokens
+
+    if group.temperatures is None or group.keys is None:
+        _draw_by_torch(token_ids, logits, group)
+    elif group.edits is None and group.penalties is None:
+        draw_tokens(token_ids, group.targets, logits, group.rows, group.temperatures, group.keys, group.filters)
+    else:
+        for part in _parts(group, _part_size(logits)):
+            assert part.temperatures is not None
+            assert part.keys is not None
+            rows = torch.arange(len(part.rows), device=logits.device)
+            draw_tokens(
+                token_ids, part.targets, edited(logits, part), rows, part.temperatures, part.keys, part.filters
+            )  # fmt: skip
+
+
+def _draw_by_torch(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:
+    """The same where kernels cannot run, and for the largest logit."""
+    for part in _parts(group, _part_size(logits)):
+        chosen = shape(logits, part)
+        if part.keys is not None:
+            chosen -= log_exponential(part.keys, logits.shape[-1])
+        token_ids[part.targets] = chosen.argmax(dim=-1)
+
+
+def _part_size(logits: Tensor) -> int:
+    """Draws whose logits may be copied at a time."""
+    return max(1, MAX_NOISE_ELEMENTS // logits.shape[-1])
+
+
+def edited(logits: Tensor, group: DrawGroup) -> Tensor:
+    """Logits float32 [num_rows, vocab] -> a copy for each draw of the group, biased and penalised: [n, vocab]."""
+    chosen = logits.index_select(0, group.rows)
     if group.edits is not None:
         edit(chosen, group.edits)
     if group.penalties is not None:
         penalise(chosen, group.penalties)
+    return chosen
+
+
+def shape(logits: Tensor, group: DrawGroup) -> Tensor:
+    """Logits float32 [num_rows, vocab] -> what each draw of the group is from, unnormalised: float32 [n, vocab]."""
+    chosen = edited(logits, group)
     if group.temperatures is None:
         return chosen
     chosen -= chosen.amax(dim=-1, keepdim=True)  # a tiny temperature then gives 0 and -inf, never inf

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from real.attention.triton_provider import is_interpreted
+from real.kernels.step_shapes import step_shapes
 
 if TYPE_CHECKING:
     from real.kernels.attend import Tiling
@@ -70,6 +71,7 @@ def variants(target: int) -> Iterator[Variant]:
     yield from attention_variants(torch.bfloat16, "bf16", 128, 1, None, target, has_alibi=True)
     yield from attention_variants(torch.float32, "fp32", 128, 4, None, target)
     yield from small_variants()
+    yield from (variant(*shape) for shape in step_shapes())
 
 
 def attention_variants(

@@ -37,6 +37,21 @@ def test_main_shapes_compile_without_spills(target, tmp_path):
         assert int(shared_bytes) <= SHARED_BYTES[target], f"{name} does not fit a multiprocessor"
 
 
+def test_the_kernels_around_attention_compile_without_spills(tmp_path):
+    from real.kernels.step_shapes import step_shapes
+
+    names = [shape.name for shape in step_shapes()]
+    done = compile_by(["--filter", "^({})$".format("|".join(names))], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert len(lines) == 2 * len(names)
+    for line in lines:
+        name, target, registers, local_bytes, shared_bytes, num_warps = line.rsplit(maxsplit=5)
+        assert int(local_bytes) == 0, f"{name} spills registers"
+        assert int(registers) * 32 * int(num_warps) <= 65536, f"{name} has too many warps for its registers"
+        assert int(shared_bytes) <= SHARED_BYTES[target.removeprefix("sm_")], line
+
+
 def test_what_is_rare_compiles_too(tmp_path):
     """FP8 as bits (e4m3 on sm_80) and as the GPU reads it, ALiBi, a head size that is no power of two, the largest."""
     wanted = (

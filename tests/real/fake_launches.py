@@ -178,6 +178,50 @@ def copy(values: Values) -> None:
     words[:, pairs[:, 1]] = words[:, pairs[:, 0]]
 
 
+def scaled(values: Values) -> Tensor:
+    """The logits of each draw, over its temperature, largest 0: float32 [n, vocab]."""
+    rows, logits = values["rows"], values["logits"]
+    check_strides(values, stride_row=("logits", 0))
+    must(rows.dtype == torch.int64 and int(rows.max()) < len(logits), "rows that exist")
+    must(logits.dtype == torch.float32 and logits.shape[1] == values["vocab_size"], "logits of the vocabulary")
+    chosen = logits[rows]
+    return (chosen - chosen.amax(-1, keepdim=True)) / values["temperatures"].clamp(min=1e-30)[:, None]
+
+
+def largest_logits(values: Values) -> None:
+    """Read again by those who need it."""
+    values["largest"].zero_()
+
+
+def least_logits(values: Values) -> None:
+    from real.sampling.shaping import Filters, filter_
+
+    must(values["top_k"].dtype == torch.int64, "top-k is 64 bits wide")
+    chosen = scaled(values)
+    filter_(chosen, Filters(values["log_min_p"], values["top_k"], values["top_p"]), values["vocab_size"])
+    values["least"].copy_(chosen.masked_fill(chosen.isneginf(), 0.0).amin(-1))
+
+
+def race(values: Values) -> None:
+    """Part 0 has them all."""
+    from real.sampling.noise import log_exponential
+
+    must(values["IS_FILTERED"] == (values["least"] is not None), "what is filtered has a least logit")
+    must(values["keys"].dtype == torch.int64, "keys are 64 bits wide")
+    chosen = scaled(values)
+    if values["least"] is not None:
+        chosen.masked_fill_(chosen < values["least"][:, None], -math.inf)
+    chosen -= log_exponential(values["keys"], values["vocab_size"])
+    values["scores"].fill_(-math.inf)
+    values["scores"][:, 0], values["winners"][:, 0] = chosen.amax(-1), chosen.argmax(-1).int()
+
+
+def pick(values: Values) -> None:
+    must(int(values["targets"].max()) < len(values["token_ids"]), "places that exist")
+    winners, scores = values["winners"], values["scores"]
+    values["token_ids"][values["targets"]] = winners.gather(1, scores.argmax(-1, keepdim=True))[:, 0].long()
+
+
 def on_gpu(gpu: FakeGPU, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of another package that is one launch: its tensors must lie on the GPU, and so does its result."""
 
@@ -234,6 +278,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     from real.kernels import block_copy, experts, formats, parts
     from real.kernels import decode as decoding
     from real.kernels import prefill as prefilling
+    from real.kernels import race as racing
     from real.kernels import store as storing
 
     for module, name, writes, compute in (
@@ -245,6 +290,10 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (block_copy, "copy_kernel", ("words",), copy),
         (experts, "gate_up_kernel", ("output",), gate_up),
         (experts, "down_kernel", ("output",), down),
+        (racing, "largest_kernel", ("largest",), largest_logits),
+        (racing, "least_kernel", ("least",), least_logits),
+        (racing, "race_kernel", ("scores", "winners"), race),
+        (racing, "pick_kernel", ("token_ids",), pick),
     ):
         monkeypatch.setattr(module, name, Launcher(gpu, getattr(module, name), writes, compute))
     for module in (decoding, prefilling, formats):  # remembered by device, which another test may have seen otherwise

@@ -1,0 +1,44 @@
+"""The kernels around attention, each in the shapes that it is compiled in ahead of time (real/kernels/compile.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """types: of its arguments, as Triton writes them. constants: what stays the same, None: what is left out."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+
+
+def step_shapes() -> Iterator[Shape]:
+    yield from _draws()
+
+
+def _draws() -> Iterator[Shape]:
+    """Sampling at the vocabulary of Qwen3."""
+    from real.kernels import race
+
+    types = {
+        "logits": "*fp32", "largest": "*fp32", "least": "*fp32", "temperatures": "*fp32", "log_min_p": "*fp32",
+        "top_p": "*fp32", "scores": "*fp32", "rows": "*i64", "top_k": "*i64", "keys": "*i64", "token_ids": "*i64",
+        "targets": "*i64", "winners": "*i32", "vocab_size": "i32",
+    }  # fmt: skip
+    parts: dict[str, Any] = {"PARTS_PAD": 32}
+    whole = parts | {"PART": race.PART, "BLOCK": race.BLOCK}
+    kept = {"IS_FILTERED": False, "least": None}
+    for name, kernel, constants, num_warps in (
+        ("draw largest", race.largest_kernel, whole, 4),
+        ("draw least", race.least_kernel, parts | {"BLOCK": race.FILTER_BLOCK}, 16),
+        ("draw race", race.race_kernel, whole | kept, 4),
+        ("draw race filtered", race.race_kernel, whole | {"IS_FILTERED": True}, 4),
+        ("draw pick", race.pick_kernel, parts, 1),
+    ):
+        own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+        named = {key: value for key, value in types.items() if key in kernel.arg_names and key not in own}
+        yield Shape(name, kernel, named, own, num_warps)

@@ -74,9 +74,7 @@ def main(arguments: list[str]) -> int:
             times = measure(load, options.steps)
             print(f"  {load.name:<52}" + "".join(f"{ns / 1e3:>10.1f}" for ns in (*times, sum(times))), flush=True)
     num_rows, vocab_size = COUNTED
-    print(
-        f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,}, where there are no kernels: torch's operators,"
-    )
+    print(f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,} without kernels: torch's operators,")
     print("  GB that they read and write")
     for name, sampling in SAMPLINGS.items():
         counted = count_sampling(sampling, num_rows, vocab_size)

@@ -1,0 +1,427 @@
+"""Whole runs of this engine beside others that serve the same checkpoint: prompts in, as many tokens out as asked for.
+
+Each contender has a process of its own, so that none has threads, memory or settings of another; one works at a time.
+On a CPU they take turns, on a GPU each has the card to itself. Models are made, and one run is over, before a clock
+starts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from real.config import RealConfig
+from real.replay import HostTimes
+from testbed.errors import ConfigError, TestbedError
+from testbed.specs.model import ModelSpec
+
+CPU_DTYPES = ("float32", "bfloat16")
+SERVED, SERVED_TOKENS = 64, 128  # of the run on a GPU that says what the host costs
+
+
+class Load(NamedTuple):
+    """Requests that are all there at once. lengths: tokens out of each."""
+
+    name: str
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether one padded batch would hold nothing but tokens that count."""
+        return len({*map(len, self.prompts)}) == len({*self.lengths}) == 1
+
+
+def cpu_loads(vocab_size: int) -> list[Load]:
+    draw = random.Random(0)
+    even = Load("16 x (128 in + 128 out)", _prompts(draw, vocab_size, [128] * 16), [128] * 16)
+    sizes = [draw.randint(16, 256) for _ in range(64)]
+    mixed = Load(
+        "64 mixed, 16 to 256 in and out", _prompts(draw, vocab_size, sizes), [draw.randint(16, 256) for _ in sizes]
+    )
+    return [even, mixed]
+
+
+def gpu_load(vocab_size: int) -> Load:
+    """As nano-vllm's benchmark has it."""
+    draw = random.Random(0)
+    prompts = _prompts(draw, vocab_size, [draw.randint(100, 1024) for _ in range(256)])
+    return Load("256 requests, 100 to 1,024 in and out", prompts, [draw.randint(100, 1024) for _ in prompts])
+
+
+def _prompts(draw: random.Random, vocab_size: int, sizes: list[int]) -> list[list[int]]:
+    return [[draw.randrange(vocab_size) for _ in range(size)] for size in sizes]
+
+
+# --- contenders ---
+
+
+class Arm(Protocol):
+    """Something that generates, greedily."""
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every contender is given. device: cpu or cuda; threads: of the CPU, None: its own choice."""
+
+    path: Path
+    dtype: str
+    device: str
+    threads: int | None
+    max_new_tokens: int
+
+
+class Generate:
+    """transformers.generate: one batch, padded, from the first token to the last."""
+
+    takes_uneven = False
+
+    def __init__(self, setting: Setting) -> None:
+        self._model = _model_of(setting)
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        import torch
+
+        inputs = torch.tensor(prompts, device=self._model.device)
+        with torch.inference_mode():
+            output = self._model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=lengths[0], min_new_tokens=lengths[0],
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        tokens: list[list[int]] = output[:, inputs.shape[1] :].tolist()
+        return tokens
+
+
+class ContinuousBatching:
+    """transformers' own scheduler and paged cache, kept from run to run."""
+
+    takes_uneven = True
+
+    def __init__(self, setting: Setting) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        # on a CPU its cache would take most of the machine's memory: room for every request of these loads
+        room = ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=2048) if setting.device == "cpu" else None
+        config: Any = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=setting.max_new_tokens)
+        model = _model_of(setting)
+        self._context = model.continuous_batching_context_manager(  # which stops when it goes
+            generation_config=config, continuous_batching_config=room
+        )
+        self._manager: Any = self._context.__enter__()
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        """Each request with its own limit. Raises TestbedError if one fails."""
+        manager, outputs = self._manager, dict[str, list[int]]()
+        ids: list[str] = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+        while len(outputs) < len(ids):
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise TestbedError("it stopped before it was done; see its log")
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise TestbedError(str(result.error))
+                outputs[result.request_id] = result.generated_tokens
+        return [outputs[i] for i in ids]
+
+
+class Vllm:
+    """vLLM in this process, its own scheduler; on a CPU without torch.compile, which its build there has not."""
+
+    takes_uneven = True
+
+    def __init__(self, setting: Setting) -> None:
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        from vllm import LLM
+
+        self._llm: Any = LLM(
+            str(setting.path), dtype=setting.dtype, skip_tokenizer_init=True, enable_prefix_caching=False,
+            enforce_eager=setting.device == "cpu", max_num_seqs=256, max_model_len=2048 + setting.max_new_tokens,
+            disable_log_stats=True,
+        )  # fmt: skip
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Ours:
+    """The engine under the core, over and over: prompts in, token ids out. No text, no records."""
+
+    takes_uneven = True
+
+    def __init__(self, setting: Setting, attention: str = "auto") -> None:
+        from experiments import build
+        from experiments.compose import compose_config
+
+        options = [f"backend.num_threads={setting.threads}"] if setting.threads else []
+        self._build = build
+        self._config = compose_config(
+            ["backend=real", "scheduler=vllm_v1", "cache.prefix_caching=false", f"model.path={setting.path}",
+             f"backend.dtype={setting.dtype}", f"backend.device={setting.device}", f"backend.attention={attention}",
+             "scheduler.max_num_seqs=256", *options]
+        )  # fmt: skip
+        self._backend = build.build_real_backend(self._config)
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        from real.driver import run
+        from testbed.core.request import Request, SamplingParams
+        from testbed.core.serve import serve
+
+        settings = self._config.backend
+        assert isinstance(settings, RealConfig)
+        pools = self._build.Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
+        scheduler = self._build.build_scheduler(self._config, pools)
+        inbox = _AllAtOnce(
+            [
+                Request(str(i), prompt, sampling=SamplingParams(max_tokens=length, ignore_eos=True))
+                for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+            ]
+        )
+        host = HostTimes()
+        run(serve(inbox, scheduler, _NoRecords()), self._backend, settings, log=host)
+        self.host_share = host.describe()["exposed_share"]
+        return [inbox.outputs[str(i)] for i in range(len(prompts))]
+
+
+OURS = "this engine"
+ARMS: dict[str, Callable[[Setting], Arm]] = {
+    "transformers.generate": Generate,
+    "transformers, continuous batching": ContinuousBatching,
+    "vLLM": Vllm,
+    OURS: Ours,
+    **{f"{OURS}, {name}": partial(Ours, attention=name) for name in ("flash_attn", "triton", "torch")},
+}
+CPU_ARMS = ("transformers.generate", "transformers, continuous batching", "vLLM", OURS)
+GPU_ARMS = (*CPU_ARMS[1:3], *(f"{OURS}, {name}" for name in ("flash_attn", "triton", "torch")))
+
+
+def _model_of(setting: Setting) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(setting.path, dtype=getattr(torch, setting.dtype))  # in eval mode
+    return model.to(setting.device)
+
+
+class _AllAtOnce:
+    """An inbox whose requests are all there at the start."""
+
+    is_open = False
+
+    def __init__(self, requests: list[Any]) -> None:
+        self._requests = requests
+        self.outputs: dict[str, list[int]] = {}
+
+    def next_ns(self) -> int | None:
+        return 0 if self._requests else None
+
+    def due(self, now_ns: int) -> list[Any]:
+        from testbed.core.commands import Arrive
+
+        due, self._requests = [Arrive(request) for request in self._requests], []
+        return due
+
+    def finished(self, requests: list[Any], now_ns: int) -> None:
+        for finished in requests:
+            self.outputs[finished.request.request_id] = list(finished.output_token_ids)
+
+
+class _NoRecords:
+    """A recorder that keeps nothing."""
+
+    def arrived(self, request: Any, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: Any) -> None: ...
+    def ended(self, finished: list[Any], now_ns: int) -> None: ...
+
+
+# --- their processes ---
+
+
+class Contender:
+    """One of ARMS in a process of its own. Raises TestbedError, in one line, for one that cannot be had here."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        self.name = name
+        context = get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_contend, args=(theirs, name, setting), daemon=True)
+        with _threads(setting.threads):
+            self._process.start()
+        theirs.close()
+        self.takes_uneven: bool = self._answer()
+
+    def generate(self, load: Load) -> tuple[float, list[list[int]], float | None]:
+        """Seconds that it took, the outputs, and of this engine the host's share of a step."""
+        self._ours.send((load.prompts, load.lengths))
+        taken_s, outputs, host_share = self._answer()
+        if [len(tokens) for tokens in outputs] != load.lengths:
+            raise TestbedError(f"{self.name} did not give every request the tokens that it asked for")
+        return taken_s, outputs, host_share
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._ours.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+    def _answer(self) -> Any:
+        try:
+            said, value = self._ours.recv()
+        except EOFError:
+            raise TestbedError(f"{self.name}: its process has died") from None
+        if said == "failed":
+            raise TestbedError(f"{self.name}: {value}")
+        return value
+
+
+@contextmanager
+def _threads(num: int | None) -> Iterator[None]:
+    """Processes that start within have so many, whatever library they are of."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    if num is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num)
+    try:
+        yield
+    finally:
+        if num is not None:
+            os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _contend(pipe: Any, name: str, setting: Setting) -> None:
+    """In the process of its own: makes it, and runs loads until it is told no more."""
+    try:
+        if setting.threads is not None:
+            import torch
+
+            torch.set_num_threads(setting.threads)
+        arm: Any = ARMS[name](setting)
+        pipe.send(("ready", arm.takes_uneven))
+        while (load := pipe.recv()) is not None:
+            began = time.perf_counter()
+            outputs = arm.generate(*load)
+            pipe.send(("done", (time.perf_counter() - began, outputs, getattr(arm, "host_share", None))))
+    except ModuleNotFoundError as error:
+        pipe.send(("failed", f"the package {error.name!r} is not here"))
+    except EOFError:  # nobody asks any more
+        pass
+    except Exception as error:  # noqa: BLE001  # a contender may raise anything
+        pipe.send(("failed", " ".join(str(error).split())[:200] or type(error).__name__))
+    os._exit(0)  # without the clean-up of libraries
+
+
+# --- comparing ---
+
+
+def on_cpu(spec: ModelSpec, repeats: int, threads: int, dtypes: Sequence[str]) -> None:
+    """Both loads, in each type of numbers, all contenders in turns."""
+    for dtype in dtypes:
+        with _checkpoint(replace(spec, dtype=dtype)) as path:
+            loads = cpu_loads(spec.vocab_size)
+            setting = Setting(path, dtype, "cpu", threads, max(max(load.lengths) for load in loads))
+            contenders = _started(CPU_ARMS, setting)
+            for load in loads:
+                size = f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {threads} threads"
+                print(f"\n  {size}, {load.name}, in turns", flush=True)
+                able = [one for one in contenders if one.takes_uneven or load.is_even]
+                _compare(able, load, repeats)
+            for one in contenders:
+                one.close()
+
+
+def on_gpu(spec: ModelSpec, repeats: int) -> None:
+    """The load of nano-vllm's benchmark, one contender after the other."""
+    load = gpu_load(spec.vocab_size)
+    print(f"\n  {spec.name}, {spec.dtype}, {load.name}: {sum(load.lengths):,} tokens", flush=True)
+    served = Load("", load.prompts[:SERVED], [SERVED_TOKENS] * SERVED)
+    with _checkpoint(spec) as path:
+        rates: dict[str, list[float]] = {}
+        for name in GPU_ARMS:
+            for one in _started([name], Setting(path, spec.dtype, "cuda", None, max(load.lengths))):
+                rates |= _rates([one], load, repeats)[0]
+                host_share = one.generate(served)[2]
+                one.close()
+                if host_share is not None:
+                    print(f"  {name}, {SERVED} at a time: the host takes {host_share:.1%} of a step", flush=True)
+    _show(rates)
+
+
+@contextmanager
+def _checkpoint(spec: ModelSpec) -> Iterator[Path]:
+    from real.checkpoint import make_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield make_checkpoint(Path(folder) / "model", spec, seed=1)
+
+
+def _started(names: Sequence[str], setting: Setting) -> list[Contender]:
+    """Those that can be had here; of the others it says why not."""
+    found = []
+    for name in names:
+        try:
+            found.append(Contender(name, setting))
+        except TestbedError as error:
+            print(f"  left out: {error}", flush=True)
+    return found
+
+
+def _compare(contenders: list[Contender], load: Load, repeats: int) -> None:
+    rates, outputs, host_share = _rates(contenders, load, repeats)
+    if OURS not in rates:
+        raise ConfigError("this engine did not run; there is nothing to compare")
+    _show(rates)
+    if host_share is not None:
+        print(f"  {OURS}: the host takes {host_share:.1%} of a step")
+    for name, theirs in outputs.items():
+        same = sum(one == two for one, two in zip(outputs[OURS], theirs, strict=True))
+        if name != OURS:
+            print(f"  {same} of {len(theirs)} outputs are those of {name}, token for token")
+
+
+def _rates(
+    contenders: list[Contender], load: Load, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]], float | None]:
+    """Tokens/s of each in each of its turns, after one that is not measured; the outputs of that; our host's share."""
+    first = {}
+    for one in contenders:
+        try:
+            first[one.name] = one.generate(load)
+        except TestbedError as error:
+            print(f"  left out: {error}", flush=True)
+    rates: dict[str, list[float]] = {name: [] for name in first}
+    for _ in range(repeats):
+        for one in [one for one in contenders if one.name in first]:
+            rates[one.name].append(sum(load.lengths) / one.generate(load)[0])
+    shares = [share for _, _, share in first.values() if share is not None]
+    return rates, {name: outputs for name, (_, outputs, _) in first.items()}, shares[0] if shares else None
+
+
+def _show(rates: dict[str, list[float]]) -> None:
+    """Median, range, and how many times the median of the first."""
+    first = statistics.median(next(iter(rates.values()), [1.0]))
+    for name, found in rates.items():
+        spread, median = f"({min(found):,.0f} to {max(found):,.0f})", statistics.median(found)
+        print(f"  {name:<36}{median:>9,.0f} tokens/s {spread:<20}{median / first:>6.2f}x", flush=True)

@@ -123,7 +123,7 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
         attention=backend.attention_name,
         model={name: value for name, value in asdict(config.model).items() if name != "path"},
         block_size=config.cache.block_size,
-        dtype=config.backend.dtype or config.model.dtype,
+        dtype="fp8" if config.model.dtype == "fp8" else config.backend.dtype or config.model.dtype,
         kv_dtype=config.cache.kv_dtype,
         sliding_window=sliding_window(config),
         tensor_parallel_size=config.tensor_parallel_size,

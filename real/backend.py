@@ -25,6 +25,7 @@ from real.device import (
     resolve_device,
     resolve_dtype,
     stopwatch,
+    weight_bytes,
 )
 from real.graphs import CudaCapture, captured_sizes
 from real.host_memory import check_fits
@@ -222,7 +223,7 @@ def check_host_memory(
     """Raises DeviceError if the ranks together ask for more memory than this host has to give."""
     size = block_bytes(spec, block_size, cache_dtype, num_ranks)
     num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
-    check_fits(spec.name, spec.num_parameters * dtype.itemsize, num_blocks, size * num_ranks)
+    check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks)
 
 
 def _least(count: int, placement: Placement) -> int:
@@ -243,7 +244,7 @@ def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: i
         if not is_out_of_memory(error):  # say, a driver that is too old for this torch
             raise
         raise DeviceError(
-            f"the weights of {spec.name} ({spec.num_parameters * placement.dtype.itemsize:,} bytes) do not fit on "
+            f"the weights of {spec.name} ({weight_bytes(spec, placement.dtype):,} bytes) do not fit on "
             f"{describe_device(placement.device)}; choose a smaller model"
         ) from None
     return model, load_weights(model, spec, load_format, seed)

@@ -13,6 +13,7 @@ from real.loader import SINGLE_FILE, checkpoint_slots, fill_random
 from real.models.registry import build_model, check_supported
 from testbed.errors import ModelError
 from testbed.specs.model import ModelSpec, RopeScaling
+from testbed.specs.quantization import PER_BLOCK, PER_TENSOR, Fp8Scheme
 
 MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen2ForCausalLM": "qwen2",
@@ -30,25 +31,27 @@ ROPE_KEYS = {
 }  # fmt: skip
 
 
-def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0) -> Path:
+def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0, scheme: Fp8Scheme | None = None) -> Path:
     """Writes config.json and model.safetensors into a new or empty folder, and returns it.
 
-    The same spec and seed give the same weights. Raises ModelError if the folder holds anything.
+    The same spec and seed give the same weights. scheme: of a spec whose dtype is fp8; None: blocks. Raises ModelError
+    if the folder holds anything.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is not an empty folder; a checkpoint is never written over something")
     check_supported(spec, spec.sliding_window)
-    model = build_model(spec, Placement(torch.device("cpu"), resolve_dtype(None, spec)))
+    scheme = scheme or (PER_BLOCK if spec.dtype == "fp8" else None)
+    model = build_model(spec, Placement(torch.device("cpu"), resolve_dtype(None, spec)), scheme)
     fill_random(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: slot.view.contiguous().clone() for name, slot in checkpoint_slots(model).items()}
     save_file(weights, folder / SINGLE_FILE, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(spec), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(hf_config(spec, scheme), indent=2) + "\n")
     return folder
 
 
-def hf_config(spec: ModelSpec) -> dict[str, object]:
+def hf_config(spec: ModelSpec, scheme: Fp8Scheme | None = None) -> dict[str, object]:
     """The spec as a Hugging Face `config.json`, in the words of transformers 4, which 5 reads too."""
     common = {
         "architectures": [spec.architecture],
@@ -59,10 +62,23 @@ def hf_config(spec: ModelSpec) -> dict[str, object]:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_position_embeddings,
         "tie_word_embeddings": spec.tie_word_embeddings,
-        "torch_dtype": spec.dtype,
+        "torch_dtype": "bfloat16" if spec.dtype == "fp8" else spec.dtype,
         "eos_token_id": spec.eos_token_id,
     }
+    if scheme is not None:
+        common["quantization_config"] = _quantization_config(scheme)
     return common | (_opt_config(spec) if spec.architecture == "OPTForCausalLM" else _llama_config(spec))
+
+
+def _quantization_config(scheme: Fp8Scheme) -> dict[str, object]:
+    if scheme != PER_TENSOR and scheme.scale_name == "weight_scale":
+        strategy = "channel" if scheme.columns is None else "block"
+        block = {} if scheme.columns is None else {"block_structure": [scheme.rows, scheme.columns]}
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **block}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+        return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+    block_size = {} if scheme.rows is None else {"weight_block_size": [scheme.rows, scheme.columns]}
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"], **block_size}
 
 
 def _llama_config(spec: ModelSpec) -> dict[str, object]:

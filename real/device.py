@@ -38,13 +38,19 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str | None, spec: ModelSpec) -> torch.dtype:
-    """The configured format, or the model's. Raises ConfigError if the engine cannot compute in it."""
-    chosen = name or spec.dtype
+    """The configured format, or the model's: bfloat16 where its weights are FP8, which nothing is computed in. Raises
+    ConfigError if the engine cannot compute in it."""
+    chosen = name or ("bfloat16" if spec.dtype == "fp8" else spec.dtype)
     if chosen not in DTYPES:
         raise ConfigError(f"the real backend cannot compute in {chosen}; set backend.dtype to {', '.join(DTYPES)}")
     dtype = getattr(torch, chosen)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Of all weights, over all ranks, where the engine computes in dtype."""
+    return spec.weight_bytes() if spec.dtype == "fp8" else spec.num_parameters * dtype.itemsize
 
 
 def describe_device(device: torch.device) -> str:

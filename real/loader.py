@@ -20,6 +20,8 @@ from testbed.specs.model import ModelSpec
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FORMATS = ("F32", "F16", "BF16", "F64")
+FP8_FORMATS = ("F8_E4M3",)  # of weights that are kept so
+FP8_FACTOR = 64  # by which random weights of FP8 are larger than their scales make them, so that few are 0
 
 
 def checkpoint_slots(model: nn.Module) -> dict[str, Slot]:
@@ -73,12 +75,17 @@ def fill_random(model: nn.Module, seed: int) -> None:
     device = next(iter(slots.values())).view.device
     generator = torch.Generator(device).manual_seed(seed % 2**64)  # torch takes 64 bits
     for name, slot in slots.items():
-        full = slot.view if slot.is_whole else torch.empty(slot.full_shape, dtype=slot.view.dtype, device=device)
-        if len(slot.full_shape) == 1:
+        is_fp8, is_scale = slot.view.dtype.itemsize == 1, ".weight_scale" in name
+        dtype = torch.float32 if is_fp8 else slot.view.dtype
+        in_place = slot.is_whole and not is_fp8
+        full = slot.view if in_place else torch.empty(slot.full_shape, dtype=dtype, device=device)
+        if is_scale:
+            full.normal_(1 / FP8_FACTOR, 0.1 / FP8_FACTOR, generator=generator)
+        elif len(slot.full_shape) == 1:
             full.normal_(0.0 if name.endswith(".bias") else 1.0, 0.1, generator=generator)
         else:
-            full.normal_(0.0, slot.full_shape[-1] ** -0.5, generator=generator)
-        if not slot.is_whole:
+            full.normal_(0.0, (FP8_FACTOR if is_fp8 else 1) * slot.full_shape[-1] ** -0.5, generator=generator)
+        if not in_place:
             slot.view.copy_(slot.part_of(full))
 
 
@@ -108,7 +115,7 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
                     )
                 slot = slots[name]
                 slot.view.copy_(_read(weights, stored_name, slot, file))
-                if not slot.view.isfinite().all():
+                if not _is_finite(slot.view):
                     dtype = str(slot.view.dtype).removeprefix("torch.")
                     raise ModelError(
                         f"{file}: weight {stored_name!r} has values that are not finite, as {dtype}; the checkpoint is "
@@ -121,12 +128,18 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
         _check_tied(name, aliases[name], slot, file)
 
 
+def _is_finite(view: Tensor) -> bool:
+    """FP8 is asked as float16, which holds all of it."""
+    return bool((view.half() if view.dtype.itemsize == 1 else view).isfinite().all())
+
+
 def _own_name(stored: str, slots: dict[str, Slot]) -> str | None:
     """A stored weight's name in the model; None: it holds nothing that a model needs.
 
-    A checkpoint of the model without its head lacks the first level of the names.
+    A checkpoint of the model without its head lacks the first level of the names. Scales of activations are not used:
+    these are not quantised.
     """
-    if stored.endswith(".rotary_emb.inv_freq"):
+    if stored.endswith((".rotary_emb.inv_freq", ".input_scale")):
         return None
     return f"model.{stored}" if f"model.{stored}" in slots else stored
 
@@ -153,11 +166,15 @@ def _check_tied(name: str, other: str, slot: Slot, file: Path) -> None:
 def _read(weights: Any, name: str, slot: Slot, file: Path) -> Tensor:
     """What this rank keeps of a stored weight; no more than that is read from the file."""
     stored = weights.get_slice(name)
-    shape, dtype = list(stored.get_shape()), stored.get_dtype()
-    if shape != list(slot.full_shape):
-        raise ModelError(f"{file}: weight {name!r} has shape {shape}, the model config expects {list(slot.full_shape)}")
-    if dtype not in FORMATS:
-        raise ModelError(f"{file}: weight {name!r} is stored as {dtype}; expected one of {', '.join(FORMATS)}")
+    shape, dtype, expected = list(stored.get_shape()), stored.get_dtype(), list(slot.full_shape)
+    if shape != expected and (shape, expected) != ([1], []):
+        raise ModelError(f"{file}: weight {name!r} has shape {shape}, the model config expects {expected}")
+    formats = FP8_FORMATS if slot.view.dtype.itemsize == 1 else FORMATS
+    if dtype not in formats:
+        raise ModelError(f"{file}: weight {name!r} is stored as {dtype}; expected one of {', '.join(formats)}")
+    if not expected:
+        scalar: Tensor = weights.get_tensor(name)
+        return scalar.reshape(())
     stop = slot.start + slot.view.shape[slot.dim]
     part: Tensor = stored[slot.start : stop] if slot.dim == 0 else stored[:, slot.start : stop]
     return part

@@ -17,17 +17,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MIN_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)  # Triton converts e4m3 from here on
 MAX_SHAPES = 64  # compilations of a function: of each hidden size and epsilon, for one token and for several
 
 
-def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
+def compiled_on_cuda(fn: Callable[P, R], least: tuple[int, int] = MIN_CAPABILITY) -> Callable[P, R]:
     """`fn`, whose first argument is a tensor: compiled where that lies on a GPU, called as it is elsewhere.
 
     It is compiled when the first tensor on a GPU comes, for all sizes but 0 and 1, which are compiled by themselves. So
     that a capture never compiles, who captures a graph runs its sizes once before. What lies between is rounded to the
     tensors' format, as torch's own operators do. Without Triton, or what that builds its launchers with, and before
-    compute capability 8.0, where torch.compile refuses bfloat16, the function stays as it is; so it does under torch's
-    TORCHDYNAMO_DISABLE=1.
+    compute capability 8.0, where torch.compile refuses bfloat16, or `least`, the function stays as it is; so it does
+    under torch's TORCHDYNAMO_DISABLE=1.
     """
     compiled: Callable[P, R] | None = None
 
@@ -36,7 +37,7 @@ def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
         nonlocal compiled
         first: Any = args[0]
         assert isinstance(first, Tensor)
-        if not first.is_cuda or not can_compile(first.device):
+        if not first.is_cuda or not can_compile(first.device, least):
             return fn(*args, **kwargs)
         if compiled is None:
             compiled = compile_shapes(fn, options={"emulate_precision_casts": True})
@@ -62,7 +63,7 @@ def takes_limit() -> bool:
 
 
 @cache
-def can_compile(device: torch.device) -> bool:
+def can_compile(device: torch.device, least: tuple[int, int] = MIN_CAPABILITY) -> bool:
     """Whether torch.compile can make kernels for a GPU, with what it finds here."""
     has_tools = find_spec("triton") is not None and why_no_launchers() is None
-    return has_tools and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    return has_tools and torch.cuda.get_device_capability(device) >= least

@@ -15,29 +15,58 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
-from real.layers.slots import Slot, empty_parameter, shared, whole
+from real.layers.slots import Slot, empty_parameter, shared
 
 MAX_FEW_TOKENS = 64
+
+
+class Part(NamedTuple):
+    """Of some features of a whole model those that lie on this rank, one behind the other."""
+
+    size: int  # of all
+    start: int
+    kept: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.kept == self.size
 
 
 class LinearMethod(Protocol):
     """How a linear layer stores its weight and multiplies by it."""
 
-    def create_weights(self, layer: nn.Module, out_features: int, in_features: int, placement: Placement) -> None: ...
+    def create_weights(self, layer: Linear, placement: Placement) -> None: ...
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor: ...
+    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features], of this rank."""
+        ...
+
+    def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+        """As HasSlots; also of the bias."""
+        ...
 
 
 class Unquantized:
     """A dense `weight` [out_features, in_features] in the model's own number format."""
 
-    def create_weights(self, layer: nn.Module, out_features: int, in_features: int, placement: Placement) -> None:
-        layer.register_parameter("weight", empty_parameter((out_features, in_features), placement))
+    def create_weights(self, layer: Linear, placement: Placement) -> None:
+        num_out = sum(part.kept for part in layer.rows.values())
+        layer.register_parameter("weight", empty_parameter((num_out, layer.columns.kept), placement))
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        return multiply(x, weight, bias)
+    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        return multiply(x, layer.get_parameter("weight"), bias)
+
+    def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+        return dense_slots(layer, parameter)
+
+
+def dense_slots(layer: Linear, parameter: Tensor) -> Mapping[str, Slot]:
+    """Of a weight or a bias: the packed projections one below the other, or the columns of one."""
+    if parameter.dim() == 2 and not layer.columns.is_whole:
+        return {"": shared(parameter, 1, layer.columns.start, layer.columns.size)}
+    views = torch.split(parameter, [part.kept for part in layer.rows.values()])
+    pairs = zip(layer.rows.items(), views, strict=True)
+    return {name: shared(view, 0, part.start, part.size) for (name, part), view in pairs}
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,14 +89,18 @@ def share(size: int, placement: Placement) -> int:
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features], whole on every rank."""
+    """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features].
+
+    in_features, out_features: a number lies whole on every rank. Several projections of the same input are packed in
+    one multiplication, by the checkpoint's name of each, their outputs side by side.
+    """
 
     bias: Tensor | None
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: int | Part,
+        out_features: int | Mapping[str, Part],
         placement: Placement,
         *,
         bias: bool = False,
@@ -75,24 +108,22 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.group = placement.group
+        self.columns = _whole(in_features) if isinstance(in_features, int) else in_features
+        self.rows = {"": _whole(out_features)} if isinstance(out_features, int) else out_features
         self.method = method or Unquantized()
-        self.method.create_weights(self, out_features, in_features, placement)
-        self.register_parameter("bias", empty_parameter((out_features,), placement) if bias else None)
+        self.method.create_weights(self, placement)
+        num_out = sum(part.kept for part in self.rows.values())
+        self.register_parameter("bias", empty_parameter((num_out,), placement) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(self, x, self.bias)
 
-
-class Part(NamedTuple):
-    """One of the projections that a layer packs: its output features in the checkpoint, and this rank's of them."""
-
-    size: int
-    start: int
-    kept: int
+    def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+        return self.method.slots(self, name, parameter)
 
 
 class MergedColumnParallel(Linear):
-    """Several projections of the same input in one multiplication, their outputs side by side in the order of parts.
+    """Several projections of the same input, of which each rank computes some output features.
 
     parts: by the checkpoint's name of each, its output features, shared out evenly among the ranks; or a Part.
     """
@@ -106,16 +137,8 @@ class MergedColumnParallel(Linear):
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        self.parts = {name: _even(part, placement) if isinstance(part, int) else part for name, part in parts.items()}
-        kept = sum(part.kept for part in self.parts.values())
-        super().__init__(in_features, kept, placement, bias=bias, method=method)
-
-    def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        views = torch.split(parameter, [part.kept for part in self.parts.values()])
-        return {
-            part_name: shared(view, 0, part.start, part.size)
-            for (part_name, part), view in zip(self.parts.items(), views, strict=True)
-        }
+        rows = {name: _even(part, placement) if isinstance(part, int) else part for name, part in parts.items()}
+        super().__init__(in_features, rows, placement, bias=bias, method=method)
 
 
 class ColumnParallel(MergedColumnParallel):
@@ -183,8 +206,7 @@ class RowParallel(Linear):
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        self.in_features = in_features
-        super().__init__(share(in_features, placement), out_features, placement, bias=bias, method=method)
+        super().__init__(_even(in_features, placement), out_features, placement, bias=bias, method=method)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -192,10 +214,9 @@ class RowParallel(Linear):
         output = self.group.all_reduce(self.method.apply(self, x, None))
         return output if self.bias is None else output.add_(self.bias)
 
-    def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        if parameter.dim() == 1:  # of output features
-            return {"": whole(parameter)}
-        return {"": shared(parameter, 1, self.group.rank * parameter.shape[1], parameter.shape[1] * self.group.size)}
+
+def _whole(size: int) -> Part:
+    return Part(size, 0, size)
 
 
 def _even(size: int, placement: Placement) -> Part:

@@ -17,11 +17,13 @@ from real.device import Placement
 from real.layers.activation import silu_and_mul
 from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
-from real.layers.linear import MergedColumnParallel, QKVParallel, RowParallel
+from real.layers.fp8 import Fp8
+from real.layers.linear import LinearMethod, MergedColumnParallel, QKVParallel, RowParallel, Unquantized
 from real.layers.norm import RMSNorm
 from real.layers.rotary import RotaryEmbedding, rotate
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
+from testbed.specs.quantization import Fp8Scheme
 
 
 class Family(NamedTuple):
@@ -35,12 +37,14 @@ LLAMA = Family()
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, method: LinearMethod) -> None:
         super().__init__()
         heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
         qkv_bias, o_bias = (True, False) if family.has_qkv_bias else (spec.attention_bias, spec.attention_bias)
-        self.qkv_proj = QKVParallel(spec.hidden_size, heads, kv_heads, head_dim, placement, bias=qkv_bias)
-        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement, bias=o_bias)
+        self.qkv_proj = QKVParallel(
+            spec.hidden_size, heads, kv_heads, head_dim, placement, bias=qkv_bias, method=method
+        )
+        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement, bias=o_bias, method=method)
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, spec.rms_norm_eps, placement) if family.normalizes_heads else None for _ in range(2)
         )
@@ -57,12 +61,12 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, method: LinearMethod) -> None:
         super().__init__()
         bias = spec.mlp_bias
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = MergedColumnParallel(spec.hidden_size, parts, placement, bias=bias)
-        self.down_proj = RowParallel(spec.intermediate_size, spec.hidden_size, placement, bias=bias)
+        self.gate_up_proj = MergedColumnParallel(spec.hidden_size, parts, placement, bias=bias, method=method)
+        self.down_proj = RowParallel(spec.intermediate_size, spec.hidden_size, placement, bias=bias, method=method)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
@@ -70,13 +74,15 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, method: LinearMethod) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.self_attn = LlamaAttention(spec, placement, family)
+        self.self_attn = LlamaAttention(spec, placement, family, method)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.mlp = (
-            LlamaMLP(spec, placement) if spec.experts is None else SparseFeedForward(spec, spec.experts, placement)
+            LlamaMLP(spec, placement, method)
+            if spec.experts is None
+            else SparseFeedForward(spec, spec.experts, placement)
         )
 
     def forward(
@@ -98,10 +104,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, method: LinearMethod) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(LlamaLayer(spec, placement, family) for _ in range(spec.num_hidden_layers))
+        self.layers = nn.ModuleList(LlamaLayer(spec, placement, family, method) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.rotary = RotaryEmbedding(spec, placement.device)
 
@@ -119,11 +125,13 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """See CausalLM for the shapes."""
+    """See CausalLM for the shapes. scheme: of the weights of the layers' projections; None: they are not quantised."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family = LLAMA) -> None:
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, family: Family = LLAMA, scheme: Fp8Scheme | None = None
+    ) -> None:
         super().__init__()
-        self.model = LlamaModel(spec, placement, family)
+        self.model = LlamaModel(spec, placement, family, Unquantized() if scheme is None else Fp8(scheme))
         tied_to = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to)
 

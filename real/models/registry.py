@@ -15,9 +15,10 @@ from real.models.opt import OPTForCausalLM
 from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import load_hf_config, read_hf_config, slides_everywhere, slides_somewhere
 from testbed.specs.model import ModelSpec, check_ranks
+from testbed.specs.quantization import PER_BLOCK, Fp8Scheme, fp8_scheme
 
 MOE = "Qwen3MoeForCausalLM"
-MODELS: dict[str, Callable[[ModelSpec, Placement], CausalLM]] = {
+MODELS: dict[str, Callable[..., CausalLM]] = {
     "Qwen3ForCausalLM": partial(LlamaForCausalLM, family=Family(normalizes_heads=True)),
     MOE: partial(LlamaForCausalLM, family=Family(normalizes_heads=True)),
     "Qwen2ForCausalLM": partial(LlamaForCausalLM, family=Family(has_qkv_bias=True)),
@@ -32,9 +33,20 @@ SILENT_OF_EXPERTS = (*SILENT_OF_ROPE, "num_experts_per_tok", "norm_topk_prob")
 SILENT_OF_OPT = (*SILENT, "do_layer_norm_before")
 
 
-def build_model(spec: ModelSpec, placement: Placement) -> CausalLM:
-    """A model with uninitialised weights, of a spec that passed `check_supported`."""
-    return MODELS[spec.architecture](spec, placement)
+def build_model(spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None = None) -> CausalLM:
+    """A model with uninitialised weights, of a spec that passed `check_supported`. scheme: None is the spec's own."""
+    scheme = scheme or _scheme_of(spec)
+    how = {} if scheme is None else {"scheme": scheme}
+    return MODELS[spec.architecture](spec, placement, **how)
+
+
+def _scheme_of(spec: ModelSpec) -> Fp8Scheme | None:
+    """How its weights are quantised: as its folder says, or as is usual."""
+    if spec.dtype != "fp8":
+        return None
+    scheme = fp8_scheme(read_hf_config(spec.path)[1]) if spec.path else PER_BLOCK
+    assert isinstance(scheme, Fp8Scheme)
+    return scheme
 
 
 def check_supported(
@@ -78,6 +90,8 @@ def _refused_shape(spec: ModelSpec) -> list[str]:
         and (spec.head_dim % 2 > 0 or (rope_type == "dynamic" and spec.head_dim == 2)),
         f"an embedding of {spec.embedding_size} dimensions for layers of {spec.hidden_size}": has_rope
         and spec.embedding_size != spec.hidden_size,
+        "FP8 weights of experts": spec.dtype == "fp8" and spec.experts is not None,
+        "FP8 weights in OPT": spec.dtype == "fp8" and not has_rope,
         f"num_experts {spec.num_experts}": (spec.experts is not None) != (spec.architecture == MOE),
     }
     return [option for option, is_refused in refused.items() if is_refused]
@@ -88,10 +102,11 @@ def _refused_options(raw: dict[str, Any]) -> list[str]:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     has_window_somewhere = slides_somewhere(raw) and raw.get("sliding_window", 4096) is not None
+    scheme = fp8_scheme(raw)
     refused = {
+        scheme if isinstance(scheme, str) else "": isinstance(scheme, str),
         "sliding-window attention in some layers only": has_window_somewhere and not slides_everywhere(raw),
         "experts in some layers only": bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1,
-        "quantised weights": bool(raw.get("quantization_config")),
         f"rotary positions in a part of each head ({share})": share not in (None, 1),
         "LayerNorm without weights": raw.get("layer_norm_elementwise_affine") is False,
         "its final LayerNorm removed": bool(raw.get("_remove_final_layer_norm")),
@@ -102,6 +117,11 @@ def _refused_options(raw: dict[str, Any]) -> list[str]:
 def _check_agrees(spec: ModelSpec, path: str) -> None:
     """What a spec says beside its config.json and no weight's shape gives away."""
     said = load_hf_config(path)
+    if (spec.dtype == "fp8") != (said["dtype"] == "fp8"):
+        raise ModelError(
+            f"model {spec.name} has dtype {spec.dtype!r}, and {path} has weights in {said['dtype']!r}; leave "
+            "model.dtype as it is there"
+        )
     silent = {MOE: SILENT_OF_EXPERTS, **dict.fromkeys(LEARNED_POSITIONS, SILENT_OF_OPT)}
     for name in silent.get(spec.architecture, SILENT_OF_ROPE):
         if getattr(spec, name) != said[name]:

@@ -10,6 +10,7 @@ from typing import Any
 from testbed.errors import ModelError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import DTYPE_BYTES, RopeScaling
+from testbed.specs.quantization import Fp8Scheme, fp8_scheme
 from testbed.specs.ranges import FACTOR, MAX_SIZE
 
 _WHOLE_NUMBERS = (
@@ -141,10 +142,11 @@ def _check_values(file: Path, raw: dict[str, Any]) -> None:
 
 
 def _dtype(file: Path, raw: dict[str, Any]) -> str:
+    """Of the weights of the layers' projections."""
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ModelError(f"{file}: 'dtype' is {shown(dtype)}; it must be one of {', '.join(DTYPE_BYTES)}")
-    return dtype
+    return "fp8" if isinstance(fp8_scheme(raw), Fp8Scheme) else dtype
 
 
 def _eos_token_id(file: Path, raw: dict[str, Any]) -> int | None:

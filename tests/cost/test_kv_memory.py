@@ -1,5 +1,6 @@
 """How many KV blocks fit: one formula and one setting, for the cache and for the prices, on any number of ranks."""
 
+import json
 from typing import cast
 
 import pytest
@@ -52,6 +53,32 @@ def test_an_fp8_cache_has_twice_the_blocks_and_moves_half_the_bytes():
     assert two.price(copies).swap_ns == pytest.approx(2 * one.price(copies).swap_ns, rel=1e-6)
     reads = [cost.breakdown(decode)["attention_decode"] for cost in (two, one)]
     assert reads[0] == pytest.approx(2 * reads[1], rel=0.01)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+LLAMA_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_checkpoint_of_fp8_weights_has_the_price_and_the_blocks_of_a_byte_a_weight(tmp_path):
+    """By its config.json alone: its dtype is that of what was not quantised."""
+    for name, change in (("wide", {}), ("narrow", {"quantization_config": FP8})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA_CONFIG | change))
+    wide, narrow = (f"model.path={tmp_path / name}" for name in ("wide", "narrow"))
+    assert compose_config([narrow]).model.dtype == "fp8"
+    usable = int(80e9 * 0.9) - (32 * LAYER + 2 * EMBEDDINGS) - ACTIVATIONS - GRAPHS
+    assert blocks(narrow).num_gpu_blocks == usable // (16 * TOKEN) > blocks(wide).num_gpu_blocks
+    step, costs_of = BatchShape(1, 100, (), 1), [price(one) for one in (wide, narrow)]
+    two, one = (cost.breakdown(step) for cost in costs_of if isinstance(cost, RooflineCost))
+    floor = 32 * 1_000  # of a product, at least
+    for product in ("qkv", "o", "gate_up", "down"):
+        assert floor < one[product] < 0.75 * two[product]
+    assert one["lm_head"] == two["lm_head"]
+    assert one["attention_decode"] == two["attention_decode"]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])

@@ -86,6 +86,12 @@ def test_models_of_all_kinds(gpu, attention, changes):
     check_a_few_steps(on_gpu(gpu, spec, attention=attention), on_cpu(spec))
 
 
+def test_fp8_weights(gpu):
+    spec = tiny_spec(dtype="fp8")
+    check_a_few_steps(on_gpu(gpu, spec, attention="triton", dtype="float32"), on_cpu(spec, dtype="float32"))
+    assert num_replays(gpu)
+
+
 @pytest.mark.parametrize("block_size", [256, 16])
 def test_flash_attention_where_it_is_installed(gpu, monkeypatch, block_size):
     """Its own pages, and those that it leaves to our kernels."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from real.layers import compiled
 from real.layers.activation import silu_and_mul
 from real.layers.compiled import can_compile, compile_shapes, compiled_on_cuda
+from real.layers.fp8 import dequantize
 from real.layers.norm import add_rms_norm, rms_norm
 from real.layers.rotary import rotate
 
@@ -31,12 +32,15 @@ def arguments(name: str, num_tokens: int, device: str, dtype: torch.dtype) -> li
         return [heads, random(16), 1e-6]
     if name == "add_rms_norm":
         return [random(num_tokens, 32), random(num_tokens, 32), random(32), 1e-6]
+    if name == "dequantize":
+        groups = [torch.arange(size, device=device) // 10 for size in (num_tokens, 32)]
+        return [random(num_tokens, 32).to(torch.float8_e4m3fn), random(4, 4).float(), *groups, dtype]
     return [random(num_tokens, 32), random(32), 1e-6] if name == "rms_norm" else [random(num_tokens, 64)]
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "rotate": rotate, "head_norm": rms_norm, "rms_norm": rms_norm, "add_rms_norm": add_rms_norm,
-    "silu_and_mul": silu_and_mul,
+    "silu_and_mul": silu_and_mul, "dequantize": dequantize,
 }  # fmt: skip
 
 
@@ -102,6 +106,7 @@ def test_they_are_compiled_for_gpus_that_know_bfloat16(monkeypatch, capability, 
     monkeypatch.setattr(compiled, "find_spec", lambda name: name)
     monkeypatch.setattr(compiled, "why_no_launchers", lambda: None)
     assert can_compile.__wrapped__(torch.device("cuda", 0)) == is_able
+    assert can_compile.__wrapped__(torch.device("cuda", 0), compiled.FP8_CAPABILITY) == (capability == (9, 0))
 
 
 @pytest.mark.gpu

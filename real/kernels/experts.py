@@ -8,12 +8,17 @@ place: results are the same in every run.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from real.kernels.formats import BITS, E4M3_BITS, PLAIN, capability, widen
+
+if TYPE_CHECKING:
+    from real.layers.fp8 import Matrix
 
 MIN_TILE, MAX_TILE = 16, 64  # pairs of a tile: what tensor cores take at least, and what keeps both sums in registers
 BLOCK_N, BLOCK_K = 64, 64  # output features of a program, input features of a turn
@@ -27,11 +32,31 @@ def load_part(rows, at, exists, NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(rows + at[None, :], mask=exists[:, None] & (at < NUM_IN)[None, :], other=0.0)
 
 
+@triton.jit
+def load_weight(
+    rows, at, exists, scale_rows, column_groups, dtype: tl.constexpr,
+    NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """As load_part, of a weight, in the format that it is multiplied in; FP8 times its scales, rounded once.
+
+    scale_rows: where the scales of each row begin; column_groups: which of them is that of each column.
+    """
+    part = load_part(rows, at, exists, NUM_IN, BLOCK_K)
+    if FORMAT != PLAIN:
+        groups = tl.load(column_groups + at, mask=at < NUM_IN, other=0)
+        scales = tl.load(scale_rows + groups[None, :], mask=exists[:, None], other=0.0)
+        if FORMAT == E4M3_BITS:
+            scales *= 256.0  # see formats.py
+        part = (widen(part, tl.float32, FORMAT) * scales).to(dtype)
+    return part
+
+
 @triton.jit(do_not_specialize_on_alignment=["order", "tiles"])
 def gate_up_kernel(
-    output, x, weight, order, tiles, stride_x, stride_expert, stride_row, stride_output,
+    output, x, weight, scales, row_groups, column_groups, order, tiles,
+    stride_x, stride_expert, stride_row, stride_scales, stride_scale_row, stride_output,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, PER_TOKEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, features): silu(x @ gate.T) * (x @ up.T) of a tile's pairs, stored in sorted order.
 
@@ -47,14 +72,24 @@ def gate_up_kernel(
     tokens = (tl.load(order + places, mask=is_pair, other=0) // PER_TOKEN).to(tl.int64)
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_feature = features < NUM_OUT
-    rows = weight + expert * stride_expert + features.to(tl.int64) * stride_row
+    rows = (weight + expert * stride_expert + features.to(tl.int64) * stride_row)[:, None]
+    of_gates = rows  # where scales begin, which FP8 alone has
+    of_ups = rows
+    if FORMAT != PLAIN:
+        own = scales + expert * stride_scales
+        of_gates = (own + tl.load(row_groups + features, mask=is_feature, other=0) * stride_scale_row)[:, None]
+        of_ups = (own + tl.load(row_groups + NUM_OUT + features, mask=is_feature, other=0) * stride_scale_row)[:, None]
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, NUM_IN, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         part = load_part(x + tokens[:, None] * stride_x, at, is_pair, NUM_IN, BLOCK_K)  # [BLOCK_M, BLOCK_K]
-        of_gate = load_part(rows[:, None], at, is_feature, NUM_IN, BLOCK_K)  # [BLOCK_N, BLOCK_K]
-        of_up = load_part(rows[:, None] + NUM_OUT * stride_row, at, is_feature, NUM_IN, BLOCK_K)
+        of_gate = load_weight(
+            rows, at, is_feature, of_gates, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT
+        )  # [BLOCK_N, BLOCK_K]
+        of_up = load_weight(
+            rows + NUM_OUT * stride_row, at, is_feature, of_ups, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT
+        )
         gate = tl.dot(part, tl.trans(of_gate), gate, input_precision="ieee")
         up = tl.dot(part, tl.trans(of_up), up, input_precision="ieee")
     inner = gate * tl.sigmoid(gate) * up
@@ -66,9 +101,10 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["order", "tiles"])
 def down_kernel(
-    output, x, weight, shares, order, tiles, stride_x, stride_expert, stride_row, stride_output,
+    output, x, weight, scales, row_groups, column_groups, shares, order, tiles,
+    stride_x, stride_expert, stride_row, stride_scales, stride_scale_row, stride_output,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, features): share * (x @ down.T) of a tile's pairs, x in sorted order, each stored at its pair.
 
@@ -83,12 +119,16 @@ def down_kernel(
     pair = tl.load(order + places, mask=is_pair, other=0).to(tl.int64)
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_feature = features < NUM_OUT
-    rows = weight + expert * stride_expert + features.to(tl.int64) * stride_row
+    rows = (weight + expert * stride_expert + features.to(tl.int64) * stride_row)[:, None]
+    of_rows = rows
+    if FORMAT != PLAIN:
+        own = scales + expert * stride_scales
+        of_rows = (own + tl.load(row_groups + features, mask=is_feature, other=0) * stride_scale_row)[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, NUM_IN, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         part = load_part(x + places.to(tl.int64)[:, None] * stride_x, at, is_pair, NUM_IN, BLOCK_K)
-        of_down = load_part(rows[:, None], at, is_feature, NUM_IN, BLOCK_K)
+        of_down = load_weight(rows, at, is_feature, of_rows, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT)
         total = tl.dot(part, tl.trans(of_down), total, input_precision="ieee")
     share = tl.load(shares + pair, mask=is_pair, other=0.0).to(tl.float32)
     tl.store(
@@ -124,24 +164,37 @@ def routes(experts: Tensor, num_experts: int) -> Routes:
     return Routes(order.int(), torch.stack([expert, first, last], 1).int(), block_m)
 
 
-def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """x [num_tokens, hidden]; shares and experts (int64) [num_tokens, per_token]; gate_up [num_experts, 2 * inner,
-    hidden]; down [num_experts, hidden, inner] -> the shares' sum of what the experts give, [num_tokens, hidden]."""
+def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
+    """x [num_tokens, hidden]; shares and experts (int64) [num_tokens, per_token]; gate_up: of [num_experts, 2 * inner,
+    hidden]; down: of [num_experts, hidden, inner] -> the shares' sum of what the experts give, [num_tokens, hidden]."""
     num_tokens, per_token = experts.shape
-    num_experts, hidden, inner = down.shape
-    assert x.stride(1) == gate_up.stride(2) == down.stride(2) == 1, "the elements of a row lie side by side"
+    num_experts, hidden, inner = down.weight.shape
+    assert x.stride(1) == 1, "the elements of a row lie side by side"
     order, tiles, block_m = routes(experts, num_experts)
     between = x.new_empty((num_tokens * per_token, inner))
+    weight, strides, kind = _stored(gate_up)
     gate_up_kernel[(len(tiles), triton.cdiv(inner, BLOCK_N))](
-        between, x, gate_up, order, tiles,
-        x.stride(0), gate_up.stride(0), gate_up.stride(1), between.stride(0),
+        between, x, *weight, order, tiles, x.stride(0), *strides, between.stride(0),
         NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, FORMAT=kind, num_warps=4,
     )  # fmt: skip
     results = x.new_empty((num_tokens * per_token, hidden))
+    weight, strides, kind = _stored(down)
     down_kernel[(len(tiles), triton.cdiv(hidden, BLOCK_N))](
-        results, between, down, shares.contiguous(), order, tiles,
-        between.stride(0), down.stride(0), down.stride(1), results.stride(0),
-        NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
+        results, between, *weight, shares.contiguous(), order, tiles, between.stride(0), *strides, results.stride(0),
+        NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, FORMAT=kind, num_warps=4,
     )  # fmt: skip
     return results.view(num_tokens, per_token, hidden).sum(1)
+
+
+def _stored(matrix: Matrix) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
+    """Weight, scales and groups as the kernels take them; strides of experts and rows of both; the format."""
+    weight, scales, rows, columns = matrix
+    assert weight.stride(2) == 1, "the elements of a row lie side by side"
+    if scales is None:
+        return (weight, None, None, None), (weight.stride(0), weight.stride(1), 0, 0), 0
+    strides = weight.stride(0), weight.stride(1), scales.stride(0), scales.stride(1)
+    found = capability(weight.device)
+    if found is not None and found >= (8, 9):
+        return (weight, scales, rows, columns), strides, 1
+    return (weight.view(torch.uint8), scales, rows, columns), strides, BITS[weight.dtype]

@@ -17,55 +17,59 @@ from torch.nn import functional
 from real.device import Placement
 from real.kernels import why_not
 from real.layers.activation import silu_and_mul
-from real.layers.linear import Linear, share
-from real.layers.slots import Slot, empty_parameter, shared
+from real.layers.fp8 import Fp8Layout, Matrix, fp8_matrix, register_fp8
+from real.layers.linear import Linear, Part, dense_slots, even_part, whole_part
+from real.layers.slots import Slot, empty_parameter
 from testbed.errors import DeviceError
 from testbed.specs.model import ExpertsShape, ModelSpec
+from testbed.specs.quantization import Fp8Scheme
 
 
-class GateUpExperts(nn.Module):
-    """`weight` [num_experts, 2 * inner / ranks, hidden]: of each expert, gate above up."""
+class ExpertProjection(nn.Module):
+    """One or several projections of every expert: `weight` [num_experts, out_features, in_features], with scales where
+    it is FP8. rows, columns: of one expert, as those of a Linear."""
 
-    def __init__(self, shape: ExpertsShape, hidden_size: int, placement: Placement) -> None:
+    def __init__(
+        self, num: int, rows: Mapping[str, Part], columns: Part, placement: Placement, scheme: Fp8Scheme | None
+    ) -> None:
         super().__init__()
-        self.inner, self.kept = shape.inner_size, share(shape.inner_size, placement)
-        self.start = placement.group.rank * self.kept
-        self.weight = empty_parameter((shape.num, 2 * self.kept, hidden_size), placement)
+        self._rows, self._columns, self._scheme = rows, columns, scheme
+        if scheme is None:
+            num_out = sum(part.kept for part in rows.values())
+            self.weight = empty_parameter((num, num_out, columns.kept), placement)
+        else:
+            register_fp8(self, scheme, rows, columns, placement.device, (num,))
+
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self.weight) if self._scheme is None else fp8_matrix(self, self._scheme)
 
     def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        return {
-            f"{expert}.{part}": shared(view, 0, self.start, self.inner)
-            for expert, weight in enumerate(parameter)
-            for part, view in zip(("gate_proj", "up_proj"), weight.split(self.kept), strict=True)
-        }
-
-
-class DownExperts(nn.Module):
-    """`weight` [num_experts, hidden, inner / ranks]."""
-
-    def __init__(self, shape: ExpertsShape, hidden_size: int, placement: Placement) -> None:
-        super().__init__()
-        self.inner, kept = shape.inner_size, share(shape.inner_size, placement)
-        self.start = placement.group.rank * kept
-        self.weight = empty_parameter((shape.num, hidden_size, kept), placement)
-
-    def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        return {
-            f"{expert}.down_proj": shared(weight, 1, self.start, self.inner) for expert, weight in enumerate(parameter)
-        }
+        found: dict[str, Slot] = {}
+        for expert, one in enumerate(parameter):
+            if self._scheme is not None and name == self._scheme.scale_name:
+                slots: Mapping[str, Slot] = Fp8Layout(self._scheme, self._rows, self._columns).slots(one)
+            else:
+                slots = dense_slots(self._rows, self._columns, one)
+            found |= {f"{expert}.{part}": slot for part, slot in slots.items()}
+        return found
 
 
 class Experts(nn.Module):
     """All experts of a layer."""
 
-    def __init__(self, shape: ExpertsShape, hidden_size: int, placement: Placement) -> None:
+    def __init__(
+        self, shape: ExpertsShape, hidden_size: int, placement: Placement, scheme: Fp8Scheme | None = None
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpExperts(shape, hidden_size, placement)
-        self.down_proj = DownExperts(shape, hidden_size, placement)
+        hidden, inner = whole_part(hidden_size), even_part(shape.inner_size, placement)
+        gate_up = {"gate_proj": inner, "up_proj": inner}  # gate above up
+        self.gate_up_proj = ExpertProjection(shape.num, gate_up, hidden, placement, scheme)
+        self.down_proj = ExpertProjection(shape.num, {"down_proj": hidden}, inner, placement, scheme)
 
     def forward(self, x: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """x [num_tokens, hidden]; shares and experts [num_tokens, per_token] -> [num_tokens, hidden], of this rank."""
-        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
+        gate_up, down = self.gate_up_proj.matrix, self.down_proj.matrix
         if x.is_cuda:
             from real.kernels.experts import run_experts  # not at the top: needs Triton
 
@@ -76,17 +80,20 @@ class Experts(nn.Module):
 class SparseFeedForward(nn.Module):
     """Router and experts, [num_tokens, hidden] in and out. Module names are those of Hugging Face's Qwen3-MoE.
 
-    Raises DeviceError on a GPU that the kernels cannot run on.
+    scheme: of the experts' weights; None: they are not quantised, as the router never is. Raises DeviceError on a GPU
+    that the kernels cannot run on.
     """
 
-    def __init__(self, spec: ModelSpec, shape: ExpertsShape, placement: Placement) -> None:
+    def __init__(
+        self, spec: ModelSpec, shape: ExpertsShape, placement: Placement, scheme: Fp8Scheme | None = None
+    ) -> None:
         super().__init__()
         if placement.device.type == "cuda" and (why := why_not(placement.device)) is not None:
             raise DeviceError(f"model {spec.name} has experts, whose Triton kernels do not run here: {why}")
         self.group = placement.group
         self.per_token, self.norm_topk_prob = shape.per_token, spec.norm_topk_prob
         self.gate = Linear(spec.hidden_size, shape.num, placement)
-        self.experts = Experts(shape, spec.hidden_size, placement)
+        self.experts = Experts(shape, spec.hidden_size, placement, scheme)
 
     def forward(self, hidden: Tensor) -> Tensor:
         shares, experts = choose_experts(self.gate(hidden), self.per_token, normalizes=self.norm_topk_prob)
@@ -100,11 +107,11 @@ def choose_experts(scores: Tensor, per_token: int, *, normalizes: bool) -> tuple
     return (shares / shares.sum(-1, keepdim=True) if normalizes else shares), experts
 
 
-def run_experts_one_by_one(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def run_experts_one_by_one(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
     """As real.kernels.experts.run_experts, in plain torch: each expert that was chosen takes its tokens at once."""
     result = torch.zeros_like(x)
     for expert in sorted({*experts.flatten().tolist()}):
         tokens, place = (experts == expert).nonzero(as_tuple=True)
-        inner = silu_and_mul(functional.linear(x[tokens], gate_up[expert]))
-        result.index_add_(0, tokens, functional.linear(inner, down[expert]) * shares[tokens, place, None])
+        inner = silu_and_mul(functional.linear(x[tokens], gate_up.one(expert, x.dtype)))
+        result.index_add_(0, tokens, functional.linear(inner, down.one(expert, x.dtype)) * shares[tokens, place, None])
     return result

@@ -12,17 +12,90 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from real.device import Placement
 from real.layers.compiled import FP8_CAPABILITY, compiled_on_cuda
-from real.layers.linear import Linear, Part, dense_slots, multiply
+from real.layers.linear import Linear, LinearMethod, Part, Unquantized, dense_slots, multiply
 from real.layers.slots import Slot, shared
 from testbed.specs.quantization import Fp8Scheme
 
 STORED = torch.float8_e4m3fn
+
+
+class Matrix(NamedTuple):
+    """A weight as it is stored, or several of the same shape in a dimension before. scales: None: it is the weight."""
+
+    weight: Tensor  # [..., out_features, in_features]
+    scales: Tensor | None = None  # float32 [..., groups of rows, groups of columns]
+    row_groups: Tensor | None = None  # int32 [out_features]: the group that each is in
+    column_groups: Tensor | None = None  # int32 [in_features]
+
+    def one(self, index: int, dtype: torch.dtype) -> Tensor:
+        """One of several, as something to multiply by."""
+        if self.scales is None or self.row_groups is None or self.column_groups is None:
+            return self.weight[index]
+        return dequantize(self.weight[index], self.scales[index], self.row_groups, self.column_groups, dtype)
+
+
+class Fp8Layout:
+    """Which scales a rank keeps of a weight of which it has these rows and columns."""
+
+    def __init__(self, scheme: Fp8Scheme, rows: Mapping[str, Part], columns: Part) -> None:
+        self._scheme, self._rows, self._columns = scheme, rows, columns
+        self._num = {name: num_groups(part, scheme.rows) for name, part in rows.items()}
+        self.shape = sum(self._num.values()), num_groups(columns, scheme.columns)
+
+    def groups(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each row and each column the group that it is in, int32."""
+        begin, rows = 0, []
+        for name, part in self._rows.items():
+            rows.append(_group_of_each(part, self._scheme.rows) + begin)
+            begin += self._num[name]
+        return torch.cat(rows).to(device), _group_of_each(self._columns, self._scheme.columns).to(device)
+
+    def slots(self, scales: Tensor) -> dict[str, Slot]:
+        """scales: of `shape`."""
+        views = torch.split(scales, [*self._num.values()])
+        return {name: self._slot(view, part) for (name, part), view in zip(self._rows.items(), views, strict=True)}
+
+    def _slot(self, view: Tensor, rows: Part) -> Slot:
+        """Scales are shared out as the weights are; that of a block which lies on two ranks goes to both."""
+        scheme, columns = self._scheme, self._columns
+        if scheme.rows is None:  # one of the whole tensor: a scalar
+            return Slot(view[0, 0], ())
+        if scheme.columns is not None and not columns.is_whole:
+            return shared(view, 1, columns.start // scheme.columns, -(-columns.size // scheme.columns))
+        return shared(view, 0, rows.start // scheme.rows, -(-rows.size // scheme.rows))
+
+
+def register_fp8(
+    layer: nn.Module,
+    scheme: Fp8Scheme,
+    rows: Mapping[str, Part],
+    columns: Part,
+    device: torch.device,
+    num: tuple[int, ...] = (),
+) -> None:
+    """Gives a layer `weight`, its scales under the scheme's name, `row_groups` and `column_groups`. num: of weights of
+    the same shape, if there are several."""
+    layout = Fp8Layout(scheme, rows, columns)
+    weight = torch.empty((*num, sum(part.kept for part in rows.values()), columns.kept), device=device, dtype=STORED)
+    scales = torch.empty((*num, *layout.shape), device=device, dtype=torch.float32)
+    layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+    layer.register_parameter(scheme.scale_name, nn.Parameter(scales, requires_grad=False))
+    row_groups, column_groups = layout.groups(device)
+    layer.register_buffer("row_groups", row_groups, persistent=False)
+    layer.register_buffer("column_groups", column_groups, persistent=False)
+
+
+def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme) -> Matrix:
+    """What `register_fp8` gave it."""
+    weight, scales = layer.get_parameter("weight"), layer.get_parameter(scheme.scale_name)
+    return Matrix(weight, scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups"))
 
 
 class Fp8:
@@ -30,47 +103,27 @@ class Fp8:
     [groups of rows, groups of columns]."""
 
     def __init__(self, scheme: Fp8Scheme) -> None:
-        self._scheme = scheme
+        self.scheme = scheme
 
     def create_weights(self, layer: Linear, placement: Placement) -> None:
-        scheme, device = self._scheme, placement.device
-        num_out = sum(part.kept for part in layer.rows.values())
-        weight = torch.empty((num_out, layer.columns.kept), device=device, dtype=STORED)
-        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-        groups, rows = 0, []
-        for part in layer.rows.values():
-            own = group_of_each(part, scheme.rows)
-            rows.append(own - own[0] + groups)
-            groups += num_groups(part, scheme.rows)
-        columns = group_of_each(layer.columns, scheme.columns)
-        scales = torch.empty((groups, num_groups(layer.columns, scheme.columns)), device=device, dtype=torch.float32)
-        layer.register_parameter(scheme.scale_name, nn.Parameter(scales, requires_grad=False))
-        layer.register_buffer("row_groups", torch.cat(rows).to(device), persistent=False)
-        layer.register_buffer("column_groups", (columns - columns[0]).to(device), persistent=False)
+        register_fp8(layer, self.scheme, layer.rows, layer.columns, placement.device)
 
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight, scales = layer.get_parameter("weight"), layer.get_parameter(self._scheme.scale_name)
-        rows, columns = layer.get_buffer("row_groups"), layer.get_buffer("column_groups")
+        weight, scales, rows, columns = fp8_matrix(layer, self.scheme)
+        assert scales is not None
+        assert rows is not None
+        assert columns is not None
         return multiply(x, dequantize(weight, scales, rows, columns, x.dtype), bias)
 
     def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        if name != self._scheme.scale_name:
-            return dense_slots(layer, parameter)
-        found, begin = {}, 0
-        for part_name, part in layer.rows.items():
-            end = begin + num_groups(part, self._scheme.rows)
-            found[part_name] = self._scale_slot(parameter[begin:end], part, layer.columns)
-            begin = end
-        return found
+        if name == self.scheme.scale_name:
+            return Fp8Layout(self.scheme, layer.rows, layer.columns).slots(parameter)
+        return dense_slots(layer.rows, layer.columns, parameter)
 
-    def _scale_slot(self, view: Tensor, rows: Part, columns: Part) -> Slot:
-        """Scales are shared out as the weights are; that of a block which lies on two ranks goes to both."""
-        scheme = self._scheme
-        if scheme.rows is None:  # one of the whole tensor: a scalar
-            return Slot(view[0, 0], ())
-        if columns.kept < columns.size and scheme.columns is not None:
-            return shared(view, 1, columns.start // scheme.columns, -(-columns.size // scheme.columns))
-        return shared(view, 0, rows.start // scheme.rows, -(-rows.size // scheme.rows))
+
+def linear_method(scheme: Fp8Scheme | None) -> LinearMethod:
+    """For weights that are quantised so, or not."""
+    return Unquantized() if scheme is None else Fp8(scheme)
 
 
 def num_groups(part: Part, size: int | None) -> int:
@@ -78,11 +131,12 @@ def num_groups(part: Part, size: int | None) -> int:
     return 1 if size is None else -(-(part.start + part.kept) // size) - part.start // size
 
 
-def group_of_each(part: Part, size: int | None) -> Tensor:
-    """Of each row or column of a rank's part, the group that it is in, counted in the whole; int64 [part.kept]."""
+def _group_of_each(part: Part, size: int | None) -> Tensor:
+    """Of each row or column of a rank's part, which of the groups that the part touches it is in; int32 [part.kept]."""
     if size is None:
-        return torch.zeros(part.kept, dtype=torch.int64)
-    return torch.arange(part.start, part.start + part.kept) // size
+        return torch.zeros(part.kept, dtype=torch.int32)
+    first = part.start // size
+    return (torch.arange(part.start, part.start + part.kept) // size - first).to(torch.int32)
 
 
 @partial(compiled_on_cuda, least=FP8_CAPABILITY)

@@ -57,15 +57,15 @@ class Unquantized:
         return multiply(x, layer.get_parameter("weight"), bias)
 
     def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        return dense_slots(layer, parameter)
+        return dense_slots(layer.rows, layer.columns, parameter)
 
 
-def dense_slots(layer: Linear, parameter: Tensor) -> Mapping[str, Slot]:
-    """Of a weight or a bias: the packed projections one below the other, or the columns of one."""
-    if parameter.dim() == 2 and not layer.columns.is_whole:
-        return {"": shared(parameter, 1, layer.columns.start, layer.columns.size)}
-    views = torch.split(parameter, [part.kept for part in layer.rows.values()])
-    pairs = zip(layer.rows.items(), views, strict=True)
+def dense_slots(rows: Mapping[str, Part], columns: Part, parameter: Tensor) -> Mapping[str, Slot]:
+    """Of a weight or a bias that has these rows and columns of the whole; one or the other is shared out."""
+    views = torch.split(parameter, [part.kept for part in rows.values()])
+    pairs = zip(rows.items(), views, strict=True)
+    if parameter.dim() == 2 and not columns.is_whole:
+        return {name: shared(view, 1, columns.start, columns.size) for (name, _), view in pairs}
     return {name: shared(view, 0, part.start, part.size) for (name, part), view in pairs}
 
 
@@ -108,8 +108,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.group = placement.group
-        self.columns = _whole(in_features) if isinstance(in_features, int) else in_features
-        self.rows = {"": _whole(out_features)} if isinstance(out_features, int) else out_features
+        self.columns = whole_part(in_features) if isinstance(in_features, int) else in_features
+        self.rows = {"": whole_part(out_features)} if isinstance(out_features, int) else out_features
         self.method = method or Unquantized()
         self.method.create_weights(self, placement)
         num_out = sum(part.kept for part in self.rows.values())
@@ -137,7 +137,7 @@ class MergedColumnParallel(Linear):
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        rows = {name: _even(part, placement) if isinstance(part, int) else part for name, part in parts.items()}
+        rows = {name: even_part(part, placement) if isinstance(part, int) else part for name, part in parts.items()}
         super().__init__(in_features, rows, placement, bias=bias, method=method)
 
 
@@ -206,7 +206,7 @@ class RowParallel(Linear):
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        super().__init__(_even(in_features, placement), out_features, placement, bias=bias, method=method)
+        super().__init__(even_part(in_features, placement), out_features, placement, bias=bias, method=method)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -215,10 +215,12 @@ class RowParallel(Linear):
         return output if self.bias is None else output.add_(self.bias)
 
 
-def _whole(size: int) -> Part:
+def whole_part(size: int) -> Part:
+    """Of features that lie whole on every rank."""
     return Part(size, 0, size)
 
 
-def _even(size: int, placement: Placement) -> Part:
+def even_part(size: int, placement: Placement) -> Part:
+    """Of features that are shared out evenly."""
     kept = share(size, placement)
     return Part(size, placement.group.rank * kept, kept)

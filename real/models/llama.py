@@ -17,8 +17,8 @@ from real.device import Placement
 from real.layers.activation import silu_and_mul
 from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
-from real.layers.fp8 import Fp8
-from real.layers.linear import LinearMethod, MergedColumnParallel, QKVParallel, RowParallel, Unquantized
+from real.layers.fp8 import linear_method
+from real.layers.linear import MergedColumnParallel, QKVParallel, RowParallel
 from real.layers.norm import RMSNorm
 from real.layers.rotary import RotaryEmbedding, rotate
 from real.models.interface import CausalLM
@@ -37,9 +37,10 @@ LLAMA = Family()
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, method: LinearMethod) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, scheme: Fp8Scheme | None) -> None:
         super().__init__()
         heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        method = linear_method(scheme)
         qkv_bias, o_bias = (True, False) if family.has_qkv_bias else (spec.attention_bias, spec.attention_bias)
         self.qkv_proj = QKVParallel(
             spec.hidden_size, heads, kv_heads, head_dim, placement, bias=qkv_bias, method=method
@@ -61,12 +62,12 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, method: LinearMethod) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None) -> None:
         super().__init__()
-        bias = spec.mlp_bias
-        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        inner, bias, method = spec.intermediate_size, spec.mlp_bias, linear_method(scheme)
+        parts = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = MergedColumnParallel(spec.hidden_size, parts, placement, bias=bias, method=method)
-        self.down_proj = RowParallel(spec.intermediate_size, spec.hidden_size, placement, bias=bias, method=method)
+        self.down_proj = RowParallel(inner, spec.hidden_size, placement, bias=bias, method=method)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
@@ -74,15 +75,15 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, method: LinearMethod) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, scheme: Fp8Scheme | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.self_attn = LlamaAttention(spec, placement, family, method)
+        self.self_attn = LlamaAttention(spec, placement, family, scheme)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.mlp = (
-            LlamaMLP(spec, placement, method)
+            LlamaMLP(spec, placement, scheme)
             if spec.experts is None
-            else SparseFeedForward(spec, spec.experts, placement)
+            else SparseFeedForward(spec, spec.experts, placement, scheme)
         )
 
     def forward(
@@ -104,10 +105,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, method: LinearMethod) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, scheme: Fp8Scheme | None) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(LlamaLayer(spec, placement, family, method) for _ in range(spec.num_hidden_layers))
+        self.layers = nn.ModuleList(LlamaLayer(spec, placement, family, scheme) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.rotary = RotaryEmbedding(spec, placement.device)
 
@@ -131,7 +132,7 @@ class LlamaForCausalLM(CausalLM):
         self, spec: ModelSpec, placement: Placement, family: Family = LLAMA, scheme: Fp8Scheme | None = None
     ) -> None:
         super().__init__()
-        self.model = LlamaModel(spec, placement, family, Unquantized() if scheme is None else Fp8(scheme))
+        self.model = LlamaModel(spec, placement, family, scheme)
         tied_to = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to)
 

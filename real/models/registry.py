@@ -90,7 +90,6 @@ def _refused_shape(spec: ModelSpec) -> list[str]:
         and (spec.head_dim % 2 > 0 or (rope_type == "dynamic" and spec.head_dim == 2)),
         f"an embedding of {spec.embedding_size} dimensions for layers of {spec.hidden_size}": has_rope
         and spec.embedding_size != spec.hidden_size,
-        "FP8 weights of experts": spec.dtype == "fp8" and spec.experts is not None,
         "FP8 weights in OPT": spec.dtype == "fp8" and not has_rope,
         f"num_experts {spec.num_experts}": (spec.experts is not None) != (spec.architecture == MOE),
     }

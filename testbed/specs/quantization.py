@@ -69,7 +69,9 @@ def _compressed(config: dict[str, Any]) -> Fp8Scheme | str:
     if not isinstance(group, dict) or not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
         return "weights quantised by compressed-tensors in other groups than one of all linear layers"
     kind = (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True))
-    if kind != ("float", 8, True) or config.get("kv_cache_scheme") or config.get("sparsity_config"):
+    sparsity = config.get("sparsity_config") or {}
+    is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
+    if kind != ("float", 8, True) or config.get("kv_cache_scheme") or not is_dense:
         return "weights quantised by compressed-tensors as other than symmetric float of 8 bits"
     strategy, block = weights.get("strategy"), weights.get("block_structure")
     if strategy == "block" and block == [*BLOCK]:

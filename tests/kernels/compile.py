@@ -72,6 +72,7 @@ def variants(target: int) -> Iterator[Variant]:
     yield from attention_variants(torch.float32, "fp32", 128, 4, None, target)
     yield from small_variants()
     yield from (variant(*shape) for shape in step_shapes())
+    yield from expert_variants(target)
 
 
 def attention_variants(
@@ -147,25 +148,29 @@ def small_variants() -> Iterator[Variant]:
             "LEAST": parts.MIN_PART, "ROWS": parts.ROWS, "ITEMS": parts.ITEMS, "HAS_WINDOW": has_window,
         }  # fmt: skip
         yield variant(f"plan{rows}{' window' if has_window else ''}", parts.plan_kernel, {}, constants, 4)
-    yield from expert_variants()
     yield variant("copy", block_copy.copy_kernel, {"words": "*i64"}, {"WORDS": 4096, "CHUNK": block_copy.CHUNK}, 4)
 
 
-def expert_variants() -> Iterator[Variant]:
+def expert_variants(target: int) -> Iterator[Variant]:
     """Both products of Qwen3-30B-A3B's experts, at the least and at the most pairs of a tile."""
     from real.kernels import experts
 
-    for dtype, label in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        names = ("output", "x", "weight", "shares")
-        pointers = dict.fromkeys(names, POINTERS[dtype])
+    fp8 = (1, "*fp8e4nv") if target >= 89 else (2, "*u8")
+    plain = {"scales": None, "row_groups": None, "column_groups": None}
+    for dtype, label, kind, weight in (
+        (torch.bfloat16, "bf16", 0, "*bf16"), (torch.bfloat16, "bf16 e4m3", *fp8), (torch.float32, "fp32", 0, "*fp32")
+    ):  # fmt: skip
+        pointers = {"output": POINTERS[dtype], "x": POINTERS[dtype], "weight": weight}
+        pointers |= {"scales": "*fp32"} if kind else {}
         for block_m in (experts.MIN_TILE, experts.MAX_TILE):
-            constants = {"BLOCK_M": block_m, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K}
+            tiles = {"BLOCK_M": block_m, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K, "FORMAT": kind}
+            tiles |= {} if kind else plain
             name = f"{label} tile {block_m}"
-            gate_up = {key: pointers[key] for key in names if key != "shares"}
             sizes = {"NUM_IN": 2048, "NUM_OUT": 768, "PER_TOKEN": 8}
-            yield variant(f"experts gate-up {name}", experts.gate_up_kernel, gate_up, constants | sizes, 4)
+            yield variant(f"experts gate-up {name}", experts.gate_up_kernel, pointers, tiles | sizes, 4)
             sizes = {"NUM_IN": 768, "NUM_OUT": 2048}
-            yield variant(f"experts down {name}", experts.down_kernel, pointers, constants | sizes, 4)
+            shares = {"shares": POINTERS[dtype]}
+            yield variant(f"experts down {name}", experts.down_kernel, pointers | shares, tiles | sizes, 4)
 
 
 INT64 = ("slots", "pairs")

@@ -24,7 +24,7 @@ def compile_by(arguments: list[str], cache: Path, **env: str) -> subprocess.Comp
 
 @pytest.mark.parametrize("target", ["80", "90"])
 def test_main_shapes_compile_without_spills(target, tmp_path):
-    wanted = r"bf16 head 128 group [48]$|^(store|reduce|plan|copy)|^experts .*bf16"
+    wanted = r"bf16 head 128 group [48]$|^(store|reduce|plan|copy)|^experts .*bf16 tile"
     done = compile_by(["--targets", target, "--filter", wanted], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
@@ -53,14 +53,16 @@ def test_the_kernels_around_attention_compile_without_spills(tmp_path):
 
 
 def test_what_is_rare_compiles_too(tmp_path):
-    """FP8 as bits (e4m3 on sm_80) and as the GPU reads it, ALiBi, a head size that is no power of two, the largest."""
+    """FP8 as bits (e4m3 on sm_80) and as the GPU reads it, ALiBi, a head size that is no power of two, the
+    largest, experts."""
     wanted = (
         r"^decode split bf16 head 64 group 4 e|^prefill .*alibi|^decode bf16 head 80 group 1$|bf16 head 256 group 1$"
+        r"|^experts .* e4m3 "
     )
     done = compile_by(["--filter", wanted], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    assert len(lines) == 2 * 10
+    assert len(lines) == 2 * (10 + 4)
     for line in lines:
         _, target, _, _, shared_bytes, _ = line.rsplit(maxsplit=5)
         assert int(shared_bytes) <= SHARED_BYTES[target.removeprefix("sm_")], line

@@ -258,18 +258,29 @@ def tiles_of(values: Values) -> Iterator[tuple[int, slice, Tensor]]:
             yield expert, slice(first, last), order[first:last].long()
 
 
+def expert_weight(values: Values, expert: int) -> Tensor:
+    """float32 [out, in]."""
+    weight, scales = values["weight"][expert], values["scales"]
+    if scales is None:
+        return weight.float()
+    check_strides(values, stride_scales=("scales", 0), stride_scale_row=("scales", 1))
+    rows, columns = values["row_groups"].long(), values["column_groups"].long()
+    must(values["FORMAT"] == (1 if weight.dtype == FP8[2] else 2), "e4m3 as it is, or its bits")
+    return weight.view(FP8[2]).float() * scales[expert][rows][:, columns]
+
+
 def gate_up(values: Values) -> None:
     must(2 * values["NUM_OUT"] == values["weight"].shape[1], "gate above up")
     for expert, places, pairs in tiles_of(values):
         x = values["x"][pairs // values["PER_TOKEN"]].float()
-        gate, up = (x @ values["weight"][expert].float().T).chunk(2, 1)
+        gate, up = (x @ expert_weight(values, expert).T).chunk(2, 1)
         values["output"][places] = (torch.nn.functional.silu(gate) * up).to(values["output"].dtype)
 
 
 def down(values: Values) -> None:
     must(values["NUM_OUT"] == values["weight"].shape[1], "an output feature a row")
     for expert, places, pairs in tiles_of(values):
-        x = values["x"][places].float() @ values["weight"][expert].float().T
+        x = values["x"][places].float() @ expert_weight(values, expert).T
         values["output"][pairs] = (x * values["shares"].flatten()[pairs, None].float()).to(values["output"].dtype)
 
 

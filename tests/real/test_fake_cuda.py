@@ -86,8 +86,9 @@ def test_models_of_all_kinds(gpu, attention, changes):
     check_a_few_steps(on_gpu(gpu, spec, attention=attention), on_cpu(spec))
 
 
-def test_fp8_weights(gpu):
-    spec = tiny_spec(dtype="fp8")
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["one feed-forward", "experts"])
+def test_fp8_weights(gpu, changes):
+    spec = tiny_spec(dtype="fp8", **changes)
     check_a_few_steps(on_gpu(gpu, spec, attention="triton", dtype="float32"), on_cpu(spec, dtype="float32"))
     assert num_replays(gpu)
 

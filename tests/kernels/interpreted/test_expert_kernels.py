@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from real.kernels.experts import MAX_TILE, MIN_TILE, routes, run_experts
 from real.layers.experts import choose_experts, run_experts_one_by_one
+from real.layers.fp8 import STORED, Fp8Layout, Matrix
+from real.layers.linear import whole_part
+from testbed.specs.quantization import Fp8Scheme
 
 
 @settings(max_examples=25)
@@ -38,11 +41,40 @@ def test_results_are_those_of_each_expert_by_itself(
     )  # fmt: skip
     scores = draw(1 if crowds else num_tokens, num_experts).expand(num_tokens, -1)
     shares, experts = choose_experts(scores, per_token, normalizes=True)
-    output = run_experts(x, shares.to(dtype), experts, gate_up, down)
-    expected = run_experts_one_by_one(x.double(), shares.to(dtype).double(), experts, gate_up.double(), down.double())
+    output = run_experts(x, shares.to(dtype), experts, Matrix(gate_up), Matrix(down))
+    wide = [Matrix(part.double()) for part in (gate_up, down)]
+    expected = run_experts_one_by_one(x.double(), shares.to(dtype).double(), experts, *wide)
     tolerance = 5e-6 if dtype == torch.float32 else 4e-3
     largest = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(output.double(), expected, atol=tolerance * largest, rtol=0)
+
+
+@settings(max_examples=15)
+@given(
+    num_tokens=st.sampled_from([1, 9]),
+    groups=st.sampled_from([(10, 7), (128, 128), (1, None), (None, None)]),
+    hidden=st.sampled_from([64, 72]),
+    inner=st.sampled_from([24, 64]),
+    seed=st.integers(0, 2**31),
+)
+def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, inner, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scheme = Fp8Scheme(*groups)
+
+    def draw(num_out: int, num_in: int) -> Matrix:
+        layout = Fp8Layout(scheme, {"a": whole_part(num_out)}, whole_part(num_in))
+        weight = (64 * num_in**-0.5 * torch.randn(4, num_out, num_in, generator=generator)).to(STORED)
+        scales = torch.rand(4, *layout.shape, generator=generator) / 32
+        return Matrix(weight, scales, *layout.groups(torch.device("cpu")))
+
+    gate_up, down = draw(2 * inner, hidden), draw(hidden, inner)
+    x = torch.randn(num_tokens, hidden, generator=generator)
+    shares, experts = choose_experts(torch.randn(num_tokens, 4, generator=generator), 2, normalizes=False)
+    output = run_experts(x, shares, experts, gate_up, down)
+    wide = [Matrix(torch.stack([one.one(i, torch.float32) for i in range(4)]).double()) for one in (gate_up, down)]
+    expected = run_experts_one_by_one(x.double(), shares.double(), experts, *wide)
+    largest = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(output.double(), expected, atol=5e-6 * largest, rtol=0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 700])

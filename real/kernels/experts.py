@@ -189,12 +189,12 @@ def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, dow
 
 def _stored(matrix: Matrix) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
     """Weight, scales and groups as the kernels take them; strides of experts and rows of both; the format."""
-    weight, scales, rows, columns = matrix
+    weight, scales = matrix
     assert weight.stride(2) == 1, "the elements of a row lie side by side"
     if scales is None:
         return (weight, None, None, None), (weight.stride(0), weight.stride(1), 0, 0), 0
-    strides = weight.stride(0), weight.stride(1), scales.stride(0), scales.stride(1)
+    strides = weight.stride(0), weight.stride(1), scales.values.stride(0), scales.values.stride(1)
     found = capability(weight.device)
     if found is not None and found >= (8, 9):
-        return (weight, scales, rows, columns), strides, 1
-    return (weight.view(torch.uint8), scales, rows, columns), strides, BITS[weight.dtype]
+        return (weight, *scales), strides, 1
+    return (weight.view(torch.uint8), *scales), strides, BITS[weight.dtype]

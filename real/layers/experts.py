@@ -112,6 +112,8 @@ def run_experts_one_by_one(x: Tensor, shares: Tensor, experts: Tensor, gate_up: 
     result = torch.zeros_like(x)
     for expert in sorted({*experts.flatten().tolist()}):
         tokens, place = (experts == expert).nonzero(as_tuple=True)
-        inner = silu_and_mul(functional.linear(x[tokens], gate_up.one(expert, x.dtype)))
-        result.index_add_(0, tokens, functional.linear(inner, down.one(expert, x.dtype)) * shares[tokens, place, None])
+        inner = silu_and_mul(functional.linear(x[tokens], gate_up.one(expert).dense(x.dtype)))
+        result.index_add_(
+            0, tokens, functional.linear(inner, down.one(expert).dense(x.dtype)) * shares[tokens, place, None]
+        )
     return result

@@ -26,19 +26,26 @@ from testbed.specs.quantization import Fp8Scheme
 STORED = torch.float8_e4m3fn
 
 
+class Scales(NamedTuple):
+    values: Tensor  # float32 [..., groups of rows, groups of columns]
+    row_groups: Tensor  # int32 [out_features]: the group that each is in
+    column_groups: Tensor  # int32 [in_features]
+
+
 class Matrix(NamedTuple):
-    """A weight as it is stored, or several of the same shape in a dimension before. scales: None: it is the weight."""
+    """A weight as it is stored, or several of the same shape in a dimension before."""
 
     weight: Tensor  # [..., out_features, in_features]
-    scales: Tensor | None = None  # float32 [..., groups of rows, groups of columns]
-    row_groups: Tensor | None = None  # int32 [out_features]: the group that each is in
-    column_groups: Tensor | None = None  # int32 [in_features]
+    scales: Scales | None = None  # None: it is what to multiply by
 
-    def one(self, index: int, dtype: torch.dtype) -> Tensor:
-        """One of several, as something to multiply by."""
-        if self.scales is None or self.row_groups is None or self.column_groups is None:
-            return self.weight[index]
-        return dequantize(self.weight[index], self.scales[index], self.row_groups, self.column_groups, dtype)
+    def one(self, index: int) -> Matrix:
+        """Of several."""
+        scales = self.scales and self.scales._replace(values=self.scales.values[index])
+        return Matrix(self.weight[index], scales)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """As something to multiply by, of one: in `dtype`, if it is FP8."""
+        return self.weight if self.scales is None else dequantize(self.weight, *self.scales, dtype)
 
 
 class Fp8Layout:
@@ -95,7 +102,7 @@ def register_fp8(
 def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme) -> Matrix:
     """What `register_fp8` gave it."""
     weight, scales = layer.get_parameter("weight"), layer.get_parameter(scheme.scale_name)
-    return Matrix(weight, scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups"))
+    return Matrix(weight, Scales(scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups")))
 
 
 class Fp8:
@@ -109,11 +116,7 @@ class Fp8:
         register_fp8(layer, self.scheme, layer.rows, layer.columns, placement.device)
 
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight, scales, rows, columns = fp8_matrix(layer, self.scheme)
-        assert scales is not None
-        assert rows is not None
-        assert columns is not None
-        return multiply(x, dequantize(weight, scales, rows, columns, x.dtype), bias)
+        return multiply(x, fp8_matrix(layer, self.scheme).dense(x.dtype), bias)
 
     def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
         if name == self.scheme.scale_name:

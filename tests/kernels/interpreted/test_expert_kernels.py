@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from real.kernels.experts import MAX_TILE, MIN_TILE, routes, run_experts
 from real.layers.experts import choose_experts, run_experts_one_by_one
-from real.layers.fp8 import STORED, Fp8Layout, Matrix
+from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
 from real.layers.linear import whole_part
 from testbed.specs.quantization import Fp8Scheme
 
@@ -65,13 +65,15 @@ def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, 
         layout = Fp8Layout(scheme, {"a": whole_part(num_out)}, whole_part(num_in))
         weight = (64 * num_in**-0.5 * torch.randn(4, num_out, num_in, generator=generator)).to(STORED)
         scales = torch.rand(4, *layout.shape, generator=generator) / 32
-        return Matrix(weight, scales, *layout.groups(torch.device("cpu")))
+        return Matrix(weight, Scales(scales, *layout.groups(torch.device("cpu"))))
 
     gate_up, down = draw(2 * inner, hidden), draw(hidden, inner)
     x = torch.randn(num_tokens, hidden, generator=generator)
     shares, experts = choose_experts(torch.randn(num_tokens, 4, generator=generator), 2, normalizes=False)
     output = run_experts(x, shares, experts, gate_up, down)
-    wide = [Matrix(torch.stack([one.one(i, torch.float32) for i in range(4)]).double()) for one in (gate_up, down)]
+    wide = [
+        Matrix(torch.stack([one.one(i).dense(torch.float32) for i in range(4)]).double()) for one in (gate_up, down)
+    ]
     expected = run_experts_one_by_one(x.double(), shares.double(), experts, *wide)
     largest = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(output.double(), expected, atol=5e-6 * largest, rtol=0)

@@ -14,6 +14,10 @@ from real.attention.flash_provider import why_not as why_not_flash
 from real.attention.interface import AttentionSpec
 from real.attention.registry import choose_attention
 from real.attention.torch_provider import TorchAttention
+from real.layers.experts import choose_experts, run_experts_one_by_one
+from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
+from real.layers.linear import whole_part
+from testbed.specs.quantization import PER_BLOCK, PER_TENSOR
 from tests.kernels.paged_batches import Batch, make_spec
 from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
 from tests.real.fake_flash import FakeFlash
@@ -206,3 +210,40 @@ def test_what_is_stored_is_what_torch_stores(kv_dtype, dtype):
     store_kv(key, value, ours, slots, 0.3, 1.7)
     by_torch(key, value, theirs, slots, 0.3, 1.7)
     assert torch.equal(as_bytes(ours), as_bytes(theirs))
+
+
+@pytest.mark.parametrize("scheme", [None, PER_BLOCK, PER_TENSOR], ids=["bf16", "fp8 blocks", "fp8"])
+@pytest.mark.parametrize("num_tokens", [1, 16, 300])
+def test_experts_give_what_each_gives_by_itself(num_tokens, scheme):
+    """At Qwen3-30B-A3B's hidden and inner sizes, 16 of its experts, replayed from a graph too."""
+    from real.kernels.experts import run_experts
+
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def draw(num_out: int, num_in: int) -> Matrix:
+        weight = torch.randn(16, num_out, num_in, generator=generator) * num_in**-0.5
+        if scheme is None:
+            return Matrix(weight.bfloat16())
+        layout = Fp8Layout(scheme, {"a": whole_part(num_out)}, whole_part(num_in))
+        scales = (1 + torch.rand(16, *layout.shape, generator=generator)) / 64
+        return Matrix((weight * 32).to(STORED), Scales(scales, *layout.groups(torch.device("cpu"))))
+
+    def on_gpu(one: Matrix) -> Matrix:
+        scales = one.scales and Scales(*(part.to(GPU) for part in one.scales))
+        return Matrix(one.weight.to(GPU), scales)
+
+    gate_up, down = draw(2 * 768, 2048), draw(2048, 768)
+    x = torch.randn(num_tokens, 2048, generator=generator).bfloat16()
+    shares, experts = choose_experts(torch.randn(num_tokens, 16, generator=generator), 8, normalizes=True)
+    shares = shares.bfloat16()
+    wide = [Matrix(torch.stack([one.one(i).dense(x.dtype) for i in range(16)]).double()) for one in (gate_up, down)]
+    expected = run_experts_one_by_one(x.double(), shares.double(), experts, *wide)
+    given = (x.to(GPU), shares.to(GPU), experts.to(GPU), on_gpu(gate_up), on_gpu(down))
+    output = run_experts(*given)
+    torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCE[x.dtype], rtol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run_experts(*given)
+    replayed.zero_()
+    graph.replay()
+    assert torch.equal(replayed, output)

@@ -38,7 +38,7 @@ from testbed.errors import ConfigError, TestbedError, TraceError
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig, resolve_limits
 from testbed.policies.context import PolicyContext, bind
-from testbed.policies.preemption import Swap
+from testbed.policies.preemption import Recompute, Swap
 from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
 from testbed.specs.model import check_ranks
 from testbed.traces.schema import TokenIds, Trace, TraceRequest, TraceSource
@@ -69,6 +69,11 @@ def num_cpu_blocks(config: RunConfig) -> int:
     if config.cache.num_cpu_blocks is not None:
         return config.cache.num_cpu_blocks
     return int(config.cache.swap_space_gib * 2**30) // block_bytes(config)
+
+
+def can_swap(config: RunConfig) -> bool:
+    """Whether a plan of this scheduler may ever swap: not where it always computes again."""
+    return not isinstance(make_policy("scheduler.preemption", config.scheduler.preemption), Recompute)
 
 
 def simulated_pools(config: RunConfig) -> Pools:
@@ -318,8 +323,9 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
     )
 
 
-def build_real_backend(config: RunConfig) -> Any:
-    """Loads the model, on as many ranks as the device is said to have. Whoever gets it closes it.
+def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
+    """Loads the model, on as many ranks as the device is said to have. Whoever gets it closes it. swaps: whether it is
+    given plans that swap; None: as the configured preemption has it.
 
     Raises ConfigError if the packages of the real engine are not installed, and for what a device cannot do right.
     """
@@ -328,7 +334,7 @@ def build_real_backend(config: RunConfig) -> Any:
         from real.parallel.backend import RankedBackend
     num_ranks = config.tensor_parallel_size
     make: Any = RealBackend if num_ranks == 1 else partial(RankedBackend, num_ranks=num_ranks)
-    return make(config.model, config.backend, **_options_of_engine(config))
+    return make(config.model, config.backend, **_options_of_engine(config, swaps))
 
 
 def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
@@ -350,7 +356,7 @@ def _real_packages() -> Iterator[None]:
         ) from None
 
 
-def _options_of_engine(config: RunConfig) -> dict[str, Any]:
+def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str, Any]:
     """What our own engine is made with. Raises ConfigError for what a device cannot do right."""
     assert isinstance(config.backend, RealConfig)
     check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
@@ -358,6 +364,7 @@ def _options_of_engine(config: RunConfig) -> dict[str, Any]:
     return {
         **_bounds_of_engine(config),
         "num_cpu_blocks": num_cpu_blocks(config),
+        "swaps": can_swap(config) if swaps is None else swaps,
         "sliding_window": sliding_window(config),
         "kv_dtype": _kv_dtype(config, config.backend),
     }

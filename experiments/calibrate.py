@@ -89,7 +89,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
     many as fit, have batches as runs have them. Traces are generated for this purpose only, so what is predicted later
     was not seen here. Raises ConfigError if the engine has no room for steps.
     """
-    backend: Any = build.build_real_backend(config)
+    backend: Any = build.build_real_backend(config, swaps=True)  # their time is measured too
     from real.profiler.measure import measure
 
     with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch, closing(backend):

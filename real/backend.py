@@ -96,11 +96,11 @@ class RealBackend:
     """Loads a model, allocates its KV memory, executes plans. Implements testbed.core.interfaces.Backend.
 
     num_gpu_blocks: None measures what fits (CUDA) or takes the stated budget (CPU). num_cpu_blocks: None is no swap
-    space. max_model_len: the longest sequence to leave room for; None takes the model's. sliding_window: tokens that
-    attention looks back at, the core's (None: all); a model that was trained with a window wants the same one, others
-    take any. kv_dtype: of K and V, fp8_e4m3 or fp8_e5m2; None is the weights'. seed: of dummy weights and of requests
-    that bring no seed. group: the ranks that share the model, of which this is one. Raises ModelError, DeviceError,
-    ConfigError.
+    space. swaps: whether a plan may ever swap; no host memory is taken where none does. max_model_len: the longest
+    sequence to leave room for; None takes the model's. sliding_window: tokens that attention looks back at, the core's
+    (None: all); a model that was trained with a window wants the same one, others take any. kv_dtype: of K and V,
+    fp8_e4m3 or fp8_e5m2; None is the weights'. seed: of dummy weights and of requests that bring no seed. group: the
+    ranks that share the model, of which this is one. Raises ModelError, DeviceError, ConfigError.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class RealBackend:
         gpu_memory_utilization: float = 0.9,
         num_gpu_blocks: int | None = None,
         num_cpu_blocks: int | None = None,
+        swaps: bool = True,
         max_model_len: int | None = None,
         sliding_window: int | None = None,
         kv_dtype: str | None = None,
@@ -170,7 +171,7 @@ class RealBackend:
             placement,
             block_size=block_size,
             num_gpu_blocks=self.num_gpu_blocks,
-            num_cpu_blocks=self.num_cpu_blocks,
+            num_cpu_blocks=self.num_cpu_blocks if swaps else 0,
             dtype=attention.cache_dtype,
         )
         self._device = placement.device

@@ -1,7 +1,8 @@
 """KV memory on the device and on the host, and the block moves that a plan asks for.
 
 Owns the tensors; which block belongs to whom is the core's business. Block ids are those of the core's pools. On a GPU
-swaps run on a stream of their own, layer by layer: a layer's attention waits for that layer's blocks alone.
+our kernels swap on a stream of their own, layer by layer: a layer's attention waits for that layer's blocks alone.
+Where they cannot run, torch moves the blocks and is waited for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
 
 Pairs = Sequence[tuple[int, int]]
+
+SWAP_PROGRAMS = 64  # that move blocks over the link at a time, 8 KB each: enough to fill it, few beside what computes
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, num_ranks: int = 1) -> int:
@@ -107,7 +110,7 @@ class CacheEngine:
         self.gpu = LayerCaches(gpu)
         self.cpu = list(cpu.unbind(0))
         self._has_kernels = is_cuda and kernels.why_not(placement.device) is None
-        self._swaps = SwapStream(placement.device, layers) if is_cuda and num_cpu_blocks else None
+        self._swaps = SwapStream(placement.device, layers) if self._has_kernels and num_cpu_blocks else None
 
     def execute(self, plan: BatchPlan) -> Callable[[], int]:
         """Swaps out, then swaps in, then copies. On a GPU the swaps may still be under way when it returns: `gpu`
@@ -118,6 +121,7 @@ class CacheEngine:
         """
         swap_ns: Callable[[], int] = int
         if plan.swap_out or plan.swap_in:
+            assert self.num_cpu_blocks, "this engine was made for plans that never swap"
             if self._swaps is None:
                 self.swap_out(plan.swap_out)
                 self.swap_in(plan.swap_in)
@@ -142,9 +146,10 @@ class CacheEngine:
         whole = self.gpu.whole
         sources, destinations = zip(*pairs, strict=True)
         if self._has_kernels and not set(sources) & set(destinations):
-            from real.kernels.block_copy import copy_blocks
+            from real.kernels.block_copy import move_blocks
 
-            copy_blocks(whole, send_array(np.array(pairs), whole.device))
+            planes = whole.flatten(0, 1)
+            move_blocks(planes, planes, send_array(np.array(pairs), whole.device))
             return
         ids = send_array(np.array([sources, destinations]), whole.device)
         raw = _raw(whole)
@@ -152,10 +157,8 @@ class CacheEngine:
 
 
 class SwapStream:
-    """Moves blocks between the device and pinned host memory beside the stream that computes.
-
-    Runs of consecutive blocks are one asynchronous copy each, of keys and of values.
-    """
+    """Moves blocks between the device and pinned host memory beside the stream that computes: of a layer all blocks
+    that go out are one launch, and those that come in another."""
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -171,22 +174,20 @@ class SwapStream:
 
         Waits for what the current stream has launched: the step that wrote the blocks.
         """
-        out_runs, in_runs = runs(swap_out), runs(swap_in)
+        from real.kernels.block_copy import move_blocks
+
         began, ended = next(self._marks)
         self._stream.wait_stream(torch.cuda.current_stream(gpu.device))
         with torch.cuda.stream(self._stream):
             began.record()
+            out_pairs, in_pairs = (
+                send_array(np.array(pairs), gpu.device) if pairs else None for pairs in (swap_out, swap_in)
+            )
             for layer, moved in enumerate(self._moved):
-                for part in range(2):  # keys, values
-                    device, host = gpu[layer, part], cpu[layer][part]
-                    for source, destination, length in out_runs:
-                        host[destination : destination + length].copy_(
-                            device[source : source + length], non_blocking=True
-                        )
-                    for source, destination, length in in_runs:
-                        device[destination : destination + length].copy_(
-                            host[source : source + length], non_blocking=True
-                        )
+                if out_pairs is not None:
+                    move_blocks(cpu[layer], gpu[layer], out_pairs, SWAP_PROGRAMS)
+                if in_pairs is not None:
+                    move_blocks(gpu[layer], cpu[layer], in_pairs, SWAP_PROGRAMS)
                 moved.record()
             ended.record()
 
@@ -195,19 +196,6 @@ class SwapStream:
             return int(began.elapsed_time(ended) * 1e6)  # ms -> ns
 
         return self._moved, elapsed_ns
-
-
-def runs(pairs: Pairs) -> list[tuple[int, int, int]]:
-    """(source, destination, length) of the stretches in which both ids go up one by one."""
-    found: list[tuple[int, int, int]] = []
-    for source, destination in pairs:
-        if found:
-            first, onto, length = found[-1]
-            if source == first + length and destination == onto + length:
-                found[-1] = (first, onto, length + 1)
-                continue
-        found.append((source, destination, 1))
-    return found
 
 
 def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Pairs) -> None:

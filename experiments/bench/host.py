@@ -2,8 +2,8 @@
 
 A model without layers answers at once, and captured decodes are replayed by doing nothing; all else is the engine as it
 runs: the core's plan, its inputs, the launches around the model, sampling over a vocabulary of 32, commit and records.
-What a launch costs on a GPU is not in it, nor what attention prepares. Beside that, torch's operators in sampling and the
-bytes that they read and write, counted at the vocabulary of a real model. Compare numbers of one run only.
+What a launch costs on a GPU is not in it, nor what attention prepares. Beside that, torch's operators in sampling and
+the bytes that they read and write, counted at the vocabulary of a real model. Compare numbers of one run only.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def main(arguments: list[str]) -> int:
             times = measure(load, options.steps)
             print(f"  {load.name:<52}" + "".join(f"{ns / 1e3:>10.1f}" for ns in (*times, sum(times))), flush=True)
     num_rows, vocab_size = COUNTED
-    print(f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,} without kernels: torch's operators,")
-    print("  GB that they read and write")
+    print(f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,} by torch: operators, GB read and written")
     for name, sampling in SAMPLINGS.items():
         counted = count_sampling(sampling, num_rows, vocab_size)
         print(f"  {name:<52}{counted.num_operators:>10}{counted.num_bytes / 1e9:>10.2f}", flush=True)

@@ -1,4 +1,5 @@
-"""Copies KV blocks, keys and values of all layers, any number of pairs, in one launch."""
+"""Moves KV blocks, any number of pairs in one launch: within the device's memory, or between it and the host's, which
+the device reads and writes itself where it is pinned."""
 
 from __future__ import annotations
 
@@ -7,34 +8,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 1024  # words of one program
+CHUNK = 1024  # words that a program moves at a time
 
 
-@triton.jit(do_not_specialize_on_alignment=["pairs"])
-def copy_kernel(words, pairs, stride_plane, WORDS: tl.constexpr, CHUNK: tl.constexpr):
-    """Program (pair, plane, chunk of the block); a plane is the keys or the values of a layer."""
-    pair = pairs + 2 * tl.program_id(0)
-    source, destination = tl.load(pair), tl.load(pair + 1)
-    plane = words + tl.program_id(1).to(tl.int64) * stride_plane
-    part = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    is_part = part < WORDS
-    tl.store(plane + destination * WORDS + part, tl.load(plane + source * WORDS + part, mask=is_part), mask=is_part)
+@triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=["pairs"])
+def move_kernel(
+    target, source, pairs, stride_target_plane, stride_source_plane, num_items,
+    PLANES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program: every so-manieth item, as many as there are programs; an item is a chunk of a block of one plane."""
+    CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
+    for item in range(tl.program_id(0).to(tl.int64), num_items, tl.num_programs(0)):
+        pair = pairs + 2 * (item // (PLANES * CHUNKS))
+        plane = item // CHUNKS % PLANES
+        part = item % CHUNKS * CHUNK + tl.arange(0, CHUNK)
+        is_part = part < WORDS
+        words = tl.load(source + plane * stride_source_plane + tl.load(pair) * WORDS + part, mask=is_part)
+        tl.store(target + plane * stride_target_plane + tl.load(pair + 1) * WORDS + part, words, mask=is_part)
 
 
-def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """cache: contiguous [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; pairs: int64 [n, 2], (source
-    block, destination block), on the cache's device.
+def move_blocks(target: Tensor, source: Tensor, pairs: Tensor, max_programs: int | None = None) -> None:
+    """target, source: [planes, num_blocks, *block], contiguous in a plane, on the device or in pinned host memory; they
+    may be the same. pairs: int64 [n, 2], (block of the source, block of the target), on the device.
+    max_programs: no more run beside what else the device does; None: as many as there is work for.
 
-    The pairs are copied in no order: no block may be the destination of two, or the source of one and the destination
-    of another (the caller excludes these).
+    The pairs are moved in no order: within one memory no block may be the source of one and the target of another (the
+    caller excludes these), and what two pairs write to one block must be equal.
     """
-    assert cache.is_contiguous(), "all layers are one piece of memory"
-    num_layers, _, num_blocks = cache.shape[:3]
-    raw = cache.view(num_layers * 2, num_blocks, -1).view(torch.uint8)  # [planes, num_blocks, bytes of a block]
-    word = next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if raw.shape[2] % dtype.itemsize == 0)
-    words = raw.view(word)
-    size = words.shape[2]
-    chunk = min(CHUNK, triton.next_power_of_2(size))
-    copy_kernel[(len(pairs), words.shape[0], triton.cdiv(size, chunk))](
-        words, pairs.contiguous(), words.stride(0), WORDS=size, CHUNK=chunk, num_warps=4
-    )
+    planes = source.shape[0]
+    assert target.shape[0] == planes
+    assert target.shape[2:] == source.shape[2:], "blocks are of one size"
+    assert target[0].is_contiguous()
+    assert source[0].is_contiguous()
+    size = source[0, 0].nbytes
+    word = next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if size % dtype.itemsize == 0)
+    there, here = (one.view(torch.uint8).flatten(2).view(word) for one in (target, source))  # [planes, blocks, words]
+    num_words = here.shape[2]
+    chunk = min(CHUNK, triton.next_power_of_2(num_words))
+    num_items = len(pairs) * planes * triton.cdiv(num_words, chunk)
+    move_kernel[(min(num_items, max_programs or num_items),)](
+        there, here, pairs.contiguous(), there.stride(0), here.stride(0), num_items,
+        PLANES=planes, WORDS=num_words, CHUNK=chunk, num_warps=4,
+    )  # fmt: skip

@@ -17,7 +17,18 @@ class Shape(NamedTuple):
 
 
 def step_shapes() -> Iterator[Shape]:
+    yield from _moves()
     yield from _draws()
+
+
+def _moves() -> Iterator[Shape]:
+    """Blocks of 16 tokens, 8 KV heads of 128 numbers of 16 bits: of a layer that is swapped, of 28 that are copied."""
+    from real.kernels import block_copy
+
+    types = {"target": "*i64", "source": "*i64", "pairs": "*i64"}
+    for name, planes in (("swap", 2), ("copy", 56)):
+        constants = {"PLANES": planes, "WORDS": 4096, "CHUNK": block_copy.CHUNK}
+        yield Shape(name, block_copy.move_kernel, types, constants, 4)
 
 
 def _draws() -> Iterator[Shape]:

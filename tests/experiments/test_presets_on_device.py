@@ -71,3 +71,13 @@ def test_ranks_take_one_step_at_a_time() -> None:
     settings = ["scheduler=vllm_v1_async", "device.tensor_parallel_size=2"]
     with pytest.raises(ConfigError, match=r"needs device\.tensor_parallel_size=1"):
         build_real_backend(compose_config([*SETTINGS, *settings]))
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "num_blocks"),
+    [("sarathi", [], 0), ("sarathi", ["scheduler.preemption=swap"], 40), ("vllm_v1", [], 40)],
+)
+def test_host_memory_for_kv_is_taken_where_a_plan_may_swap(preset: str, settings: list[str], num_blocks: int) -> None:
+    backend = build_real_backend(compose_config([*SETTINGS, f"scheduler={preset}", *settings]))
+    assert backend.num_cpu_blocks == 40  # of the core's pool, which records and digests count
+    assert backend.cache.cpu[0].shape[1] == num_blocks

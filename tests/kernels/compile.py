@@ -129,7 +129,7 @@ def prefill_tiles(head_dim: int, group: int, dtype: torch.dtype, target: int) ->
 
 def small_variants() -> Iterator[Variant]:
     """The kernels that only move data or join results."""
-    from real.kernels import block_copy, decode, parts, store
+    from real.kernels import decode, parts, store
 
     for kv_format, pointer in ((0, "*bf16"), (2, "*u8"), (3, "*u8")):
         pointers = {"keys": "*bf16", "values": "*bf16", "key_cache": pointer, "value_cache": pointer}
@@ -148,7 +148,6 @@ def small_variants() -> Iterator[Variant]:
             "LEAST": parts.MIN_PART, "ROWS": parts.ROWS, "ITEMS": parts.ITEMS, "HAS_WINDOW": has_window,
         }  # fmt: skip
         yield variant(f"plan{rows}{' window' if has_window else ''}", parts.plan_kernel, {}, constants, 4)
-    yield variant("copy", block_copy.copy_kernel, {"words": "*i64"}, {"WORDS": 4096, "CHUNK": block_copy.CHUNK}, 4)
 
 
 def expert_variants(target: int) -> Iterator[Variant]:
@@ -173,7 +172,7 @@ def expert_variants(target: int) -> Iterator[Variant]:
             yield variant(f"experts down {name}", experts.down_kernel, pointers | shares, tiles | sizes, 4)
 
 
-INT64 = ("slots", "pairs")
+INT64 = ("slots",)
 FLOATS = ("qk_scale", "value_scale", "inverse_k_scale", "inverse_v_scale")
 
 

@@ -181,7 +181,7 @@ def test_the_stand_in_for_flash_attn_has_its_parameters(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_block_copies(dtype):
-    from real.kernels.block_copy import copy_blocks
+    from real.kernels.block_copy import move_blocks
 
     rng = np.random.default_rng()
     shape = (4, 2, 200, 16, 8, 128)
@@ -191,8 +191,24 @@ def test_block_copies(dtype):
     raw = cache.view(torch.uint8)
     expected = raw.clone()
     expected[:, :, destinations] = expected[:, :, sources]
-    copy_blocks(cache, torch.from_numpy(np.stack([sources, destinations], axis=1)).to(GPU))
+    planes = cache.flatten(0, 1)
+    move_blocks(planes, planes, torch.from_numpy(np.stack([sources, destinations], axis=1)).to(GPU))
     assert torch.equal(raw, expected)
+
+
+def test_blocks_move_to_pinned_memory_of_the_host_and_back():
+    from real.kernels.block_copy import move_blocks
+
+    rng = np.random.default_rng()
+    gpu = torch.randn((2, 200, 16, 8, 128), device=GPU).to(torch.bfloat16)
+    cpu = torch.zeros((2, 90, 16, 8, 128), dtype=torch.bfloat16, pin_memory=True)
+    expected, blocks, places = gpu.cpu(), rng.permutation(200)[:60], rng.permutation(90)[:60]
+    move_blocks(cpu, gpu, torch.from_numpy(np.stack([blocks, places], axis=1)).to(GPU), 64)
+    torch.cuda.synchronize()
+    assert torch.equal(cpu[:, places], expected[:, blocks])
+    gpu.zero_()
+    move_blocks(gpu, cpu, torch.from_numpy(np.stack([places, blocks], axis=1)).to(GPU), 64)
+    assert torch.equal(gpu.cpu()[:, blocks], expected[:, blocks])
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -172,9 +172,13 @@ class FakeGPU(TorchDispatchMode):
             del self._tensors[at]
             self.allocated -= size
 
+    def is_pinned(self, host: Tensor) -> bool:
+        return place(host) in self._pinned
+
     def _as_pinned(self, host: Tensor) -> Tensor:
         self.forbid_in_capture("pinned memory is allocated")
         self._pinned[place(host)] = host
+        self._accesses.pop(place(host), None)  # of what was there before it
         return host
 
     # --- launches ---

@@ -42,9 +42,9 @@ class Launcher:
         if any(not 1 <= size <= most for size, most in zip(grid, MAX_GRID, strict=False)):
             raise TroubleError(f"{name} is launched with a grid of {grid}")
         for key, value in values.items():
-            if isinstance(value, Tensor) and not isinstance(value, DeviceTensor):
+            if isinstance(value, Tensor) and not isinstance(value, DeviceTensor) and not self._gpu.is_pinned(value):
                 raise TroubleError(f"{key} of {name} lies on the host")
-        inner = {key: value.inner if isinstance(value, Tensor) else value for key, value in values.items()}
+        inner = {key: value.inner if isinstance(value, DeviceTensor) else value for key, value in values.items()}
         work = partial(self._work, inner)
         tensors = {key: value for key, value in inner.items() if isinstance(value, Tensor)}
         reads = [value for key, value in tensors.items() if key not in self._writes]
@@ -171,11 +171,14 @@ def prefill(values: Values) -> None:
             attend(values, row, begin + query, before + query)
 
 
-def copy(values: Values) -> None:
-    words, pairs = values["words"], values["pairs"]
-    check_strides(values, stride_plane=("words", 0))
+def move(values: Values) -> None:
+    target, source, pairs = values["target"], values["source"], values["pairs"]
+    check_strides(values, stride_target_plane=("target", 0), stride_source_plane=("source", 0))
     must(pairs.dtype == torch.int64 and pairs.is_contiguous(), "pairs are 64 bits wide, side by side")
-    words[:, pairs[:, 1]] = words[:, pairs[:, 0]]
+    chunks = -(-values["WORDS"] // values["CHUNK"])
+    must(values["num_items"] == len(pairs) * values["PLANES"] * chunks, "all of all pairs is moved")
+    must((values["PLANES"], values["WORDS"]) == (len(source), source.shape[2]), "all of all planes is moved")
+    target[:, pairs[:, 1]] = source[:, pairs[:, 0]]
 
 
 def scaled(values: Values) -> Tensor:
@@ -298,9 +301,9 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (decoding, "decode_kernel", ("output", "partial"), decode),
         (decoding, "reduce_kernel", ("output",), reduce),
         (prefilling, "prefill_kernel", ("output",), prefill),
-        (block_copy, "copy_kernel", ("words",), copy),
         (experts, "gate_up_kernel", ("output",), gate_up),
         (experts, "down_kernel", ("output",), down),
+        (block_copy, "move_kernel", ("target",), move),
         (racing, "largest_kernel", ("largest",), largest_logits),
         (racing, "least_kernel", ("least",), least_logits),
         (racing, "race_kernel", ("scores", "winners"), race),

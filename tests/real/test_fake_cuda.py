@@ -109,7 +109,7 @@ def test_flash_attention_where_it_is_installed(gpu, monkeypatch, block_size):
     assert {kind for kind, _ in package.calls} == {"varlen"} | own_pages
 
 
-def check_a_few_steps(engine: Watched, reference: RealBackend) -> None:
+def check_a_few_steps(engine: Watched | Unwatched, reference: RealBackend) -> None:
     """Prompts, chunks, decodes alone and in pairs, mixed, copied, moved out and in: the tokens of the reference."""
     rng = random.Random(8)
     first, second = ([rng.randrange(512) for _ in range(num)] for num in (13, 19))
@@ -319,6 +319,34 @@ def test_episodes_of_a_profile_wait_once_a_step(gpu):
         caching += [shape.num_blocks_swapped_out for shape, _, _ in measured]
     assert max(caching) == 3
     assert engine.num_steps >= 10
+
+
+@pytest.mark.parametrize("attention", PROVIDERS)
+def test_all_blocks_that_a_step_swaps_are_a_launch_a_layer_for_each_way(gpu, monkeypatch, attention):
+    engine = on_gpu(gpu, attention=attention)
+    launched: list[str] = []
+    launch = gpu.launch
+    monkeypatch.setattr(gpu, "launch", lambda work: (launched.append(work.what), launch(work)))
+    out, back = ((1, 1), (7, 3), (9, 2), (4, 9)), ((5, 10), (0, 12))
+    engine.step(swap_out=out, swap_in=back)
+    assert launched.count("move_kernel") == 2 * 2
+    assert len(launched) == 2 * 2 + 2  # and the pairs of each way, once for all layers
+
+
+def test_blocks_are_swapped_where_no_kernel_can_run(gpu, monkeypatch):
+    monkeypatch.setattr("real.kernels.why_not", lambda device: "no compiler")
+    engine, reference = on_gpu(gpu, attention="torch").backend, on_cpu()
+    check_a_few_steps(Unwatched(engine), reference)
+
+
+class Unwatched:
+    """An engine that may wait."""
+
+    def __init__(self, backend: RealBackend) -> None:
+        self._backend = backend
+
+    def step(self, *rows: Any, **moves: Any) -> Any:
+        return self._backend.start(plan_of(*rows, **moves)).wait()[0]
 
 
 def test_swaps_that_the_copies_of_a_step_wait_for_are_timed_once(gpu):

@@ -34,10 +34,10 @@ def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
         return [events[0], events[0]], elapsed_ns
 
     monkeypatch.setattr(engine.backend.cache._swaps, "launch", one_layer_early)
-    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
+    with pytest.raises(TroubleError, match=r"does not wait for move_kernel"):
         engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_out=((1, 1),))
     monkeypatch.setattr(LayerCaches, "will_be_moved", lambda self, events: None)
-    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
+    with pytest.raises(TroubleError, match=r"does not wait for move_kernel"):
         engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_in=((1, 1),))
 
 
@@ -45,7 +45,7 @@ def test_a_graph_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
     engine = on_gpu(gpu)
     two_prompts(engine)
     monkeypatch.setattr(LayerCaches, "wait", lambda self: None)
-    with pytest.raises(TroubleError, match=r"does not wait for aten\.copy_"):
+    with pytest.raises(TroubleError, match=r"does not wait for move_kernel"):
         engine.step(row(1, [6, 7, 8, 9], [3], start=3), swap_out=((1, 1),))
 
 

@@ -17,7 +17,7 @@ from real.attention.flash_provider import FlashAttention
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention, scoring_of, why_not
 from real.kernels import decode, parts
-from real.kernels.block_copy import copy_blocks
+from real.kernels.block_copy import move_blocks
 from real.kernels.store import store_kv
 from tests.kernels.paged_batches import Batch, make_spec, read_fp8, round_to_fp8
 from tests.real.fake_flash import FakeFlash
@@ -288,16 +288,39 @@ def test_what_is_not_a_number_stays_so():
 )
 def test_copies(shape, dtype, num_pairs, seed):
     """All layers, keys and values; one source may have several destinations."""
-    layers, *tail = shape
     rng = np.random.default_rng(seed)
-    num_bytes = 2 * layers * 12 * int(np.prod(tail)) * dtype.itemsize
-    cache = torch.from_numpy(rng.integers(0, 256, num_bytes, dtype=np.uint8)).view(dtype).view(layers, 2, 12, *tail)
+    layers, *tail = shape
+    cache = random_blocks(rng, (layers * 2, 12, *tail), dtype)
     blocks = rng.permutation(12).tolist()
     destinations, sources = blocks[:num_pairs], rng.choice(blocks[num_pairs:], num_pairs).tolist()
     expected = cache.clone().view(torch.uint8)
-    expected[:, :, destinations] = expected[:, :, sources]
-    copy_blocks(cache, torch.tensor(list(zip(sources, destinations, strict=True))))
+    expected[:, destinations] = expected[:, sources]
+    move_blocks(cache, cache, torch.tensor(list(zip(sources, destinations, strict=True))))
     assert torch.equal(cache.view(torch.uint8), expected)
+
+
+@settings(max_examples=15)
+@given(
+    tail=st.sampled_from([(16, 2, 16), (1, 1, 3), (5, 3, 6)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
+    num_pairs=st.integers(1, 6),
+    max_programs=st.sampled_from([1, 2, 5, 1000]),
+    seed=SEEDS,
+)
+def test_moves_between_two_memories(tail, dtype, num_pairs, max_programs, seed):
+    """Pools of different sizes, by any number of programs; nothing else is written."""
+    rng = np.random.default_rng(seed)
+    target, source = random_blocks(rng, (2, 9, *tail), dtype), random_blocks(rng, (3, 2, 14, *tail), dtype)[1]
+    sources, destinations = rng.integers(0, 14, num_pairs).tolist(), rng.permutation(9)[:num_pairs].tolist()
+    expected = target.clone().view(torch.uint8)
+    expected[:, destinations] = source.view(torch.uint8)[:, sources]
+    move_blocks(target, source, torch.tensor(list(zip(sources, destinations, strict=True))), max_programs)
+    assert torch.equal(target.view(torch.uint8), expected)
+
+
+def random_blocks(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(rng.integers(0, 256, num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 # --- places ---
@@ -322,9 +345,9 @@ def test_a_cache_of_more_elements_than_32_bits_count():
     )
     assert_right(batch, run(TritonAttention, batch), expected)
     last = batch.tables[0][0] + offset
-    copy_blocks(cache[None], torch.tensor([[last, spare]]))
+    move_blocks(cache, cache, torch.tensor([[last, spare]]))
     assert torch.equal(cache[:, spare].view(torch.uint8), cache[:, last].view(torch.uint8))
-    copy_blocks(cache[None], torch.tensor([[spare, batch.tables[1][0] + offset]]))
+    move_blocks(cache, cache, torch.tensor([[spare, batch.tables[1][0] + offset]]))
     assert torch.equal(cache[:, batch.tables[1][0] + offset].view(torch.uint8), cache[:, last].view(torch.uint8))
     assert cache[:, last].view(torch.uint8).any()
 

@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from analysis.chrome_trace import ChromeTrace, Track, written
+from analysis.device_trace import PROFILE_FILE, draw_profile, offset_ns, read_profile
 from analysis.load import FILES, Run, load_run, num_replicas, same_trace
 from analysis.occupancy import TIME_PARTS, Presence, run_end_ns
 from analysis.replicas import split
@@ -184,9 +185,9 @@ def write_timeline(
         raise RunFolderError(f"{file} exists; choose another --out or pass --overwrite")
     with written(file) as text:
         trace = ChromeTrace(text, {f"run {number}": _described(run) for number, run in enumerate(runs, 1)})
-        num_engines = 0
+        num_processes = 0
         for run in runs:
-            num_engines += _draw(trace, run, window, num_engines + 1)
+            num_processes += _draw(trace, run, window, num_processes + 1)
         trace.close()
     partial = "".join(f"; {run.path} is partial" for run in runs if not run.is_complete)
     bare = [run for run in runs if run.manifest.get("num_steps") and not FileRows(run.path / STEPS).num_rows]
@@ -212,7 +213,7 @@ def _described(run: Run) -> dict[str, Any]:
 
 
 def _draw(trace: ChromeTrace, run: Run, window: Window, pid: int) -> int:
-    """Returns the number of engines, whose pids begin with `pid`. Raises RunFolderError if there is nothing to draw."""
+    """Returns the number of processes, whose pids begin with `pid`. Raises RunFolderError where nothing is to draw."""
     requests, steps = FileRows(run.path / REQUESTS), FileRows(run.path / STEPS)
     end_ns = run_end_ns(requests, steps)
     engines = _engines(run, requests, steps, window, pid)
@@ -231,11 +232,12 @@ def _draw(trace: ChromeTrace, run: Run, window: Window, pid: int) -> int:
                 _draw_request(trace, engines[row["replica"]], row, end_ns)
             bar.update(len(rows))
     _draw_decisions(trace, run.path / DECISIONS, engines)
+    num_processes = len(engines) + _draw_profile(trace, run, steps, engines, pid + len(engines))
     if trace.num_events == num_before:
         if not steps.num_rows + requests.num_rows:
             raise RunFolderError(f"{run.path}: the run has neither steps nor requests, so there is nothing to draw")
         raise RunFolderError(f"{run.path}: nothing happens {window}; the run ends at {end_ns / 1e9:g} s")
-    return len(engines)
+    return num_processes
 
 
 def _engines(run: Run, requests: FileRows, steps: FileRows, window: Window, pid: int) -> dict[int, Engine]:
@@ -251,6 +253,24 @@ def _engines(run: Run, requests: FileRows, steps: FileRows, window: Window, pid:
     if window.steps is not None:
         _cut_by_steps(run, steps, engines, *window.steps)
     return engines
+
+
+def _draw_profile(trace: ChromeTrace, run: Run, steps: FileRows, engines: dict[int, Engine], pid: int) -> int:
+    """What the profiler saw of steps, where it saw some; the number of processes drawn."""
+    file = run.path / PROFILE_FILE
+    if not file.exists() or len(engines) != 1:
+        return 0
+    launched_ns: dict[int, int] = {}
+    for arrays in steps.batches(["step", "start_ns", "schedule_ns"]):
+        step, start_ns, schedule_ns = map(whole, arrays)
+        launched_ns |= dict(zip(step.tolist(), (start_ns + schedule_ns).tolist(), strict=True))
+    seen = read_profile(file)
+    shift_ns = offset_ns(seen, launched_ns)
+    if shift_ns is None:
+        return 0
+    (engine,) = engines.values()
+    draw_profile(trace, pid, f"profiled steps, {run.path}", seen, shift_ns, (engine.low_ns, engine.high_ns))
+    return 1
 
 
 def _cut_by_steps(run: Run, steps: FileRows, engines: dict[int, Engine], first: int, last: int) -> None:

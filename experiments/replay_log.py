@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from experiments.config import RunConfig
 from real.config import RealConfig
 from real.replay import HostTimes, ReplayLag
 from real.vllm.config import VllmConfig
@@ -20,6 +23,30 @@ def at_speed(trace: Trace, speed: float) -> Trace:
         return speed_up(trace, speed)
     except ConfigError as error:
         raise ConfigError(str(error).replace("factor", "backend.speed", 1)) from None
+
+
+def check_profile(config: RunConfig) -> None:
+    """Raises ConfigError where steps are to be traced that no engine of ours makes."""
+    if config.record.profile is not None and not isinstance(config.backend, RealConfig):
+        raise ConfigError(
+            f"record.profile is {config.record.profile!r}, but only backend=real has steps to trace; set it to null"
+        )
+
+
+def traced(config: RunConfig, backend: Any, folder: Path) -> tuple[Any, Callable[[], None]]:
+    """The backend as it is driven, under the profiler in the steps that record.profile names; and what ends both."""
+    steps = config.record.profiled_steps
+    if steps is None:
+        return backend, backend.close
+    from real.step_trace import StepTrace
+
+    trace = StepTrace(backend, folder, *steps)
+
+    def close() -> None:
+        trace.close()
+        backend.close()
+
+    return trace, close
 
 
 NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest of a simulated run has of it

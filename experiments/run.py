@@ -23,7 +23,7 @@ from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
 from experiments.origin import Origin
 from experiments.recorders import Progress, batch_limits, status_lines, together
-from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, warnings_of
+from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
 from real.config import RealConfig
@@ -82,6 +82,7 @@ def execute(
     """
     folder = folder.absolute()
     refuse_overwrite(folder, config.overwrite)
+    check_profile(config)
     if trace is not None:
         config = _reading(config, folder / TRACE_FILE)
         given: _Trace = trace
@@ -89,7 +90,7 @@ def execute(
         given = _own_trace(config)
     if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
         return _stock(config, folder, whole(given), command, origin)
-    prepared = _prepare_sim(config, given) if config.is_simulated else _prepare_engine(config, whole(given))
+    prepared = _prepare_sim(config, given) if config.is_simulated else _prepare_engine(config, whole(given), folder)
     with closing(prepared):
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
         manifest = _manifest(config, given, prepared, command) | asdict(origin)
@@ -172,7 +173,7 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
     )
 
 
-def _prepare_engine(config: RunConfig, trace: Trace) -> _Prepared:
+def _prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> _Prepared:
     """This testbed's engine, or several of them, or vLLM's."""
     build.check_token_ids(config, trace)
     if engines.num_engines(config) > 1:
@@ -185,10 +186,11 @@ def _prepare_engine(config: RunConfig, trace: Trace) -> _Prepared:
     inbox = _trace_inbox(config, at_speed(trace, options.speed))
     inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
     log = ReplayLog(options)
+    driven, close = traced(config, backend, folder)
     return _Prepared(
         build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks),
-        lambda loops, _: drive(loops[0], backend, options, log=log.host), inboxes, _described(backend), replay=log,
-        close=backend.close,
+        lambda loops, _: drive(loops[0], driven, options, log=log.host), inboxes, _described(backend), replay=log,
+        close=close,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,8 +136,22 @@ class RecordConfig:
     steps: bool = True  # a row for each step in steps.parquet; without, the summary has nothing of steps
     operators: bool = False  # operators.json: where the time went, by operator (`testbed costs`)
     status_s: float | None = None  # a status line every so many seconds of the run's clock: standard error, run.log
+    profile: str | None = None  # first:last, steps of the real engine in torch's profiler: profile.json.gz
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """First and last; None: none."""
+        if self.profile is None:
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile)
+        if found is None or int(found[1]) > int(found[2]):
+            raise ConfigError(
+                f"record.profile is {self.profile!r}; it must be first:last, the steps to trace, as 100:120, or null"
+            )
+        return int(found[1]), int(found[2])
 
     def __post_init__(self) -> None:
+        _ = self.profiled_steps  # raises for what is no pair of steps
         if self.status_s is not None and not 0 < self.status_s < float("inf"):
             raise ConfigError(f"record.status_s is {self.status_s}; it must be above 0, or null (no status lines)")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from typing import NamedTuple
 
@@ -174,6 +175,7 @@ class RealBackend:
             num_cpu_blocks=self.num_cpu_blocks if swaps else 0,
             dtype=attention.cache_dtype,
         )
+        self.name_parts()
         self._device = placement.device
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
         self._eos_token_id = spec.eos_token_id
@@ -190,22 +192,30 @@ class RealBackend:
     def _start(self, plan: BatchPlan) -> RealWork:
         began_ns = time.perf_counter_ns()
         rows = plan.scheduled
-        inputs = self.runner.prepare(rows) if rows else None
+        with self._part("prepare"):
+            inputs = self.runner.prepare(rows) if rows else None
         prepare_ns = time.perf_counter_ns() - began_ns
         clock = next(self._stopwatches)
         clock.restart()
         clock.mark()
-        swap_ns = self.cache.execute(plan)
+        with self._part("swap"):
+            swap_ns = self.cache.execute(plan)
         clock.mark()
         hidden = logits = launched = None
         if inputs is not None:
-            hidden = self.runner.hidden_states(inputs, self.cache.gpu)
-            logits = self.runner.token_logits(hidden, inputs.sample_tokens)
+            with self._part("forward"):
+                hidden = self.runner.hidden_states(inputs, self.cache.gpu)
+                logits = self.runner.token_logits(hidden, inputs.sample_tokens)
         clock.mark()
         if inputs is not None and hidden is not None and logits is not None:
-            launched = Launched(inputs.sampling, self.runner.draw(hidden, logits, inputs), self._eos_token_id)
+            with self._part("sample"):
+                launched = Launched(inputs.sampling, self.runner.draw(hidden, logits, inputs), self._eos_token_id)
         clock.mark()
         return RealWork([row for row in rows if row.samples], launched, clock, prepare_ns, swap_ns)
+
+    def name_parts(self, ranges: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        """Puts the parts of steps into these ranges, by name; into none again."""
+        self._part = ranges
 
     def close(self) -> None:
         """Forgets captured steps, whose collectives belong to the group. The engine is of no use after it."""

@@ -113,6 +113,7 @@ def measure(load: Load, num_steps: int) -> list[float]:
     overrides = [
         "scheduler=vllm_v1", "cache.prefix_caching=false", f"scheduler.max_num_batched_tokens={budget}",
         f"scheduler.max_num_seqs={load.batch + 1}", f"scheduler.max_model_len={longest}",
+        f"model.max_position_embeddings={longest}",
     ]  # fmt: skip
     scheduler = build.build_scheduler(compose_config(overrides), build.Pools(num_blocks, 0))
     log = _Log(load)

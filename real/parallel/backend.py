@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +121,10 @@ class RankedBackend:
     def close(self) -> None:
         """Ends the other ranks. May be called again; the engine is of no use after it."""
         self._end()
+
+    def name_parts(self, *ranges: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Of this rank's steps; see RealBackend."""
+        self._local.name_parts(*ranges)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

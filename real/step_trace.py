@@ -1,0 +1,99 @@
+"""Some steps of a run as torch's profiler sees them: operators, kernels and copies, in ranges named after the parts of
+a step, which NVTX gets too (Nsight Systems shows them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from real.driver import RunningBackend, RunningWork
+from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from testbed.core.plan import BatchPlan
+
+PROFILE_FILE = "profile.json.gz"
+Ranges = Callable[[str], AbstractContextManager[object]]
+
+
+class NamesParts(RunningBackend, Protocol):
+    """A backend that puts the parts of its steps into ranges."""
+
+    def name_parts(self, ranges: Ranges = ...) -> None: ...
+
+
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """For torch's profiler, and for NVTX where there is a GPU."""
+    has_nvtx = torch.cuda.is_available()
+    if has_nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if has_nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+class StepTrace:
+    """A backend whose steps from `first` to `last` are traced, into PROFILE_FILE of the folder. A RunningBackend.
+
+    A step is traced from its launch until it was waited for. The profiler itself takes time, above all in the first
+    step, which waits until it has started, and where the last one ends.
+    """
+
+    def __init__(self, backend: NamesParts, folder: Path, first: int, last: int) -> None:
+        self._backend, self._folder, self._first, self._last = backend, folder, first, last
+        self._profile: profile | None = None  # until it is written
+        self._is_over = False
+
+    def start(self, plan: BatchPlan) -> RunningWork:
+        if self._is_over or plan.step < self._first:
+            return self._backend.start(plan)
+        if self._profile is None:
+            self._begin()
+        with named_range(f"step {plan.step}"):
+            return _TracedWork(self, self._backend.start(plan), plan.step)
+
+    def waited(self, step: int) -> None:
+        """That step is over."""
+        if step >= self._last:
+            self._end()
+
+    def close(self) -> None:
+        """Writes what was traced, also of a run that ended before the last step."""
+        self._end()
+        if self._profile is not None:
+            self._profile.export_chrome_trace(str(self._folder / PROFILE_FILE))
+            self._profile = None
+
+    def _end(self) -> None:
+        if self._profile is not None and not self._is_over:
+            self._profile.stop()
+            self._backend.name_parts()
+            self._is_over = True
+
+    def _begin(self) -> None:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._backend.name_parts(named_range)
+
+
+class _TracedWork:
+    def __init__(self, trace: StepTrace, work: RunningWork, step: int) -> None:
+        self._trace, self._work, self._step = trace, work, step
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        return self._work.prompt_logprobs
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        with named_range(f"wait for step {self._step}"):
+            result = self._work.wait()
+        self._trace.waited(self._step)
+        return result

@@ -1,0 +1,93 @@
+"""`record.profile`: steps of a run as torch's profiler sees them, in the run folder and on its timeline."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from analysis.device_trace import PROFILE_FILE
+from real import step_trace
+from tests.analysis.chrome_events import ns, read
+from tests.experiments.kit import REAL, SHORT, TINY, say
+
+PARTS = ("prepare", "swap", "forward", "sample")
+
+
+def profiled(folder: Path, capsys: pytest.CaptureFixture[str], steps: str, *more: str) -> list[dict[str, Any]]:
+    said = say(capsys, "run", *TINY, *SHORT, *REAL, f"record.profile={steps}", *more, f"hydra.run.dir={folder}")
+    assert said.status == 0, said.err
+    return json.loads(gzip.decompress((folder / PROFILE_FILE).read_bytes()))["traceEvents"]
+
+
+def test_these_steps_are_on_the_timeline_beside_the_runs_own(tmp_path: Path, capsys: Any) -> None:
+    assert step_trace.PROFILE_FILE == PROFILE_FILE
+    folder = tmp_path / "run"
+    profiled(folder, capsys, "2:4")
+    assert say(capsys, "timeline", str(folder)).status == 0
+    events = [event for event in read(folder / "timeline.json") if event["pid"] == 2]
+    assert any(event["name"] == "aten::mm" for event in events), "operators"
+    steps = {event["name"]: event for event in events if event["name"].startswith("step ")}
+    assert list(steps) == ["step 2", "step 3", "step 4"]
+    rows = {row["step"]: row for row in pq.read_table(folder / "steps.parquet").to_pylist()}
+    for number, name in ((3, "step 3"), (4, "step 4")):  # the profiler starts within the first
+        begin, end = ns(steps[name]["ts"]), ns(steps[name]["ts"]) + ns(steps[name]["dur"])
+        slack_ns = 5_000_000  # another step than the median's was launched a little later
+        assert rows[number]["start_ns"] - slack_ns <= begin <= end <= rows[number]["end_ns"] + slack_ns
+        within = [event for event in events if begin <= ns(event["ts"]) < end and event["name"] in PARTS]
+        assert [event["name"] for event in within] == list(PARTS)
+
+
+def test_a_part_of_the_timeline_has_that_part_of_the_profile(tmp_path: Path, capsys: Any) -> None:
+    folder, out = tmp_path / "run", tmp_path / "part.json"
+    profiled(folder, capsys, "2:4")
+    assert say(capsys, "timeline", str(folder), "--steps", "0:1", "--out", str(out)).status == 0
+    assert not [event for event in read(out) if event["name"].startswith("step 4")]
+
+
+def test_a_run_that_ends_before_keeps_what_was_traced(tmp_path: Path, capsys: Any) -> None:
+    names = {event.get("name") for event in profiled(tmp_path / "run", capsys, "3:100000")}
+    assert {"step 3", "step 4", "wait for step 4"} <= names
+    assert "step 2" not in names
+
+
+def test_steps_that_are_planned_ahead_are_traced_too(tmp_path: Path, capsys: Any) -> None:
+    names = {event.get("name") for event in profiled(tmp_path / "run", capsys, "2:3", "scheduler=vllm_v1_async")}
+    assert {"step 2", "step 3", "wait for step 2", "wait for step 3"} <= names
+
+
+def test_on_a_gpu_the_parts_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+    with pytest.raises(ZeroDivisionError), step_trace.named_range("outer"), step_trace.named_range("inner"):
+        raise ZeroDivisionError
+    assert seen == ["outer", "inner", "pop", "pop"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((*REAL, "record.profile=4:2"), "record.profile is '4:2'; it must be first:last, the steps to trace"),
+        ((*REAL, "record.profile=x"), "record.profile is 'x'; it must be first:last"),
+        (("record.profile=1:2",), "record.profile is '1:2', but only backend=real has steps to trace; set it to null"),
+    ],
+)
+def test_what_cannot_be_traced_is_one_line(tmp_path: Path, capsys: Any, arguments: tuple[str, ...], told: str) -> None:
+    assert told in say(capsys, "run", *TINY, *SHORT, *arguments, f"hydra.run.dir={tmp_path / 'run'}").error()
+
+
+def test_a_profile_that_is_none_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "run"
+    assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={folder}").status == 0
+    (folder / PROFILE_FILE).write_bytes(gzip.compress(b'{"traceEvents": [{"ph": "X", "cat": "kernel"}]}'))
+    assert "profile.json.gz: not a profile of steps (KeyError" in say(capsys, "timeline", str(folder)).error()

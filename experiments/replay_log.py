@@ -27,9 +27,16 @@ def at_speed(trace: Trace, speed: float) -> Trace:
 
 def check_profile(config: RunConfig) -> None:
     """Raises ConfigError where steps are to be traced that no engine of ours makes."""
-    if config.record.profile is not None and not isinstance(config.backend, RealConfig):
+    if config.record.profile is None:
+        return
+    if not isinstance(config.backend, RealConfig):
         raise ConfigError(
             f"record.profile is {config.record.profile!r}, but only backend=real has steps to trace; set it to null"
+        )
+    if config.backend.num_replicas > 1:
+        raise ConfigError(
+            "record.profile traces the engine of this process, and each of backend.num_replicas has its own; set it to "
+            "null, or run one engine"
         )
 
 

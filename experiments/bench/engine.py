@@ -1,9 +1,9 @@
 """How fast the real engine is: step times against the device's own ceilings, and whole runs beside other engines.
 
 On a CPU: a model of about 20 million parameters beside `transformers.generate`, transformers' continuous batching and,
-in an environment that has it, vLLM's CPU build: the same checkpoint, prompts and threads, in turns. On a GPU: decode and
-prefill steps of published shapes with random weights, and 256 requests of 100 to 1,024 tokens in and out beside the
-same, with every attention provider that can run.
+in an environment that has it, vLLM's CPU build: the same checkpoint, prompts and threads, in turns. On a GPU: steps of
+published shapes with random weights, and 256 requests of 100 to 1,024 tokens in and out beside the same contenders, with
+every attention provider that can run.
 """
 
 from __future__ import annotations

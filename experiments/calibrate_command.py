@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ def _fit(options: argparse.Namespace, command: str) -> int:
     from sim.cost.calibration_file import save_calibration
     from testbed.specs.profiles import read_profile
 
-    if not 2 <= options.folds <= 20:
-        raise ConfigError(f"--folds is {options.folds}; it must be from 2 to 20")
+    require_whole("--folds", options.folds, 2, 20)
     calibration = calibrate(read_profile(options.profile), options.folds)
     print(describe(calibration))
     if options.out is not None:
@@ -123,12 +123,10 @@ def _extent(options: argparse.Namespace) -> Extent:
     repeats = base.repeats if options.repeats is None else options.repeats
     num_requests = base.num_requests if options.requests is None else options.requests
     max_s = base.max_s if options.max_seconds is None else options.max_seconds
-    if not 1 <= repeats <= 100:
-        raise ConfigError(f"--repeats is {repeats}; it must be from 1 to 100")
-    if num_requests and not 4 <= num_requests <= 10_000:
-        raise ConfigError(f"--requests is {num_requests}; it must be at least 4, at most 10,000, or 0 for no loads")
-    if not 0 < max_s < float("inf"):
-        raise ConfigError(f"--max-seconds is {max_s:g}; it must be a finite number above 0")
+    require_whole("--repeats", repeats, 1, 100)
+    if num_requests:
+        require_whole("--requests", num_requests, 4, 10_000, also=", or 0 for no loads")
+    require("--max-seconds", max_s, max_s > 0, "a finite number above 0")
     return Extent(base.is_quick, repeats, num_requests, max_s)
 
 

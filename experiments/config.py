@@ -38,6 +38,7 @@ from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from testbed.blocks.config import CacheConfig
+from testbed.checks import choose
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed, unknown
 from testbed.policies.config import SchedulerConfig
@@ -221,13 +222,11 @@ class RunConfig:
             if key not in tops:
                 raise ConfigError(unknown(f"unknown key {key!r}", key, tops))
         name = raw["backend"].get("name")
-        if name not in BACKENDS:
-            raise ConfigError(unknown(f"backend is {name!r}", str(name), tuple(BACKENDS)))
+        choose("backend", name, BACKENDS)
         model = _model(raw["model"])
         cache = freeze(CacheConfig, "cache", raw["cache"])
-        if cache.kv_dtype not in (None, *KV_DTYPE_BYTES):
-            choices = ", ".join(KV_DTYPE_BYTES)
-            raise ConfigError(f"cache.kv_dtype is {cache.kv_dtype!r}; choose one of {choices}, or null (the model's)")
+        if cache.kv_dtype is not None:
+            choose("cache.kv_dtype", cache.kv_dtype, KV_DTYPE_BYTES)
         trace_class = TRACE_CONFIGS.get(raw["trace"].get("name", ""), TraceConfig)
         for group in GROUPS:
             _refuse_strays(group, raw[group])

@@ -8,8 +8,8 @@ from typing import Any
 
 from experiments.forcing import FORCED
 from sim.backend import SchedulerTime
+from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
 
 GONE = {  # keys that there were, and why they are not needed any more; in older folders they are passed over
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
@@ -38,20 +38,16 @@ class TraceConfig:
     forced: str = "tokens"  # what a replay forces of recorded outputs: tokens, lengths, nothing
 
     def __post_init__(self) -> None:
-        check_choice("trace.forced", self.forced, FORCED)
+        choose("trace.forced", self.forced, FORCED)
         for name in ("limit", "max_prompt_tokens", "max_output_tokens", "vocab_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"trace.{name} is {value}; it must be at least 1, or null")
-        if not 0 < self.rate_scale < float("inf"):
-            raise ConfigError(f"trace.rate_scale is {self.rate_scale}; it must be a finite number above 0")
+            require_whole_or_null(f"trace.{name}", getattr(self, name), 1)
+        require("trace.rate_scale", self.rate_scale, self.rate_scale > 0, "a finite number above 0")
         if self.start_s < 0 or (self.end_s is not None and self.end_s <= self.start_s):
             raise ConfigError(
                 f"trace.start_s is {self.start_s} and trace.end_s is {self.end_s}; the window must start at 0 or later "
                 "and end after its start"
             )
-        if self.seed is not None and self.seed < 0:
-            raise ConfigError(f"trace.seed is {self.seed}; it must be 0 or above, or null")
+        require_whole_or_null("trace.seed", self.seed, 0)
         if self.transforms:
             from testbed.traces.transforms import check_steps  # not at the top: most traces have none
 
@@ -152,8 +148,8 @@ class RecordConfig:
 
     def __post_init__(self) -> None:
         _ = self.profiled_steps  # raises for what is no pair of steps
-        if self.status_s is not None and not 0 < self.status_s < float("inf"):
-            raise ConfigError(f"record.status_s is {self.status_s}; it must be above 0, or null (no status lines)")
+        every_s = self.status_s
+        require("record.status_s", every_s, every_s is None or every_s > 0, "above 0, or null (no status lines)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +166,8 @@ class SloConfig:
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s"):
             limit = getattr(self, name)
-            if limit is not None and not 0 < limit < float("inf"):
-                raise ConfigError(f"slo.{name} is {limit}; it must be above 0 s, or null (no limit)")
-        if not 0 < self.attainment < 1:
-            raise ConfigError(f"slo.attainment is {self.attainment}; it must lie between 0 and 1, as 0.99")
+            require(f"slo.{name}", limit, limit is None or limit > 0, "above 0 s, or null (no limit)")
+        require("slo.attainment", self.attainment, 0 < self.attainment < 1, "between 0 and 1, as 0.99")
 
     @property
     def limits(self) -> dict[str, float]:
@@ -192,8 +186,7 @@ class ReportConfig:
     replicates: tuple[str, ...] = ()  # keys of the trace whose values are replicates and no loads: [trace.transforms]
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin < 1:
-            raise ConfigError(f"report.margin is {self.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
+        require("report.margin", self.margin, 0 < self.margin < 1, "between 0 and 1, as 0.02 for 2 %")
         for key in self.replicates:
             if not key.startswith("trace."):
                 raise ConfigError(
@@ -224,8 +217,7 @@ class SimConfig:
             ("schedule_ns_per_1k_tokens", 0, 10**12),
             ("frontend_ns", 0, 10**15),
         ):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be from {least} to {most:,}")
+            require_whole(f"backend.{name}", getattr(self, name), least, most)
         if self.replicas_per_link > self.num_replicas:
             raise ConfigError(
                 f"backend.replicas_per_link is {self.replicas_per_link}, and there are {self.num_replicas} replicas; "
@@ -256,11 +248,4 @@ class TensorParallelConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(f"device.tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1")
-
-
-def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises ConfigError, with the nearest valid name first, if value is not among the choices."""
-    if value not in choices:
-        raise ConfigError(unknown(f"{key} is {value!r}", str(value), choices))
+        require_whole("device.tensor_parallel_size", self.tensor_parallel_size, 1)

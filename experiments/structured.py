@@ -11,7 +11,7 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from experiments.settings import check_choice
+from testbed.checks import choose
 from testbed.errors import ConfigError, RequestError
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
             continue
         value, hint = values[item.name], hints[item.name]
         if get_origin(hint) is Literal:
-            check_choice(f"{group}.{item.name}", value, get_args(hint))
+            choose(f"{group}.{item.name}", value, get_args(hint))
         elif isinstance(value, dict) and (nested := _dataclass_in(hint)) is not None:
             value = _freeze_whole(nested, f"{group}.{item.name}", value)
         elif get_origin(hint) is tuple and isinstance(value, list):
@@ -105,7 +105,7 @@ def _freeze_whole(cls: type[T], group: str, values: dict[str, Any]) -> T:
     """As freeze, for a node that only this class owns: other keys are refused."""
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every cls here is a dataclass
     for key in values:
-        check_choice(f"a key of {group}", key, tuple(names))
+        choose(f"a key of {group}", key, tuple(names))
     try:
         return freeze(cls, group, values)
     except ConfigError as error:

@@ -36,6 +36,7 @@ from experiments.points import Board, Known, Outcome, Point, Share, holds_anothe
 from experiments.restate import restate
 from experiments.run_folder import named_folder, refuse_run
 from experiments.sweep_progress import Followed
+from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
 
 _FEW = 3  # points that are named one by one
@@ -250,8 +251,7 @@ def _of_launcher(master: DictConfig, error: Exception, num_left: int, num_points
 def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int, int | None]:
     """How many jobs the launcher gets, and how many points each may take."""
     if per_job is not None:
-        if per_job < 1:
-            raise ConfigError(f"points_per_job is {per_job}; it must be at least 1, or null")
+        require_whole_or_null("points_per_job", per_job, 1)
         return -(-num_points // per_job), per_job
     launcher = str(master.hydra.launcher["_target_"])
     if launcher.endswith(".BasicLauncher"):

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.run_folder import is_same_file
+from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import unknown
 from testbed.traces.frozen import freeze_trace
@@ -54,7 +55,7 @@ def _inspect(arguments: list[str]) -> int:
     parser.add_argument("--plots", type=Path, help="write figures (PNG and SVG) into this folder")
     parser.add_argument("--overwrite", action="store_true", help="replace figures that exist")
     options = parser.parse_args(arguments)
-    _check_at_least_1(options.block_size, "--block-size")
+    require_whole("--block-size", options.block_size, 1)
     if options.plots is not None and not options.overwrite and (options.plots / "arrivals.png").exists():
         raise RunFolderError(f"{options.plots} already holds figures of a trace; choose another --plots or --overwrite")
     trace = _open(options)
@@ -240,7 +241,7 @@ def _open(options: argparse.Namespace) -> TraceSource:
             raise ConfigError(f"--tokenizer goes with sharegpt only, not with {options.format}; leave it out")
         more["tokenizer"] = load_tokenizer(options.tokenizer)
     if options.limit is not None:
-        _check_at_least_1(options.limit, "--limit")
+        require_whole("--limit", options.limit, 1)
     from experiments.traces import reading
 
     with reading():
@@ -256,11 +257,6 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 def _parser(name: str, says: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"testbed trace {name}", description=says)
-
-
-def _check_at_least_1(value: int, name: str) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
 def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:

@@ -38,9 +38,10 @@ from real.parallel.group import SINGLE, TensorGroup
 from real.runner import ModelRunner
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
+from testbed.checks import require_whole, require_whole_or_null
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans
 from testbed.core.plan import BatchPlan, ScheduledSequence
-from testbed.errors import ConfigError, DeviceError
+from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
 
 LESS_MEMORY = (
@@ -122,11 +123,10 @@ class RealBackend:
         seed: int = 0,
         group: TensorGroup = SINGLE,
     ) -> None:
-        _check_at_least(
-            1, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-        )
-        if sliding_window is not None:
-            _check_at_least(1, sliding_window=sliding_window)
+        require_whole("block_size", block_size, 1)
+        require_whole("max_num_batched_tokens", max_num_batched_tokens, 1)
+        require_whole("max_num_seqs", max_num_seqs, 1)
+        require_whole_or_null("sliding_window", sliding_window, 1)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec), group)
@@ -165,8 +165,8 @@ class RealBackend:
             num_gpu_blocks = _least(num_gpu_blocks, placement)
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks or 0
-        _check_at_least(1, num_gpu_blocks=self.num_gpu_blocks)
-        _check_at_least(0, num_cpu_blocks=self.num_cpu_blocks)
+        require_whole("num_gpu_blocks", self.num_gpu_blocks, 1)
+        require_whole("num_cpu_blocks", self.num_cpu_blocks, 0)
         self.cache = CacheEngine(
             spec,
             placement,
@@ -282,9 +282,3 @@ def _attention_spec(
         k_scale=config.k_scale,
         v_scale=config.v_scale,
     )
-
-
-def _check_at_least(minimum: int, **counts: int) -> None:
-    for name, count in counts.items():
-        if count < minimum:
-            raise ConfigError(f"{name} is {count}; it must be at least {minimum}")

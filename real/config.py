@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -52,31 +52,21 @@ class RealConfig:
     router: Any = "round_robin"
 
     def __post_init__(self) -> None:
-        _check_choice("device", self.device, DEVICES)
+        choose("backend.device", self.device, DEVICES)
         if self.dtype is not None:
-            _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("attention", self.attention, ATTENTION_NAMES)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_choice("pace", self.pace, PACES)
+            choose("backend.dtype", self.dtype, DTYPES)
+        choose("backend.attention", self.attention, ATTENTION_NAMES)
+        choose("backend.load_format", self.load_format, LOAD_FORMATS)
+        choose("backend.pace", self.pace, PACES)
         for name in ("cpu_kv_bytes", "max_captured_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be at least 1")
+            require_whole(f"backend.{name}", getattr(self, name), 1)
         for name in ("k_scale", "v_scale", "rank_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"backend.{name} is {getattr(self, name)}; it must be a finite number above 0")
-        if not 0 < self.speed < math.inf:
-            raise ConfigError(f"backend.speed is {self.speed}; it must be above 0: 2 replays a trace twice as fast")
-        if not 1 <= self.num_replicas <= MAX_NUM_REPLICAS:
-            raise ConfigError(f"backend.num_replicas is {self.num_replicas}; it must be 1 to {MAX_NUM_REPLICAS}")
+            require(f"backend.{name}", getattr(self, name), getattr(self, name) > 0, "a finite number above 0")
+        require("backend.speed", self.speed, self.speed > 0, "above 0: 2 replays a trace twice as fast")
+        require_whole_or_null("backend.num_threads", self.num_threads, 1, MAX_NUM_THREADS)
+        require_whole("backend.num_replicas", self.num_replicas, 1, MAX_NUM_REPLICAS)
         if self.num_replicas > 1 and self.pace == "cpu_time":
             raise ConfigError(
                 "backend.pace=cpu_time is the CPU time of one process, and each of backend.num_replicas has its own; "
                 "choose real_time or as_fast_as_possible"
             )
-        if self.num_threads is not None and not 1 <= self.num_threads <= MAX_NUM_THREADS:
-            raise ConfigError(f"backend.num_threads is {self.num_threads}; it must be 1 to {MAX_NUM_THREADS}, or null")
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"backend.{key} is {value!r}; choose one of {', '.join(choices)}")

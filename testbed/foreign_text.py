@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -65,10 +65,14 @@ class _Short(reprlib.Repr):
 shown = _Short().repr
 
 
-def unknown(what: str, name: str, choices: tuple[str, ...] | list[str]) -> str:
-    """One line that names the nearest valid choice and lists them all."""
-    from difflib import get_close_matches
+def nearest(name: str, choices: Collection[str]) -> str:
+    """'did you mean …? ', or nothing."""
+    from difflib import get_close_matches  # seldom needed
 
     near = get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{what}; {hint}valid: {', '.join(choices)}"
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def unknown(what: str, name: str, choices: Collection[str]) -> str:
+    """One line that names the nearest valid choice and lists them all."""
+    return f"{what}; {nearest(name, choices)}valid: {', '.join(choices)}"

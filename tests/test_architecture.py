@@ -138,7 +138,14 @@ PARTS = {  # of testbed: what each may import of the others, also for type check
     "testbed.specs": ("testbed.core",),  # a step's shape, priced and profiled
     "testbed.traces": ("testbed.core",),
 }
-ANYONE_MAY = ("testbed.errors", "testbed.foreign_text", "testbed.lazy_heap", "testbed.streams", "testbed.seeds")
+ANYONE_MAY = (
+    "testbed.checks",
+    "testbed.errors",
+    "testbed.foreign_text",
+    "testbed.lazy_heap",
+    "testbed.streams",
+    "testbed.seeds",
+)
 
 
 def types_included(part: str) -> list[Import]:

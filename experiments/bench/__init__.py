@@ -12,13 +12,6 @@ from testbed.foreign_text import unknown
 BENCHES = ("core", "simulator", "engine", "host", "vllm")
 
 
-def check_at_least(least: int, **numbers: int) -> None:
-    """Raises ConfigError for an option that is smaller."""
-    for name, number in numbers.items():
-        if number < least:
-            raise ConfigError(f"--{name} is {number}; it must be at least {least}")
-
-
 def main(arguments: list[str]) -> int:
     """`testbed bench [core|simulator|engine|host|vllm] [options]`; without a name all but vllm, with their defaults."""
     from experiments.bench import core, engine, host, simulator, vllm

@@ -11,9 +11,9 @@ import time
 from tqdm import tqdm
 
 from experiments import build
-from experiments.bench import check_at_least
 from experiments.collector import fewer_collections
 from experiments.compose import compose_config
+from testbed.checks import require_whole
 from testbed.core.outcome import Outcome, StepResult
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("testbed bench core", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="of the scheduler's measurements; the best counts (5)")
     options = parser.parse_args(arguments)
-    check_at_least(1, repeats=options.repeats)
+    require_whole("--repeats", options.repeats, 1)
     _bench_scheduler(options.repeats)
     print()
     _bench_queues(options.repeats)

@@ -2,7 +2,7 @@
 
 On a CPU: a model of about 20 million parameters beside `transformers.generate`, transformers' continuous batching and,
 in an environment that has it, vLLM's CPU build: the same checkpoint, prompts and threads, in turns. On a GPU: steps of
-published shapes with random weights, and 256 requests of 100 to 1,024 tokens in and out beside the same contenders, with
+published shapes with random weights, and 256 requests of 100 to 1,024 tokens in and out beside the same, with
 every attention provider that can run.
 """
 
@@ -12,8 +12,9 @@ import argparse
 import gc
 from typing import Any
 
-from experiments.bench import check_at_least, offline
 from experiments.bench import engine_steps as steps
+from experiments.bench import offline
+from testbed.checks import choose, require_whole
 from testbed.errors import ConfigError
 from testbed.specs.model import ModelSpec
 
@@ -42,12 +43,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     parts, dtypes = options.parts.split(","), options.dtypes.split(",")
     for dtype in dtypes:
-        if dtype not in offline.CPU_DTYPES:
-            raise ConfigError(f"--dtypes names {dtype!r}; choose of {', '.join(offline.CPU_DTYPES)}")
+        choose("--dtypes", dtype, offline.CPU_DTYPES)
     for part in parts:
-        if part not in ("decode", "prefill", "offline"):
-            raise ConfigError(f"--parts names {part!r}; choose of decode, prefill, offline")
-    check_at_least(1, repeats=options.repeats)
+        choose("--parts", part, ("decode", "prefill", "offline"))
+    require_whole("--repeats", options.repeats, 1)
     try:
         import torch
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.bench import check_at_least
+from testbed.checks import require_whole
 from testbed.core.commands import Arrive
 from testbed.core.outcome import Finished, Spans
 from testbed.core.request import GREEDY, Request, SamplingParams
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=60, help="that are measured of each batch; the median counts (60)")
     parser.add_argument("--filter", default="", help="only batches in whose name this is found")
     options = parser.parse_args(arguments)
-    check_at_least(1, steps=options.steps)
+    require_whole("--steps", options.steps, 1)
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -23,8 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.bench import check_at_least
 from sim.cost.base import CostModel
+from testbed.checks import require_whole
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, TestbedError
 
@@ -64,8 +64,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.trace is not None and not options.trace.is_file():
         raise ConfigError(f"--trace: no file {options.trace}; give the Azure 2023 conversation CSV, or leave it out")
-    check_at_least(1, rows=options.rows, repeats=options.repeats)
-    check_at_least(0, requests=options.requests)
+    require_whole("--rows", options.rows, 1)
+    require_whole("--repeats", options.repeats, 1)
+    require_whole("--requests", options.requests, 0)
     num_rows = options.rows
     rows = [*LOOK_ALIKE, f"trace.num_requests={num_rows}"]
     if options.trace is not None:

@@ -28,7 +28,8 @@ from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.run_folder import write_json
-from testbed.errors import ConfigError, RunFolderError, TestbedError
+from testbed.checks import require, require_whole
+from testbed.errors import RunFolderError, TestbedError
 
 IDENTITY, POINTS = "search.json", "points"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
@@ -88,10 +89,9 @@ def find_capacity(
     point; the same search goes on there and simulates none again. tolerance: how close the bracket's ends are,
     relatively. whole: no run is stopped early; the result is the same. Raises TestbedError in one line.
     """
-    if not MIN_TOLERANCE <= tolerance <= MAX_TOLERANCE:
-        raise ConfigError(f"tolerance is {tolerance:g}; it must be from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}; it must be at least 1")
+    is_good = MIN_TOLERANCE <= tolerance <= MAX_TOLERANCE
+    require("tolerance", tolerance, is_good, f"from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
+    require_whole("jobs", jobs, 1)
     arms, seeds = parse(overrides)
     target = Path(folder)
     identity = _claim(target, arms, seeds)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from real.config import PACES
-from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
+from testbed.checks import choose, require
 
 LOAD_FORMATS = ("auto", "dummy")
 DECIDERS = ("testbed", "vllm")
@@ -31,10 +29,7 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         for name, choices in (("decides", DECIDERS), ("load_format", LOAD_FORMATS), ("pace", PACES)):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(unknown(f"backend.{name} is {value!r}", str(value), choices))
-        if not 0 < self.speed < math.inf:
-            raise ConfigError(f"backend.speed is {self.speed}; it must be a finite number above 0")
-        if self.options is not None and not isinstance(self.options, dict):
-            raise ConfigError(f"backend.options is {self.options!r}; it must be a mapping of arguments of vllm.LLM")
+            choose(f"backend.{name}", getattr(self, name), choices)
+        require("backend.speed", self.speed, self.speed > 0, "a finite number above 0")
+        is_mapping = isinstance(self.options, dict | None)
+        require("backend.options", self.options, is_mapping, "a mapping of arguments of vllm.LLM")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from testbed.checks import choose, require, require_whole
 from testbed.errors import ConfigError
-from testbed.foreign_text import shown
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 LOGITS = ("all_gather", "gather")
@@ -32,10 +32,8 @@ class RooflineConfig:
             ("graph_launch_ns", 0, MAX_PART_NS),
             ("kernel_launch_ns", 0, MAX_PART_NS),
         ):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"cost.{name} is {shown(getattr(self, name))}; it must be from {least} to {most:,}")
-        if self.logits not in LOGITS:
-            raise ConfigError(f"cost.logits is {self.logits!r}; choose one of {', '.join(LOGITS)}")
+            require_whole(f"cost.{name}", getattr(self, name), least, most)
+        choose("cost.logits", self.logits, LOGITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,7 @@ class CalibratedConfig:
             raise ConfigError(
                 f"cost=calibrated needs cost.profile=<profile>.parquet or cost.path=<fit>.json; {given} set"
             )
-        if self.outside not in OUTSIDE:
-            raise ConfigError(f"cost.outside is {self.outside!r}; choose one of {', '.join(OUTSIDE)}")
+        choose("cost.outside", self.outside, OUTSIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +85,7 @@ class LinearConfig:
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:
             value = getattr(self, name)
-            if not 0 <= value <= 1e6:
-                raise ConfigError(f"cost.{name} is {shown(value)}; it must be from 0 to 1e6 seconds")
+            require(f"cost.{name}", value, 0 <= value <= 1e6, "from 0 to 1e6 seconds")
 
 
 COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != "path")
@@ -102,5 +98,4 @@ class ConstantConfig:
     step_s: float = 0.01  # length of every step, seconds; there is no host overhead beside it
 
     def __post_init__(self) -> None:
-        if not 1e-9 <= self.step_s <= 1e6:
-            raise ConfigError(f"cost.step_s is {self.step_s}; it must be from 1e-9 (1 ns) to 1e6 seconds")
+        require("cost.step_s", self.step_s, 1e-9 <= self.step_s <= 1e6, "from 1e-9 (1 ns) to 1e6 seconds")

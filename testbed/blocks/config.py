@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
 
 MAX_BLOCK_SIZE = 512
@@ -32,22 +33,14 @@ class CacheConfig:
     kv_dtype: str | None = None  # of K and V: fp8 halves a block's bytes; null: the model's
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError(f"cache.block_size is {self.block_size}; it must be 1 to {MAX_BLOCK_SIZE} tokens")
-        for field, least in (("num_gpu_blocks", 1), ("num_cpu_blocks", 0)):
-            num_blocks = getattr(self, field)
-            if num_blocks is not None and not least <= num_blocks <= MAX_NUM_BLOCKS:
-                raise ConfigError(
-                    f"cache.{field} is {num_blocks}; it must be at least {least}, at most {MAX_NUM_BLOCKS:,}, or null"
-                )
-        if not 0 <= self.swap_space_gib <= MAX_SWAP_SPACE_GIB:
-            raise ConfigError(f"cache.swap_space_gib is {self.swap_space_gib}; it must be 0 to {MAX_SWAP_SPACE_GIB:,}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"cache.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"cache.sliding_window is {self.sliding_window}; it must be at least 1 token, or null")
-        if self.watermark is not None and not 0 <= self.watermark < 1:
-            raise ConfigError(f"cache.watermark is {self.watermark}; it must be in [0, 1)")
+        require_whole("cache.block_size", self.block_size, 1, MAX_BLOCK_SIZE, also=" tokens")
+        require_whole_or_null("cache.num_gpu_blocks", self.num_gpu_blocks, 1, MAX_NUM_BLOCKS)
+        require_whole_or_null("cache.num_cpu_blocks", self.num_cpu_blocks, 0, MAX_NUM_BLOCKS)
+        gib, share, watermark = self.swap_space_gib, self.gpu_memory_utilization, self.watermark
+        require("cache.swap_space_gib", gib, 0 <= gib <= MAX_SWAP_SPACE_GIB, f"from 0 to {MAX_SWAP_SPACE_GIB:,}")
+        require("cache.gpu_memory_utilization", share, 0 < share <= 1, "in (0, 1]")
+        require_whole_or_null("cache.sliding_window", self.sliding_window, 1)
+        require("cache.watermark", watermark, watermark is None or 0 <= watermark < 1, "in [0, 1), or null")
 
 
 def check_pool_sizes(num_gpu_blocks: int, num_cpu_blocks: int) -> None:
@@ -124,8 +117,7 @@ class KVRules:
 
     def __post_init__(self) -> None:
         key = "scheduler.kv_rules"
-        if not 0 <= self.watermark_extra_blocks <= MAX_NUM_BLOCKS:
-            raise ConfigError(f"{key}.watermark_extra_blocks is {self.watermark_extra_blocks}; it must be 0 or above")
+        require_whole(f"{key}.watermark_extra_blocks", self.watermark_extra_blocks, 0, MAX_NUM_BLOCKS)
         if self.duplicates != "merged" and (self.hits_frozen or self.hits_visible == "plan"):
             raise ConfigError(f"{key}.hits_frozen and {key}.hits_visible=plan need {key}.duplicates=merged")
         if self.duplicates == "merged" and (self.allocate != "whole" or self.hits_visible != "plan"):

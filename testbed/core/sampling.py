@@ -11,6 +11,7 @@ from math import isfinite
 from numbers import Integral, Real
 from typing import Any
 
+from testbed.checks import require
 from testbed.errors import RequestError
 
 INT32_MAX = 2**31 - 1
@@ -108,12 +109,11 @@ class SamplingParams:
         self._check_count("min_tokens", 0, "0 or above")
         self._check_count("logprobs", 0, "0 or above, or None", optional=True)
         self._check_count("prompt_logprobs", 0, "0 or above, or None", optional=True)
-        if self.seed is not None and not _is_whole(self.seed):
-            raise RequestError(f"sampling.seed is {self.seed!r}; it must be a whole number, or None")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"sampling.min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})"
-            )
+        has_seed = self.seed is None or _is_whole(self.seed)
+        require("sampling.seed", self.seed, has_seed, "a whole number, or None", RequestError)
+        is_below = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        most = f"at most max_tokens ({self.max_tokens})"
+        require("sampling.min_tokens", self.min_tokens, is_below, most, RequestError)
         if any(not text for text in self.stop):
             raise RequestError("sampling.stop has an empty string; a stop string must have at least one character")
         for token in self.stop_token_ids:
@@ -126,8 +126,8 @@ class SamplingParams:
         put = object.__setattr__
         if not isinstance(self.stop, tuple):
             put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
-        if not all(isinstance(text, str) for text in self.stop):
-            raise RequestError(f"sampling.stop is {self.stop!r}; it must be a string or strings")
+        are_texts = all(isinstance(text, str) for text in self.stop)
+        require("sampling.stop", self.stop, are_texts, "a string or strings", RequestError)
         if not isinstance(self.stop_token_ids, tuple):
             put(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         bias: Any = self.logit_bias
@@ -144,10 +144,9 @@ class SamplingParams:
     def _check_groups(self) -> None:
         self._check_count("n", 1, "at least 1")
         self._check_count("best_of", self.n, f"at least n ({self.n})", optional=True)
-        if not _is_whole(self.beam_width) or self.beam_width < 0 or 0 < self.beam_width < self.n:
-            raise RequestError(
-                f"sampling.beam_width is {self.beam_width}; it must be 0 (no beam search) or at least n ({self.n})"
-            )
+        is_width = _is_whole(self.beam_width) and (self.beam_width == 0 or self.beam_width >= self.n)
+        expected = f"0 (no beam search) or at least n ({self.n})"
+        require("sampling.beam_width", self.beam_width, is_width, expected, RequestError)
         if self.beam_width and self.best_of is not None:
             raise RequestError("sampling.best_of and sampling.beam_width exclude each other; set one")
         if self.beam_width and (self.is_penalised or self.logit_bias):
@@ -163,17 +162,16 @@ class SamplingParams:
         is_good = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
         if is_good and low is not None:
             is_good = value > low if excludes_low else value >= low
-        if not is_good or (high is not None and value > high):
-            raise RequestError(f"sampling.{name} is {value!r}; it must be {wanted}")
+        require(f"sampling.{name}", value, is_good and (high is None or value <= high), wanted, RequestError)
 
     def _check_count(self, name: str, least: int, wanted: str, *, optional: bool = False) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not _is_whole(value) or not least <= value <= INT32_MAX:
-            most = f", at most {INT32_MAX}" if _is_whole(value) and value > INT32_MAX else ""
-            kind = "" if _is_whole(value) else "a whole number, "
-            raise RequestError(f"sampling.{name} is {value!r}; it must be {kind}{wanted}{most}")
+        most = f", at most {INT32_MAX}" if _is_whole(value) and value > INT32_MAX else ""
+        kind = "" if _is_whole(value) else "a whole number, "
+        is_good = _is_whole(value) and least <= value <= INT32_MAX
+        require(f"sampling.{name}", value, is_good, f"{kind}{wanted}{most}", RequestError)
 
     def _check_bias(self) -> None:
         for token, value in self.logit_bias:
@@ -181,8 +179,8 @@ class SamplingParams:
                 raise RequestError(
                     f"sampling.logit_bias has the token {token!r}; token ids are whole numbers from 0 on"
                 )
-            if not isinstance(value, Real) or not -100 <= value <= 100:
-                raise RequestError(f"sampling.logit_bias of token {token} is {value!r}; it must be from -100 to 100")
+            is_bias = isinstance(value, Real) and -100 <= value <= 100
+            require(f"sampling.logit_bias of token {token}", value, is_bias, "from -100 to 100", RequestError)
         if len(dict(self.logit_bias)) != len(self.logit_bias):
             raise RequestError("sampling.logit_bias names a token twice; give one bias for each")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from typing import Any
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import choose, require, require_whole
 from testbed.core.interfaces import AdmissionPolicy
 from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
@@ -44,8 +44,7 @@ class NoEvict:
     """
 
     def __init__(self, reserve: Unchecked = "declared") -> None:
-        if reserve not in ("declared", "oracle"):
-            raise ConfigError(f"scheduler.admission.reserve is {reserve!r}; it must be 'declared' or 'oracle'")
+        choose("scheduler.admission.reserve", reserve, ("declared", "oracle"))
         self._reserve = reserve
         self._context: PolicyContext | None = None
 
@@ -104,8 +103,7 @@ class FuturePeak:
     """
 
     def __init__(self, reserved: Unchecked = 0.0) -> None:
-        if not 0 <= reserved < 1:
-            raise ConfigError(f"scheduler.admission.reserved is {reserved}; it must be in [0, 1)")
+        require("scheduler.admission.reserved", reserved, 0 <= reserved < 1, "in [0, 1)")
         self._reserved = reserved
         self._context: PolicyContext | None = None
 
@@ -155,7 +153,7 @@ class MaxRunningTokens:
     """
 
     def __init__(self, max_tokens: Unchecked) -> None:
-        self._max_tokens = _at_least_one("max_tokens", max_tokens)
+        self._max_tokens = require_whole("scheduler.admission.max_tokens", max_tokens, 1)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
         return not running or sum(map(_context_tokens, running)) + _context_tokens(seq) <= self._max_tokens
@@ -166,7 +164,7 @@ class MaxRunningRequests:
     """A cap on requests that run at once, however many sequences each has. Raises ConfigError for a cap below 1."""
 
     def __init__(self, max_requests: Unchecked) -> None:
-        self._max_requests = _at_least_one("max_requests", max_requests)
+        self._max_requests = require_whole("scheduler.admission.max_requests", max_requests, 1)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
         ids = {other.request.request_id for other in running}
@@ -262,9 +260,3 @@ def _context_tokens(seq: Sequence) -> int:
 def _bound(context: PolicyContext | None) -> PolicyContext:
     assert context is not None, "bind comes first"
     return context
-
-
-def _at_least_one(key: str, value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"scheduler.admission.{key} is {value!r}; it must be a whole number, at least 1")
-    return value

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from testbed.blocks.config import KVRules
+from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.core.limits import Limits
 from testbed.errors import ConfigError
-from testbed.foreign_text import shown
 
 MAX_LIMIT = 2**31 - 1  # as many as a model's length may be
 
@@ -43,20 +43,10 @@ class SchedulerConfig:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
         ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"scheduler.{name} is {value}; it must be at least 1")
-            if value is not None and value > MAX_LIMIT:
-                raise ConfigError(f"scheduler.{name} is {shown(value)}; it must be at most {MAX_LIMIT:,}")
-        if self.lookahead_slots < 0:
-            raise ConfigError(f"scheduler.lookahead_slots is {self.lookahead_slots}; it must be 0 or above")
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                f"scheduler.long_prefill_token_threshold is {self.long_prefill_token_threshold}; "
-                "it must be 0 (off) or above"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"scheduler.watermark is {self.watermark}; it must be in [0, 1)")
+            require_whole_or_null(f"scheduler.{name}", getattr(self, name), 1, MAX_LIMIT)
+        require_whole("scheduler.lookahead_slots", self.lookahead_slots, 0)
+        require_whole("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, 0, also=" (0: off)")
+        require("scheduler.watermark", self.watermark, 0 <= self.watermark < 1, "in [0, 1)")
 
 
 def resolve_limits(config: SchedulerConfig, model_max_len: int) -> Limits:

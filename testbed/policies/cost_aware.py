@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from mypy_extensions import mypyc_attr
 
 from testbed.blocks.eviction import Evictor
-from testbed.errors import ConfigError
+from testbed.checks import require_whole
 from testbed.foreign_text import Unchecked
 from testbed.lazy_heap import LazyHeap
 
@@ -34,11 +34,8 @@ class CostAware(Evictor):
     """
 
     def __init__(self, token_cost: Unchecked = 8192, context_cost: Unchecked = 1) -> None:
-        for name, value, least in (("token_cost", token_cost, 1), ("context_cost", context_cost, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(f"cache.eviction.{name} is {value!r}; it must be a whole number, at least {least}")
-        self._token_cost = token_cost
-        self._context_cost = context_cost
+        self._token_cost = require_whole("cache.eviction.token_cost", token_cost, 1)
+        self._context_cost = require_whole("cache.eviction.context_cost", context_cost, 0)
         self._block_size = 0
         self._estimator: RecomputePrices | None = None
         self._costs: list[int] = []  # by depth

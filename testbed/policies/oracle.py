@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
@@ -56,10 +57,9 @@ class Noisy:
     """
 
     def __init__(self, sigma: Unchecked = 0.5, seed: Unchecked = None) -> None:
-        if not (isinstance(sigma, int | float) and math.isfinite(sigma) and sigma >= 0):
-            raise ConfigError(f"scheduler.oracle.sigma is {sigma!r}; it must be a finite number of at least 0")
-        if seed is not None and (not isinstance(seed, int) or seed < 0):
-            raise ConfigError(f"scheduler.oracle.seed is {seed!r}; it must be a whole number of at least 0, or null")
+        is_good = isinstance(sigma, int | float) and sigma >= 0
+        require("scheduler.oracle.sigma", sigma, is_good, "a finite number of at least 0")
+        require_whole_or_null("scheduler.oracle.seed", seed, 0)
         self._sigma = sigma
         self._own_seed = seed
         self._seed = seed
@@ -89,14 +89,9 @@ class Binned:
             raise ConfigError(
                 f"scheduler.oracle.edges is {list(edges)}; give rising whole numbers, the first at least 1"
             )
-        for name, value, least in (("first", first, 1), ("ratio", ratio, 2)):
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"scheduler.oracle.{name} is {value!r}; it must be a whole number of at least {least}"
-                )
         self._edges: list[int] | None = None if edges is None else list(edges)
-        self._first: int = first
-        self._ratio: int = ratio
+        self._first: int = require_whole("scheduler.oracle.first", first, 1)
+        self._ratio: int = require_whole("scheduler.oracle.ratio", ratio, 2)
         self._truth = Perfect()
 
     def bind(self, context: PolicyContext) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh64_intdigest
 
+from testbed.checks import require, require_whole
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -192,15 +193,15 @@ class PrefixAffinity:
     def __init__(
         self, cache_threshold: float = 0.3, balance_abs_threshold: int = 64, balance_rel_threshold: float = 1.5
     ) -> None:
-        if not 0 <= cache_threshold <= 1:
-            raise ConfigError(f"cache_threshold of router prefix_affinity is {cache_threshold}; it must be from 0 to 1")
+        share = cache_threshold
+        require("cache_threshold of router prefix_affinity", share, 0 <= share <= 1, "from 0 to 1")
         if balance_abs_threshold < 0 or balance_rel_threshold < 1:
             given = f"{balance_abs_threshold} and {balance_rel_threshold}"
             raise ConfigError(
                 f"balance_abs_threshold and balance_rel_threshold of router prefix_affinity are {given}; they must be "
                 "at least 0 and 1"
             )
-        self._share = cache_threshold
+        self._share = share
         self._most_apart = balance_abs_threshold
         self._most_times = balance_rel_threshold
 
@@ -225,9 +226,7 @@ class PrefixHash(_Drawing):
 
     def __init__(self, num_tokens: int = 64) -> None:
         super().__init__()
-        if num_tokens < 1:
-            raise ConfigError(f"num_tokens of router prefix_hash is {num_tokens}; it must be at least 1")
-        self._num_tokens = num_tokens
+        self._num_tokens = require_whole("num_tokens of router prefix_hash", num_tokens, 1)
 
     def route(self, request: Request, replicas: Replicas) -> int:
         content = request.cache_salt.encode() + array("i", request.prompt_token_ids[: self._num_tokens]).tobytes()
@@ -246,9 +245,7 @@ class SessionSticky:
         if isinstance(others, str) and others not in ROUTERS:
             raise ConfigError(unknown(f"others of router session_sticky is {others!r}", others, list(ROUTERS)))
         self._others: Router = ROUTERS[others]() if isinstance(others, str) else others
-        if max_sessions < 1:
-            raise ConfigError(f"max_sessions of router session_sticky is {max_sessions}; it must be at least 1")
-        self._max_sessions = max_sessions
+        self._max_sessions = require_whole("max_sessions of router session_sticky", max_sessions, 1)
         self._homes: OrderedDict[str, int] = OrderedDict()  # by session, the longest unused one first
 
     def bind(self, context: RouterContext) -> None:

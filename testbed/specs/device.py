@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from testbed.errors import ConfigError
-from testbed.foreign_text import number, shown, whole
+from testbed.checks import require
+from testbed.foreign_text import number, whole
 from testbed.specs.ranges import MAX_PART_NS, Expected
 
 DEVICE_KINDS = ("cuda", "cpu")
@@ -55,8 +55,7 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         for field, expected in DEVICE_FIELDS.items():
             value = getattr(self, field)
-            if not expected.holds(value):
-                raise ConfigError(f"device.{field} is {shown(value)}; it must be {expected.text}")
+            require(f"device.{field}", value, expected.holds(value), expected.text)
 
 
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))

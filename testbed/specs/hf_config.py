@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from testbed.checks import require
 from testbed.errors import ModelError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import DTYPE_BYTES, RopeScaling
@@ -131,22 +132,22 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
 def _check_values(file: Path, raw: dict[str, Any]) -> None:
     for key in _WHOLE_NUMBERS:
         value = raw.get(key)
-        if value is not None and not whole(1, MAX_SIZE)(value):
-            raise ModelError(f"{file}: {key!r} is {shown(value)}; it must be a whole number from 1 to {MAX_SIZE:,}")
+        is_good = value is None or whole(1, MAX_SIZE)(value)
+        require(f"{file}: {key!r}", value, is_good, f"a whole number from 1 to {MAX_SIZE:,}", ModelError)
     for key in _FLAGS:
         if raw.get(key) is not None:
             _flag(file, key, raw[key])
     for key in ("hidden_act", "activation_function"):
-        if not isinstance(raw.get(key, ""), str):
-            raise ModelError(f"{file}: {key!r} is {shown(raw[key])}; it must be the name of an activation")
+        is_name = isinstance(raw.get(key, ""), str)
+        require(f"{file}: {key!r}", raw.get(key), is_name, "the name of an activation", ModelError)
 
 
 def _dtype(file: Path, raw: dict[str, Any]) -> str:
     """Of the weights of the layers' projections."""
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise ModelError(f"{file}: 'dtype' is {shown(dtype)}; it must be one of {', '.join(DTYPE_BYTES)}")
-    return "fp8" if isinstance(fp8_scheme(raw), Fp8Scheme) else dtype
+    is_good = isinstance(dtype, str) and dtype in DTYPE_BYTES
+    require(f"{file}: 'dtype'", dtype, is_good, f"one of {', '.join(DTYPE_BYTES)}", ModelError)
+    return "fp8" if isinstance(fp8_scheme(raw), Fp8Scheme) else str(dtype)
 
 
 def _eos_token_id(file: Path, raw: dict[str, Any]) -> int | None:
@@ -214,13 +215,11 @@ def _rope_scaling(file: Path, raw: dict[str, Any], rope: dict[str, Any]) -> Rope
 
 
 def _flag(file: Path, key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ModelError(f"{file}: {key!r} is {shown(value)}; it must be true or false")
-    return value
+    require(f"{file}: {key!r}", value, isinstance(value, bool), "true or false", ModelError)
+    return bool(value)
 
 
 def _positive(file: Path, key: str, value: object) -> float:
-    if not FACTOR.holds(value):
-        raise ModelError(f"{file}: {key!r} is {shown(value)}; it must be {FACTOR.text}")
+    require(f"{file}: {key!r}", value, FACTOR.holds(value), FACTOR.text, ModelError)
     assert isinstance(value, int | float)
     return value

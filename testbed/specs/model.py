@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
-from testbed.foreign_text import shown
 from testbed.specs.ranges import FACTOR, MAX_SIZE
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -44,8 +44,7 @@ class RopeScaling:
             value = getattr(self, field.name)
             if field.name in ("rope_type", "truncate") or value is None:
                 continue
-            if not FACTOR.holds(value):
-                raise ConfigError(f"model.rope_scaling.{field.name} is {shown(value)}; it must be {FACTOR.text}")
+            require(f"model.rope_scaling.{field.name}", value, FACTOR.holds(value), FACTOR.text)
 
 
 class ExpertsShape(NamedTuple):
@@ -109,15 +108,11 @@ class ModelSpec:
             "vocab_size",
             "max_position_embeddings",
         ):
-            if not 1 <= getattr(self, field) <= MAX_SIZE:
-                raise ConfigError(f"model.{field} is {shown(getattr(self, field))}; it must be from 1 to {MAX_SIZE:,}")
+            require_whole(f"model.{field}", getattr(self, field), 1, MAX_SIZE)
         for field in ("sliding_window", "word_embed_proj_dim", *_EXPERTS):
-            value = getattr(self, field)
-            if value is not None and not 1 <= value <= MAX_SIZE:
-                raise ConfigError(f"model.{field} is {shown(value)}; it must be from 1 to {MAX_SIZE:,}, or null")
+            require_whole_or_null(f"model.{field}", getattr(self, field), 1, MAX_SIZE)
         for field in ("rms_norm_eps", "rope_theta"):
-            if not FACTOR.holds(getattr(self, field)):
-                raise ConfigError(f"model.{field} is {shown(getattr(self, field))}; it must be {FACTOR.text}")
+            require(f"model.{field}", getattr(self, field), FACTOR.holds(getattr(self, field)), FACTOR.text)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"model.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -131,8 +126,7 @@ class ModelSpec:
                 f"model.num_experts_per_tok ({self.num_experts_per_tok}) must be at most num_experts "
                 f"({self.num_experts})"
             )
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"model.dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
+        choose("model.dtype", self.dtype, DTYPE_BYTES)
 
     @property
     def dtype_bytes(self) -> int:

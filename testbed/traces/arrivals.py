@@ -14,8 +14,9 @@ from itertools import count, islice, repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from testbed.checks import choose, require
 from testbed.errors import ConfigError
-from testbed.traces.draws import CHUNK, Stream, check, choose
+from testbed.traces.draws import CHUNK, Stream
 from testbed.traces.schema import MAX_NS
 
 ARRIVALS = ("poisson", "gamma", "deterministic", "mmpp", "diurnal", "all_at_once")  # the last has no rate
@@ -41,13 +42,13 @@ class ArrivalConfig:
 
     def __post_init__(self) -> None:
         choose("trace.arrival", self.arrival, self.kinds())
-        check("trace.rate", self.rate, 0 < self.rate <= 1e9, "above 0, up to 1e9 per second")
-        check("trace.cv", self.cv, 0 < self.cv <= 100, "above 0, up to 100 (0: arrival=deterministic)")
-        check("trace.burst_factor", self.burst_factor, 1 <= self.burst_factor <= 1e6, "1 to 1e6")
+        require("trace.rate", self.rate, 0 < self.rate <= 1e9, "above 0, up to 1e9 per second")
+        require("trace.cv", self.cv, 0 < self.cv <= 100, "above 0, up to 100 (0: arrival=deterministic)")
+        require("trace.burst_factor", self.burst_factor, 1 <= self.burst_factor <= 1e6, "1 to 1e6")
         for name in ("burst_s", "calm_s", "period_s"):
-            check(f"trace.{name}", getattr(self, name), 0 < getattr(self, name) <= 1e9, "above 0, up to 1e9 s")
-        check("trace.amplitude", self.amplitude, 0 <= self.amplitude <= 1, "0 to 1")
-        check("trace.peak_s", self.peak_s, 0 <= self.peak_s <= 1e9, "0 to 1e9 s")
+            require(f"trace.{name}", getattr(self, name), 0 < getattr(self, name) <= 1e9, "above 0, up to 1e9 s")
+        require("trace.amplitude", self.amplitude, 0 <= self.amplitude <= 1, "0 to 1")
+        require("trace.peak_s", self.peak_s, 0 <= self.peak_s <= 1e9, "0 to 1e9 s")
 
     def says(self) -> str:
         """The process in words, with all that it depends on."""

@@ -8,14 +8,12 @@ published trace is best frozen to a file.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
 
-from testbed.errors import ConfigError
-from testbed.foreign_text import shortened
+from testbed.checks import require
 from testbed.traces.synthesis import content_key
 
 CHUNK = 4096
@@ -31,8 +29,7 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
 
 def streams(seed: int, label: str = "") -> Stream:
     """The streams of a seed; of one part of a trace (a tenant) by its label. Raises ConfigError for a negative seed."""
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}; it must be 0 or above")
+    require("seed", seed, seed >= 0, "0 or above")
     return lambda purpose: stream(seed, f"{label}/{purpose}" if label else purpose)
 
 
@@ -53,23 +50,3 @@ def zipf_ranks(num: int, skew: float, rng: np.random.Generator) -> Iterator[int]
         return drawn
 
     return endless(draw)
-
-
-def choose(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises ConfigError, with the nearest valid name, if `value` is not among the choices."""
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; {nearest(str(value), choices)}choose one of {', '.join(choices)}")
-
-
-def nearest(name: str, choices: Sequence[str]) -> str:
-    """'did you mean …? ', or nothing."""
-    from difflib import get_close_matches  # seldom needed
-
-    near = get_close_matches(name, choices, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}? " if near else ""
-
-
-def check(name: str, value: float, condition: bool, expected: str) -> None:
-    """Raises ConfigError unless `condition` holds and `value` is finite."""
-    if not condition or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{name} is {shortened(value)}; it must be {expected}")

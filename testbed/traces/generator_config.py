@@ -9,10 +9,10 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from testbed.checks import choose, require
 from testbed.errors import ConfigError
-from testbed.foreign_text import shortened
+from testbed.foreign_text import nearest, shortened
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
-from testbed.traces.draws import check, choose, nearest
 from testbed.traces.lengths import LengthConfig
 from testbed.traces.schema import MAX_NUM_TOKENS
 from testbed.traces.stream import MAX_STREAMED_ROWS
@@ -34,7 +34,7 @@ class FewShotConfig:
         _check_count("trace.few_shot.num_tasks", self.num_tasks)
         _check_count("trace.few_shot.num_examples", self.num_examples)
         total, most = self.num_tasks * self.num_examples, f"at most {_MAX_ITEMS:,} examples in all (num_tasks of them)"
-        check("trace.few_shot.num_examples", self.num_examples, total <= _MAX_ITEMS, most)
+        require("trace.few_shot.num_examples", self.num_examples, total <= _MAX_ITEMS, most)
         _check_skew("trace.few_shot.skew", self.skew)
 
 
@@ -50,7 +50,7 @@ class RagConfig:
     def __post_init__(self) -> None:
         _check_count("trace.rag.num_documents", self.num_documents)
         number = self.documents_per_prompt
-        check("trace.rag.documents_per_prompt", number, 1 <= number <= 1000, "1 to 1000")
+        require("trace.rag.documents_per_prompt", number, 1 <= number <= 1000, "1 to 1000")
         _check_skew("trace.rag.skew", self.skew)
 
 
@@ -65,11 +65,11 @@ class AgentConfig:
     tool_time_s: float = 1.0  # mean, exponential: from a call's end to the next request of the turn
 
     def __post_init__(self) -> None:
-        check("trace.agent.min_calls", self.min_calls, self.min_calls >= 0, "0 or above")
+        require("trace.agent.min_calls", self.min_calls, self.min_calls >= 0, "0 or above")
         expected = f"at least min_calls ({shortened(self.min_calls)})"
-        check("trace.agent.max_calls", self.max_calls, self.max_calls >= self.min_calls, expected)
+        require("trace.agent.max_calls", self.max_calls, self.max_calls >= self.min_calls, expected)
         _check_count("trace.agent.max_calls", self.max_calls)
-        check("trace.agent.tool_time_s", self.tool_time_s, 0 <= self.tool_time_s <= 1e9, "0 to 1e9")
+        require("trace.agent.tool_time_s", self.tool_time_s, 0 <= self.tool_time_s <= 1e9, "0 to 1e9")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +106,21 @@ class SyntheticConfig(ArrivalConfig):
         choose("trace.think", self.think, THINK_TIMES)
         _check_count("trace.num_users", self.num_users, least=1)
         num, most = self.num_requests, MAX_STREAMED_ROWS
-        check("trace.num_requests", num, num >= 1, "at least 1")
-        check("trace.num_requests", num, num <= most, f"at most {most:,}")
-        check("trace.min_turns", self.min_turns, self.min_turns >= 1, "at least 1")
+        require("trace.num_requests", num, num >= 1, "at least 1")
+        require("trace.num_requests", num, num <= most, f"at most {most:,}")
+        require("trace.min_turns", self.min_turns, self.min_turns >= 1, "at least 1")
         turns = f"at least min_turns ({shortened(self.min_turns)})"
-        check("trace.max_turns", self.max_turns, self.max_turns >= self.min_turns, turns)
-        check("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 to 1e9")
+        require("trace.max_turns", self.max_turns, self.max_turns >= self.min_turns, turns)
+        require("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 to 1e9")
         for name in ("max_turns", "num_system_prompts", "num_tenants"):
             _check_count(f"trace.{name}", getattr(self, name))
         size = self.system_prompt_tokens
-        check("trace.system_prompt_tokens", size, 1 <= size <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
+        require("trace.system_prompt_tokens", size, 1 <= size <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
         _check_skew("trace.system_prompt_skew", self.system_prompt_skew)
         limit = self.max_session_tokens
         if limit is not None:
             least = 2 + (size if self.num_system_prompts else 0)
-            check("trace.max_session_tokens", limit, limit >= least, f"at least {least}, or absent")
+            require("trace.max_session_tokens", limit, limit >= least, f"at least {least}, or absent")
         tenants_of(self)
 
     @classmethod
@@ -142,8 +142,7 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
             raise ConfigError(f"{where}.name is {entry['name']!r}, which another tenant has; choose another")
         share = entry.get("share", 1.0)
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not is_number or not 0 < share <= sys.float_info.max:
-            raise ConfigError(f"{where}.share is {shortened(share)}; it must be a finite number above 0")
+        require(f"{where}.share", share, is_number and 0 < share <= sys.float_info.max, "a finite number above 0")
         shares[entry["name"]] = float(share)
     found: dict[str, SyntheticConfig] = {}
     total = sum(shares.values())
@@ -175,13 +174,12 @@ def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
         if LengthConfig in kinds and present is None:
             present = LengthConfig()  # turn_prompt
         if is_dataclass(present):
-            if not isinstance(value, Mapping):
-                expected = ", ".join(item.name for item in fields(present))
-                raise ConfigError(f"{where}.{key} is {value!r}; it must be a group with keys of {expected}")
+            expected = f"a group with keys of {', '.join(item.name for item in fields(present))}"
+            require(f"{where}.{key}", value, isinstance(value, Mapping), expected)
             value = overlaid(present, value, f"{where}.{key}")
         elif type(value) not in kinds and not (float in kinds and type(value) is int):
             expected = " or ".join(_KINDS.get(kind, kind.__name__) for kind in kinds)
-            raise ConfigError(f"{where}.{key} is {shortened(repr(value))}; it must be {expected}")
+            require(f"{where}.{key}", value, False, expected)
         changed[key] = value
     return replace(base, **changed)
 
@@ -197,8 +195,8 @@ def _kinds(cls: type, key: str) -> tuple[type, ...]:
 
 
 def _check_count(name: str, value: int, least: int = 0) -> None:
-    check(name, value, least <= value <= _MAX_ITEMS, f"{least} to {_MAX_ITEMS:,}")
+    require(name, value, least <= value <= _MAX_ITEMS, f"{least} to {_MAX_ITEMS:,}")
 
 
 def _check_skew(name: str, value: float) -> None:
-    check(name, value, 0 <= value <= 100, "0 to 100")
+    require(name, value, 0 <= value <= 100, "0 to 100")

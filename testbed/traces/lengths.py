@@ -10,8 +10,9 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from testbed.checks import choose, require
 from testbed.errors import ConfigError
-from testbed.traces.draws import Stream, check, choose, endless
+from testbed.traces.draws import Stream, endless
 from testbed.traces.schema import MAX_NUM_TOKENS, TraceSource
 
 LENGTHS = ("constant", "uniform", "lognormal", "zipf", "empirical")
@@ -38,13 +39,13 @@ class LengthConfig:
 
     def __post_init__(self) -> None:
         choose("lengths.kind", self.kind, LENGTHS)
-        check("lengths.value", self.value, 1 <= self.value <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
-        check("lengths.sigma", self.sigma, 0 <= self.sigma <= 10, "0 to 10")
-        check("lengths.exponent", self.exponent, 0 <= self.exponent <= 10, "0 to 10")
+        require("lengths.value", self.value, 1 <= self.value <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
+        require("lengths.sigma", self.sigma, 0 <= self.sigma <= 10, "0 to 10")
+        require("lengths.exponent", self.exponent, 0 <= self.exponent <= 10, "0 to 10")
         low, most = self.min_tokens, self.most
-        check("lengths.min_tokens", low, 1 <= low <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
+        require("lengths.min_tokens", low, 1 <= low <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")
         expected = f"from min_tokens ({low}) to {MAX_NUM_TOKENS:,}"
-        check("lengths.max_tokens", most, low <= most <= MAX_NUM_TOKENS, expected)
+        require("lengths.max_tokens", most, low <= most <= MAX_NUM_TOKENS, expected)
         if self.kind == "zipf" and most - low >= MAX_ZIPF_SPAN:
             raise ConfigError(f"lengths.max_tokens is {most}; with kind=zipf below min_tokens + {MAX_ZIPF_SPAN:,}")
 

@@ -154,7 +154,7 @@ def test_a_fit_goes_with_the_window_of_its_steps_only(tmp_path):
         ({"base_s": "1"}, "base_s is '1'; it must be a number"),
         ({"base_s": -1}, r"cost\.base_s is -1; it must be from 0"),
         ({"base_s": math.nan}, r"cost\.base_s is nan"),
-        ({"base_s": 10**400}, r"cost\.base_s is 1000.*\.\.\..*000; it must be from 0 to 1e6 seconds"),
+        ({"base_s": 10**400}, r"cost\.base_s is a whole number of about 401 digits; it must be from 0 to 1e6 seconds"),
         ({"sliding_window": 10**400}, r"'sliding_window' is 1000.*\.\.\..*000; it must be a number of tokens"),
     ],
 )

@@ -304,7 +304,7 @@ def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, caps
         (["fit", "absent.parquet"], "no profile at absent.parquet"),
         (["fit", "absent.parquet", "--folds", "1"], "--folds is 1; it must be from 2 to 20"),
         (["profile", "backend=sim", "--out", "x.parquet"], "only the real engine can be profiled"),
-        (["profile", "--requests", "1", "--out", "x.parquet"], "--requests is 1; it must be at least 4"),
+        (["profile", "--requests", "1", "--out", "x.parquet"], "--requests is 1; it must be from 4 to 10,000"),
     ],
 )
 def test_impossible_commands_are_one_line(arguments, message, capsys):

@@ -128,7 +128,7 @@ def test_a_forced_run_samples_every_token_that_a_free_one_samples(tmp_path, monk
         ("backend.speed=-2", "backend.speed is -2.0; it must be above 0"),
         ("backend.speed=inf", "backend.speed is inf; it must be above 0"),
         ("backend.speed=1e-300", "backend.speed is 1e-300; it must be large enough that the last arrival comes before"),
-        ("trace.forced=length", "trace.forced is 'length'; did you mean 'lengths'? valid: tokens, lengths, nothing"),
+        ("trace.forced=length", "trace.forced is 'length'; did you mean 'lengths'? choose one of tokens, lengths, "),
         ("backend.pace=fast", "backend.pace is 'fast'; choose one of real_time, as_fast_as_possible"),
     ],
 )

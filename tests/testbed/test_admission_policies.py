@@ -128,7 +128,7 @@ def test_no_evict_counts_lookahead_slots() -> None:
 
 
 def test_no_evict_refuses_what_it_cannot_reserve_by() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.admission\.reserve is 'guess'; it must be 'declared' or"):
+    with pytest.raises(ConfigError, match=r"scheduler\.admission\.reserve is 'guess'; choose one of declared, oracle"):
         NoEvict(reserve="guess")
     with pytest.raises(ConfigError, match=r"reserve is 'oracle', but scheduler\.oracle is none; choose"):
         bound(NoEvict(reserve="oracle"), make_pool(10))
@@ -232,9 +232,7 @@ def test_a_cap_on_running_requests_counts_requests_not_sequences() -> None:
 @pytest.mark.parametrize("value", [0, -1, 2.5])
 def test_a_cap_below_one_is_refused(value: Any) -> None:
     for rule, key in ((MaxRunningTokens, "max_tokens"), (MaxRunningRequests, "max_requests")):
-        with pytest.raises(
-            ConfigError, match=rf"scheduler\.admission\.{key} is {value}; it must be a whole number, at"
-        ):
+        with pytest.raises(ConfigError, match=rf"scheduler\.admission\.{key} is {value}; it must be .*at least 1"):
             rule(value)
 
 

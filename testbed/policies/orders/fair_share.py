@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import require_whole
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
 from testbed.lazy_heap import LazyHeap, Rank
-from testbed.policies.orders.checks import whole
 from testbed.policies.orders.meter import PromptMeter
 from testbed.policies.queue_order import FCFS
 
@@ -32,8 +32,8 @@ class VirtualTokenCounter:
     """
 
     def __init__(self, input_weight: Unchecked = 1, output_weight: Unchecked = 2) -> None:
-        self._input_weight = whole("input_weight", input_weight, 0)
-        self._output_weight = whole("output_weight", output_weight, 0)
+        self._input_weight = require_whole("scheduler.queue_order.input_weight", input_weight, 0)
+        self._output_weight = require_whole("scheduler.queue_order.output_weight", output_weight, 0)
         self._counters: dict[str, int] = {}
         self._queues: dict[str, FCFS] = {}  # never an empty one
         self._tenants: LazyHeap[str, str] = LazyHeap()  # those that queue, by counter; see `_moved`

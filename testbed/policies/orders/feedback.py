@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import require, require_whole
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
 from testbed.lazy_heap import LazyHeap, Rank
-from testbed.policies.orders.checks import not_negative, whole
 from testbed.policies.orders.keyed import NS_PER_S
 from testbed.policies.orders.meter import PromptMeter
 
@@ -43,14 +43,17 @@ class MultiLevelFeedbackQueue:
         output_weight: Unchecked = 16,
         promote_after_s: Unchecked = 3.0,
     ) -> None:
-        self._input_weight = whole("input_weight", input_weight, 0)
-        self._output_weight = whole("output_weight", output_weight, 1)
-        whole("quantum", quantum, 1)
-        whole("ratio", ratio, 2)
-        self._quanta = [quantum * ratio**level for level in range(whole("num_levels", num_levels, 1))]
+        self._input_weight = require_whole("scheduler.queue_order.input_weight", input_weight, 0)
+        self._output_weight = require_whole("scheduler.queue_order.output_weight", output_weight, 1)
+        require_whole("scheduler.queue_order.quantum", quantum, 1)
+        require_whole("scheduler.queue_order.ratio", ratio, 2)
+        require_whole("scheduler.queue_order.num_levels", num_levels, 1)
+        self._quanta = [quantum * ratio**level for level in range(num_levels)]
         self._promote_after_ns: int | None = None
         if promote_after_s is not None:
-            self._promote_after_ns = round(not_negative("promote_after_s", promote_after_s) * NS_PER_S)
+            is_good = isinstance(promote_after_s, int | float) and promote_after_s >= 0
+            require("scheduler.queue_order.promote_after_s", promote_after_s, is_good, "0 s or above, or null")
+            self._promote_after_ns = round(promote_after_s * NS_PER_S)
         # by request, so that the sequences of one request share its level and its quantum
         self._levels: dict[str, int] = {}
         self._used: dict[str, int] = {}  # service since it entered its level; not there: 0

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import choose
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
 from testbed.lazy_heap import Rank
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
-from testbed.policies.orders.checks import one_of
 from testbed.policies.orders.keyed import KeyedQueue
 
 
@@ -25,7 +25,7 @@ class JobSize:
     """
 
     def __init__(self, by: Unchecked) -> None:
-        self._by = one_of("by", by, MEASURES)
+        self._by = choose("scheduler.queue_order.by", by, MEASURES)
         self._measure = MEASURES[by]
         self._oracle: LengthOracle | None = None
         self._max_model_len = 0

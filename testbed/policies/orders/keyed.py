@@ -9,11 +9,11 @@ from typing import Any
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import require, require_whole_or_null
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
 from testbed.lazy_heap import LazyHeap, Rank
 from testbed.policies.context import PolicyContext
-from testbed.policies.orders.checks import not_negative, whole
 from testbed.streams import draw
 
 NS_PER_S = 1_000_000_000
@@ -103,7 +103,7 @@ class _Place:
     """
 
     def __init__(self, seed: Unchecked) -> None:
-        self._own_seed = None if seed is None else whole("seed", seed, 0)
+        self._own_seed = require_whole_or_null("scheduler.queue_order.seed", seed, 0)
         self._seed = self._own_seed
 
     def bind(self, context: PolicyContext) -> None:
@@ -122,7 +122,9 @@ def priority(ageing_per_s: Unchecked = 0.0, preemptive: bool = False) -> KeyedQu
     nothing starves: whoever arrives (p - q) / ageing_per_s seconds after a request of priority p goes behind it, if
     its own priority is q or higher. preemptive: with ageing, what yields is what has the larger aged priority.
     """
-    ageing = Fraction(str(not_negative("ageing_per_s", ageing_per_s)))  # as it is written: 0.1 is a tenth
+    is_good = isinstance(ageing_per_s, int | float) and ageing_per_s >= 0
+    require("scheduler.queue_order.ageing_per_s", ageing_per_s, is_good, "a finite number of at least 0")
+    ageing = Fraction(str(ageing_per_s))  # as it is written: 0.1 is a tenth
     per_level, per_ns = NS_PER_S * ageing.denominator, ageing.numerator
 
     def key(seq: Sequence) -> Rank:

@@ -9,10 +9,10 @@ from mypy_extensions import mypyc_attr
 from xxhash import xxh64_intdigest
 
 from testbed.blocks.manager import BlockManager
+from testbed.checks import choose, require_whole
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
 from testbed.policies.context import PolicyContext
-from testbed.policies.orders.checks import one_of, whole
 from testbed.policies.orders.window import WindowedQueue
 
 TREES = ("waiting", "cached")
@@ -39,7 +39,7 @@ def depth_first(max_waiting: Unchecked = 128, tree: Unchecked = "waiting") -> Wi
     `dfs-weight`: without a hit, order of arrival). Equal weights: the subtree of the oldest sequence first.
     First come, first served if more than `max_waiting` wait; SGLang has no such limit here.
     """
-    return WindowedQueue(DepthFirst(one_of("tree", tree, TREES)), max_waiting)
+    return WindowedQueue(DepthFirst(choose("scheduler.queue_order.tree", tree, TREES)), max_waiting)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -47,8 +47,8 @@ class LongestPrefix:
     """The arrangement of `longest_prefix`. One cache lookup for each waiting sequence."""
 
     def __init__(self, max_cached_tokens: Unchecked, duplicate_tokens: Unchecked) -> None:
-        self._max_cached_tokens = whole("max_cached_tokens", max_cached_tokens, 0)
-        self._duplicate_tokens = whole("duplicate_tokens", duplicate_tokens, 0)
+        self._max_cached_tokens = require_whole("scheduler.queue_order.max_cached_tokens", max_cached_tokens, 0)
+        self._duplicate_tokens = require_whole("scheduler.queue_order.duplicate_tokens", duplicate_tokens, 0)
         self._blocks: BlockManager | None = None
 
     def bind(self, context: PolicyContext) -> None:

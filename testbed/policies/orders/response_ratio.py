@@ -7,11 +7,11 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import require_whole
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
 from testbed.lazy_heap import LazyHeap, Rank
 from testbed.policies.context import LengthOracle, PolicyContext
-from testbed.policies.orders.checks import whole
 
 RATIO_BITS: Final = 24  # fractional bits of wait [ns] / service [tokens]
 
@@ -30,7 +30,7 @@ class HighestResponseRatioNext:
     """
 
     def __init__(self, classes_per_doubling: Unchecked = 4) -> None:
-        self._power = whole("classes_per_doubling", classes_per_doubling, 1)
+        self._power = require_whole("scheduler.queue_order.classes_per_doubling", classes_per_doubling, 1)
         self._oracle: LengthOracle | None = None
         self._classes: dict[int, LazyHeap[int, Sequence]] = {}  # never an empty one
         self._services: dict[int, int] = {}  # tokens, of the waiting

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
+from testbed.checks import require_whole
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
 from testbed.policies.context import PolicyContext
-from testbed.policies.orders.checks import whole
 from testbed.policies.queue_order import FCFS
 
 
@@ -37,7 +37,7 @@ class WindowedQueue:
 
     def __init__(self, arrangement: Arrangement, max_waiting: Unchecked) -> None:
         self._arrangement = arrangement
-        self._max_waiting = whole("max_waiting", max_waiting, 0)
+        self._max_waiting = require_whole("scheduler.queue_order.max_waiting", max_waiting, 0)
         self._waiting = FCFS()
         self._order: OrderedDict[int, Sequence] | None = None  # None: first come, first served
         self._arranged_ns: int | None = None  # None: to be arranged

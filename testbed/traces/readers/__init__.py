@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.draws import nearest
+from testbed.foreign_text import nearest
 from testbed.traces.readers.agentic import read_agentic, stream_agentic
 from testbed.traces.readers.azure import read_azure, stream_azure
 from testbed.traces.readers.bailian import read_bailian, stream_bailian

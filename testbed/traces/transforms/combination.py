@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from heapq import merge as merge_sorted
 
+from testbed.checks import require
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import MAX_HELD_ROWS, MAX_STREAMED_ROWS, StreamedTrace
-from testbed.traces.transforms.common import MAX_S, S, derived, marked, renamed, require
+from testbed.traces.transforms.common import MAX_S, S, derived, marked, renamed
 
 _REPEATED = "repeated"  # in the note of a trace that was
 
@@ -20,14 +21,14 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
     fresh_content: copies have contents of their own (explicit token ids stay); else a copy hits what the first one left
     in a prefix cache.
     """
-    require(times >= 1, "times", times, "at least 1")
+    require("times", times, times >= 1, "at least 1")
     held = isinstance(trace, Trace)
     num_once = trace.num_requests or 1
     most = max(1, (MAX_HELD_ROWS if held else MAX_STREAMED_ROWS) // num_once)
     how = " in memory (trace.stream=true for more)" if held else ""
     each = "" if trace.num_requests is None else f", for {num_once:,} requests each time{how}"
-    require(times <= most, "times", times, f"at most {most:,}{each}")
-    require(0 <= gap_s <= MAX_S, "gap_s", gap_s, f"0 to {MAX_S:.1e}")
+    require("times", times, times <= most, f"at most {most:,}{each}")
+    require("gap_s", gap_s, 0 <= gap_s <= MAX_S, f"0 to {MAX_S:.1e}")
     gap_ns = round(gap_s * 1e9)
     mark = "#" * (1 + sum(1 for note in trace.notes if _REPEATED in note))
 
@@ -64,7 +65,7 @@ def merge_streams(traces: Mapping[str, TraceSource], share_content: bool = False
 
 
 def _merged(traces: Mapping[str, TraceSource], share_content: bool) -> Iterator[TraceRequest]:
-    require(len(traces) >= 1, "traces", len(traces), "at least 1 trace")
+    require("traces", len(traces), len(traces) >= 1, "at least 1 trace")
 
     def labelled(label: str, trace: TraceSource) -> Iterator[TraceRequest]:
         for row in trace:

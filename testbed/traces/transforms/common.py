@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from testbed.errors import ConfigError, TraceError
-from testbed.foreign_text import shortened
+from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.parts import rename_part
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
@@ -66,8 +65,3 @@ def renamed(row: TraceRequest, *names: str | int) -> TraceRequest:
 def finite(number: float) -> bool:
     """Whether it is no infinity, no NaN, and no whole number beyond all floats."""
     return abs(number) <= MAX_FLOAT
-
-
-def require(condition: bool, name: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name} is {shortened(value)}; it must be {expected}")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
 from typing import Any, get_args
 
+from testbed.checks import require
 from testbed.errors import ConfigError, TraceError
-from testbed.foreign_text import shortened
+from testbed.foreign_text import nearest, shown
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.draws import nearest
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
@@ -180,7 +180,7 @@ def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
     names = list(TRANSFORMS)
     if not isinstance(step, Mapping) or "name" not in step:
         raise ConfigError(
-            f"{where} is {step!r}; it must be {{name: <one of {', '.join(names)}>, <parameter>: <value>, …}}"
+            f"{where} is {shown(step)}; it must be {{name: <one of {', '.join(names)}>, <parameter>: <value>, …}}"
         )
     name = step["name"]
     if name not in TRANSFORMS:
@@ -209,7 +209,7 @@ def _check_type(where: str, value: object, annotation: Any) -> None:
     for kind in kinds:
         if kind is float and isinstance(value, int | float) and not is_bool:
             if isinstance(value, int) and not finite(value):
-                raise ConfigError(f"{where} is {shortened(value)}; it must be a number that a float holds")
+                require(where, value, False, "a number that a float holds")
             return
         if kind is int and isinstance(value, int) and not is_bool:
             return
@@ -219,4 +219,4 @@ def _check_type(where: str, value: object, annotation: Any) -> None:
             return
     names = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
     expected = " or ".join(names.get(kind, "a list") for kind in kinds)
-    raise ConfigError(f"{where} is {value!r}; it must be {expected}")
+    require(where, value, False, expected)

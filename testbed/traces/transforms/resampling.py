@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from testbed.checks import require
 from testbed.errors import TraceError
 from testbed.traces.parts import rename_part
 from testbed.traces.schema import Part, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
-from testbed.traces.transforms.common import MAX_S, derived, require
+from testbed.traces.transforms.common import MAX_S, derived
 from testbed.traces.transforms.units import Unit, contents_of, units_of
 
 _WHOLE = 2**64
@@ -15,7 +16,7 @@ _WHOLE = 2**64
 def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
     """Moves the start of each session, conversation or single request by up to `within_s` either way, evenly drawn by a
     hash of its name; what follows a start moves along. Nothing arrives before 0."""
-    require(0 < within_s <= MAX_S, "within_s", within_s, f"above 0, up to {MAX_S:.1e}")
+    require("within_s", within_s, 0 < within_s <= MAX_S, f"above 0, up to {MAX_S:.1e}")
     unit_of, within_ns = units_of(trace), round(within_s * 1e9)
     earliest: dict[Unit, int] = {}
     for row in trace.rows:

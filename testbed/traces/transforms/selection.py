@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from heapq import heappush, heapreplace
 from itertools import islice
 
+from testbed.checks import require
+from testbed.errors import ConfigError
 from testbed.traces.schema import TraceRequest, TraceSource
 from testbed.traces.synthesis import content_key
-from testbed.traces.transforms.common import MAX_S, S, derived, require
+from testbed.traces.transforms.common import MAX_S, S, derived
 from testbed.traces.transforms.units import UnitOf, units_of
 
 
@@ -17,9 +19,9 @@ def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
 
     A closed-loop turn goes with the turn before it. An open session may be cut; its turns keep their prompts.
     """
-    require(0 <= start_s <= MAX_S, "start_s", start_s, f"0 to {MAX_S:.1e}")
+    require("start_s", start_s, 0 <= start_s <= MAX_S, f"0 to {MAX_S:.1e}")
     expected = f"above start_s ({start_s}), up to {MAX_S:.1e}, or absent"
-    require(end_s is None or start_s < end_s <= MAX_S, "end_s", end_s, expected)
+    require("end_s", end_s, end_s is None or start_s < end_s <= MAX_S, expected)
     start_ns, end_ns = round(start_s * 1e9), None if end_s is None else round(end_s * 1e9)
 
     def rows() -> Iterator[TraceRequest]:
@@ -34,7 +36,7 @@ def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
 
 def limit(trace: S, num_requests: int) -> S:
     """The first `num_requests` rows; sessions may lose their last turns."""
-    require(num_requests >= 1, "num_requests", num_requests, "at least 1")
+    require("num_requests", num_requests, num_requests >= 1, "at least 1")
     known = trace.num_requests
     if known is not None and num_requests >= known:
         return trace
@@ -79,9 +81,10 @@ def keep_within(
         ("min_output_tokens", min_output_tokens), ("max_output_tokens", max_output_tokens), ("max_turn", max_turn),
         ("tenant", tenant),
     ) if value is not None}  # fmt: skip
-    require(bool(bounds), "filter", "empty", "given at least one bound, such as max_prompt_tokens")
+    if not bounds:
+        raise ConfigError("filter is empty; it must be given at least one bound, such as max_prompt_tokens")
     for name, value in bounds.items():
-        require(isinstance(value, str) or value >= 0, name, value, "0 or above")
+        require(name, value, isinstance(value, str) or value >= 0, "0 or above")
 
     def is_within(row: TraceRequest) -> bool:
         num_prompt, num_output = row.num_prompt_tokens, row.num_output_tokens
@@ -107,7 +110,7 @@ def thin(trace: S, fraction: float, seed: int = 0) -> S:
 
 def thinned(trace: S, fraction: float, seed: int, why: str = "") -> S:
     """As `thin`. why: stands before the note."""
-    require(0 < fraction <= 1, "fraction", fraction, "above 0, up to 1")
+    require("fraction", fraction, 0 < fraction <= 1, "above 0, up to 1")
     return _below(trace, lambda _: int(fraction * 2**64), seed, f"{why}thinned to {fraction:g} with seed {seed}")
 
 
@@ -117,7 +120,7 @@ def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
 
     Who is in a smaller sample is also in a larger one. Goes through a streamed trace three times; holds `num` hashes.
     """
-    require(num >= 1, "num", num, "at least 1")
+    require("num", num, num >= 1, "at least 1")
     return _below(
         trace, lambda unit_of: _bound(trace, num, seed, unit_of), seed, f"a sample of {num} sessions with seed {seed}"
     )

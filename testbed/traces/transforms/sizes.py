@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from testbed.checks import require
 from testbed.traces.parts import cut_part, cut_parts, join_parts
 from testbed.traces.schema import MAX_NUM_TOKENS, Part, Span, TraceRequest
-from testbed.traces.transforms.common import S, derived, require
+from testbed.traces.transforms.common import S, derived
 
 
 def clip_lengths(
@@ -23,7 +24,7 @@ def clip_lengths(
         *((name, value, 1) for name, value in bounds.items()),
         ("max_total_tokens", max_total_tokens, 2),
     ):
-        require(value is None or value >= least, name, value, f"at least {least}, or absent")
+        require(name, value, value is None or value >= least, f"at least {least}, or absent")
     num_clipped = 0
 
     def rows() -> Iterator[TraceRequest]:
@@ -66,7 +67,7 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
     same factor where later turns should hit what earlier ones generated.
     """
     for name, factor in (("prompt", prompt), ("output", output)):
-        require(0 < factor <= 1000, name, factor, "above 0, up to 1000")
+        require(name, factor, 0 < factor <= 1000, "above 0, up to 1000")
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:
@@ -84,7 +85,7 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
             ):
                 if num > MAX_NUM_TOKENS:
                     where = row.place or row.request_id
-                    require(False, name, factor, f"smaller: that of {where} would be above {MAX_NUM_TOKENS:,} tokens")
+                    require(name, factor, False, f"smaller: that of {where} would be above {MAX_NUM_TOKENS:,} tokens")
             yield made
 
     note = f"prompts x {prompt:g}, outputs x {output:g} in length"
@@ -100,7 +101,7 @@ def _scaled(part: Part, factor: float, row: TraceRequest, name: str) -> Part:
         start = round(part.start * factor)
         return Span(part.key, start, round((part.start + part.length) * factor) - start)
     expected = f"at most 1 for the explicit token ids of {row.place or row.request_id}: there are no more of them"
-    require(factor <= 1, name, factor, expected)
+    require(name, factor, factor <= 1, expected)
     return cut_part(part, round(part.num_tokens * factor))
 
 

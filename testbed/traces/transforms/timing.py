@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from testbed.errors import ConfigError, TraceError
+from testbed.checks import choose, require
+from testbed.errors import TraceError
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
-from testbed.traces.draws import choose, streams
+from testbed.traces.draws import streams
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
-from testbed.traces.transforms.common import MAX_S, S, derived, finite, last_ns, require
+from testbed.traces.transforms.common import MAX_S, S, derived, finite, last_ns
 from testbed.traces.transforms.selection import thinned
 from testbed.traces.transforms.units import session_of
 
 
 def scale_rate(trace: S, factor: float) -> S:
     """Arrivals come `factor` times as fast: every arrival is divided by it. Think times and cancellations stay."""
-    require(finite(factor) and factor > 0, "factor", factor, "a finite number above 0")
+    require("factor", factor, finite(factor) and factor > 0, "a finite number above 0")
     idle = ", which changes nothing: all requests but closed-loop turns arrive at 0" if _is_at_once(trace) else ""
     return _rate_scaled(trace, factor, f"arrival rate x {factor:g}{idle}", ("factor", factor))
 
@@ -25,12 +26,12 @@ def _rate_scaled(trace: S, factor: float, note: str, given: tuple[str, float]) -
     """given: the parameter that the factor comes from, and its value."""
     late = f"large enough that the last arrival comes before {MAX_S:.1e} s"
     if isinstance(trace, Trace):
-        require(trace.rows[-1].arrival_ns / factor <= MAX_NS, *given, late)
+        require(*given, trace.rows[-1].arrival_ns / factor <= MAX_NS, late)
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:
             arrival_ns = row.arrival_ns / factor
-            require(arrival_ns <= MAX_NS, *given, late)
+            require(*given, arrival_ns <= MAX_NS, late)
             yield row._replace(arrival_ns=round(arrival_ns))
 
     return derived(trace, rows, note, num_requests=trace.num_requests)
@@ -70,7 +71,7 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
     by: "warp" stretches or squeezes time (all requests stay; bursts and lulls change their length), "thin" leaves whole
     sessions out at random (time stays; the rate can only fall). Goes through a streamed trace once.
     """
-    require(finite(rate) and rate > 0, "rate", rate, "a finite number above 0")
+    require("rate", rate, finite(rate) and rate > 0, "a finite number above 0")
     choose("by", by, tuple(WAYS))
     num, first, last = 0, 0, 0
     for row in trace:
@@ -82,9 +83,9 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
     own_rate = (num - 1) / ((last - first) / 1e9)
     factor, told = rate / own_rate, f"rate set from {own_rate:g} to {rate:g} per second by {by}"
     if by == "warp":
-        require(finite(factor) and factor > 0, "rate", rate, f"nearer to the trace's own {own_rate:g} per second")
+        require("rate", rate, finite(factor) and factor > 0, f"nearer to the trace's own {own_rate:g} per second")
         return _rate_scaled(trace, factor, f"{told}: arrival rate x {factor:g}", ("rate", rate))
-    require(factor <= 1, "rate", rate, f"at most the trace's own {own_rate:g} per second with by=thin")
+    require("rate", rate, factor <= 1, f"at most the trace's own {own_rate:g} per second with by=thin")
     return thinned(trace, factor, seed, f"{told}: ")
 
 
@@ -103,7 +104,7 @@ def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
                 at += 1
             (from_ns, to_ns), (next_from_ns, next_to_ns) = curve[at], curve[at + 1]
             moved = to_ns + (row.arrival_ns - from_ns) * (next_to_ns - to_ns) // (next_from_ns - from_ns)
-            require(moved <= MAX_NS, "points", points, f"such that the last arrival comes before {MAX_S:.1e} s")
+            require("points", points, moved <= MAX_NS, f"such that the last arrival comes before {MAX_S:.1e} s")
             yield row._replace(arrival_ns=max(0, moved))
 
     told = ", ".join(f"[{from_s:g}, {to_s:g}]" for from_s, to_s in points)
@@ -118,12 +119,12 @@ def _curve(points: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
         is_pair = len(numbers) == 2 and all(
             isinstance(number, int | float) and 0 <= number <= MAX_S for number in numbers
         )
-        require(is_pair, "points", point, expected)
+        require("points", point, is_pair, expected)
         curve.append((round(numbers[0] * 1e9), round(numbers[1] * 1e9)))
     if curve and curve[0][0] > 0:
         curve.insert(0, (0, 0))
     rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(curve))
-    require(len(curve) >= 2 and rises, "points", points, expected)
+    require("points", points, len(curve) >= 2 and rises, expected)
     return curve
 
 
@@ -132,7 +133,7 @@ def stretch_to(trace: S, duration_s: float) -> S:
 
     Goes through a streamed trace once.
     """
-    require(0 < duration_s <= MAX_S, "duration_s", duration_s, f"above 0, up to {MAX_S:.1e}")
+    require("duration_s", duration_s, 0 < duration_s <= MAX_S, f"above 0, up to {MAX_S:.1e}")
     end_ns, duration_ns = last_ns(trace), round(duration_s * 1e9)
     if end_ns == 0:
         raise TraceError(f"trace {trace.name!r} cannot be stretched: all its requests arrive at 0")
@@ -154,7 +155,7 @@ def shift(trace: S, offset_ns: int, note: bool = True) -> S:
         for number, row in enumerate(trace):
             if number == 0:
                 least = f"at least {-row.arrival_ns / 1e9} s, so that no arrival is below 0"
-                require(row.arrival_ns + offset_ns >= 0, "offset_s", offset_ns / 1e9, least)
+                require("offset_s", offset_ns / 1e9, row.arrival_ns + offset_ns >= 0, least)
             yield row._replace(arrival_ns=row.arrival_ns + offset_ns)
 
     return derived(trace, rows, f"shifted by {offset_ns / 1e9:g} s" if note else None, num_requests=trace.num_requests)
@@ -185,7 +186,7 @@ def spread(trace: Trace) -> Trace:
 def with_arrivals(trace: Trace, arrivals_ns: Sequence[int]) -> Trace:
     """Gives the rows that wait for no other (no closed-loop turns) new arrivals, in order; see arrivals.arrivals."""
     timed = [i for i, row in enumerate(trace.rows) if row.think_ns is None]
-    require(len(arrivals_ns) >= len(timed), "arrivals", len(arrivals_ns), f"at least {len(timed)} instants")
+    require("arrivals", len(arrivals_ns), len(arrivals_ns) >= len(timed), f"at least {len(timed)} instants")
     rows = list(trace.rows)
     for i, arrival_ns in zip(timed, sorted(arrivals_ns[: len(timed)]), strict=True):
         rows[i] = rows[i]._replace(arrival_ns=arrival_ns)
@@ -208,6 +209,6 @@ def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
 
 def check_offset(offset_s: float) -> int:
     """Seconds as ns, either way."""
-    if not abs(offset_s) <= MAX_S:
-        raise ConfigError(f"offset_s is {offset_s}; it must be a number of seconds from -{MAX_S:.1e} to {MAX_S:.1e}")
+    expected = f"a number of seconds from -{MAX_S:.1e} to {MAX_S:.1e}"
+    require("offset_s", offset_s, abs(offset_s) <= MAX_S, expected)
     return round(offset_s * 1e9)

@@ -1,0 +1,45 @@
+"""What a setting may be: the one way to refuse a value, in one line that names key, value and what was expected.
+
+Every room checks its settings with these. What stands in others' files is testbed/foreign_text.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from testbed.errors import ConfigError, TestbedError
+from testbed.foreign_text import Unchecked, nearest, shortened, shown
+
+
+def require(
+    key: str, value: Unchecked, condition: bool, expected: str, error: type[TestbedError] = ConfigError
+) -> None:
+    """Raises `error` unless the condition holds; infinity and NaN are never what is expected.
+
+    key: as the user typed it. expected: as in "it must be at least 1".
+    """
+    if not condition or (isinstance(value, float) and not math.isfinite(value)):
+        said = shortened(value) if isinstance(value, int) else shown(value)
+        raise error(f"{key} is {said}; it must be {expected}")
+
+
+def require_whole(key: str, value: Unchecked, least: int, most: int | None = None, *, also: str = "") -> int:
+    """The value. Raises ConfigError unless it is a whole number from `least` to `most`. also: what else is allowed."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    kind, of = ("", "") if is_whole else ("a whole number ", "of ")
+    expected = f"{kind}{of}at least {least}" if most is None else f"{kind}from {least} to {most:,}"
+    require(key, value, is_whole and least <= value and (most is None or value <= most), expected + also)
+    return int(value)
+
+
+def require_whole_or_null(key: str, value: Unchecked, least: int, most: int | None = None) -> int | None:
+    """The same where null (None) is allowed."""
+    return None if value is None else require_whole(key, value, least, most, also=", or null")
+
+
+def choose(key: str, value: Unchecked, choices: Collection[str]) -> str:
+    """The value. Raises ConfigError, with the nearest valid name, if it is not among the choices."""
+    if value not in choices:
+        raise ConfigError(f"{key} is {shown(value)}; {nearest(str(value), choices)}choose one of {', '.join(choices)}")
+    return str(value)

@@ -1,0 +1,68 @@
+"""A setting that may not be is one line: the key as it was typed, the value, what was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from testbed.checks import choose, require, require_whole, require_whole_or_null
+from testbed.errors import ConfigError, RequestError
+
+
+def said(call: Any, *arguments: Any, **named: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        call(*arguments, **named)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_condition_that_does_not_hold_is_told_with_key_and_value() -> None:
+    require("a.b", 1, True, "anything")
+    assert said(require, "a.b", -1, False, "0 or above") == "a.b is -1; it must be 0 or above"
+    assert said(require, "a.b", "x\ny", False, "a name") == "a.b is 'x\\ny'; it must be a name"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_no_setting_is_infinite_or_nan(value: float) -> None:
+    assert said(require, "a", value, True, "a number") == f"a is {value}; it must be a number"
+
+
+def test_the_error_is_the_caller_s() -> None:
+    with pytest.raises(RequestError, match=r"^sampling\.n is 0; it must be at least 1$"):
+        require("sampling.n", 0, False, "at least 1", RequestError)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, "n is 0; it must be from 1 to 10,000"),
+        (10_001, "n is 10001; it must be from 1 to 10,000"),
+        (10**400, "n is a whole number of about 401 digits; it must be from 1 to 10,000"),
+        (1.0, "n is 1.0; it must be a whole number from 1 to 10,000"),
+        (True, "n is True; it must be a whole number from 1 to 10,000"),
+        ("3", "n is '3'; it must be a whole number from 1 to 10,000"),
+        (None, "n is None; it must be a whole number from 1 to 10,000"),
+    ],
+)
+def test_a_whole_number_has_its_bounds_and_its_type(value: Any, expected: str) -> None:
+    assert require_whole("n", 10_000, 1, 10_000) == 10_000
+    assert said(require_whole, "n", value, 1, 10_000) == expected
+
+
+def test_without_an_upper_bound_and_where_null_is_allowed() -> None:
+    assert require_whole("n", 10**30, 0) == 10**30
+    assert said(require_whole, "n", -1, 0, also=" (0: off)") == "n is -1; it must be at least 0 (0: off)"
+    assert said(require_whole, "n", 0.5, 0) == "n is 0.5; it must be a whole number of at least 0"
+    assert require_whole_or_null("n", None, 1) is None
+    assert require_whole_or_null("n", 2, 1) == 2
+    assert said(require_whole_or_null, "n", 0, 1) == "n is 0; it must be at least 1, or null"
+
+
+def test_a_choice_names_the_nearest_first() -> None:
+    names = ("fcfs", "lcfs", "random")
+    assert choose("order", "fcfs", names) == "fcfs"
+    assert said(choose, "order", "fcsf", names) == (
+        "order is 'fcsf'; did you mean 'fcfs'? choose one of fcfs, lcfs, random"
+    )
+    assert said(choose, "order", 3, names) == "order is 3; choose one of fcfs, lcfs, random"

@@ -48,6 +48,7 @@ _LISTS = {  # examples of keys that have a list
     "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
 }
 _OF_FLEETS = ("backend.num_replicas", "backend.router", "backend.replicas_per_link")
+_PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
 _TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys whose values a text takes
 
 
@@ -72,13 +73,19 @@ class Keys:
         file = None if option is None else self.library.file(group, option)
         if file is None or file.is_relative_to(CONF):
             return
-        is_of_its_group = "_target_" not in read_option(file) and group in GROUPS
-        if not is_of_its_group and group != OVERLAYS:
+        if "_target_" in read_option(file) or group not in (*GROUPS, OVERLAYS):
             return
-        prefix = "" if group == OVERLAYS else f"{group}."
-        for key, value, line in _leaves(yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ""):
+        text = file.read_text(encoding="utf-8")
+        packages = {"_global_": "", "_group_": f"{group}.", group: f"{group}."}
+        named = _PACKAGE.search(text)
+        prefix = packages.get(named[1] if named else "_group_")
+        if prefix is None:
+            return  # somewhere in a group: Hydra says what is wrong
+        for key, value, line in _leaves(yaml.compose(text, Loader=yaml.SafeLoader), ""):
             if key.partition(".")[0] == "defaults":
                 continue
+            if prefix == f"{OVERLAYS}.":
+                raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
             try:
                 self.check_value(prefix + key, value, str(value), is_added=False)
             except ConfigError as error:
@@ -132,11 +139,18 @@ class Keys:
     def _check_taken(self, key: str, value: Any) -> None:
         """Raises ConfigError if a value is to be taken from a key that there is not."""
         for taken in _TAKEN.findall(value) if isinstance(value, str) else ():
-            if not taken.startswith("hydra.") and not any(f"{name}.".startswith(f"{taken}.") for name in self.all):
+            if not self._is_there(taken):
                 raise ConfigError(
                     f"{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
                     f"${{seed}}, or write \\${{{taken}}} for the text itself"
                 )
+
+    def _is_there(self, key: str) -> bool:
+        """Whether it may be: a class of the user's, and a value that is given whole, know their own keys."""
+        group = key.partition(".")[0]
+        if group == "hydra" or (group in GROUPS and None in self._schemas(group)):
+            return True
+        return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in self.all)
 
     def _unknown(self, key: str, schema: Schema | None = None, place: str = "") -> ConfigError:
         """What to say of a key that is not there: where it is, or what is."""

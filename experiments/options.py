@@ -75,7 +75,7 @@ class Library:
         content = {} if file is None else read_option(file)
         for entry in content.get("defaults", ()):
             if isinstance(entry, str) and entry not in ("_self_", name):
-                yield from self.overlays(entry)
+                yield from self.overlays(entry.removeprefix(f"/{OVERLAYS}/"))
         yield content
 
 
@@ -87,7 +87,7 @@ def is_group(key: str) -> bool:
 def chosen_by(content: Mapping[str, Any]) -> dict[str, str]:
     """The options that the defaults of a file choose: {group: option}."""
     pairs = [pair for entry in content.get("defaults", ()) if isinstance(entry, dict) for pair in entry.items()]
-    named = {str(key).removeprefix("override ").lstrip("/"): option for key, option in pairs}
+    named = {str(key).rpartition(" ")[2].lstrip("/"): option for key, option in pairs}  # behind override, optional
     return {group: option for group, option in named.items() if isinstance(option, str) and "@" not in group}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def check(
     for overlay in overlays:
         base |= library.of_overlay(str(overlay))
     options: dict[str, list[str | None]] = {name: [option] for name, option in base.items()}
-    keys = Keys(library, options | given)
+    keys = Keys(library, options | {name: names for name, names in given.items() if names})
     for group, names in (given | {OVERLAYS: overlays}).items():
         for option in names:
             keys.check_file(group, option)
@@ -71,8 +72,8 @@ def is_sweep(overrides: Sequence[str]) -> bool:
     """Whether an overlay among them says so."""
     items = [parsed(text) for text in overrides]
     library, overlay = Library(tuple(_own_folders(items))), _choices(items).get(OVERLAYS)
-    names = [] if overlay is None else [value for value in _values(overlay) if isinstance(value, str)]
-    contents = [content for name in names for content in library.overlays(name)]
+    names = [] if overlay is None else _names(overlay)
+    contents = [content for name in names if isinstance(name, str) for content in library.overlays(name)]
     return any((content.get("hydra") or {}).get("mode") == "MULTIRUN" for content in contents)
 
 
@@ -103,7 +104,18 @@ def _own_folders(items: list[Override]) -> Iterator[Path]:
     """Those that hydra.searchpath names."""
     for item in items:
         if item.key_or_group == "hydra.searchpath" and isinstance(places := item.value(), list):
-            yield from (Path(str(place).removeprefix("file://")) for place in places)
+            yield from map(_folder, map(str, places))
+
+
+def _folder(place: str) -> Path:
+    """Of file://folder or pkg://module, as Hydra has it."""
+    kind, _, name = place.rpartition("://")
+    if kind != "pkg":
+        return Path(name)
+    try:
+        return Path(str(files(name)))
+    except ImportError:
+        raise ConfigError(f"hydra.searchpath: there is no package {name!r}") from None
 
 
 def _choices(items: list[Override]) -> dict[str, Override]:
@@ -132,11 +144,18 @@ def _values(item: Override) -> list[Any]:
         return []  # the sweeper says what is wrong with it
 
 
+def _names(item: Override) -> list[Any]:
+    """Of the options that an override chooses: experiment=[a,b] lays several overlays over one another."""
+    values = _values(item)
+    is_list = item.key_or_group == OVERLAYS and len(values) == 1 and isinstance(values[0], list)
+    return values[0] if is_list else values
+
+
 def _named(library: Library, group: str, item: Override) -> list[str | None]:
     """The options that an override chooses. Raises ConfigError if there is no such option."""
     names = library.names(group)
     found: list[str | None] = []
-    for value in _values(item):
+    for value in _names(item):
         if value is None and group.startswith("hydra/"):
             found.append(None)
             continue
@@ -145,9 +164,10 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
             raise ConfigError(
                 f"{item.input_line} {what}; expected key=value, and for {group} one of: {', '.join(names)}"
             )
-        if names and value.removesuffix(".yaml") not in names:
+        option = value.removesuffix(".yaml")
+        if names and option not in names and library.file(group, option) is None:
             raise ConfigError(unknown(f"{group} has no option {value!r}", value, names))
-        found.append(value.removesuffix(".yaml"))
+        found.append(option)
     if not names:
         raise ConfigError(f"{item.input_line}: there is no group {group!r}")
     return found

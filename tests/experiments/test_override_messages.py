@@ -8,7 +8,7 @@ import pytest
 
 from experiments.compose import compose_config, compose_from
 from testbed.errors import ConfigError
-from tests.experiments.kit import TINY, say
+from tests.experiments.kit import SHORT, TINY, say
 
 WRONG = [
     ("scheduler.max_num_seqs=abc", "scheduler.max_num_seqs is 'abc'; it must be a whole number"),
@@ -119,6 +119,35 @@ def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert (
         say(capsys, *run, *TINY, "trace.num_requests=3", "cache.num_gpu_blocks=2000", "allow_ignored=true").status == 0
     )
+
+
+def test_options_in_folders_of_a_folder_and_in_packages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "own_conf"
+    (folder / "record" / "deep").mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "record" / "deep" / "thin.yaml").write_text("# @package record\ntoken_times: false\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for number, searched in enumerate((f"hydra.searchpath=[file://{folder}]", "hydra.searchpath=[pkg://own_conf]")):
+        run = ("run", *TINY, *SHORT, searched, f"hydra.run.dir={tmp_path / str(number)}")
+        assert say(capsys, *run, "record=deep/thin").status == 0
+        assert "record has no option 'deep/thn'" in say(capsys, *run, "record=deep/thn", "overwrite=true").error()
+    assert "no package 'nowhere.conf'" in say(capsys, "run", "hydra.searchpath=[pkg://nowhere.conf]").error()
+
+
+def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compose_config(["experiment=[demo,admission]", "cache.watermark=${scheduler.watermark}"])
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("cache: {block_size: 32}\n")
+    said = say(capsys, "run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
+    assert said.error().endswith("mine.yaml: an overlay begins with the line '# @package _global_'")
+
+
+def test_a_value_may_be_taken_from_what_is_given_whole() -> None:
+    whole = "trace.turn_prompt={kind: constant, value: 9}"
+    config = compose_config([whole, "report.question='${trace.turn_prompt.kind}?'"])
+    assert config.report.question == "constant?"
 
 
 def test_an_own_option_of_another_type_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

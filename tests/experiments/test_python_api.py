@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from analysis.load import load_run
@@ -84,6 +86,13 @@ def test_points_of_a_sweep_are_composed_as_hydra_composes_each() -> None:
         store.store(group="record", name="mine", node={"token_times": size == 5})
         assert compose_raw(["record=mine"])["record"] == {"token_times": size == 5}
     del store.repo["record"]["mine.yaml"]
+
+
+def test_a_program_s_own_hydra_is_left_as_it_was() -> None:
+    with initialize_config_module("hydra.conf", version_base="1.3"):
+        before = GlobalHydra.instance().hydra
+        compose_raw(["scheduler=static", "seed=77"])
+        assert GlobalHydra.instance().hydra is before
 
 
 def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ Every room checks its settings with these. What stands in others' files is testb
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import Unchecked, nearest, shortened, shown
@@ -36,6 +39,29 @@ def require_whole(key: str, value: Unchecked, least: int, most: int | None = Non
 def require_whole_or_null(key: str, value: Unchecked, least: int, most: int | None = None) -> int | None:
     """The same where null (None) is allowed."""
     return None if value is None else require_whole(key, value, least, most, also=", or null")
+
+
+def require_type(key: str, value: Unchecked, annotation: Any) -> None:
+    """Raises ConfigError for what is plainly of another type than a field's; a whole number will do for a number."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    kinds = tuple(get_origin(kind) or kind for kind in kinds)
+    if float in kinds and isinstance(value, int) and abs(value) > sys.float_info.max:
+        require(key, value, False, "a number that a float holds")
+    if not any(_is_of(value, kind) for kind in kinds):
+        require(key, value, False, " or ".join(_KINDS.get(kind, "a list") for kind in kinds))
+
+
+_KINDS: dict[type, str] = {
+    float: "a number", int: "a whole number", str: "a text", bool: "true or false", NoneType: "null"
+}  # fmt: skip
+
+
+def _is_of(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind in _KINDS:
+        return isinstance(value, int | float if kind is float else kind)
+    return isinstance(value, list | tuple)
 
 
 def choose(key: str, value: Unchecked, choices: Collection[str]) -> str:

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
-from testbed.checks import choose, require
+from testbed.checks import choose, require, require_type
 from testbed.errors import ConfigError
 from testbed.foreign_text import nearest, shortened
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
@@ -167,7 +167,7 @@ def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
         if key not in names:
             raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), names)}valid: {', '.join(names)}")
         present = getattr(base, key)
-        kinds = _kinds(cls, key)
+        kinds = get_args(_hints(cls)[key])  # of one that may be absent
         if value is None and NoneType in kinds:
             changed[key] = None
             continue
@@ -177,21 +177,13 @@ def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
             expected = f"a group with keys of {', '.join(item.name for item in fields(present))}"
             require(f"{where}.{key}", value, isinstance(value, Mapping), expected)
             value = overlaid(present, value, f"{where}.{key}")
-        elif type(value) not in kinds and not (float in kinds and type(value) is int):
-            expected = " or ".join(_KINDS.get(kind, kind.__name__) for kind in kinds)
-            require(f"{where}.{key}", value, False, expected)
+        else:
+            require_type(f"{where}.{key}", value, _hints(cls)[key])
         changed[key] = value
     return replace(base, **changed)
 
 
-_KINDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", NoneType: "null"}
-
-
-@cache
-def _kinds(cls: type, key: str) -> tuple[type, ...]:
-    """The types that a field of a config may have."""
-    hint = get_type_hints(cls)[key]
-    return get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+_hints = cache(get_type_hints)
 
 
 def _check_count(name: str, value: int, least: int = 0) -> None:

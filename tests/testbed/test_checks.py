@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testbed.checks import choose, require, require_whole, require_whole_or_null
+from testbed.checks import choose, require, require_type, require_whole, require_whole_or_null
 from testbed.errors import ConfigError, RequestError
 
 
@@ -57,6 +57,29 @@ def test_without_an_upper_bound_and_where_null_is_allowed() -> None:
     assert require_whole_or_null("n", None, 1) is None
     assert require_whole_or_null("n", 2, 1) == 2
     assert said(require_whole_or_null, "n", 0, 1) == "n is 0; it must be at least 1, or null"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (float, 1, None),
+        (float, float("inf"), None),  # ranges are the caller's
+        (float, True, "it must be a number"),
+        (float | None, None, None),
+        (float | None, "x", "it must be a number or null"),
+        (float, 10**400, "it must be a number that a float holds"),
+        (int, 1.5, "it must be a whole number"),
+        (bool, 1, "it must be true or false"),
+        (str, 1, "it must be a text"),
+        (list[float] | None, (1, 2), None),
+        (tuple[Any, ...], "ab", "it must be a list"),
+    ],
+)
+def test_a_value_has_its_field_s_type(annotation: Any, value: Any, expected: str | None) -> None:
+    if expected is None:
+        require_type("a", value, annotation)
+    else:
+        assert said(require_type, "a", value, annotation).endswith(expected)
 
 
 def test_a_choice_names_the_nearest_first() -> None:

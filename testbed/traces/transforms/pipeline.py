@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
-from typing import Any, get_args
+from typing import Any
 
-from testbed.checks import require
+from testbed.checks import require_type
 from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import nearest, shown
 from testbed.traces.arrivals import ArrivalConfig
@@ -16,7 +16,6 @@ from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
 from testbed.traces.transforms import combination, resampling, selection, sizes, timing
-from testbed.traces.transforms.common import finite
 
 Step = Mapping[str, Any]
 OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
@@ -192,7 +191,7 @@ def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
         if key not in known:
             valid = ", ".join(known) or "none"
             raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), list(known))}{name} has: {valid}")
-        _check_type(f"{where}.{key}", value, known[key].annotation)
+        require_type(f"{where}.{key}", value, known[key].annotation)
     missing = [key for key, item in known.items() if item.default is Parameter.empty and key not in values]
     if missing:
         ways = transform.ways.get(missing[0], {})
@@ -200,23 +199,3 @@ def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
         hint = f"choose {choice}" if choice else f"it has: {', '.join(known)}"
         raise ConfigError(f"{where} ({name}) lacks {missing[0]!r}; {hint}")
     return transform, values
-
-
-def _check_type(where: str, value: object, annotation: Any) -> None:
-    """Refuses what is plainly of another type; ranges are the transformation's own."""
-    kinds = get_args(annotation) or (annotation,)
-    is_bool = isinstance(value, bool)
-    for kind in kinds:
-        if kind is float and isinstance(value, int | float) and not is_bool:
-            if isinstance(value, int) and not finite(value):
-                require(where, value, False, "a number that a float holds")
-            return
-        if kind is int and isinstance(value, int) and not is_bool:
-            return
-        if kind in (str, bool, type(None)) and isinstance(value, kind):
-            return
-        if kind not in (float, int, str, bool, type(None)) and isinstance(value, list | tuple):
-            return
-    names = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
-    expected = " or ".join(names.get(kind, "a list") for kind in kinds)
-    require(where, value, False, expected)

@@ -5,7 +5,10 @@ A user's own class is named by {_target_: module.Class} instead; nothing here ne
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 from testbed.blocks import eviction
@@ -101,11 +104,29 @@ def make_policy(key: str, choice: Any) -> Any:
         missing = sorted(name for name in wanted if not hasattr(policy, name))
         if missing:
             raise ConfigError(f"{key}: {choice['_target_']} lacks {', '.join(missing)}; see docs/extending.md")
+        if key != "scheduler.oracle":
+            _refuse_foresight(key, str(choice["_target_"]), policy)
         return policy
     if not isinstance(choice, str) or choice not in named:
         names = [*(["auto"] if key == "scheduler.victim" else []), *named]
         raise ConfigError(unknown(f"{key} is {choice!r}", str(choice), names) + ", or {_target_: your.Class}")
     return named[choice]()
+
+
+def _refuse_foresight(key: str, target: str, policy: Any) -> None:
+    """Raises ConfigError for a user's class whose source reads how long an output will be: only oracles are told."""
+    for made in (resolve_name(target), *type(policy).__mro__):
+        if made.__module__.partition(".")[0] in ("testbed", "sim", "builtins"):
+            continue
+        try:
+            read = re.search(r"\.(forced_output|token_limit|foreseen_end)\b", inspect.getsource(made))
+        except (OSError, TypeError):
+            continue  # without source
+        if read is not None:
+            raise ConfigError(
+                f"{key}: {target} reads {read[1]}, which says how long an output will be, as no scheduler knows; ask "
+                "context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
+            )
 
 
 def _methods(example: Any) -> list[str]:

@@ -143,6 +143,34 @@ def test_what_cannot_be_made_is_one_line(
     assert not (home / "run" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("read", ["seq.request.forced_output", "seq.token_limit", "seq.foreseen_end"])
+def test_a_class_that_reads_how_long_an_output_will_be_is_refused(
+    home: Path, capsys: pytest.CaptureFixture[str], read: str
+) -> None:
+    """Also in what it derives from. An oracle may: it is where the truth comes from."""
+    peeking = f"""
+from testbed.policies.orders import KeyedQueue
+class Peeks:
+    def peek(self, seq):
+        return {read}
+class Victim(Peeks):
+    def choose(self, running):
+        return min(running.values(), key=self.peek)
+def order():
+    return KeyedQueue(lambda seq: (len(str({read})), seq.seq_id))
+class Oracle:
+    def predict(self, seq):
+        return len(str({read}))
+"""
+    (home / "mine.py").write_text(MINE + peeking)
+    for key in ("scheduler.victim={_target_: mine.Victim}", "scheduler.queue_order={_target_: mine.order}"):
+        error = say(capsys, "run", *BURST, key).error()
+        assert f"reads {read.rpartition('.')[2]}, which says how long an output will be" in error
+        assert "context.oracle.predict(seq)" in error
+    oracle = ("scheduler.oracle={_target_: mine.Oracle}", "scheduler.queue_order=srpt")
+    assert say(capsys, "run", *BURST, *oracle).status == 0
+
+
 # --- docs/examples/my_policies.py, as docs/extending.md names it ---
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -43,13 +43,7 @@ def _list_dtype(kind: Any) -> Any:
 
 def numbers(frame: pd.DataFrame, name: str) -> FloatArray:
     """One numeric column as float64 `[num_rows]`, NaN for null."""
-    plain = frame[name]
-    if isinstance(plain.dtype, np.dtype) and plain.dtype.kind in "iuf":
-        return plain.to_numpy(dtype="float64")
-    import pandas as pd
-
-    column = pd.to_numeric(plain).astype("Float64")
-    return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan), dtype=np.float64)
+    return frame[name].to_numpy(dtype="float64", na_value=np.nan)
 
 
 def json_safe(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from analysis.metrics import jain_index
 from analysis.occupancy import STEP_COLUMNS, Occupancy
 from analysis.request_columns import Requests, Rule
 from analysis.rows import FloatArray, Rows
@@ -89,7 +90,7 @@ def describe_replicas(
         "num": len(rows),
         "router": manifest.get("router"),
         "imbalance": {"requests": _imbalance(sent), "computed_tokens": _imbalance(tokens), "busy": _imbalance(busy)},
-        "jain": {"requests": _jain(sent), "computed_tokens": _jain(tokens), "busy": _jain(busy)},
+        "jain": {"requests": jain_index(sent), "computed_tokens": jain_index(tokens), "busy": jain_index(busy)},
         "each": rows,
     }
 
@@ -136,8 +137,3 @@ def _mean(values: list[float]) -> float:
 
 def _imbalance(values: FloatArray) -> float | None:
     return float(values.max() / values.mean()) if values.sum() > 0 else None
-
-
-def _jain(values: FloatArray) -> float | None:
-    """(sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has all."""
-    return float(values.sum() ** 2 / (values.size * (values**2).sum())) if values.sum() > 0 else None

@@ -145,17 +145,8 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def is_known(array: Any) -> BoolArray:
-    """Which values of an Arrow array are not null `[num_rows]`."""
-    if pa.types.is_dictionary(array.type):
-        return is_known(array.indices)
-    if array.null_count == 0:
-        return np.ones(len(array), dtype=np.bool_)
-    if array.null_count == len(array):
-        return np.zeros(len(array), dtype=np.bool_)
-    bits = np.frombuffer(array.buffers()[0], dtype=np.uint8)
-    first, last = array.offset, array.offset + len(array)
-    known = np.unpackbits(bits[first // 8 : (last + 7) // 8], bitorder="little")
-    return known[first % 8 : first % 8 + len(array)].astype(np.bool_)
+    """Which values of an Arrow array are not null `[num_rows]`. (Arrow's own `to_numpy` would import pandas.)"""
+    return np.from_dlpack(array.is_valid().cast(pa.uint8())).astype(np.bool_)
 
 
 def _raw(array: Any) -> NDArray[Any]:
@@ -190,19 +181,13 @@ class Codes:
     """A column of strings as numbers: `codes` int32 `[num_rows]`, whose texts are `labels`; `missing` for null."""
 
     def __init__(self, arrays: Iterable[Any], missing: str) -> None:
-        index: dict[str, int] = {}
-        parts = [np.empty(0, dtype=np.int32)]
-        for array in arrays:
-            if not pa.types.is_dictionary(array.type):
-                array = array.dictionary_encode()
-            texts = array.dictionary.to_pylist()
-            table = np.array([index.setdefault(text, len(index)) for text in texts] + [0], dtype=np.int32)
-            codes = table[whole(array.indices, len(texts))]
-            if array.null_count:
-                codes[~is_known(array)] = index.setdefault(missing, len(index))
-            parts.append(codes)
-        self.codes = np.concatenate(parts)
-        self.labels = list(index)
+        encoded = [array if pa.types.is_dictionary(array.type) else array.dictionary_encode() for array in arrays]
+        column = pa.chunked_array(encoded, type=encoded[0].type if encoded else pa.dictionary(pa.int32(), pa.string()))
+        column = column.unify_dictionaries().combine_chunks()
+        labels = column.dictionary.to_pylist()
+        self.labels = [*labels, *([missing] if column.null_count and missing not in labels else [])]
+        null = self.labels.index(missing) if column.null_count else 0
+        self.codes = whole(column.indices, null).astype(np.int32)
 
     def among(self, texts: Sequence[str]) -> BoolArray:
         """Which rows have one of these texts."""

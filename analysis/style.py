@@ -150,17 +150,13 @@ def line_handle(**style: Any) -> Line2D:
 
 def time_unit(seconds: FloatArray) -> tuple[float, str]:
     """(factor, unit) that makes the largest of `seconds` readable: ms below 10 s, else s."""
-    known = seconds[~_isnan(seconds)]
+    known = seconds[~np.isnan(seconds)]
     return (1e3, "ms") if not known.size or float(known.max()) < 10.0 else (1.0, "s")
-
-
-def _isnan(values: FloatArray) -> Any:
-    return values != values
 
 
 def log_if_wide(axis: Axis, values: FloatArray, ratio: float = 12.0) -> bool:
     """A log scale with plain numbers, where all values are positive and span more than `ratio`; says whether."""
-    known = values[~_isnan(values)]
+    known = values[~np.isnan(values)]
     wide = bool(known.size and known.min() > 0 and known.max() / known.min() > ratio)
     if wide:
         set_log(axis, float(known.min()), float(known.max()))

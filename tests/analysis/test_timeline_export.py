@@ -178,7 +178,7 @@ def test_two_runs_of_one_trace_lie_on_one_axis_with_a_process_each(tmp_path: Pat
         assert [ns(event["ts"]) for event in own] == [row["start_ns"] for row in records(run, "steps")]
     document = json.loads(gzip.decompress(out.read_bytes()))
     named = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
-    assert named == [f"sim None, {sim}", f"real None, {real}"]
+    assert named == [f"sim decode_first, {sim}", f"real decode_first, {real}"]
     assert document["otherData"]["run 2"]["backend"] == "real"
 
 

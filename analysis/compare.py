@@ -77,7 +77,7 @@ INSIDE = (
     Metric("busy", "busy_share", 0, fmt.share),
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
-_TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
+TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
           "itl_max_s": "largest ITL", "normalised_latency_s": "normalised latency"}  # fmt: skip
 
 
@@ -85,9 +85,9 @@ def metric_of(path: str) -> Metric:
     """The metric at a dotted path of a summary; one that has no name of its own is called by its path."""
     known = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, *INSIDE, *FLEET)}
     name, _, which = path.rpartition(".")
-    if path in known or name not in _TIMES:
+    if path in known or name not in TIMES:
         return known.get(path, Metric(path, path, 0, fmt.number))
-    return Metric(f"{which.replace('p', 'P')} {_TIMES[name]}", path, -1, fmt.seconds)
+    return Metric(f"{which.replace('p', 'P')} {TIMES[name]}", path, -1, fmt.seconds)
 
 
 @dataclass(frozen=True, slots=True)

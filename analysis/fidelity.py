@@ -15,7 +15,9 @@ import pandas as pd
 from analysis.frames import numbers
 from analysis.load import Run, same_trace
 from analysis.metrics import itl_pooled, request_metrics
+from analysis.rows import FloatArray
 from analysis.summary import summary_value
+from analysis.survival import distribution
 from testbed.errors import RunFolderError
 
 LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")  # that each request has
@@ -37,9 +39,8 @@ def match_requests(sim: Run, real: Run) -> pd.DataFrame:
     frames = []
     for run in (sim, real):
         frame = request_metrics(run.requests).set_index("request_id")
-        frame["num_output_tokens"] = numbers(run.requests, "num_output_tokens")
-        frame["num_cached_tokens"] = numbers(run.requests, "num_cached_tokens")
-        frame["num_preemptions"] = numbers(run.requests, "num_preemptions")
+        for name in ("num_output_tokens", "num_cached_tokens", "num_preemptions"):
+            frame[name] = numbers(run.requests, name)
         frames.append(frame)
     only = set(frames[0].index) ^ set(frames[1].index)
     if only:
@@ -51,6 +52,13 @@ def match_requests(sim: Run, real: Run) -> pd.DataFrame:
     return joined.reset_index()
 
 
+def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
+    """(real, simulated) seconds of a latency, of the requests that have it in both runs."""
+    real, sim = numbers(matched, f"real_{name}"), numbers(matched, f"sim_{name}")
+    good = (real > 0) & (sim > 0)
+    return real[good], sim[good]
+
+
 def relative_error(sim: float | None, real: float | None) -> float | None:
     """(sim - real) / real; None where either is unknown or the real value is 0."""
     return None if sim is None or not real else (sim - real) / real
@@ -59,41 +67,29 @@ def relative_error(sim: float | None, real: float | None) -> float | None:
 def error_table(sim: Run, real: Run) -> pd.DataFrame:
     """One row a metric of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; None: not reached)."""
     same_trace([sim, real])
-    rows = []
-    for path in FIDELITY_METRICS:
-        values = summary_value(sim.summary, path), summary_value(real.summary, path)
-        rows.append({"metric": path, "sim": values[0], "real": values[1], "error": relative_error(*values)})
+    return _errors(*[{path: summary_value(run.summary, path) for path in FIDELITY_METRICS} for run in (sim, real)])
+
+
+def _errors(sim: Mapping[str, float | None], real: Mapping[str, float | None]) -> pd.DataFrame:
+    rows = [
+        {"metric": path, "sim": sim[path], "real": real[path], "error": relative_error(sim[path], real[path])}
+        for path in sim
+    ]
     return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
 
 
 def part_errors(sim: Run, real: Run, request_ids: Collection[str]) -> pd.DataFrame:
     """As error_table, of the latencies of these requests only."""
     same_trace([sim, real])
-    values = [_part_values(run, request_ids) for run in (sim, real)]
-    rows = [
-        {
-            "metric": path,
-            "sim": values[0][path],
-            "real": values[1][path],
-            "error": relative_error(*(v[path] for v in values)),
-        }
-        for path in values[0]
-    ]
-    return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
+    return _errors(*[_part_values(run, request_ids) for run in (sim, real)])
 
 
 def _part_values(run: Run, request_ids: Collection[str]) -> dict[str, float | None]:
     frame = run.requests[run.requests["request_id"].isin(list(request_ids))]
     metrics = request_metrics(frame)
-    found: dict[str, float | None] = {}
-    for name in DISTRIBUTIONS:
-        values = itl_pooled(frame) if name == "itl_s" else numbers(metrics, name)
-        values = values[~np.isnan(values)]
-        for statistic in STATISTICS:
-            level = None if statistic == "mean" else int(statistic[1:]) / 100
-            value = None if not values.size else values.mean() if level is None else np.quantile(values, level)
-            found[f"{name}.{statistic}"] = None if value is None else float(value)
-    return found
+    each = {name: itl_pooled(frame) if name == "itl_s" else numbers(metrics, name) for name in DISTRIBUTIONS}
+    described = {name: distribution(values) for name, values in each.items()}
+    return {f"{name}.{statistic}": described[name][statistic] for name in DISTRIBUTIONS for statistic in STATISTICS}
 
 
 def request_errors(matched: pd.DataFrame) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import style
-from analysis.frames import numbers
+from analysis.fidelity import pair_of
 
 Panel = tuple[pd.DataFrame, Mapping[str, float], pd.DataFrame]  # error_table, noise, matched requests
 _SCATTERED = {"ttft_s": "TTFT", "e2e_s": "E2E"}
@@ -30,10 +30,7 @@ def fidelity_figure(loads: Mapping[str, Panel], name_of: Callable[[str], str]) -
         _errors(figure.add_subplot(cells[:, 0]), loads, name_of)
         for row, (column, title) in enumerate(_SCATTERED.items()):
             _scatter(figure.add_subplot(cells[row, 1]), [panel[2] for panel in loads.values()], column, title)
-        handles = [
-            style.line_handle(color=_colour(i), marker=style.marker(i), linestyle="none") for i in range(len(loads))
-        ]
-        style.legend_below(figure, handles, list(loads))
+        style.legend_below(figure, style.marker_handles(len(loads)), list(loads))
     return figure
 
 
@@ -60,11 +57,7 @@ def _errors(axes: Axes, loads: Mapping[str, Panel], name_of: Callable[[str], str
 
 
 def _scatter(axes: Axes, frames: Sequence[pd.DataFrame], column: str, title: str) -> None:
-    pairs = []
-    for frame in frames:
-        real, sim = numbers(frame, f"real_{column}"), numbers(frame, f"sim_{column}")
-        known = (real > 0) & (sim > 0)
-        pairs.append((real[known], sim[known]))
+    pairs = [pair_of(frame, column) for frame in frames]
     everything = np.concatenate([values for pair in pairs for values in pair])
     if not everything.size:
         style.say_empty(axes, f"no {title} on both sides")
@@ -98,10 +91,7 @@ def study_figure(
         figure, ((left, right),) = style.grid(1, 2, height)
         _signed(left, list(runs.values()), left_labels)
         _predictors(right, list(predictors.values()), right_labels)
-        handles = [
-            style.line_handle(color=_colour(i), marker=style.marker(i), linestyle="none") for i in range(len(_COMPARED))
-        ]
-        style.legend_below(figure, handles, [names[key] for key in _COMPARED])
+        style.legend_below(figure, style.marker_handles(len(_COMPARED)), [names[key] for key in _COMPARED])
     return figure
 
 

@@ -11,28 +11,17 @@ import pandas as pd
 from analysis import format as fmt
 from analysis.arms import Arm, Pair, replicates
 from analysis.checks import failures
-from analysis.compare import Comparison
+from analysis.compare import Comparison, metric_of
 from analysis.effects import Effect
 from analysis.load import Run
 from analysis.naming import factor_name
 from analysis.statistics import ALIKE
-
-METRIC_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
-_STATISTIC = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99"}
 
 
 def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> list[str]:
     """A sentence on each check that a run's records fail: what else is said rests on them. links: by path."""
     said = {f"{links[str(run.path)]}: {sentence}": None for run in runs for sentence in failures(run.summary["checks"])}
     return list(said)
-
-
-def metric_name(path: str) -> str:
-    """ "ttft_s.p99" -> "P99 TTFT", "throughput.requests_per_s" -> "requests/s"."""
-    head, _, tail = path.partition(".")
-    if head in METRIC_NAMES:
-        return f"{_STATISTIC.get(tail, tail)} {METRIC_NAMES[head]}"
-    return tail.replace("_per_s", "/s").replace("_", " ") or head
 
 
 def change_text(comparison: Comparison) -> str:
@@ -213,7 +202,8 @@ def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
             said.append(f"{where} the real engine tells no policy apart as the best in any metric: no pick is checked.")
             continue
         missed = [
-            f"{metric_name(str(row['metric']))} ({row['sim_winner']}, where the engine's best is {row['real_winner']})"
+            f"{metric_of(str(row['metric'])).label} "
+            f"({row['sim_winner']}, where the engine's best is {row['real_winner']})"
             for row in told[~told["same_winner"].astype(bool)].to_dict("records")
         ]
         said.append(
@@ -238,12 +228,12 @@ def fidelity_findings(
     for pair in pairs:
         errors = tables[pair.label].set_index("metric")["error"].dropna()
         shown = [
-            f"{metric_name(path)} {fmt.change(100 * errors[path])}" for path in _ERRORS_TOLD if path in errors.index
+            f"{metric_of(path).label} {fmt.change(100 * errors[path])}" for path in _ERRORS_TOLD if path in errors.index
         ]
         if shown:
             said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
     if known:
-        told = fmt.listing([f"{metric_name(path)} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
+        told = fmt.listing([f"{metric_of(path).label} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
         reach = "" if _largest(noise) > _TOO_NOISY else ": no simulator can be expected to come closer"
         said.append(f"The real engine itself, run twice on one trace under one policy, differed by {told}{reach}.")
     for load, ranking in rankings.items():

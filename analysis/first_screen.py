@@ -13,9 +13,9 @@ from analysis import format as fmt
 from analysis.arms import Arm, Pair, num_replicates, replicates
 from analysis.cautions import is_outrun
 from analysis.checks import failures
-from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, mean_over_replicates
+from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, mean_over_replicates, metric_of
 from analysis.effects import Effect, by_factor
-from analysis.findings import change_text, metric_name
+from analysis.findings import change_text
 from analysis.load import Run
 from analysis.metrics import SLO
 from analysis.naming import factor_name
@@ -220,7 +220,9 @@ def _fidelity(arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, p
         for path in _ERRORS:
             if path in found.index:
                 worst[path] = max(worst.get(path, 0.0), abs(float(found[path])))
-    told = fmt.listing([f"{metric_name(path)} {fmt.significant(100 * value, 2)} %" for path, value in worst.items()])
+    told = fmt.listing(
+        [f"{metric_of(path).label} {fmt.significant(100 * value, 2)} %" for path, value in worst.items()]
+    )
     most = max(worst.values(), default=1.0)
     level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"
     models = {run.manifest.get("model") for run in runs} - {pair.real.manifest.get("model") for pair in pairs}

@@ -25,7 +25,7 @@ from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
 from analysis.summary import SUMMARY_VERSION, summarise
 from testbed.errors import RunFolderError
-from testbed.foreign_text import parsed
+from testbed.foreign_text import parsed, some
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 
 if TYPE_CHECKING:
@@ -196,6 +196,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         raise RunFolderError(f"{folder}: no such run folder")
     missing = [name for name in FILES if not (folder / name).exists()]
     if len(missing) == len(FILES):
+        if below := [str(path) for path in run_folders(folder) if path != folder]:
+            raise RunFolderError(f"{folder} is no run, but has {len(below)} below it; name one: {some(below)}")
         raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(FILES)})")
     if missing:
         raise RunFolderError(f"{folder}: {', '.join(missing)} missing; the run did not get to its end, run it again")

@@ -15,7 +15,6 @@ from testbed.errors import RunFolderError
 from testbed.foreign_text import shown, whole
 from testbed.records.operators import FORMAT, OPERATORS_FILE, PARTS, PHASES
 
-OPERATOR_COLUMNS = ("operator", *PHASES, "total", "share")
 MAX_SUM = 2**62
 _UNCOVERED = "idle or overlap"
 _HATCHES = ("", "///", "...", "xxx")
@@ -59,13 +58,11 @@ def _refused(file: Path, place: str, value: Any, expected: str) -> RunFolderErro
 def operator_table(document: Mapping[str, Any]) -> pd.DataFrame:
     """One row an operator, most time first: ns in each phase and in all, and its share of all. int64 ns."""
     phases = document["phases"]
-    names = dict.fromkeys(name for phase in phases.values() for name in phase["ns"])
-    rows = []
-    for name in names:
-        by_phase = {phase: phases[phase]["ns"].get(name, 0) if phase in phases else 0 for phase in PHASES}
-        rows.append({"operator": name, **by_phase, "total": sum(by_phase.values())})
-    frame = pd.DataFrame(rows, columns=list(OPERATOR_COLUMNS[:-1]))
-    whole = int(frame["total"].sum()) if rows else 0
+    names = list(dict.fromkeys(name for phase in phases.values() for name in phase["ns"]))
+    by_phase = {phase: [phases.get(phase, {"ns": {}})["ns"].get(name, 0) for name in names] for phase in PHASES}
+    frame = pd.DataFrame({"operator": names, **by_phase})
+    frame["total"] = frame[list(PHASES)].sum(axis=1)
+    whole = int(frame["total"].sum()) if names else 0
     frame["share"] = frame["total"] / whole if whole else 0.0
     return frame.sort_values(["total", "operator"], ascending=[False, True], ignore_index=True)
 

@@ -17,14 +17,16 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis import style
 from analysis.arms import Runs, infer_arms, named
+from analysis.compare import Comparison
 from analysis.curves import MAX_POINTS, Engine, engines_of, thin, total
+from analysis.fidelity import pair_of
+from analysis.findings import change_text
 from analysis.frames import numbers
 from analysis.load import Run, Sweep, num_replicas
 from analysis.metrics import request_metrics
 from analysis.occupancy import kv_usage, run_end_ns
 from analysis.rows import FloatArray
 from analysis.run_plots import batch_composition, gantt, preemption_scatter
-from analysis.statistics import Estimate, Verdict, verdict
 from analysis.style import AxesArray
 from analysis.survival import km_steps
 from analysis.sweep_plots import heatmap, pareto
@@ -218,35 +220,20 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
     axes.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)
 
 
-def ablation_bars(
-    changes: Mapping[str, Mapping[str, Estimate | None]],
-    better: Mapping[str, int],
-    verdicts: Mapping[str, Mapping[str, Verdict]] | None = None,
-) -> AxesArray:
-    """Relative change to the baseline, in percent, one panel a metric, one bar an arm, with intervals.
-
-    `changes`: metric -> arm -> estimate on the scale log_ratio (None: cannot be compared). `better`: metric -> +1 where
-    more is better, -1 where less is. `verdicts`: the same keys; by default each interval's own.
-    Axes `[num_metrics]`.
+def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
+    """Relative change to the baseline, in percent, one panel a metric, one bar an arm, with intervals. A change to or
+    from 0, which has no percentage, is written out. Axes `[num_metrics]`.
     """
-    arms = list(dict.fromkeys(arm for by_arm in changes.values() for arm in by_arm))
-    kinds = {
-        metric: {
-            arm: _kind(estimate, better.get(metric, 0), (verdicts or {}).get(metric, {}).get(arm))
-            for arm, estimate in by_arm.items()
-            if estimate is not None
-        }
-        for metric, by_arm in changes.items()
-    }
+    arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     with style.styled():
-        figure, (panels,) = style.grid(1, max(len(changes), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
-        for axes, (metric, by_arm) in zip(panels, changes.items(), strict=False):
-            _bar_panel(axes, arms, by_arm, kinds[metric])
-            axes.set_title(metric)
+        figure, (panels,) = style.grid(1, max(len(labels), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
+        for axes, label in zip(panels, labels, strict=False):
+            _bar_panel(axes, {arms.index(row.arm): row for row in rows if row.metric.label == label})
+            axes.set_title(label)
             axes.set_xlabel("change (%)")
         panels[0].set_yticks(range(len(arms)), arms)
         panels[0].set_ylim(max(len(arms), 1) - 0.4, -0.6)
-        seen = {kind for by_arm in kinds.values() for kind in by_arm.values()}
+        seen = {_kind(row) for row in rows if row.estimate is not None and row.estimate.scale == "log_ratio"}
         shown = [kind for kind in _BARS if kind in seen]
         style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
     return cast(AxesArray, panels)
@@ -263,29 +250,23 @@ _BARS: dict[str, dict[str, Any]] = {
 }
 
 
-def _kind(estimate: Estimate, better: int, said: Verdict | None) -> str:
-    said = said or verdict(estimate)
-    if said == "unknown":
-        return "no interval"
-    if said in ("identical", "equivalent"):
-        return "equivalent"
-    if said == "inside the noise":
-        return said
-    return "changed" if better == 0 else "better" if estimate.value * better > 0 else "worse"
+def _kind(row: Comparison) -> str:
+    if row.is_claim:
+        return "changed" if row.gain == 0 else "better" if row.gain > 0 else "worse"
+    return {"unknown": "no interval", "identical": "equivalent"}.get(row.verdict, row.verdict)
 
 
-def _bar_panel(
-    axes: Axes, arms: Sequence[str], by_arm: Mapping[str, Estimate | None], kinds: Mapping[str, str]
-) -> None:
-    for row, arm in enumerate(arms):
-        estimate = by_arm.get(arm)
-        if estimate is None:
-            axes.text(0, row, " not comparable", va="center", color=style.GREY, fontsize=6.5)
+def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:
+    for place, row in rows.items():
+        estimate = row.estimate
+        if estimate is None or estimate.scale != "log_ratio":
+            said = change_text(row) or "not comparable"
+            axes.text(0, place, f" {said}", va="center", color=style.GREY, fontsize=6.5)
             continue
         value, low, high = estimate.percent()
-        axes.barh(row, value, height=0.62, linewidth=0.8, **_BARS[kinds[arm]])
+        axes.barh(place, value, height=0.62, linewidth=0.8, **_BARS[_kind(row)])
         if np.isfinite([estimate.low, estimate.high]).all():
-            axes.plot([low, high], [row, row], color=style.BLACK, linewidth=1.0, marker="|", markersize=5)
+            axes.plot([low, high], [place, place], color=style.BLACK, linewidth=1.0, marker="|", markersize=5)
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08)
@@ -309,20 +290,10 @@ def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> AxesArray:
         figure, both = style.grid(2, 3, 4.0 + style.legend_height(list(matched)), height_ratios=[2.0, 1.0])
         upper, lower = both
         for column, (name, title) in enumerate(LATENCIES.items()):
-            pairs = [_pair(frame, name) for frame in matched.values()]
+            pairs = [pair_of(frame, name) for frame in matched.values()]
             _scatter_column(upper[column], lower[column], pairs, title)
-        handles = [
-            style.line_handle(color=style.COLOURS[i % 7], marker=style.marker(i), linestyle="none")
-            for i in range(len(matched))
-        ]
-        style.legend_below(figure, handles, list(matched))
+        style.legend_below(figure, style.marker_handles(len(matched)), list(matched))
     return both
-
-
-def _pair(frame: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
-    real, sim = numbers(frame, f"real_{name}"), numbers(frame, f"sim_{name}")
-    good = (real > 0) & (sim > 0)
-    return real[good], sim[good]
 
 
 def _scatter_column(upper: Axes, lower: Axes, pairs: Sequence[tuple[FloatArray, FloatArray]], title: str) -> None:

@@ -82,12 +82,6 @@ def lindley_waits(arrivals_ns: Sequence[int], services_ns: Sequence[int]) -> lis
     return waits
 
 
-def md1_wait(rate: float, service_s: float) -> float:
-    """Mean wait of M/D/1: rho S / (2 (1 - rho)). Raises ValueError for a utilisation that is not below 1."""
-    utilisation = _utilisation(rate * service_s)
-    return utilisation * service_s / (2 * (1 - utilisation))
-
-
 def pollaczek_khinchine_wait(rate: float, mean_s: float, second_moment_s2: float) -> float:
     """Mean wait of M/G/1: lambda E[S^2] / (2 (1 - rho)). Raises ValueError for a utilisation that is not below 1."""
     return rate * second_moment_s2 / (2 * (1 - _utilisation(rate * mean_s)))

@@ -16,7 +16,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from analysis import fidelity, findings, plots, tables
 from analysis.arms import (
     Arm,
-    Pair,
     by_load,
     comparable,
     find_arm,
@@ -180,7 +179,9 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     group["tables"] = [
         tables.ablation_table(f"Latency{at_load}", *args, LATENCY, rows, report.margin, slo),
         tables.ablation_table(f"Throughput{at_load}", *args, rates, rows, report.margin, slo),
-        tables.values_table(f"What happened inside{at_load} (means over replicates)", arms, inside, slo),
+        tables.ablation_table(
+            f"What happened inside{at_load} (means over replicates)", *args, inside, (), report.margin, slo
+        ),
     ]
     effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
     sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
@@ -225,14 +226,7 @@ def _said(
 
 
 def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
-    chosen = [row for row in rows if row.metric.path in _HEADLINE]
-    changes: dict[str, dict[str, Any]] = {}
-    verdicts: dict[str, dict[str, Any]] = {}
-    for row in chosen:
-        has_ratio = row.estimate is not None and row.estimate.scale == "log_ratio"
-        changes.setdefault(row.metric.label, {})[row.arm] = row.estimate if has_ratio else None
-        verdicts.setdefault(row.metric.label, {})[row.arm] = row.verdict
-    figure = plots.ablation_bars(changes, {row.metric.label: row.metric.better for row in chosen}, verdicts)
+    figure = plots.ablation_bars([row for row in rows if row.metric.path in _HEADLINE])
     caption = "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's."
     title = f"Change against the baseline{f' at {load}' if load else ''}"
     return sections.plot(figure, f"ablation_{index}", title, caption)
@@ -331,6 +325,3 @@ def _markdown(text: Any) -> str:
     """Text that Markdown takes literally: markup characters are escaped, line ends become spaces."""
     escaped = "".join(f"\\{char}" if char in "\\`*_[]<>|#" else char for char in str(text))
     return " ".join(escaped.split("\n"))
-
-
-__all__ = ["Arm", "Pair", "ReportInput", "report_from_folders", "write_report"]

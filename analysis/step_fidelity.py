@@ -7,7 +7,8 @@ left out and counted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -64,14 +65,10 @@ def _power(values: FloatArray) -> FloatArray:
     return np.where(values > 0, 2.0 ** np.ceil(np.log2(np.maximum(values, 1))), 0.0)
 
 
-def _by(joined: pd.DataFrame, column: str, groups: object) -> pd.DataFrame:
-    rows = []
-    for group in groups if isinstance(groups, list | tuple) else ():
-        part = joined[joined[column] == group]
-        if len(part):
-            rows.append({
-                "group": group if isinstance(group, str) else int(group), "num_steps": len(part),
-                "measured_s": float(part["real_s"].median()), "sim_s": float(part["sim_s"].median()),
-                "error": float(part["error"].median()),
-            })  # fmt: skip
-    return pd.DataFrame(rows, columns=["group", "num_steps", "measured_s", "sim_s", "error"])
+def _by(joined: pd.DataFrame, column: str, groups: Iterable[Any]) -> pd.DataFrame:
+    medians = dict.fromkeys(("real_s", "sim_s", "error"), "median")
+    table = joined.groupby(column).agg(
+        num_steps=("error", "size"), **{name: (name, how) for name, how in medians.items()}
+    )
+    table = table.reindex([group for group in groups if group in table.index]).rename(columns={"real_s": "measured_s"})
+    return table.rename_axis("group").reset_index()[["group", "num_steps", "measured_s", "sim_s", "error"]]

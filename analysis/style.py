@@ -148,6 +148,11 @@ def line_handle(**style: Any) -> Line2D:
     return Line2D([], [], **style)
 
 
+def marker_handles(num: int) -> list[Line2D]:
+    """Of so many series of points."""
+    return [line_handle(color=COLOURS[i % len(COLOURS)], marker=marker(i), linestyle="none") for i in range(num)]
+
+
 def time_unit(seconds: FloatArray) -> tuple[float, str]:
     """(factor, unit) that makes the largest of `seconds` readable: ms below 10 s, else s."""
     known = seconds[~np.isnan(seconds)]

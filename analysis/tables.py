@@ -12,10 +12,10 @@ import pandas as pd
 from analysis import format as fmt
 from analysis.arms import Arm, Pair, engine_of, infer_arms, replicates
 from analysis.checks import outline
-from analysis.compare import Comparison, Metric, mean_over_replicates
+from analysis.compare import TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.effects import Effect, by_factor
 from analysis.fidelity import RATES
-from analysis.findings import bounds_text, change_text, interval_text, metric_name, verdict_text
+from analysis.findings import bounds_text, change_text, interval_text, verdict_text
 from analysis.load import Run, num_replicas
 from analysis.metrics import SLO
 from analysis.naming import factor_name
@@ -65,15 +65,6 @@ def ablation_table(
                 size = "" if row.effect is None else f"d = {row.effect:.2g}"
                 cells.append(Cell(value, tuple(note for note in (interval_text(row), said, size) if note), kind))
         rows.append(tuple(cells))
-    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows))
-
-
-def values_table(caption: str, arms: Sequence[Arm], metrics: Sequence[Metric], slo: SLO | None) -> Table:
-    """Arms x metrics, values only (means over replicates)."""
-    rows = [
-        (Cell(arm.name, kind="head"), *[Cell(m.write(mean_over_replicates(arm, m, slo))) for m in metrics])
-        for arm in arms
-    ]
     return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows))
 
 
@@ -158,7 +149,7 @@ def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
     for index, path in enumerate(next(iter(errors.values()))["metric"]):
         is_rate = path.split(".")[-1] in RATES
         unit = "tok/s" if "token" in path else "req/s"
-        cells = [Cell(metric_name(path), kind="head")]
+        cells = [Cell(metric_of(path).label, kind="head")]
         for label in labels:
             real, sim, error = (_float(errors[label][name].iloc[index]) for name in ("real", "sim", "error"))
             written = [fmt.number(v, unit) if is_rate else fmt.seconds(v) for v in (real, sim)]
@@ -184,7 +175,7 @@ def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
             values = [summary_value(runs[name].summary, path) if name in runs else None for name in ("sim", *engines)]
             cells = [Cell(fmt.NOTHING if value is None else fmt.seconds(value)) for value in values]
             policy = (names[id(runs["sim"])],) if len(found) > 1 else ()
-            rows.append((Cell(metric_name(path), policy, "head"), *cells))
+            rows.append((Cell(metric_of(path).label, policy, "head"), *cells))
     return Table("The same trace and policy, simulated and on each engine", ("metric", "sim", *engines), tuple(rows))
 
 
@@ -195,7 +186,7 @@ def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
         for item in frame.to_dict("records"):
             texts = [_float(item[name]) for name in ("median_error", "abs_error_p90", "abs_error_p99")]
             median, *tails = [fmt.NOTHING if value is None else fmt.change(100 * value) for value in texts]
-            head = Cell(f"{metric_name(str(item['metric'])).strip()}", (label,) if len(errors) > 1 else (), "head")
+            head = Cell(TIMES[str(item["metric"])], (label,) if len(errors) > 1 else (), "head")
             counts = (Cell(fmt.number(item["num"])), Cell(fmt.number(item["num_unmatched"])))
             rows.append((head, *counts, Cell(median), *[Cell(tail.lstrip("+")) for tail in tails]))
     headers = ("latency", "requests", "in one run only", "median error", "P90 of |error|", "P99 of |error|")
@@ -208,7 +199,7 @@ def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
     for item in ranking.to_dict("records"):
         tau = _float(item["kendall_tau"])
         same = {True: "yes", False: "no"}.get(item["same_winner"], fmt.NOTHING)
-        cells = [metric_name(str(item["metric"])), fmt.number(item["num_policies"]), fmt.number(tau)]
+        cells = [metric_of(str(item["metric"])).label, fmt.number(item["num_policies"]), fmt.number(tau)]
         told_apart = item["num_told_apart"]
         cells.append(f"{item['num_same_order']} of {told_apart}" if told_apart else "none told apart")
         cells += [str(item[name] or fmt.NOTHING) for name in ("sim_winner", "real_winner")]

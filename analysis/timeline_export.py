@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from analysis.chrome_trace import ChromeTrace, Track, written
 from analysis.device_trace import PROFILE_FILE, draw_profile, offset_ns, read_profile
-from analysis.load import FILES, Run, load_run, num_replicas, same_trace
+from analysis.load import Run, load_run, num_replicas, same_trace
 from analysis.occupancy import TIME_PARTS, Presence, run_end_ns
 from analysis.replicas import split
 from analysis.request_columns import Requests
@@ -175,7 +175,7 @@ def write_timeline(
     is no run, for two of different traces, for a file that exists, and where there is nothing to draw.
     """
     window = window or Window()
-    runs = [_load(folder) for folder in folders]
+    runs = [load_run(folder) for folder in folders]
     if len(runs) > 1:
         same_trace(runs)
     file = out or runs[0].path / "timeline.json"
@@ -196,15 +196,6 @@ def write_timeline(
     )
     size = f"{trace.num_events:,} events, {file.stat().st_size / 1e6:,.1f} MB"
     return f"{file}: {size}{partial}; open it at https://ui.perfetto.dev or in chrome://tracing"
-
-
-def _load(folder: Path) -> Run:
-    """Raises RunFolderError, also for a folder of several runs."""
-    if folder.is_dir() and not any((folder / name).exists() for name in FILES):
-        inside = next(folder.rglob("manifest.json"), None)
-        if inside is not None:
-            raise RunFolderError(f"{folder} is no run but holds some; name one or two of them, such as {inside.parent}")
-    return load_run(folder)
 
 
 def _described(run: Run) -> dict[str, Any]:

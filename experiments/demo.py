@@ -11,7 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analysis.report import Arm, ReportInput, write_report
+from analysis.arms import Arm
+from analysis.report import write_report
+from analysis.report_parts import ReportInput
 from experiments.demo_real import measure_fidelity, run_point
 from testbed.errors import RunFolderError
 

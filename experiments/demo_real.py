@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from analysis.arms import Pair
 from analysis.load import Run, load_run
-from analysis.report import Pair
 from experiments.calibrate import Extent, Fitted, fit_and_save, profile, together
 from experiments.compose import compose_config
 from experiments.run import execute

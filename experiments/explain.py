@@ -17,15 +17,14 @@ from tempfile import TemporaryDirectory
 import pyarrow.parquet as pq
 
 from analysis.decisions import DECISIONS_FILE
-from analysis.load import Run, load_run, run_folders
+from analysis.load import Run, load_run
 from experiments.app import config_from
 from experiments.arguments import folder_named
 from experiments.engines import fleet_digest
 from experiments.parity import check_parity, num_tapes
 from experiments.run import INTERRUPTED, execute
-from experiments.run_folder import has_run, refuse_overwrite
+from experiments.run_folder import refuse_overwrite
 from testbed.errors import RunFolderError
-from testbed.foreign_text import some
 from testbed.records.recorder import RunRecorder
 
 
@@ -42,7 +41,6 @@ def main(arguments: list[str]) -> int:
     from analysis.explain_request import explain_request
     from analysis.explain_run import explain_run
 
-    _refuse_sweep(options.run)
     if options.request is not None:
         refuse_unknown(load_run(options.run), options.request)
     with explained(options.run, options.keep) as (run, source):
@@ -50,13 +48,6 @@ def main(arguments: list[str]) -> int:
     print(text)
     print(f"\nsource       {source}")
     return 0
-
-
-def _refuse_sweep(folder: Path) -> None:
-    below = [] if has_run(folder) or not folder.is_dir() else run_folders(folder)
-    if below:
-        names = some([str(path) for path in below])
-        raise RunFolderError(f"{folder} is no run, but has {len(below)} below it; name one: {names}")
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def test_the_rule_about_circles_sees_what_it_should() -> None:
 
 def test_no_policy_sees_the_true_length_of_an_output() -> None:
     """What a policy believes of the future comes from the configured oracle."""
-    hidden = {"forced_output", "is_forced", "token_limit", "tokens", "output_token_ids"}
+    hidden = {"forced_output", "is_forced", "token_limit", "foreseen_end", "tokens", "output_token_ids"}
     files = [path for path in FILES if "policies" in path.parts and path.name != "oracle.py"]
     assert len(files) > 15
     seen = [

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis import curves, fidelity, plots, style
+from analysis.compare import LATENCY, RATES, Comparison
 from analysis.load import load_run
-from analysis.statistics import mean_t
+from analysis.statistics import Estimate, mean_t
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
 
@@ -66,12 +67,17 @@ def test_every_figure_writes_png_and_svg(runs, tmp_path):
     saved(plots.throughput_latency({name: [run] for name, run in runs.items()}), tmp_path, "load")
     matched = fidelity.match_requests(runs["decode_first"], runs["real"])
     saved(plots.sim_versus_real({"decode_first": matched}), tmp_path, "sim")
-    estimates = {
-        "a": mean_t(np.log([1.1, 1.15]), "log_ratio"),
-        "b": mean_t(np.log([2.0]), "log_ratio"),
-        "c": None,
-    }
-    saved(plots.ablation_bars({"mean TTFT": estimates, "tok/s": estimates}, {"mean TTFT": -1}), tmp_path, "bars")
+    base, zero = np.log([1.1, 1.15]), Estimate(-2.0, -3.0, -1.0, 3, "paired t", "difference")
+    estimates = {"a": mean_t(base, "log_ratio"), "b": mean_t(base[:1], "log_ratio"), "c": None, "d": zero}
+    said = {"a": "higher", "b": "unknown", "c": "unknown", "d": "lower"}
+    rows = [
+        Comparison(arm, metric, 1.0, estimate, said[arm], base=2.0)
+        for metric in (LATENCY[0], RATES[0]) for arm, estimate in estimates.items()
+    ]  # fmt: skip
+    bars = plots.ablation_bars(rows)
+    saved(bars, tmp_path, "bars")
+    texts = [text.get_text().strip() for text in bars[1].texts]
+    assert texts == ["not comparable", "from 2\u00a0req/s to 0\u00a0req/s"]
 
 
 def test_poor_data_draws_without_a_warning(poor, tmp_path):
@@ -80,7 +86,7 @@ def test_poor_data_draws_without_a_warning(poor, tmp_path):
         drawn = [plots.latency_cdf({name: run}) for name, run in poor.items()]
         drawn += [plots.timeline(poor), plots.throughput_latency({name: [run] for name, run in poor.items()})]
         drawn += [plots.latency_cdf({}), plots.timeline({}), plots.throughput_latency({}), plots.sim_versus_real({})]
-        drawn += [plots.ablation_bars({}, {}), plots.ablation_bars({"mean TTFT": {"a": None}}, {})]
+        drawn += [plots.ablation_bars([]), plots.ablation_bars([Comparison("a", LATENCY[0], None, None, "unknown")])]
         drawn += [plots.sim_versus_real({"x": fidelity.match_requests(run, run)}) for run in poor.values()]
     for index, axes in enumerate(drawn):
         saved(axes, tmp_path, f"plot_{index}")

@@ -10,12 +10,13 @@ import pytest
 
 from analysis import fidelity, findings, tables
 from analysis import format as fmt
-from analysis.arms import Arm, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
 from analysis.compare import LATENCY, Comparison, compare
 from analysis.effects import main_effects
 from analysis.groups import experiments
 from analysis.load import load_run, load_sweep
-from analysis.report import Pair, ReportInput, report_from_folders, write_report
+from analysis.report import report_from_folders, write_report
+from analysis.report_parts import ReportInput
 from analysis.statistics import Estimate, verdict
 from testbed.errors import RunFolderError
 from tests.analysis.runs import write_run

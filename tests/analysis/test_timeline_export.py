@@ -267,7 +267,7 @@ def refused(folder: Path, match: str, window: Window | None = None, *more: Path)
 
 def test_what_is_no_run_is_said(tmp_path: Path, folder: Path) -> None:
     refused(tmp_path / "nothing", "no such run folder")
-    refused(tmp_path, f"is no run but holds some; name one or two of them, such as {folder}")
+    refused(tmp_path, f"is no run, but has 1 below it; name one: {folder}")
     (folder / "steps.parquet").unlink()
     refused(folder, "steps.parquet missing; the run did not get to its end")
 

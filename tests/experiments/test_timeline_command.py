@@ -68,7 +68,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no such run folder" in say(capsys, "timeline", str(tmp_path / "nothing")).error()
     assert "not a run folder" in say(capsys, "timeline", str(tmp_path)).error()
     first, other = run(capsys, tmp_path / "a"), run(capsys, tmp_path / "b", "seed=1")
-    assert "holds some; name one or two of them" in say(capsys, "timeline", str(tmp_path)).error()
+    assert "is no run, but has 2 below it; name one: " in say(capsys, "timeline", str(tmp_path)).error()
     assert "ran different traces" in say(capsys, "timeline", str(first), str(other)).error()
 
 

@@ -26,7 +26,6 @@ from analysis.queueing import (
     Service,
     cobham_waits,
     lindley_waits,
-    md1_wait,
     mean_over_replications,
     pollaczek_khinchine_wait,
 )
@@ -42,6 +41,12 @@ REPLICATIONS = range(8)
 NUM_REQUESTS, NUM_CUT = 1700, 200
 # prefill_decode_split is left out: its max_num_seqs caps batches, and it prefills the next before the first is done
 ONE_BY_ONE = ("unified", "decode_first", "prefill_first", "iteration_level", "static")
+
+
+def md1_wait(rate: float, service_s: float) -> float:
+    """Mean wait of M/D/1: rho S / (2 (1 - rho))."""
+    utilisation = rate * service_s
+    return utilisation * service_s / (2 * (1 - utilisation))
 
 
 def core(composition: str = "unified", num_seqs: int = 1, budget: int = 2048, **options: Any) -> Any:

@@ -6,18 +6,15 @@ other they do not: nothing that a policy can reach says how long they are, and t
 
 from __future__ import annotations
 
-import ast
 import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
 
-import testbed.policies
 from testbed.core.limits import Limits
 from testbed.core.outcome import FinishReason, Outcome, StepResult
 from testbed.core.request import Request, SamplingParams
@@ -147,18 +144,3 @@ def test_a_policy_that_peeks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(cast(dict[str, Any], policies.QUEUES), name, peeking)
         assert not is_blind(replace(TIGHT, queue=name), 0), name
     assert not is_blind(replace(TIGHT, oracle="perfect", victim="longest_remaining"), 0), "it was given an oracle"
-
-
-FUTURE = {"forced_output", "token_limit", "foreseen_end", "is_forced"}  # what says how long an output will be
-
-
-def test_only_oracles_name_what_says_how_long_an_output_will_be() -> None:
-    rooms = Path(testbed.policies.__file__).parent, Path(testbed.policies.__file__).parents[1] / "blocks"
-    named = {
-        file.name
-        for room in rooms
-        for file in room.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in FUTURE
-    }
-    assert named == {"oracle.py"}

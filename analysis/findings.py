@@ -43,7 +43,7 @@ def bounds_text(comparison: Comparison) -> str:
     if estimate is None or comparison.verdict in ("identical", "unknown"):
         return ""
     if estimate.scale == "difference":
-        return f"a difference in [{write(estimate.low)}, {write(estimate.high)}]"
+        return f"by [{write(estimate.low)}, {write(estimate.high)}]"
     ends = [fmt.change(end).removesuffix(f"{fmt.SPACE}%") for end in estimate.percent()[1:]]
     return f"[{ends[0]},{fmt.SPACE}{ends[1]}]"
 
@@ -95,7 +95,7 @@ def _interaction_text(effect: Effect) -> str:
     comparison, (cells, least, most, apart) = effect.comparison, effect.interaction
     if apart.scale == "difference":
         told = [comparison.metric.write(value) for value in (least, most)]
-        by = bounds_text(replace(comparison, estimate=apart, verdict="higher"))
+        by = bounds_text(replace(comparison, estimate=apart, verdict="higher")).removeprefix("by ")
     else:
         told = [fmt.change(100.0 * math.expm1(value)) for value in (least, most)]
         by = interval_text(replace(comparison, estimate=apart, verdict="higher"))

@@ -309,7 +309,7 @@ def _baseline_text(report: ReportInput, baseline: Arm) -> str:
     if len(report.arms) < 2:
         return ""
     is_point = baseline.runs[0].manifest.get("point") is not None
-    why = "the first point of the sweep" if is_point else "the first run by its folder"
+    why = "the first point of the sweep" if is_point else "the first run, in the order of the folders"
     why += "; --baseline or report.baseline names another"
     return f"Baseline: {baseline.name}, {'as named' if report.baseline else why}."
 

@@ -188,7 +188,7 @@ def test_a_goodput_that_falls_to_zero_is_told_in_requests_and_first(tmp_path: Pa
     first = said.partition("## Answer")[2].strip().splitlines()[0]
     assert re.search(r"worse in goodput \(from [\d.]+ req/s to 0 req/s\)", first)
     assert "SLO attainment (from 100 % to 0 %: the same in all 3 replicates)" in said, "of three no chance can be told"
-    assert re.search(r"from [\d.]+ req/s to 0 req/s a difference in \[−[\d.]+ req/s, −[\d.]+ req/s\]", said)
+    assert re.search(r"from [\d.]+ req/s to 0 req/s by \[−[\d.]+ req/s, −[\d.]+ req/s\]", said)
     assert "smaller than the simulator's" not in said
 
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from analysis.load import load_run
+from experiments import simulate
 from experiments.compose import compose_from
 from experiments.config import read_config
 from experiments.run import execute
@@ -382,3 +383,18 @@ def test_a_run_and_a_sweep_never_share_a_folder(tmp_path: Path, capsys: pytest.C
     ):
         assert said in say(capsys, "run", *TINY, *SHORT, *words).error()
     assert sorted(path.name for path in (*one.rglob("*"), *many.rglob("*"))) == files
+
+
+def test_a_manifest_says_what_its_maker_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As data, whatever made it: the command line, a repetition with changes, Python."""
+    one, again = tmp_path / "one", tmp_path / "again"
+    say(capsys, "run", *TINY, *SHORT, "seed=3", f"hydra.run.dir={one}")
+    given = manifest_of(one)["given"]
+    assert (given["seed"], given["model"], given["trace.rate"]) == ("3", "tiny", "400")
+    assert not [key for key in given if key.startswith("hydra")]
+    say(capsys, "run", f"from={one}", "seed=4", "cache.watermark=0.1", f"hydra.run.dir={again}")
+    assert manifest_of(again)["given"] == given | {"seed": "4", "cache.watermark": "0.1"}
+    made = simulate({"num_requests": 5}, model="tiny", scheduler={"max_num_seqs": 4}, folder=tmp_path / "made")
+    assert made.manifest["given"] | {"model": "tiny", "scheduler.max_num_seqs": "4"} == made.manifest["given"]
+    for folder in (one, again, tmp_path / "made"):
+        assert (manifest_of(folder)["swept"], manifest_of(folder)["point"]) == (None, None)

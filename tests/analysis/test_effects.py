@@ -1,0 +1,84 @@
+"""Main effects and interactions of designs whose values are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from analysis.arms import Arm
+from analysis.compare import LATENCY, SLO_METRICS
+from analysis.effects import Effect, main_effects
+from analysis.findings import effect_finding
+from analysis.load import Run
+from analysis.metrics import SLO
+
+NUM = 6  # replicates
+
+
+class Known:
+    """What effects ask of a run, with one value of each metric."""
+
+    def __init__(self, name: str, seed: int, value: float) -> None:
+        self.path, self.fingerprint = Path(f"{name}-{seed}"), f"trace {seed}"
+        self.manifest = {"seed": seed, "backend": "real"}
+        self._value = value
+
+    def summary_under(self, slo: SLO | None) -> dict[str, Any]:
+        return {"ttft_s": {"mean": self._value}, "slo": {"goodput_per_s": self._value}}
+
+
+def design(value_of: Callable[[int, int], float], noise: float, seed: int = 1) -> list[Arm]:
+    """Arms of 2 x 3 levels. value_of: of both factors' levels, without noise."""
+    rng = np.random.default_rng(seed)
+    traces, arms = rng.normal(0, 0.3, NUM), []
+    for a in (0, 1):
+        for b in (0, 1, 2):
+            values = value_of(a, b) * np.exp(traces + rng.normal(0, noise, NUM))
+            runs = [Known(f"{a}{b}", number, float(value)) for number, value in enumerate(values)]
+            arms.append(Arm(f"a {a}, b {b}", {"x.a": a, "x.b": b}, cast(tuple[Run, ...], tuple(runs))))
+    return arms
+
+
+def first_effect(arms: list[Arm], metric: Any) -> Effect:
+    return next(effect for effect in main_effects(arms, arms[0], [metric]) if effect.factor == "x.a")
+
+
+def test_factors_that_multiply_do_not_interact() -> None:
+    effect = first_effect(design(lambda a, b: 2.0**a * 3.0**b, 0.05), LATENCY[0])
+    assert effect.comparison.estimate is not None
+    assert effect.comparison.estimate.value == pytest.approx(math.log(2), abs=0.1)
+    assert effect.interaction is None
+    assert "depends on" not in effect_finding([effect], 0.02)
+
+
+def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an_interval() -> None:
+    effect = first_effect(design(lambda a, b: 2.0**a * (1.5 if a and b == 2 else 1.0), 0.02), LATENCY[0])
+    assert effect.interaction is not None
+    cells, least, most, apart = effect.interaction
+    assert cells[1] == "b 2"
+    assert (least, most) == pytest.approx((math.log(2), math.log(3)), abs=0.05)
+    assert apart.low < math.log(1.5) < apart.high
+    assert apart.level == pytest.approx(1 - 0.05 / 3), "of three pairs of cells"
+    said = effect_finding([effect], 0.02).replace("\u00a0", " ")
+    assert "It depends on the other factors: mean TTFT by +" in said
+    assert "with b 2 (apart by +5" in said
+
+
+def test_noise_alone_is_no_interaction() -> None:
+    """Of the pairs of cells the most distant is tested, which the correction for their number makes up for."""
+    designs = [design(lambda a, b: 1.0, 0.2, seed) for seed in range(60)]
+    assert sum(first_effect(arms, LATENCY[0]).interaction is not None for arms in designs) <= 7
+
+
+def test_a_rate_that_falls_to_zero_has_an_effect_in_its_own_unit() -> None:
+    effect = first_effect(design(lambda a, b: 0.0 if a else 4.0, 0.05), SLO_METRICS[1])
+    row = effect.comparison
+    assert row.estimate is not None
+    assert (row.estimate.scale, row.verdict, row.gain) == ("difference", "lower", -math.inf)
+    assert row.base == pytest.approx(-row.estimate.value)
+    assert "worse in goodput (from 4" in effect_finding([effect], 0.02)

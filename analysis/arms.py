@@ -158,6 +158,13 @@ def load_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str]:
     return [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in replicated)]
 
 
+def unsaid_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str]:
+    """Those of them that `by_load` leaves out of its labels: such loads are of different traces."""
+    keys = load_keys(runs, replicated)
+    told = naming_keys([run.flat_config for run in runs], keys)
+    return [key for key in keys if key not in told]
+
+
 def _load_value(run: Run, key: str, offered: float) -> str:
     value, config = run.flat_config.get(key), run.flat_config
     if key == "trace.rate_scale" and offered > 0:
@@ -176,7 +183,7 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str] = ()) -> dict[str, li
     for run in runs:
         groups.setdefault(repr([run.flat_config.get(key) for key in keys]), []).append(run)
     offered = {name: _offered(members) for name, members in groups.items()}
-    telling = naming_keys([members[0].flat_config for members in groups.values()], keys)
+    telling = naming_keys([run.flat_config for run in runs], keys)
     result = {}
     for name in sorted(groups, key=lambda name: offered[name]):
         label = ", ".join(

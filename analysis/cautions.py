@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from analysis import format as fmt
-from analysis.arms import Arm, decided_alike, is_policy, paired_replicates, replicates
-from analysis.frames import numbers
+from analysis.arms import Arm, decided_alike, is_policy, paired_replicates, replicates, unsaid_keys
 from analysis.load import Run, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name
 from analysis.statistics import mser5
@@ -18,10 +17,13 @@ _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks
 _MAX_KEYS = 6  # that are spelt out
 
 
-def cautions(loads: Mapping[str, Sequence[Arm]], margin: float) -> list[str]:
-    """All of them. loads: the arms that are compared at each load, the baseline first."""
+def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
+    """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
     said = [*_extrapolated(arms), *_copies(loads), *_unnamed(arms)]
+    if unsaid := unsaid_keys([run for arm in arms for run in arm.runs], replicated):
+        what = fmt.listing([factor_name(key) for key in unsaid[:_MAX_KEYS]])
+        said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     for load, group in loads.items():
         at_load = f"At {load}: " if load else ""
         found = [*_outrun(group), *_warm_up(group, margin), *_never_triggered(group)]
@@ -117,17 +119,16 @@ def _outrun(arms: Sequence[Arm]) -> list[str]:
 
 def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     """Where the start, as MSER-5 finds it in TTFT, moves the mean by more than the margin: in most replicates."""
-    worst: tuple[float, str] | None = None
+    changes: dict[str, float] = {}
     for arm in arms:
         runs = [run for run in replicates(arm).values() if not is_outrun(run)]  # others come to no steady state
-        change = float(np.median([_change_by_warm_up(run) for run in runs])) if runs else 0.0
-        if abs(change) > margin and (worst is None or abs(change) > abs(worst[0])):
-            worst = change, arm.name
-    if worst is None:
+        changes[arm.name] = float(np.median([_change_by_warm_up(run) for run in runs])) if runs else 0.0
+    worst = max(changes, key=lambda name: abs(changes[name]))
+    if abs(changes[worst]) <= margin:
         return []
     return [
         "The start is part of all numbers: without the requests that MSER-5 takes for warm-up, mean TTFT of "
-        f"{worst[1]} is {fmt.change(100 * worst[0])}. A longer trace weakens it."
+        f"{worst} is {fmt.change(100 * changes[worst])}. A longer trace weakens it."
     ]
 
 
@@ -136,9 +137,7 @@ def is_outrun(run: Run) -> bool:
 
 
 def _change_by_warm_up(run: Run) -> float:
-    frame = run.requests.sort_values("arrival_ns", kind="stable")
-    ttft = numbers(frame, "ttft_s")
-    ttft = ttft[~np.isnan(ttft)]
+    ttft = run.requests.sort_values("arrival_ns", kind="stable")["ttft_s"].dropna().to_numpy(dtype=np.float64)
     cut = mser5(ttft)
     return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
 

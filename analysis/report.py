@@ -25,6 +25,7 @@ from analysis.arms import (
     paired_replicates,
     replicates,
     split_repeats,
+    unsaid_keys,
 )
 from analysis.cautions import cautions, is_outrun
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
@@ -57,9 +58,10 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     groups = _comparable_groups(sections, loads, baseline.name)
     for load, arms in groups.items():
         _ablation(sections, load, arms, report, slo)
-    _run_plots(sections, groups, baseline)
+    has_curve = not unsaid_keys([run for arm in report.arms for run in arm.runs], report.replicated)
+    _run_plots(sections, groups, baseline, has_curve)
     context = _context(report, sections, baseline, slo)
-    context["cautions"] += cautions(groups, report.margin)
+    context["cautions"] += cautions(groups, report.margin, report.replicated)
     context["answer"] = answer(sections.compared, slo)
     context["main_figure"] = _main_figure(sections)
     environment = Environment(
@@ -232,7 +234,7 @@ def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int)
     return sections.plot(figure, f"ablation_{index}", title, caption)
 
 
-def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm) -> None:
+def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, has_curve: bool) -> None:
     """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
@@ -248,7 +250,7 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
             f"Share of requests within a latency, queueing included.{note}",
         )
     )
-    if len(loads) > 1:
+    if len(loads) > 1 and has_curve:
         every = {
             arm.name: [run for part in loads.values() for a in part if a.name == arm.name for run in a.runs]
             for arm in ordered
@@ -280,7 +282,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
     everything = [*runs, *[run for pair in report.pairs for run in (pair.sim, pair.real)]]
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise(report.repeats) if report.pairs else {}
-    commands = report.commands or sweep_commands([str(run.manifest.get("command") or "") for run in everything])
+    commands = report.commands or sweep_commands([run.manifest for run in everything])
     measured = fidelity_section(report, sections, noise)
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     return {

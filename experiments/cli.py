@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.arguments import folder_named
+from experiments.arguments import folder_named, words
 from experiments.collector import THRESHOLD
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
@@ -136,11 +136,13 @@ def _report(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser("testbed report", description="One self-contained HTML page about runs or sweeps.")
     parser.add_argument("folders", nargs="+", type=folder_named, help="run or sweep folders")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="where to write it (report.html)")
+    parser.add_argument("--out", type=folder_named, default=Path("report.html"), help="where to write it (report.html)")
     parser.add_argument("--title", help="the page's title")
     stated = "else as the runs state it:"
     parser.add_argument("--question", help=f"what the study asks; {stated} report.question")
-    parser.add_argument("--baseline", help=f"the arm that the others are compared with; {stated} report.baseline")
+    parser.add_argument(
+        "--baseline", type=words, help=f"the arm that the others are compared with; {stated} report.baseline"
+    )
     parser.add_argument("--slo", help=f"ttft_s=0.5,tpot_s=0.05 (also e2e_s, itl_max_s); {stated} slo.*")
     parser.add_argument("--margin", type=float, help=f"relative change that counts as none; {stated} report.margin")
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
@@ -198,7 +200,9 @@ def _timeline(arguments: list[str]) -> int:
     parser.add_argument("--from", type=float, dest="from_s", metavar="S", help="draw from this second on")
     parser.add_argument("--to", type=float, dest="to_s", metavar="S", help="draw up to this second")
     parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="draw these steps of each replica instead")
-    parser.add_argument("--out", type=Path, help="the file, .json or .json.gz (timeline.json in the run's folder)")
+    parser.add_argument(
+        "--out", type=folder_named, help="the file, .json or .json.gz (timeline.json in the run's folder)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(arguments)
     if options.out is not None and not options.out.name.endswith((".json", ".json.gz")):
@@ -227,7 +231,7 @@ def _costs(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser("testbed costs", description="Where the time of a run went, by operator.")
     parser.add_argument("run", type=folder_named, help="a run folder made with record.operators=true")
-    parser.add_argument("--plot", type=Path, metavar="STEM", help="draw it: writes STEM.png and STEM.svg")
+    parser.add_argument("--plot", type=folder_named, metavar="STEM", help="draw it: writes STEM.png and STEM.svg")
     options = parser.parse_args(arguments)
     document = load_operators(options.run)
     print(format_operators(document))

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from experiments.arguments import folder_named
 from experiments.capacity.study import Capacity, find_capacity
 from experiments.capacity.words import setup_lines, summary_frame, table_lines, warnings, without_capacity
 from experiments.environment import describe_versions
@@ -63,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tolerance", type=float, default=0.02, help="how close the rates kept and failed are (0.02)")
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once (1)")
     parser.add_argument("--whole", action="store_true", help="stop no simulation early; the capacities are the same")
-    parser.add_argument("--out", type=Path, help="folder; one of the same search goes on (capacity/<date>/<time>)")
+    parser.add_argument(
+        "--out", type=folder_named, help="folder; one of the same search goes on (capacity/<date>/<time>)"
+    )
     return parser
 
 

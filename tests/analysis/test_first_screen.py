@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,12 +96,21 @@ def test_a_measured_error_decides_the_light_of_fidelity(arms: list[Arm], tmp_pat
     assert lights(arms, [Pair("p", sim, elsewhere)])["fidelity"][0] == "fair"
 
 
+def made_by(commands: list[str]) -> list[dict[str, Any]]:
+    """Manifests, as far as they say what made the runs."""
+    return [
+        {"command": text, "given": dict(word.split("=", 1) for word in text.replace("'", "").split() if "=" in word)}
+        for text in commands
+    ]
+
+
 def test_points_of_a_sweep_are_one_command() -> None:
     points = [f"testbed run model=tiny scheduler={name} seed={seed}" for name in "ab" for seed in range(3)]
-    assert sweep_commands(points) == ["testbed run -m model=tiny scheduler=a,b seed=0,1,2"]
-    assert sweep_commands([*points, *points]) == sweep_commands(points)
-    assert sweep_commands(points[:5]) == points[:5], "not every combination"
+    assert sweep_commands(made_by(points)) == ["testbed run -m model=tiny scheduler=a,b seed=0,1,2"]
+    assert sweep_commands(made_by([*points, *points])) == sweep_commands(made_by(points))
+    assert sweep_commands(made_by(points[:5])) == points[:5], "not every combination"
+    assert sweep_commands([{"command": text} for text in points]) == points, "what was set is not known"
     lone = ["testbed run seed=1", "testbed run from=x", "python me.py", "", "testbed run 'odd"]
-    assert sweep_commands(lone) == [text for text in lone if text]
-    lists = ["testbed run 'trace.transforms=[{name: a}]'", "testbed run 'trace.transforms=[{name: b}]'"]
-    assert sweep_commands(lists) == lists, "a list is no list of values"
+    assert sweep_commands(made_by(lone)) == [text for text in lone if text]
+    lists = ["testbed run 'trace.transforms=[{name:a}]'", "testbed run 'trace.transforms=[{name:b}]'"]
+    assert sweep_commands(made_by(lists)) == lists, "a list is no list of values"

@@ -70,11 +70,13 @@ def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("report", ""), "a folder's name is empty"),
+        (("report", ""), "a name on the command line is empty"),
         (("report", "runs", "--slo", "ttft_s=1,ttft_s=2"), "gives one limit twice"),
-        (("explain", " "), "a folder's name is empty"),
-        (("explain", "runs", "--keep", ""), "a folder's name is empty"),
-        (("timeline", "runs", ""), "a folder's name is empty"),
+        (("report", "runs", "--out", ""), "a name on the command line is empty"),
+        (("report", "runs", "--baseline", ""), "a name on the command line is empty"),
+        (("explain", " "), "a name on the command line is empty"),
+        (("explain", "runs", "--keep", ""), "a name on the command line is empty"),
+        (("timeline", "runs", ""), "a name on the command line is empty"),
         (("timeline", "runs", "--steps", "1:2", "--from", "0"), "--steps and --from or --to are two windows"),
         (("timeline", "runs", "--steps", "1:2", "--to", "3"), "--steps and --from or --to are two windows"),
     ],

@@ -21,8 +21,8 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
     """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
     said = [*_extrapolated(arms), *_copies(loads), *_unnamed(arms)]
-    if unsaid := unsaid_keys([run for arm in arms for run in arm.runs], replicated):
-        what = fmt.listing([factor_name(key) for key in unsaid[:_MAX_KEYS]])
+    if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
+        what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     for load, group in loads.items():
         at_load = f"At {load}: " if load else ""

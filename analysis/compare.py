@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,6 @@ class Metric:
         return summary_value(summary, self.path)
 
 
-def _rate(unit: str) -> Callable[[float | None], str]:
-    return lambda value: fmt.number(value, unit)
-
-
 _MIN_FOR_EFFECT = 3  # replicates
 _MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile, for its bootstrap to mean something
 LATENCY = (
@@ -55,16 +52,17 @@ LATENCY = (
     Metric("mean E2E", "e2e_s.mean", -1, fmt.seconds),
     Metric("P99 E2E", "e2e_s.p99", -1, fmt.seconds),
 )
+_PER_S = partial(fmt.number, unit="req/s")
 RATES = (
-    Metric("requests/s", "throughput.requests_per_s", 1, _rate("req/s")),
-    Metric("output tokens/s", "throughput.output_tokens_per_s", 1, _rate("tok/s")),
+    Metric("requests/s", "throughput.requests_per_s", 1, _PER_S),
+    Metric("output tokens/s", "throughput.output_tokens_per_s", 1, partial(fmt.number, unit="tok/s")),
 )
 SLO_METRICS = (
     Metric("SLO attainment", "slo.attainment", 1, fmt.share),
-    Metric("goodput", "slo.goodput_per_s", 1, _rate("req/s")),
+    Metric("goodput", "slo.goodput_per_s", 1, _PER_S),
 )
 INSIDE = (
-    Metric("offered", "throughput.offered_per_s", 0, _rate("req/s")),
+    Metric("offered", "throughput.offered_per_s", 0, _PER_S),
     Metric("requests sent", "num_requests", 0, fmt.number),
     Metric("finished", "num_finished", 0, fmt.number),
     Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share),

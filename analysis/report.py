@@ -58,8 +58,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     groups = _comparable_groups(sections, loads, baseline.name)
     for load, arms in groups.items():
         _ablation(sections, load, arms, report, slo)
-    has_curve = not unsaid_keys([run for arm in report.arms for run in arm.runs], report.replicated)
-    _run_plots(sections, groups, baseline, has_curve)
+    _run_plots(sections, groups, baseline, report)
     context = _context(report, sections, baseline, slo)
     context["cautions"] += cautions(groups, report.margin, report.replicated)
     context["answer"] = answer(sections.compared, slo)
@@ -234,7 +233,7 @@ def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int)
     return sections.plot(figure, f"ablation_{index}", title, caption)
 
 
-def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, has_curve: bool) -> None:
+def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput) -> None:
     """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
@@ -250,7 +249,8 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
             f"Share of requests within a latency, queueing included.{note}",
         )
     )
-    if len(loads) > 1 and has_curve:
+    runs = [run for arm in report.arms for run in arm.runs]
+    if len(loads) > 1 and not unsaid_keys(runs, report.replicated):
         every = {
             arm.name: [run for part in loads.values() for a in part if a.name == arm.name for run in a.runs]
             for arm in ordered

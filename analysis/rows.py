@@ -145,8 +145,13 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def is_known(array: Any) -> BoolArray:
-    """Which values of an Arrow array are not null `[num_rows]`. (Arrow's own `to_numpy` would import pandas.)"""
-    return np.from_dlpack(array.is_valid().cast(pa.uint8())).astype(np.bool_)
+    """Which values of an Arrow array are not null `[num_rows]`. (Arrow's `is_valid` imports its compute.)"""
+    if pa.types.is_dictionary(array.type):
+        array = array.indices
+    if array.null_count in (0, len(array)):
+        return np.full(len(array), array.null_count == 0)
+    bits = np.frombuffer(array.buffers()[0], dtype=np.uint8)
+    return np.unpackbits(bits, count=array.offset + len(array), bitorder="little")[array.offset :].astype(np.bool_)
 
 
 def _raw(array: Any) -> NDArray[Any]:

@@ -16,16 +16,7 @@ from analysis.frames import numbers
 from analysis.load import Run
 from analysis.metrics import SLO, request_metrics
 from analysis.rows import FloatArray
-from analysis.statistics import (
-    Estimate,
-    Verdict,
-    differences,
-    effect_size,
-    holm,
-    mean_t,
-    moving_block_bootstrap,
-    verdict,
-)
+from analysis.statistics import Estimate, Verdict, differences, effect_size, holm, mean_t, moving_blocks, verdict
 from analysis.summary import summary_value
 
 
@@ -195,4 +186,4 @@ def _within_one_trace(baseline: Run, run: Run, metric: Metric) -> Estimate | Non
         base, other = rows.mean(axis=0) if which == "mean" else np.quantile(rows, int(which[1:]) / 100, axis=0)
         return float(np.log(other / base))
 
-    return moving_block_bootstrap(pairs, log_ratio, num_resamples=400, scale="log_ratio")
+    return moving_blocks(pairs, log_ratio, num_resamples=400, scale="log_ratio")

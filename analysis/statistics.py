@@ -101,7 +101,7 @@ def block_length(values: ArrayLike) -> int:
     return max(1, min(math.ceil(length), int(series.size) // 4))
 
 
-def moving_block_bootstrap(
+def moving_blocks(
     values: ArrayLike,
     statistic: Callable[[FloatArray], float] = lambda rows: float(rows.mean()),
     length: int | None = None,

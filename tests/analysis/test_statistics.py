@@ -15,7 +15,7 @@ from analysis.statistics import (
     effect_size,
     holm,
     mean_t,
-    moving_block_bootstrap,
+    moving_blocks,
     mser5,
     verdict,
     wilson,
@@ -63,7 +63,7 @@ def test_a_difference_without_spread_counts_from_as_many_replicates_on_as_chance
 
 def test_a_bootstrap_is_deterministic_in_its_seed():
     series = np.sin(np.arange(200.0))
-    assert moving_block_bootstrap(series, seed=1) == moving_block_bootstrap(series, seed=1)
+    assert moving_blocks(series, seed=1) == moving_blocks(series, seed=1)
 
 
 def test_moving_blocks_are_wider_than_naive_under_autocorrelation():
@@ -74,7 +74,7 @@ def test_moving_blocks_are_wider_than_naive_under_autocorrelation():
         series[0] = noise[0] / 0.8
         for i in range(1, num):
             series[i] = 0.6 * series[i - 1] + noise[i]
-        estimate = moving_block_bootstrap(series, num_resamples=200, seed=trial)
+        estimate = moving_blocks(series, num_resamples=200, seed=trial)
         hits += estimate.low <= 0 <= estimate.high
         assert estimate.high - estimate.low > 2 * 1.96 * series.std() / math.sqrt(num)
     assert hits / 60 >= 0.85
@@ -85,12 +85,12 @@ def test_moving_blocks_are_wider_than_naive_under_autocorrelation():
 def test_moving_blocks_keep_pairs_together():
     base = np.random.default_rng(0).exponential(1.0, 100)
     pairs = np.column_stack((base, base + 0.5))
-    estimate = moving_block_bootstrap(pairs, lambda rows: float(rows[:, 1].mean() - rows[:, 0].mean()))
+    estimate = moving_blocks(pairs, lambda rows: float(rows[:, 1].mean() - rows[:, 0].mean()))
     assert (estimate.low, estimate.high) == pytest.approx((0.5, 0.5))
 
 
 def test_one_replicate_or_too_few_requests_give_no_interval():
-    for estimate in (paired_t([1.0], [2.0]), moving_block_bootstrap([1.0, 2.0])):
+    for estimate in (paired_t([1.0], [2.0]), moving_blocks([1.0, 2.0])):
         assert math.isinf(estimate.low)
         assert math.isinf(estimate.high)
         assert verdict(estimate) == "unknown"

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
+from real.layers.packed import multiply_packed, packed
 from real.layers.slots import Slot, empty_parameter, shared
-
-MAX_FEW_TOKENS = 64
 
 
 class Part(NamedTuple):
@@ -70,16 +69,9 @@ def dense_slots(rows: Mapping[str, Part], columns: Part, parameter: Tensor) -> M
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features].
-
-    For a few tokens on several threads of a CPU the product is taken the other way round: its library shares the rows
-    of the left matrix out among the threads, and the weight has more of them.
-    """
-    is_few = 1 < x.shape[0] <= MAX_FEW_TOKENS
-    if is_few and x.is_cpu and x.dtype == torch.float32 and torch.get_num_threads() > 1:
-        product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
-        return product.t().contiguous()
-    return functional.linear(x, weight, bias)
+    """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features]."""
+    laid_out = packed(weight) if x.is_cpu and x.dtype == weight.dtype else None
+    return functional.linear(x, weight, bias) if laid_out is None else multiply_packed(x, laid_out, bias)
 
 
 def share(size: int, placement: Placement) -> int:

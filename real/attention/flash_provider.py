@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from real.attention import triton_provider
-from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, as_stored, store_kv
+from real.attention.interface import (
+    AttentionMetadata,
+    AttentionSpec,
+    KVSlots,
+    StepAttention,
+    as_stored,
+    store_kv,
+)
 from real.attention.triton_provider import PagedRows, scoring_of
 from real.staging import send_array
 
@@ -147,14 +154,20 @@ class FlashStep:
         if takes_pages(spec):
             self._decodes, self._cached = _part(metadata, decodes), _part(metadata, cached)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
+    @property
+    def slots(self) -> KVSlots | None:
+        return None if self._paged is None else self._paged.slots
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+    ) -> Tensor:
         if self._paged is None:
             store_kv(key, value, kv_cache, self._metadata.slot_mapping)
-        else:
+        elif not is_stored:
             self._paged.store(key, value, kv_cache)
         if self._decodes is not None and self._decodes.tokens is ALL:  # nothing to put together
             return self._decode(self._decodes, query, kv_cache)
-        output = torch.empty_like(query)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if self._paged is not None:
             self._paged.attend(query, kv_cache, output)
         if self._fresh is not None:

@@ -85,11 +85,27 @@ class AttentionMetadata:
         return len(self.query_lens)
 
 
+class KVSlots(NamedTuple):
+    """Where a step's keys and values go, for a kernel that stores them before attention is called: as AttentionMetadata
+    and AttentionSpec have it."""
+
+    slot_mapping: Tensor
+    k_scale: float
+    v_scale: float
+
+
 class StepAttention(Protocol):
     """Attention of one step, called once by every layer."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
-        """Stores key and value by slot, attends.
+    @property
+    def slots(self) -> KVSlots | None:
+        """None: keys and values are stored by the call alone."""
+        ...
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+    ) -> Tensor:
+        """Stores key and value by slot, if they are not (where there are `slots`); attends.
 
         query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim];
         kv_cache [2, num_blocks, block_size, num_kv_heads, head_dim]; returns the shape of query.

@@ -165,7 +165,12 @@ class TorchStep:
         self._tiles = tiles
         self._slopes = slopes
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
+    slots = None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+    ) -> Tensor:
+        assert not is_stored, "torch's operators store keys and values themselves"
         spec = self._spec
         store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
         if len(self._groups) == 1 and self._groups[0].tokens is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from real import kernels
-from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention
+from real.attention.interface import AttentionMetadata, AttentionSpec, KVSlots, StepAttention
 from real.staging import send_array
 
 if TYPE_CHECKING:
@@ -80,10 +80,14 @@ class TritonStep:
 
     def __init__(self, rows: PagedRows) -> None:
         self._rows = rows
+        self.slots = rows.slots
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
-        self._rows.store(key, value, kv_cache)
-        output = torch.empty_like(query)
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+    ) -> Tensor:
+        if not is_stored:
+            self._rows.store(key, value, kv_cache)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._rows.attend(query, kv_cache, output)
         return output
 
@@ -107,6 +111,7 @@ class PagedRows:
         """decodes: rows of one query token; others: rows of more."""
         self._metadata = metadata
         self._scoring = scoring
+        self.slots = KVSlots(metadata.slot_mapping, scoring.k_scale, scoring.v_scale)
         self._num_decodes = len(decodes)
         self._decodes: Tensor | None = None  # int32; None: all rows
         self._parts: Parts | None = None
@@ -122,8 +127,7 @@ class PagedRows:
         """Of the whole step."""
         from real.kernels.store import store_kv
 
-        scoring = self._scoring
-        store_kv(key, value, kv_cache, self._metadata.slot_mapping, scoring.k_scale, scoring.v_scale)
+        store_kv(key, value, kv_cache, *self.slots)
 
     def attend(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Fills these rows' tokens of output."""

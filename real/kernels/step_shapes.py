@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 
@@ -17,8 +18,26 @@ class Shape(NamedTuple):
 
 
 def step_shapes() -> Iterator[Shape]:
+    yield from _heads()
     yield from _moves()
     yield from _draws()
+
+
+def _heads() -> Iterator[Shape]:
+    """Of Qwen3 8B, with normalised heads, and of Llama 3.1 8B, without; KV memory in the model's format and as FP8."""
+    from real.kernels import heads
+
+    names = ("query", "key", "value", "query_weight", "key_weight", "cos", "sin")
+    for has_norm, (kv_format, cache, of_cache) in product((True, False), ((0, "*bf16", ""), (2, "*u8", " e4m3"))):
+        types = dict.fromkeys(names, "*bf16") | {"key_cache": cache, "value_cache": cache, "eps": "fp32"}
+        constants: dict[str, Any] = {
+            "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "HALF_PAD": 64, "BLOCK_SIZE": 16, "KV_FORMAT": kv_format,
+            "HAS_NORM": has_norm,
+        }  # fmt: skip
+        if not has_norm:
+            constants |= {"query_weight": None, "key_weight": None}
+            types = {name: kind for name, kind in types.items() if name not in constants}
+        yield Shape(f"heads{' norm' if has_norm else ''}{of_cache}", heads.heads_kernel, types, constants, 1)
 
 
 def _moves() -> Iterator[Shape]:

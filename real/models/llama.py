@@ -18,9 +18,10 @@ from real.layers.activation import silu_and_mul
 from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
 from real.layers.fp8 import linear_method
+from real.layers.heads import turn_and_store_heads, turned_heads
 from real.layers.linear import MergedColumnParallel, QKVParallel, RowParallel
 from real.layers.norm import RMSNorm
-from real.layers.rotary import RotaryEmbedding, rotate
+from real.layers.rotary import RotaryEmbedding
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
 from testbed.specs.quantization import Fp8Scheme
@@ -54,10 +55,13 @@ class LlamaAttention(nn.Module):
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, attention: StepAttention
     ) -> Tensor:
         query, key, value = self.qkv_proj.project(hidden)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, *rotation), rotate(key, *rotation)
-        output: Tensor = self.o_proj(attention(query, key, value, kv_cache).flatten(1))
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        if attention.slots is not None:
+            turn_and_store_heads(query, key, value, norms, rotation, kv_cache, attention.slots)
+        else:
+            query, key = turned_heads(query, key, norms, rotation)
+        attended = attention(query, key, value, kv_cache, is_stored=attention.slots is not None)
+        output: Tensor = self.o_proj(attended.flatten(1))
         return output
 
 

@@ -263,3 +263,30 @@ def test_experts_give_what_each_gives_by_itself(num_tokens, scheme):
     replayed.zero_()
     graph.replay()
     assert torch.equal(replayed, output)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_heads_are_turned_and_stored_as_by_the_layers_one_by_one(head_dim, kv_dtype, dtype):
+    """Against the norms and the rotation of float32, rounded once more than they; what is stored, to the last bit."""
+    from real.attention.interface import as_bytes
+    from real.kernels.heads import HeadNorm, turn_and_store
+    from real.kernels.store import store_kv
+
+    spec = make_spec(8, 1, head_dim, 16, dtype, GPU, kv_dtype=kv_dtype)
+    query, key, value = torch.randn(300, 48, head_dim, device=GPU).to(dtype).split([32, 8, 8], dim=1)
+    norm = HeadNorm(*(torch.randn(2, head_dim, device=GPU).to(dtype)), 1e-6)
+    angles = torch.rand(300, 1, head_dim // 2, device=GPU) * 6.3
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = []
+    for x, weight in ((query, norm.query_weight), (key, norm.key_weight)):
+        first, second = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6).chunk(2, dim=-1)
+        expected.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    slots = torch.randperm(640, device=GPU)[:300]
+    ours, theirs = (torch.zeros((2, 40, 16, 8, head_dim), device=GPU).to(spec.cache_dtype) for _ in range(2))
+    turn_and_store(query, key, value, norm, (cos, sin), ours, slots, 0.3, 1.7)
+    for found, wanted in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(found.float(), wanted, atol=0.02 * float(wanted.abs().max()), rtol=0.02)
+    store_kv(key, value, theirs, slots, 0.3, 1.7)
+    assert torch.equal(as_bytes(ours), as_bytes(theirs))

@@ -90,6 +90,27 @@ def store(values: Values) -> None:
         old.view(-1, *old.shape[2:])[slots[kept]] = new
 
 
+def heads(values: Values) -> None:
+    """Turns queries and keys in place, stores keys and values."""
+    for name in ("query", "key", "value"):
+        check_strides(values, **{f"stride_{name}_token": (name, 0)})
+        must(values[name].stride()[1:] == (2 * values["HALF"], 1), "the heads of a token lie side by side")
+    must(values["HAS_NORM"] == (values["query_weight"] is not None), "what is normalised has weights")
+    cos, sin = values["cos"], values["sin"]
+    must(cos.shape == sin.shape == (len(values["query"]), 1, values["HALF"]), "an angle for each pair of each token")
+    for name in ("query", "key"):
+        x, weight = values[name], values[f"{name}_weight"]
+        turned = x if weight is None else torch.nn.functional.rms_norm(x, weight.shape, weight, values["eps"])
+        first, second = turned.chunk(2, dim=-1)
+        x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    strides = {
+        f"stride_{name}_{unit}": values[name].stride(dim)
+        for name in ("key", "value")
+        for dim, unit in enumerate(("token", "head"))
+    }
+    store(values | strides | {"keys": values["key"], "values": values["value"]})
+
+
 def read_keys(values: Values, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """Keys and values at positions first … last - 1 of a row, float32 [n, num_kv_heads, head_dim], unscaled."""
     tables, size = values["tables"], values["BLOCK_SIZE"]
@@ -291,12 +312,14 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     """Every kernel of real/kernels runs on this GPU."""
     from real.kernels import block_copy, experts, formats, parts
     from real.kernels import decode as decoding
+    from real.kernels import heads as turning
     from real.kernels import prefill as prefilling
     from real.kernels import race as racing
     from real.kernels import store as storing
 
     for module, name, writes, compute in (
         (storing, "store_kernel", ("key_cache", "value_cache"), store),
+        (turning, "heads_kernel", ("query", "key", "key_cache", "value_cache"), heads),
         (parts, "plan_kernel", ("items", "starts"), plan),
         (decoding, "decode_kernel", ("output", "partial"), decode),
         (decoding, "reduce_kernel", ("output",), reduce),

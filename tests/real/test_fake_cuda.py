@@ -24,7 +24,7 @@ from testbed.core.request import GREEDY, SamplingParams
 from testbed.core.serve import serve
 from testbed.errors import DeviceError
 from testbed.policies.preemption import Swap
-from tests.real.engine_helpers import EXPERTS, OPT, plan_of, row, tiny_spec
+from tests.real.engine_helpers import EXPERTS, LLAMA, OPT, plan_of, row, tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES, FakeGPU, fake_cuda
 from tests.real.fake_engine import Watched, num_replays, on_cpu, on_gpu
 from tests.real.fake_flash import FakeFlash
@@ -107,6 +107,26 @@ def test_flash_attention_where_it_is_installed(gpu, monkeypatch, block_size):
     assert num_replays(gpu) == 4
     own_pages = {"paged varlen", "decode"} if block_size == 256 else set()
     assert {kind for kind, _ in package.calls} == {"varlen"} | own_pages
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_bias": True}, LLAMA], ids=["normalised heads", "biases", "plain heads"]
+)
+def test_a_layer_of_a_captured_decode_is_nine_launches(gpu, monkeypatch, changes):
+    """Two norms with their additions, four products, heads, attention, and what lies between gate and up. What is
+    compiled on a GPU is one launch there."""
+    for module, name in (("real.layers.norm", "add_rms_norm"), ("real.models.llama", "silu_and_mul")):
+        function = getattr(sys.modules[module], name)
+        monkeypatch.setattr(f"{module}.{name}", launched(gpu, function.__wrapped__))
+    counts = []
+    for num_layers in (2, 3):
+        known = set(gpu.graphs)
+        engine = on_gpu(gpu, tiny_spec(num_hidden_layers=num_layers, **changes), attention="triton")
+        found = [[one.what for one in graph.launches] for graph in set(gpu.graphs) - known]
+        counts.append({sum("empty" not in what for what in whats) for whats in found})  # memory alone is no launch
+        engine.backend.close()
+    (two,), (three,) = counts  # the same for all sizes
+    assert three - two == 9
 
 
 def check_a_few_steps(engine: Watched | Unwatched, reference: RealBackend) -> None:

@@ -133,6 +133,15 @@ class CacheEngine:
             self.copy(plan.copies)
         return int if plan.copies else swap_ns
 
+    def warm_up(self) -> None:
+        """Moves a block in each way, so that no step loads a kernel for it. Blocks have no contents afterwards."""
+        scratch = self.scratch_block
+        self.copy([(0, scratch)])
+        if self._swaps is not None:
+            moved, _ = self._swaps.launch(self.gpu.whole, self.cpu, [(scratch, 0)], [(0, scratch)])
+            self.gpu.will_be_moved(moved)
+            self.gpu.wait()
+
     def swap_out(self, pairs: Pairs) -> None:
         """(GPU block, CPU block): moves blocks to the host."""
         _move(list(self.gpu), self.cpu, pairs)

@@ -161,7 +161,7 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
     """Runs steps of each kind and touches the device's KV memory: no measured step pays for first calls."""
     is_cuda = placement.device.type == "cuda"
     if is_cuda:
-        cache.copy([(0, cache.scratch_block)])
+        cache.warm_up()
     for load in warm_up_loads(limits, is_cuda):
         _run(runner, _synthetic_load(load, 2, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
     for layer in cache.gpu:

@@ -353,6 +353,18 @@ def test_all_blocks_that_a_step_swaps_are_a_launch_a_layer_for_each_way(gpu, mon
     assert len(launched) == 2 * 2 + 2  # and the pairs of each way, once for all layers
 
 
+def test_an_engine_that_can_swap_has_done_so_once_before_it_serves(gpu, monkeypatch):
+    """Or the first swap would wait for its kernel to be compiled."""
+    launched: list[str] = []
+    launch = gpu.launch
+    monkeypatch.setattr(gpu, "launch", lambda work: (launched.append(work.what), launch(work)))
+    on_gpu(gpu)
+    assert launched.count("move_kernel") == 1 + 2 * 2  # a copy, and of each layer a block out and back
+    launched.clear()
+    on_gpu(gpu, num_cpu_blocks=0)
+    assert launched.count("move_kernel") == 1
+
+
 def test_blocks_are_swapped_where_no_kernel_can_run(gpu, monkeypatch):
     monkeypatch.setattr("real.kernels.why_not", lambda device: "no compiler")
     engine, reference = on_gpu(gpu, attention="torch").backend, on_cpu()

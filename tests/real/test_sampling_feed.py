@@ -31,7 +31,8 @@ KINDS = [
 def line(seq_id: int, start: int, sampling: SamplingParams, **options: Any) -> ScheduledSequence:
     known = [(seq_id + i) % VOCAB_SIZE for i in range(start + 2)]
     num_tokens = options.pop("num_tokens", 1)
-    options = {"group_id": seq_id, "num_prompt_tokens": 3, "history": known[: start + num_tokens]} | options
+    num_known = start + num_tokens if sampling.is_penalised else max(start + num_tokens, 3)
+    options = {"group_id": seq_id, "num_prompt_tokens": 3, "history": known[:num_known]} | options
     return ScheduledSequence(
         seq_id, start, num_tokens, known[start : start + num_tokens], options.pop("samples", True),
         options.pop("forced", False), [0], sampling, **options,

@@ -97,7 +97,7 @@ class Root:
 
 @dataclass
 class SweeperConfig:
-    """`hydra/sweeper=testbed`: hydra_plugins/testbed_sweeper."""
+    """`hydra/sweeper=testbed`: experiments/plugins."""
 
     _target_: str = "hydra_plugins.testbed_sweeper.PointsSweeper"
     params: dict[str, str] | None = None

@@ -47,7 +47,6 @@ _LISTS = {  # examples of keys that have a list
     "trace.transforms": "[{name: thin, fraction: 0.5}]",
     "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
 }
-_OF_FLEETS = ("backend.num_replicas", "backend.router", "backend.replicas_per_link")
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
 _TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys whose values a text takes
 
@@ -165,7 +164,6 @@ class Keys:
         ]
         if owners:
             of = f"{key} is a key of {group}={' or '.join(owners)}"
-            of += " only: replicas are simulated" if key in _OF_FLEETS else ""
             return ConfigError(f"{of}; leave it out, or choose {group}={owners[0]}")
         own = [name for name in (() if schema is None else fields_of(schema)) if name != "_target_"]
         known = [f"{place}.{name}" for name in own] if group.startswith("hydra") else self.all

@@ -79,7 +79,17 @@ class ReplicaSetup:
                 message = channel.receive()
                 if message is None:
                     return
-                in_flight.append(backend.start(pickle.loads(message)))
+                in_flight.append(backend.start(_unpacked(message)))
+
+
+def _packed(plan: BatchPlan) -> bytes:
+    """The plan with its rows made."""
+    return pickle.dumps(plan.as_dict() | {"rows": plan.scheduled})
+
+
+def _unpacked(message: bytes) -> BatchPlan:
+    fields = pickle.loads(message)
+    return BatchPlan(**(fields | {"rows": MadeRows(fields["rows"])}))
 
 
 class ReplicaWork:
@@ -119,7 +129,7 @@ class ReplicaEngine:
 
     def start(self, plan: BatchPlan) -> ReplicaWork:
         try:
-            self._channel.send(pickle.dumps(plan.replace(rows=MadeRows(plan.scheduled))))
+            self._channel.send(_packed(plan))
         except OSError:
             self.receive()  # why it does not listen
             raise

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
 pytest.importorskip("torch")
 
-from experiments.bench import engine
+from experiments.bench import engine, offline
+from testbed.errors import TestbedError
 from tests.experiments.kit import say
 
 TINY = replace(engine.SMALL, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
@@ -17,52 +18,65 @@ TINY = replace(engine.SMALL, hidden_size=32, intermediate_size=48, num_hidden_la
 
 
 def test_steps_and_whole_runs_are_shown(capsys, monkeypatch):
-    for name, value in {"SMALL": TINY, "BATCHES": (1, 3), "PROMPTS": (16,), "CPU_LOAD": (3, 8)}.items():
+    for name, value in {"SMALL": TINY, "BATCHES": (1, 3), "PROMPTS": (16,)}.items():
         monkeypatch.setattr(engine, name, value)
-    said = say(capsys, "bench", "engine", "--device", "cpu", "--repeats", "1", "--threads", "1")
+    loads = [offline.Load("3 even", [[1, 2, 3]] * 3, [8] * 3), offline.Load("2 mixed", [[1, 2], [3]], [4, 6])]
+    monkeypatch.setattr(offline, "cpu_loads", lambda vocab_size: loads)
+    monkeypatch.setattr(offline, "CPU_ARMS", ("transformers.generate", "this engine"))
+    arguments = ("--device", "cpu", "--repeats", "1", "--threads", "1", "--dtypes", "float32")
+    said = say(capsys, "bench", "engine", *arguments)
     assert said.status == 0, said.err
     lines = said.out.splitlines()
     for start in ("  decode, batch 3, context 256", "  prefill, 16 tokens", "  transformers.generate", "  this engine"):
         assert any(line.startswith(start) for line in lines), said.out
-    assert "3 of 3 outputs are the same token for token" in said.out
+    assert "3 of 3 outputs are those of transformers.generate, token for token" in said.out
+    _, _, mixed = said.out.partition("2 mixed")
+    assert "transformers.generate" not in mixed, "one padded batch would hold tokens that nobody asked for"
+    assert "this engine" in mixed
 
 
-def test_each_whole_run_has_the_gpu_to_itself(capsys, monkeypatch):
-    """What transformers held is nobody's when this engine measures its room."""
-    held: list[weakref.ref[object]] = []
+class _Fake:
+    """A contender in this process. Those before it have gone when it is made."""
 
-    class Theirs:
-        def __init__(self, *_: object) -> None:
-            held.append(weakref.ref(self))
+    alive: ClassVar[list[str]] = []
+    fails: ClassVar[set[str]] = set()
+    takes_uneven = True
 
-        def __enter__(self) -> Theirs:
-            return self
+    def __init__(self, name: str, setting: offline.Setting) -> None:
+        if name in self.fails:
+            raise TestbedError(f"{name}: the package 'x' is not here")
+        assert not self.alive, "each has the GPU to itself"
+        self.name = name
+        self.alive.append(name)
 
-        def __exit__(self, *_: object) -> None: ...
+    def generate(self, load: offline.Load) -> tuple[float, list[list[int]], float | None]:
+        return 1.0, [[0] * length for length in load.lengths], 0.1 if self.name.startswith("this") else None
 
-        def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-            return [[0] * length for length in lengths]
+    def close(self) -> None:
+        self.alive.remove(self.name)
 
-    class Ours(Theirs):
-        def __init__(self, *_: object) -> None:
-            assert [one() for one in held] == [None] * len(held)
-            super().__init__()
 
-        def show_host(self, name: str) -> None: ...
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(engine, "Transformers", Theirs)
-    monkeypatch.setattr(engine, "Offline", Ours)
-    engine._against_continuous_batching(TINY, 1)
-    assert len(held) == 4
+def test_each_whole_run_has_the_gpu_to_itself_and_who_is_not_here_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(offline, "Contender", _Fake)
+    monkeypatch.setattr(_Fake, "fails", {"vLLM"})
+    offline.on_gpu(TINY, 1)
     said = capsys.readouterr().out
-    assert "transformers, continuous batching" in said
-    assert "this engine, triton" in said
+    assert "left out: vLLM: the package 'x' is not here" in said
+    for name in ("transformers, continuous batching", "this engine, triton", "this engine, flash_attn"):
+        assert f"  {name} " in said
+    assert "this engine, torch, 64 at a time: the host takes 10.0% of a step" in said
+
+
+def test_a_contender_that_fails_says_so_in_one_line(tmp_path):
+    setting = offline.Setting(tmp_path, "float32", "cpu", 1, 8)
+    with pytest.raises(TestbedError, match=r"^this engine: .*config\.json") as caught:
+        offline.Contender("this engine", setting)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--parts", "x"], "--parts names 'x'"), (["--repeats", "0"], "--repeats is 0")],
+    [(["--parts", "x"], "--parts is 'x'; choose one of decode"), (["--repeats", "0"], "--repeats is 0")],
 )
 def test_mistakes_are_one_line(capsys, arguments, words):
     said = say(capsys, "bench", "engine", *arguments)

@@ -45,9 +45,8 @@ def test_a_value_for_a_group_of_keys() -> None:
     ("overrides", "expected"),
     [
         (
-            ["backend=real", "backend.num_replicas=2"],
-            "backend.num_replicas is a key of backend=sim only: replicas are simulated; "
-            "leave it out, or choose backend=sim",
+            ["backend=vllm", "backend.num_replicas=2"],
+            "backend.num_replicas is a key of backend=sim or real; leave it out, or choose backend=sim",
         ),
         (
             ["backend=real", "backend.swap_overlap=true"],

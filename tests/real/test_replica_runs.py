@@ -149,7 +149,7 @@ def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("backend.num_replicas=0", "backend.num_replicas is 0; it must be 1 to 256"),
+        ("backend.num_replicas=0", "backend.num_replicas is 0; it must be from 1 to 256"),
         ("backend.num_replicas=2 backend.pace=cpu_time", "backend.pace=cpu_time is the CPU time of one process"),
         ("backend.num_replicas=2 backend.router=leastloaded", "did you mean 'least_loaded'"),
         ("backend.num_replicas=2 model.path=/nowhere", "/nowhere"),
@@ -168,8 +168,8 @@ def test_a_fleet_that_cannot_be_is_refused_in_one_line(
 
 def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path) -> None:
     config = real_config("vllm_v1", **TWO, trace__num_requests=4)
-    real_run(tmp_path, config)
-    raw = {**config.raw, "backend": {"name": "sim"}, "cost": {"name": "recorded", "run": str(tmp_path)}}
+    real_run(tmp_path / "run", config)
+    raw = {**config.raw, "backend": {"name": "sim"}, "cost": {"name": "recorded", "run": str(tmp_path / "run")}}
     from experiments.run import execute
 
     with pytest.raises(ConfigError, match="is a run of 2 replicas, and cost=recorded replays one engine"):

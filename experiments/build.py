@@ -240,12 +240,12 @@ def unused_settings(config: RunConfig) -> list[str]:
         for name in unread
         if getattr(rules, name) != getattr(standard, name)
     ]
-    if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:
-        notes.append("backend.router has no effect with backend.num_replicas=1")
     if isinstance(backend, SimConfig):
         notes += unread_settings(config)
         if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
             notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")
+    if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:
+        notes.append("backend.router has no effect with backend.num_replicas=1")
     return notes + [
         f"scheduler.{name} has no effect with composition {type(composition).__name__}"
         for name in getattr(composition, "unused_limits", ())

@@ -297,7 +297,7 @@ def test_what_is_no_real_run_is_one_line(copied: Path, capsys: pytest.CaptureFix
     if damage == "nothing there":
         folder = copied / "nowhere"
     elif damage == "simulated":
-        folder = copied / "sim"
+        folder = copied.parent / "sim"
         execute(config_of(), folder)
     else:
         names = {"no tape": "tape.jsonl", "no manifest": "manifest.json", "no config": "config.yaml"}

@@ -266,11 +266,12 @@ def _refuse_strays(group: str, values: dict[str, Any]) -> None:
 
 
 def _model(values: dict[str, Any]) -> ModelSpec:
-    """The model's shape; a local checkpoint or config.json at `model.path` overrides it."""
+    """The model's shape. A checkpoint or config.json at `model.path` overrides it, and gives its folder's name."""
     spec = freeze(ModelSpec, "model", values)
     if spec.path is None:
         return spec
-    return replace(spec, **load_hf_config(spec.path))
+    shape, place = load_hf_config(spec.path), Path(spec.path).absolute()
+    return replace(spec, name=(place.parent if place.suffix == ".json" else place).name, **shape)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

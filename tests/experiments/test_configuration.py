@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,14 @@ def test_a_group_that_python_does_not_know_names_the_nearest() -> None:
 
     with pytest.raises(ConfigError, match="did you mean 'scheduler'"):
         simulate([{"arrival_time": 0, "prompt_tokens": 2, "output_tokens": 1}], schedular="unified")
+
+
+def test_a_checkpoint_has_the_name_of_its_folder(tmp_path: Path) -> None:
+    """And not of the option that it was laid over: a report would speak of another model."""
+    shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "vocab_size": 512}  # fmt: skip
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    for path in (folder, folder / "config.json"):
+        assert compose_config([f"model.path={path}"]).model.name == "my-llama"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -120,6 +121,7 @@ class ReplicaEngine:
         with theirs:
             self._process = spawn(theirs, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
         self._channel.send(pickle.dumps(setup))
+        self._heard_s = time.monotonic()  # when it was last heard of, or given something to do
 
     def wait_until_ready(self) -> Described:
         """What the engine says of itself. Raises what it failed of."""
@@ -128,6 +130,7 @@ class ReplicaEngine:
         return said
 
     def start(self, plan: BatchPlan) -> ReplicaWork:
+        self._heard_s = time.monotonic()
         try:
             self._channel.send(_packed(plan))
         except OSError:
@@ -137,7 +140,12 @@ class ReplicaEngine:
 
     @property
     def has_answer(self) -> bool:
-        return self._channel.has_message(0)
+        """As ReplicaBackend. Raises DeviceError after backend.rank_timeout_s of silence."""
+        if self._channel.has_message(0):
+            return True
+        if time.monotonic() - self._heard_s > self._timeout_s:
+            raise self._silent()
+        return False
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -145,15 +153,20 @@ class ReplicaEngine:
     def receive(self) -> Any:
         """The next thing it says. Raises what ended it, and after backend.rank_timeout_s of silence."""
         if not self._channel.has_message(self._timeout_s):
-            raise DeviceError(
-                f"replica {self._number} says nothing for {self._timeout_s:g} s; if it was only slow, raise "
-                "backend.rank_timeout_s"
-            )
+            raise self._silent()
         return self._heard()
+
+    def _silent(self) -> DeviceError:
+        return DeviceError(
+            f"replica {self._number} says nothing for {self._timeout_s:g} s; if it was only slow, raise "
+            "backend.rank_timeout_s"
+        )
 
     def _heard(self) -> Any:
         """The same, however long it takes."""
+        self._channel.has_message(None)  # a socket that sends in limited time receives in limited time
         message = self._channel.receive()
+        self._heard_s = time.monotonic()
         if message is None:
             raise DeviceError(f"replica {self._number} {describe_end(self._process)}")
         said = pickle.loads(message)

@@ -96,12 +96,17 @@ def kill_one(driver: int, engine: int) -> None:
     os.kill(engine, signal.SIGKILL)
 
 
+def stop_one(driver: int, engine: int) -> None:
+    os.kill(engine, signal.SIGSTOP)
+
+
 def press_ctrl_c(driver: int, engine: int) -> None:
     os.killpg(driver, signal.SIGINT)
 
 
 ENDS = {
     "a replica is killed": (kill_one, 1, "was killed by SIGKILL"),
+    "a replica hangs": (stop_one, 1, "says nothing for 5 s; if it was only slow, raise backend.rank_timeout_s"),
     "all are interrupted": (press_ctrl_c, 130, "error: interrupted after "),
 }
 
@@ -112,7 +117,8 @@ def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
 ) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *REAL, "backend.num_replicas=2",
-               "backend.num_threads=1", "record.decisions=true", f"hydra.run.dir={folder}"]  # fmt: skip
+               "backend.num_threads=1", "backend.rank_timeout_s=5", "record.decisions=true",
+               f"hydra.run.dir={folder}"]  # fmt: skip
     driver = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,

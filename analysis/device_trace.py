@@ -15,7 +15,6 @@ from analysis.chrome_trace import ChromeTrace, Track
 from testbed.errors import RunFolderError
 from testbed.foreign_text import parsed, shortened
 
-PROFILE_FILE = "profile.json.gz"
 SEEN = frozenset(
     ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", "gpu_memset",
      "gpu_user_annotation")

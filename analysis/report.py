@@ -282,7 +282,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
     everything = [*runs, *[run for pair in report.pairs for run in (pair.sim, pair.real)]]
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise(report.repeats) if report.pairs else {}
-    commands = report.commands or sweep_commands([run.manifest for run in everything])
+    commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
     measured = fidelity_section(report, sections, noise)
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     return {

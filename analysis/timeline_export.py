@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from analysis.chrome_trace import ChromeTrace, Track, written
-from analysis.device_trace import PROFILE_FILE, draw_profile, offset_ns, read_profile
+from analysis.device_trace import draw_profile, offset_ns, read_profile
 from analysis.load import Run, load_run, num_replicas, same_trace
 from analysis.occupancy import TIME_PARTS, Presence, run_end_ns
 from analysis.replicas import split
@@ -25,6 +25,7 @@ from analysis.request_columns import Requests
 from analysis.rows import FileRows, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed, shortened
+from testbed.records.schema import STEP_TRACE_FILE
 
 STEPS, REQUESTS, DECISIONS = "steps.parquet", "requests.parquet", "decisions.jsonl"
 STEP_ARGS = (
@@ -248,7 +249,7 @@ def _engines(run: Run, requests: FileRows, steps: FileRows, window: Window, pid:
 
 def _draw_profile(trace: ChromeTrace, run: Run, steps: FileRows, engines: dict[int, Engine], pid: int) -> int:
     """What the profiler saw of steps, where it saw some; the number of processes drawn."""
-    file = run.path / PROFILE_FILE
+    file = run.path / STEP_TRACE_FILE
     if not file.exists() or len(engines) != 1:
         return 0
     launched_ns: dict[int, int] = {}

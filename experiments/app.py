@@ -170,7 +170,7 @@ def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
             config,
             place,
             command=shlex.join(["testbed", "run", *_given("task")]),
-            origin=Origin.of(_given("task"), point=info.job.num),
+            origin=Origin.of(_given("task")),
         )
     )
 
@@ -220,7 +220,17 @@ def _with_its_trace(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 def config_from(source: Path, overrides: list[str]) -> RunConfig:
     """The configuration of a run's folder, checked as any other, with overrides laid over it."""
-    return compose_from(_with_its_trace(read_config(source), source), overrides)
+    saved = _with_its_trace(read_config(source), source)
+    return compose_from(saved, [*overrides, *_replicas_of(saved["backend"], overrides)])
+
+
+def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Another backend has as many replicas, and their router, unless it is said otherwise."""
+    keys = [item.partition("=")[0] for item in overrides]
+    if not {"backend=sim", "backend=real"}.intersection(overrides) or saved.get("num_replicas", 1) == 1:
+        return []
+    names = [name for name in ("num_replicas", "router") if f"backend.{name}" not in keys]
+    return [f"backend.{name}={literal(saved[name])}" for name in names]
 
 
 def _run_from(source: str, overrides: list[str]) -> int:

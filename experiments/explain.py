@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import pyarrow.parquet as pq
 
 from analysis.decisions import DECISIONS_FILE
-from analysis.load import Run, load_run
+from analysis.load import Run, load_run, num_replicas
 from experiments.app import config_from
 from experiments.arguments import folder_named
 from experiments.engines import fleet_digest
@@ -123,9 +123,11 @@ def _replay(run: Run, target: Path) -> str:
 
 
 def _lay_over(run: Run, target: Path) -> None:
-    """The run's own records beside the decisions; its steps, if it recorded them."""
+    """The run's own records beside the decisions; its steps, if it recorded them. Those of replicas that were replayed
+    one after the other stay as they were replayed: in the order of the decisions."""
     names = ["requests.parquet", "manifest.json", "done"]
-    names += ["steps.parquet"] if pq.read_metadata(run.path / "steps.parquet").num_rows else []
+    is_in_order = run.manifest.get("backend") == "sim" or num_replicas(run) == 1
+    names += ["steps.parquet"] if is_in_order and pq.read_metadata(run.path / "steps.parquet").num_rows else []
     for name in names:
         if (run.path / name).exists():
             shutil.copy(run.path / name, target)

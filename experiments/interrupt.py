@@ -41,14 +41,34 @@ def interruptible(loops: list[Loop]) -> Iterator[list[Loop]]:
         yield [_watched(loop, presses, is_alone=len(loops) == 1) for loop in loops]
 
 
+class _Late:
+    """Whether Ctrl-C came while nothing was to be disturbed."""
+
+    def __init__(self) -> None:
+        self.is_pressed = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.is_pressed = True
+
+
+_late = _Late()
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within, Ctrl-C has no effect: records are being closed, and an impatient second press would lose them."""
+    """Within, Ctrl-C has no effect: records are being closed, and an impatient second press would lose them. Who goes
+    on afterwards asks `was_pressed`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _handled(signal.SIG_IGN):
+    with _handled(_late.handle):
         yield
+
+
+def was_pressed() -> bool:
+    """Whether Ctrl-C came since the last time that this was asked, and nothing was done about it."""
+    is_pressed, _late.is_pressed = _late.is_pressed, False
+    return is_pressed
 
 
 @contextmanager

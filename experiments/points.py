@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from experiments.config import RunConfig, read_config
 from experiments.identity import Identity, identity_of
+from experiments.interrupt import was_pressed
 from experiments.origin import Origin
 from experiments.run import INTERRUPTED, execute
 from experiments.run_folder import SET_ASIDE, describe_failure, has_run, is_locked, set_aside
@@ -204,7 +205,7 @@ def _run(point: Point) -> Outcome:
     except (TestbedError, OSError, MemoryError) as error:
         status = error.exit_status if isinstance(error, TestbedError) else 1
         return Outcome(point.label, "failed", folder, describe_failure(error), status)
-    if result.exit_status == INTERRUPTED:
+    if was_pressed() or result.exit_status == INTERRUPTED:  # of one that is whole too: the next is not to be begun
         return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
     if result.exit_status:
         return Outcome(point.label, "failed", folder, result.message, result.exit_status, result.notes)

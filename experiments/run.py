@@ -364,6 +364,10 @@ def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
     if is_auto and config.device.kind == "cuda" and "thread" in str(manifest["device"]):
         notes.append(f"ran on {manifest['device']}: device={config.device.name} is what policies are told of prices")
+    if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:
+        notes.append(
+            f"record.profile={config.record.profile} traced nothing: the run had {manifest['num_steps']} steps"
+        )
     if manifest["status"] == "complete" and manifest["num_unsent"]:
         notes.append(
             f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"

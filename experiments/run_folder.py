@@ -21,6 +21,7 @@ import yaml
 from experiments.config import RunConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.records.operators import OPERATORS_FILE
+from testbed.records.schema import STEP_TRACE_FILE
 
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where it was built with libyaml
 
@@ -67,7 +68,7 @@ def claim(folder: Path, config: RunConfig) -> None:
     """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
-             OPERATORS_FILE, TRACE_FILE, "config.yaml", "timeline.json")  # fmt: skip
+             OPERATORS_FILE, TRACE_FILE, STEP_TRACE_FILE, "config.yaml", "timeline.json")  # fmt: skip
     for file in [*(folder / name for name in names), *folder.glob("tape*.jsonl")]:
         file.unlink(missing_ok=True)
     if (folder / LOG_FILE).exists():

@@ -259,7 +259,13 @@ def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int
     if launcher.endswith(".JoblibLauncher"):
         from joblib import effective_n_jobs
 
-        return min(num_points, effective_n_jobs(master.hydra.launcher.n_jobs)), None
+        try:
+            return min(num_points, effective_n_jobs(master.hydra.launcher.n_jobs)), None
+        except ValueError:
+            raise ConfigError(
+                f"hydra.launcher.n_jobs is {master.hydra.launcher.n_jobs}; it must be a number of processes, or -1 for "
+                "as many as there are cores"
+            ) from None
     return num_points, 1  # time and memory that a cluster grants a job are meant for a point
 
 

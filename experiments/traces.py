@@ -62,6 +62,11 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
     if "_target_" in values:
         source = cast(TraceSource, instantiate("trace", values))
     elif settings.name == "synthetic":
+        if settings.path is not None:
+            raise ConfigError(
+                f"trace.path is {settings.path!r}, and trace=synthetic reads no file; say what the file is, as "
+                f"trace=azure (one of: {', '.join(READERS)})"
+            )
         source = _synthetic(config, seed, stream)
     elif settings.name in READERS:
         if settings.path is None:

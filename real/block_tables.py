@@ -54,6 +54,10 @@ class HostTables:
             found.append(place)
         return np.array(found, dtype=np.int64), self._new_blocks(changed)
 
+    def forget(self) -> None:
+        """What was said of tables may not have come to the device: the next plans send them anew."""
+        self._known = [[] for _ in self._known]
+
     def _take_place(self, seq_id: int, rows: Sequence[ScheduledSequence]) -> int:
         """Where there is no room, all that these rows do not compute are forgotten."""
         if not self._free:

@@ -72,6 +72,13 @@ class ModelRunner:
 
         Raises RequestError for a token id outside the vocabulary.
         """
+        try:
+            return self._prepared(rows)
+        except BaseException:
+            self._tables.forget()
+            raise
+
+    def _prepared(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
         batch = flatten(rows, self._layout, self._tables)
         samples = np.array([row.samples for row in rows])
         sample_tokens = np.cumsum(batch.query_lens)[samples] - 1

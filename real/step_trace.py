@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from real.driver import RunningBackend, RunningWork
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans
 from testbed.core.plan import BatchPlan
+from testbed.records.schema import STEP_TRACE_FILE
 
-PROFILE_FILE = "profile.json.gz"
 Ranges = Callable[[str], AbstractContextManager[object]]
 
 
@@ -40,7 +40,7 @@ def named_range(name: str) -> Iterator[None]:
 
 
 class StepTrace:
-    """A backend whose steps from `first` to `last` are traced, into PROFILE_FILE of the folder. A RunningBackend.
+    """A backend whose steps from `first` to `last` are traced, into STEP_TRACE_FILE of the folder. A RunningBackend.
 
     A step is traced from its launch until it was waited for. The profiler itself takes time, above all in the first
     step, which waits until it has started, and where the last one ends.
@@ -68,7 +68,7 @@ class StepTrace:
         """Writes what was traced, also of a run that ended before the last step."""
         self._end()
         if self._profile is not None:
-            self._profile.export_chrome_trace(str(self._folder / PROFILE_FILE))
+            self._profile.export_chrome_trace(str(self._folder / STEP_TRACE_FILE))
             self._profile = None
 
     def _end(self) -> None:

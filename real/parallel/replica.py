@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from real.config import RealConfig
+from real.host_memory import available_bytes
 from real.parallel.channel import Channel, channel_pair
 from real.parallel.processes import Failure, describe_end, end_process, spawn
 from real.parallel.worker import told
@@ -22,6 +23,7 @@ from testbed.core.plan import BatchPlan, MadeRows
 from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
 
+PROCESS_BYTES = 400 * 1024**2  # of an engine's process on a CPU, without model and cache
 POLL_S = 0.0001  # between two looks at a device that computes
 
 
@@ -134,8 +136,8 @@ class ReplicaEngine:
         try:
             self._channel.send(_packed(plan))
         except OSError:
-            self.receive()  # why it does not listen
-            raise
+            while True:  # results that are on their way, and then why it does not listen
+                self.receive()
         return ReplicaWork(self)
 
     @property
@@ -192,6 +194,7 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
     if resolve_device(setup.config.device).type == "cuda":
         visible = [*gpus_of_each(num_replicas, setup.num_ranks)]
     else:
+        _check_room(num_replicas)
         num_threads = setup.config.num_threads or torch.get_num_threads()
         setup = replace(setup, config=replace(setup.config, num_threads=max(1, num_threads // num_replicas)))
     engines: list[ReplicaEngine] = []
@@ -203,6 +206,16 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
         raise
     least = min(described, key=lambda one: one.num_gpu_blocks)
     return engines, least
+
+
+def _check_room(num_replicas: int) -> None:
+    """Raises DeviceError where this host has no room for so many processes, whatever they load."""
+    available, needed = available_bytes(), num_replicas * PROCESS_BYTES
+    if available is not None and needed > available:
+        raise DeviceError(
+            f"backend.num_replicas is {num_replicas}: their processes alone take {needed:,} bytes, and {available:,} "
+            "are available; lower it"
+        )
 
 
 def close_all(engines: list[ReplicaEngine]) -> None:

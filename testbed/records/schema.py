@@ -8,7 +8,8 @@ A run folder holds:
     summary.json       the headline numbers (analysis.summary.summarise)
     decisions.jsonl    with record.decisions=true: one line a step; record.explain=true says more of preemptions
     operators.json     with record.operators=true: where the time went, by operator (testbed/records/operators.py)
-    tape.jsonl         a real run only
+    tape.jsonl         a real run only; tape-0.jsonl, … of each of several replicas
+    profile.json.gz    with record.profile: steps of a real run in torch's profiler
     run.log            the log
     done               written last: the folder is whole
 Instants are int64 ns on the run's clock (0 is the start of the run); durations derived from them are seconds.
@@ -21,6 +22,8 @@ from typing import Any
 from testbed.core.commands import StepView
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, PreemptionMode
+
+STEP_TRACE_FILE = "profile.json.gz"
 
 REQUEST_COLUMNS: dict[str, str] = {
     "request_id": "string",  # unique within the run

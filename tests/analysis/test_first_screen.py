@@ -104,13 +104,27 @@ def made_by(commands: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def test_points_of_a_sweep_are_one_command() -> None:
+def commands_of(manifests: list[dict[str, Any]]) -> list[str]:
+    return sweep_commands(manifests, [Path("sweeps", "mine", str(number)) for number, _ in enumerate(manifests)])
+
+
+def test_points_of_a_sweep_are_one_command_into_their_folder() -> None:
     points = [f"testbed run model=tiny scheduler={name} seed={seed}" for name in "ab" for seed in range(3)]
-    assert sweep_commands(made_by(points)) == ["testbed run -m model=tiny scheduler=a,b seed=0,1,2"]
-    assert sweep_commands(made_by([*points, *points])) == sweep_commands(made_by(points))
-    assert sweep_commands(made_by(points[:5])) == points[:5], "not every combination"
-    assert sweep_commands([{"command": text} for text in points]) == points, "what was set is not known"
+    whole = ["testbed run -m model=tiny scheduler=a,b seed=0,1,2 hydra.sweep.dir=sweeps/mine"]
+    assert commands_of(made_by(points)) == whole
+    assert commands_of(made_by([*points, *points])) == whole
+    assert commands_of(made_by(points[:5])) == points[:5], "not every combination"
+    assert commands_of([{"command": text} for text in points]) == points, "what was set is not known"
     lone = ["testbed run seed=1", "testbed run from=x", "python me.py", "", "testbed run 'odd"]
-    assert sweep_commands(made_by(lone)) == [text for text in lone if text]
+    assert commands_of(made_by(lone)) == [text for text in lone if text]
     lists = ["testbed run 'trace.transforms=[{name:a}]'", "testbed run 'trace.transforms=[{name:b}]'"]
-    assert sweep_commands(made_by(lists)) == lists, "a list is no list of values"
+    assert commands_of(made_by(lists)) == lists, "a list is no list of values"
+
+
+def test_sweeps_in_two_folders_are_two_commands() -> None:
+    points = made_by([f"testbed run scheduler={name} seed={seed}" for name in "ab" for seed in range(2)])
+    folders = [Path("/far/one/0"), Path("/far/one/1"), Path("/far/two/0"), Path("/far/two/1")]
+    assert sweep_commands(points, folders) == [
+        f"testbed run -m scheduler={name} seed=0,1 hydra.sweep.dir=/far/{root}"
+        for name, root in (("a", "one"), ("b", "two"))
+    ]

@@ -300,3 +300,8 @@ def test_a_checkpoint_has_the_name_of_its_folder(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(shape))
     for path in (folder, folder / "config.json"):
         assert compose_config([f"model.path={path}"]).model.name == "my-llama"
+
+
+def test_a_generated_trace_reads_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", "trace.path=conv.csv", f"hydra.run.dir={tmp_path / 'run'}")
+    assert (said.status, "trace=synthetic reads no file; say what the file is, as trace=azure" in said.err) == (1, True)

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from analysis.device_trace import PROFILE_FILE
 from real import step_trace
+from testbed.records.schema import STEP_TRACE_FILE
 from tests.analysis.chrome_events import ns, read
 from tests.experiments.kit import REAL, SHORT, TINY, say
 
@@ -25,16 +25,15 @@ PARTS = ("prepare", "swap", "forward", "sample")
 def profiled(folder: Path, capsys: pytest.CaptureFixture[str], steps: str, *more: str) -> list[dict[str, Any]]:
     said = say(capsys, "run", *TINY, *SHORT, *REAL, f"record.profile={steps}", *more, f"hydra.run.dir={folder}")
     assert said.status == 0, said.err
-    return json.loads(gzip.decompress((folder / PROFILE_FILE).read_bytes()))["traceEvents"]
+    return json.loads(gzip.decompress((folder / STEP_TRACE_FILE).read_bytes()))["traceEvents"]
 
 
 def test_these_steps_are_on_the_timeline_beside_the_runs_own(tmp_path: Path, capsys: Any) -> None:
-    assert step_trace.PROFILE_FILE == PROFILE_FILE
     folder = tmp_path / "run"
     profiled(folder, capsys, "2:4")
     assert say(capsys, "timeline", str(folder)).status == 0
     events = [event for event in read(folder / "timeline.json") if event["pid"] == 2]
-    assert any(event["name"] == "aten::mm" for event in events), "operators"
+    assert any(event["name"].startswith("aten::") for event in events), "operators"
     steps = {event["name"]: event for event in events if event["name"].startswith("step ")}
     assert list(steps) == ["step 2", "step 3", "step 4"]
     rows = {row["step"]: row for row in pq.read_table(folder / "steps.parquet").to_pylist()}
@@ -89,5 +88,5 @@ def test_what_cannot_be_traced_is_one_line(tmp_path: Path, capsys: Any, argument
 def test_a_profile_that_is_none_is_one_line(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "run"
     assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={folder}").status == 0
-    (folder / PROFILE_FILE).write_bytes(gzip.compress(b'{"traceEvents": [{"ph": "X", "cat": "kernel"}]}'))
+    (folder / STEP_TRACE_FILE).write_bytes(gzip.compress(b'{"traceEvents": [{"ph": "X", "cat": "kernel"}]}'))
     assert "profile.json.gz: not a profile of steps (KeyError" in say(capsys, "timeline", str(folder)).error()

@@ -123,3 +123,12 @@ def test_where_all_places_are_taken_those_outside_the_batch_are_forgotten():
     assert len(tables.host.blocks) == 2
     assert tables.gathered({0: [1], 1: [2], 2: [3]}) == [[1], [2], [3]]  # more than there is room for
     assert len(tables.host.blocks) == 4
+
+
+def test_what_never_came_to_the_device_is_sent_again() -> None:
+    """A step that ended between the two sides, by Ctrl-C or for want of memory."""
+    tables = Tables(2, 4)
+    assert tables.gathered({0: [1, 2]}) == [[1, 2]]
+    tables.host.update([row(0, [0], [1, 2, 3]), row(1, [0], [7])])  # and no gather follows
+    tables.host.forget()
+    assert tables.gathered({0: [1, 2, 3, 4], 1: [7]}) == [[1, 2, 3, 4], [7]]

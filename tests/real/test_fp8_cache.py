@@ -42,8 +42,9 @@ def test_scales_bring_large_values_into_range():
     exact, plain, scaled = (
         tiny_backend(**options) for options in ({}, {"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e4m3", "v_scale": 16.0})
     )
-    for layer in exact.runner.model.model.layers:
-        layer.self_attn.qkv_proj.weight.data[-32:] *= 1000.0  # the rows of the values: 2 heads of 16
+    with torch.no_grad():
+        for layer in exact.runner.model.model.layers:
+            layer.self_attn.qkv_proj.weight[-32:] *= 1000.0  # the rows of the values: 2 heads of 16
     for backend in (plain, scaled):
         backend.runner.model.load_state_dict(exact.runner.model.state_dict())
     expected = step_logits(exact, row(0, PROMPT, TABLE))

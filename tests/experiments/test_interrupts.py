@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_run
+from experiments.interrupt import undisturbed, was_pressed
 from tests.experiments.kit import REAL, TINY, manifest_of, say
 
 LONG = ("trace.num_requests=60000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
@@ -109,3 +110,10 @@ def test_ctrl_c_before_anything_runs_is_one_line(
     said = say(capsys, "list")
     assert said.status == 130
     assert said.error() == "interrupted"
+
+
+def test_a_press_while_records_are_closed_is_not_lost() -> None:
+    with undisturbed():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert was_pressed()
+    assert not was_pressed(), "asked once"

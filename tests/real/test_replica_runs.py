@@ -15,8 +15,10 @@ import pyarrow.compute as pc
 import pytest
 
 from analysis.load import load_run
+from experiments.app import config_from
 from experiments.config import RunConfig
 from experiments.parity import check_parity
+from experiments.settings import SimConfig
 from real.parallel import replica
 from testbed.errors import ConfigError, DeviceError
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
@@ -33,7 +35,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("preset", KINDS)
-def test_every_replica_replays_its_own_tape_decision_by_decision(tmp_path: Path, preset: str) -> None:
+def test_every_replica_replays_its_own_tape_decision_by_decision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], preset: str
+) -> None:
     config = real_config(
         preset, **{"cache__num_gpu_blocks": 30, "backend__router": "least_loaded", **CLOSED, **TWO, **KINDS[preset]}
     )
@@ -50,6 +54,9 @@ def test_every_replica_replays_its_own_tape_decision_by_decision(tmp_path: Path,
         assert f"{report.digest:016x}" == one["digest"]
         assert requests.filter(pc.field("replica") == number).num_rows == one["num_sent"] > 0
     assert not ranks_of(os.getpid()), "no engine outlives its run"
+    said = say(capsys, "explain", str(tmp_path))
+    assert said.status == 0, said.err
+    assert "the run's tape was replayed: the same decision digest" in said.out
 
 
 def drawn_of(folder: Path) -> dict[str, list[int]]:
@@ -170,6 +177,16 @@ def test_a_fleet_that_cannot_be_is_refused_in_one_line(
     assert told in said.err
     assert len(said.err.strip().splitlines()) == 1
     assert not ranks_of(os.getpid())
+
+
+def test_the_simulation_of_a_fleet_is_of_a_fleet(tmp_path: Path) -> None:
+    real_run(tmp_path, real_config("vllm_v1", **TWO, backend__router="power_of_two", trace__num_requests=4))
+    simulated = config_from(tmp_path, ["backend=sim"]).backend
+    assert isinstance(simulated, SimConfig)
+    assert (simulated.num_replicas, simulated.router) == (2, "power_of_two")
+    alone = config_from(tmp_path, ["backend=sim", "backend.num_replicas=1"]).backend
+    assert isinstance(alone, SimConfig)
+    assert alone.num_replicas == 1
 
 
 def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path) -> None:

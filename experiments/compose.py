@@ -178,20 +178,10 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
             value = dict(value)
             if "name" in value:
                 chosen.append(f"{key}={value.pop('name')}")
-            values += _flat(key, value)
+            values += [f"{key}.{name}={literal(item)}" for name, item in value.items()]
         else:
             chosen.append(f"{key}={literal(value)}")
     return chosen + values
-
-
-def _flat(prefix: str, tree: dict[str, Any]) -> list[str]:
-    items: list[str] = []
-    for key, value in tree.items():
-        if isinstance(value, dict) and "_target_" not in value:
-            items += _flat(f"{prefix}.{key}", value)
-        else:
-            items.append(f"{prefix}.{key}={literal(value)}")
-    return items
 
 
 def literal(value: Any) -> str:

@@ -72,23 +72,38 @@ class Keys:
         file = None if option is None else self.library.file(group, option)
         if file is None or file.is_relative_to(CONF):
             return
-        if "_target_" in read_option(file) or group not in (*GROUPS, OVERLAYS):
+        if group not in (*GROUPS, OVERLAYS) or "_target_" in read_option(file):
             return
-        text = file.read_text(encoding="utf-8")
+        content, text = read_option(file), file.read_text(encoding="utf-8")
         packages = {"_global_": "", "_group_": f"{group}.", group: f"{group}."}
         named = _PACKAGE.search(text)
         prefix = packages.get(named[1] if named else "_group_")
         if prefix is None:
             return  # somewhere in a group: Hydra says what is wrong
-        for key, value, line in _leaves(yaml.compose(text, Loader=yaml.SafeLoader), ""):
-            if key.partition(".")[0] == "defaults":
+        content.pop("defaults", None)
+        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+        self._mappings.update(prefix + key for key, value in _items(content, "") if isinstance(value, dict))
+        for key, value in _items(content, ""):
+            if isinstance(value, dict):
                 continue
             if prefix == f"{OVERLAYS}.":
                 raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
             try:
                 self.check_value(prefix + key, value, str(value), is_added=False)
             except ConfigError as error:
-                raise ConfigError(f"{file}, line {line}: {error}") from None
+                raise ConfigError(f"{file}, line {_line_of(key, lines)}: {error}") from None
+
+    @cached_property
+    def _mappings(self) -> set[str]:
+        """Dotted keys that are mappings: by the files of the chosen options, and by what was checked since."""
+        return {
+            key
+            for group, options in self.options.items()
+            for option in options
+            for content in (() if option is None else self.library.contents(group, option))
+            for key, value in _items(content, "" if group == OVERLAYS else f"{group}.")
+            if isinstance(value, dict)
+        }
 
     def check_value(self, key: str, value: Any, shown: str, *, is_added: bool) -> None:
         """Raises ConfigError if there is no such key, or its values are of another type."""
@@ -127,11 +142,15 @@ class Keys:
                 raise ConfigError(f"{key} is {shown!r}; it is a group of keys: set one as {key}.<key>=<value>")
             self._check_in(inner_schema, key, rest, value, shown, is_added=is_added)
         elif rest:
-            if get_origin(plain(kind)) is not dict and isinstance(schema, type) and not is_added:
-                raise ConfigError(
-                    f"unknown key '{'.'.join((key, *rest))}'; {key} is given whole, as in '{key}={{{rest[0]}: …}}'"
-                )
+            whole = f"unknown key '{'.'.join((key, *rest))}'; {key}"
+            if kind is not Any and get_origin(plain(kind)) is not dict:
+                raise ConfigError(f"{whole} has no keys of its own")
+            if kind is Any and isinstance(schema, type) and not is_added and key not in self._mappings:
+                raise ConfigError(f"{whole} is given whole, as in '{key}={{{rest[0]}: …}}'")
+            self._mappings.add(key)
         else:
+            if kind is Any and isinstance(value, dict):
+                self._mappings.add(key)
             self._check_taken(key, value)
             _check_type(key, kind, value, shown)
 
@@ -176,14 +195,26 @@ class Keys:
         return ConfigError(f"unknown key {key!r}; {hint}{place} {has}")
 
 
-def _leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Any, int]]:
-    """Every value of a file that is no mapping: (dotted key, value, line)."""
+def _items(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every value of a file, those of its mappings after the mapping: (dotted key, value)."""
+    for name, value in content.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _items(value, f"{prefix}{name}.")
+
+
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """Where the keys of a file stand: (dotted key, line)."""
     for name, inner in node.value if isinstance(node, yaml.MappingNode) else ():
-        key = f"{prefix}{name.value}"
-        if isinstance(inner, yaml.MappingNode):
-            yield from _leaves(inner, f"{key}.")
-        else:
-            yield key, yaml.safe_load(yaml.serialize(inner)), name.start_mark.line + 1
+        yield f"{prefix}{name.value}", name.start_mark.line + 1
+        yield from _lines(inner, f"{prefix}{name.value}.")
+
+
+def _line_of(key: str, lines: dict[str, int]) -> int:
+    """Of a key that another mapping brings (`<<: *name`): where it is brought to."""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    return lines.get(key, 1)
 
 
 def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:

@@ -67,15 +67,16 @@ class Library:
 
     def of_overlay(self, name: str) -> dict[str, str]:
         """The options that an overlay chooses: {group: option}."""
-        return {group: option for content in self.overlays(name) for group, option in chosen_by(content).items()}
+        contents = self.contents(OVERLAYS, name)
+        return {group: option for content in contents for group, option in chosen_by(content).items()}
 
-    def overlays(self, name: str) -> Iterator[dict[str, Any]]:
-        """What an overlay's file says, after what the overlays say that it begins with."""
-        file = self.file(OVERLAYS, name)
+    def contents(self, group: str, name: str) -> Iterator[dict[str, Any]]:
+        """What an option's file says, after what the options of its group say that it begins with."""
+        file = self.file(group, name)
         content = {} if file is None else read_option(file)
         for entry in content.get("defaults", ()):
             if isinstance(entry, str) and entry not in ("_self_", name):
-                yield from self.overlays(entry.removeprefix(f"/{OVERLAYS}/"))
+                yield from self.contents(group, entry.removeprefix(f"/{group}/"))
         yield content
 
 

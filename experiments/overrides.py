@@ -46,8 +46,9 @@ def check(
     for overlay in overlays:
         base |= library.of_overlay(str(overlay))
     options: dict[str, list[str | None]] = {name: [option] for name, option in base.items()}
+    given[OVERLAYS] = overlays
     keys = Keys(library, options | {name: names for name, names in given.items() if names})
-    for group, names in (given | {OVERLAYS: overlays}).items():
+    for group, names in given.items():
         for option in names:
             keys.check_file(group, option)
     for key, value in (laid_on or {}).items():
@@ -73,7 +74,7 @@ def is_sweep(overrides: Sequence[str]) -> bool:
     items = [parsed(text) for text in overrides]
     library, overlay = Library(tuple(_own_folders(items))), _choices(items).get(OVERLAYS)
     names = [] if overlay is None else _names(overlay)
-    contents = [content for name in names if isinstance(name, str) for content in library.overlays(name)]
+    contents = [content for name in names if isinstance(name, str) for content in library.contents(OVERLAYS, name)]
     return any((content.get("hydra") or {}).get("mode") == "MULTIRUN" for content in contents)
 
 

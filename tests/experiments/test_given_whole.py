@@ -1,0 +1,93 @@
+"""Keys that are given whole: in files of the user's own, and their parameters one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.compose import compose_config, compose_from, to_overrides
+from testbed.errors import ConfigError
+from tests.experiments.kit import SHORT, TINY, say
+
+ORDER = "testbed.policies.orders.priority"
+
+
+def own(folder: Path, group: str, text: str) -> list[str]:
+    """The overrides that choose an option of the user's with this text."""
+    (folder / group).mkdir(parents=True, exist_ok=True)
+    (folder / group / "mine.yaml").write_text(text)
+    return [f"hydra.searchpath=['file://{folder}']", f"{group}=mine"]
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "key", "expected"),
+    [
+        ("scheduler", f"defaults: [vllm_v1, _self_]\nqueue_order: {{_target_: {ORDER}}}\n", "queue_order", "_target_"),
+        ("backend", "defaults: [sim]\nrouter: {_target_: my.Router, depth: {a: 1}}\n", "router", "depth"),
+        (
+            "model",
+            "defaults: [_schema, _self_]\nrope_scaling: {rope_type: yarn, factor: 4}\n",
+            "rope_scaling",
+            "factor",
+        ),
+        ("experiment", "# @package _global_\nscheduler:\n  queue_order: {_target_: my.Order}\n", "", ""),
+    ],
+)
+def test_an_own_file_may_give_a_mapping_for_a_key_that_is_given_whole(
+    group: str, text: str, key: str, expected: str, tmp_path: Path
+) -> None:
+    from experiments.compose import compose_raw
+
+    raw = compose_raw(own(tmp_path, group, text))
+    found = raw[group][key] if key else raw["scheduler"]["queue_order"]
+    assert (expected or "_target_") in found
+
+
+def test_an_own_file_may_merge_mappings(tmp_path: Path) -> None:
+    text = "prompt: &lengths {kind: uniform, min_tokens: 4, max_tokens: 24}\noutput:\n  <<: *lengths\n  max_tokens: 9\n"
+    config = compose_config(own(tmp_path, "trace", "defaults: [synthetic]\n" + text))
+    assert (config.raw["trace"]["output"]["min_tokens"], config.raw["trace"]["output"]["max_tokens"]) == (4, 9)
+    wrong = own(tmp_path, "trace", "defaults: [synthetic]\n" + text.replace("min_tokens", "min_tokns"))
+    with pytest.raises(ConfigError, match=r"mine.yaml, line 2: unknown key 'trace.prompt.min_tokns'"):
+        compose_config(wrong)
+
+
+def test_one_parameter_of_what_the_option_gives_whole() -> None:
+    config = compose_config(["model=llama3.1_8b", "model.rope_scaling.factor=4"])
+    assert config.raw["model"]["rope_scaling"]["factor"] == 4
+    assert config.raw["model"]["rope_scaling"]["rope_type"] == "llama3"
+
+
+WHOLE = f"scheduler.queue_order={{_target_: {ORDER}, ageing_per_s: 0.1}}"
+
+
+def test_one_parameter_of_what_an_override_gave_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = "scheduler.queue_order.ageing_per_s=0.2"
+    config = compose_config([WHOLE, one])
+    assert config.raw["scheduler"]["queue_order"] == {"_target_": ORDER, "ageing_per_s": 0.2}
+    again = compose_from(dict(compose_config([WHOLE]).raw), [one])
+    assert again.raw["scheduler"]["queue_order"]["ageing_per_s"] == 0.2
+    run = ("run", "-m", *TINY, *SHORT, WHOLE, f"{one},0.3", f"hydra.sweep.dir={tmp_path / 's'}")
+    said = say(capsys, *run)
+    assert said.status == 0, said.err
+    assert "complete     2 points" in said.out
+
+
+def test_from_python_as_a_mapping() -> None:
+    config = compose_config(to_overrides({"model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}}))
+    assert config.raw["model"]["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("scheduler.queue_order.ageing_per_s=1", "scheduler.queue_order is given whole, as in "),
+        ("model.rope_scaling.factor=4", "model.rope_scaling is given whole, as in "),
+        ("cache.block_size.size=4", "unknown key 'cache.block_size.size'; cache.block_size has no keys of its own"),
+    ],
+)
+def test_a_parameter_of_what_is_no_mapping_is_refused(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config([override])
+    assert expected in str(caught.value)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -19,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config import GROUPS, RunConfig, register
 from experiments.keys import PLAIN, too_large
 from experiments.options import options
-from experiments.overrides import check, is_value, parsed
+from experiments.overrides import check, is_value, library_of, parsed
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
@@ -92,22 +93,22 @@ def _chosen(choices: list[str]) -> DictConfig:
     global _registered
     if _stored() != _registered:  # an option of the user's was stored again
         _composed.cache_clear()
-    node = deepcopy(_composed(tuple(choices)))
+    node = deepcopy(_composed(tuple(choices), library_of(choices).stamps()))
     _registered = _stored()  # with the schemas that were made when they were asked for
     return node
 
 
 @lru_cache(maxsize=64)
-def _composed(choices: tuple[str, ...]) -> DictConfig:
+def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
+    """stamps: of the user's own files, which may be edited between two calls."""
     with _hydra():
         return compose("config", overrides=list(choices))
 
 
 def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """The node with the values that the overrides give, resolved."""
-    for item in overrides:
-        if is_value(item):
-            OmegaConf.update(node, item.partition("=")[0], parsed(item).value())
+    values = [parsed(item) for item in overrides if is_value(item)]
+    ConfigLoaderImpl._apply_overrides_to_config(values, node)  # Hydra's own, so that a point is what a run is
     raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
@@ -135,7 +136,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
     An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError in one line.
     """
     given = {item.key_or_group for item in map(parsed, overrides) if item.key_or_group in GROUPS} - {
-        item.partition("=")[0] for item in overrides if is_value(item)
+        parsed(item).key_or_group for item in overrides if is_value(item)
     }
     kept = {key: value for key, value in saved.items() if key not in given}
     own = {key: value for key, value in kept.items() if isinstance(value, dict) and "_target_" in value}

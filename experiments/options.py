@@ -50,6 +50,12 @@ class Library:
         places = (folder / group / f"{option}.yaml" for folder in (CONF, *self.folders))
         return next((place for place in places if place.is_file()), None)
 
+    def stamps(self) -> tuple[tuple[str, int, int], ...]:
+        """When the files of the user's own folders were written, and their sizes: (file, ns, bytes)."""
+        places = (*GROUPS, OVERLAYS, "hydra")  # a folder may hold much else, as the runs
+        files = sorted(file for folder in self.folders for place in places for file in (folder / place).rglob("*.yaml"))
+        return tuple((str(file), stat.st_mtime_ns, stat.st_size) for file in files for stat in (file.stat(),))
+
     def schema(self, group: str, option: str) -> Schema | None:
         """The keys of an option; None: its own class knows them, or there is no such option."""
         stored, file = _stored(group), self.file(group, option)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from experiments.config import GROUPS
@@ -39,8 +39,12 @@ def check(
                 f"{item.input_line} has several values: add -m to run each of them, or write a list as "
                 f"{item.get_key_element()}=[a,b]"
             )
-    library = Library(tuple(_own_folders(items)))
-    given = {name: _named(library, name, item) for name, item in _choices(items).items()}
+    library = library_of(overrides)
+    given = {
+        name: _named(library, name, item)
+        for name, item in _choices(items).items()
+        if not (item.is_add() and name.startswith("hydra/"))  # no option of ours: Hydra says what is wrong
+    }
     overlays = given.pop(OVERLAYS, [])
     base = {**defaults(), **(chosen or {})}
     for overlay in overlays:
@@ -60,11 +64,13 @@ def check(
 def _check(item: Override, keys: Keys) -> None:
     """Raises ConfigError in one line."""
     key = item.key_or_group
+    if key.startswith("hydra.sweeper.params"):
+        raise ConfigError(f"{item.input_line}: an overlay's file says so; here give key=a,b with -m")
     if item.is_delete() and key.partition(".")[0] in (*GROUPS, *PLAIN):
         raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value, or null")
     if item.is_delete() or item.package is not None or (is_group(key) and not _sets_keys(item)):
         return
-    for value in _values(item):
+    for value in _values(item, keys.library):
         shown = str(value) if item.is_sweep_override() else str(item.input_line).partition("=")[2]
         keys.check_value(key, value, shown, is_added=item.is_add() or item.is_force_add())
 
@@ -72,8 +78,8 @@ def _check(item: Override, keys: Keys) -> None:
 def is_sweep(overrides: Sequence[str]) -> bool:
     """Whether an overlay among them says so."""
     items = [parsed(text) for text in overrides]
-    library, overlay = Library(tuple(_own_folders(items))), _choices(items).get(OVERLAYS)
-    names = [] if overlay is None else _names(overlay)
+    library, overlay = library_of(overrides), _choices(items).get(OVERLAYS)
+    names = [] if overlay is None else _names(library, overlay)
     contents = [content for name in names if isinstance(name, str) for content in library.contents(OVERLAYS, name)]
     return any((content.get("hydra") or {}).get("mode") == "MULTIRUN" for content in contents)
 
@@ -101,9 +107,13 @@ def defaults() -> dict[str, str]:
     return {"hydra/launcher": "basic"} | chosen_by(read_option(CONF / "config.yaml"))
 
 
-def _own_folders(items: list[Override]) -> Iterator[Path]:
-    """Those that hydra.searchpath names."""
-    for item in items:
+def library_of(overrides: Sequence[str]) -> Library:
+    """What there is to choose from, in the folders too that hydra.searchpath names."""
+    return Library(tuple(_own_folders(overrides)))
+
+
+def _own_folders(overrides: Sequence[str]) -> Iterator[Path]:
+    for item in map(parsed, overrides):
         if item.key_or_group == "hydra.searchpath" and isinstance(places := item.value(), list):
             yield from map(_folder, map(str, places))
 
@@ -130,24 +140,47 @@ def _choices(items: list[Override]) -> dict[str, Override]:
 
 def _sets_keys(item: Override) -> bool:
     """Whether a group's override is no name: group={key: value}."""
-    return not item.is_sweep_override() and isinstance(item.value(), dict)
+    if not item.is_sweep_override():
+        return isinstance(item.value(), dict)
+    values = [] if isinstance(item.value(), Glob) else _values(item, Library())
+    return bool(values) and all(isinstance(value, dict) for value in values)
 
 
-def _values(item: Override) -> list[Any]:
+def _values(item: Override, library: Library) -> list[Any]:
     """One, or those that are swept; of a sweep that is no list, none."""
     if not item.is_sweep_override():
         return [item.value()]
-    if not item.is_discrete_sweep():
-        return []
     try:
-        return list(item.sweep_iterator())
+        return _swept(item, library, item.sweep_iterator)
     except (ValueError, TypeError, HydraException):
-        return []  # the sweeper says what is wrong with it
+        return []  # swept_values says what is wrong with it
 
 
-def _names(item: Override) -> list[Any]:
+def _swept(item: Override, library: Library, listed: Callable[[], Iterator[Any]]) -> list[Any]:
+    """What is swept, as `listed` has it; of a glob the options whose names it has."""
+    pattern = item.value()
+    if isinstance(pattern, Glob):
+        return list(pattern.filter(library.names(item.key_or_group)))
+    return list(listed()) if item.is_discrete_sweep() else []
+
+
+def swept_values(item: Override, library: Library) -> list[str]:
+    """key=value for each value that is swept. Raises ConfigError if there is none, or no list can be made of them."""
+    key = item.get_key_element()
+    if not item.is_discrete_sweep():
+        raise ConfigError(f"{item.input_line}: only lists of values are swept: {key}=a,b,c")
+    try:
+        values = _swept(item, library, item.sweep_string_iterator)
+    except (ValueError, TypeError, HydraException) as error:
+        raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
+    if not values:
+        raise ConfigError(f"{item.input_line} has no values; give some, as {key}=a,b,c")
+    return [f"{key}={value}" for value in values]
+
+
+def _names(library: Library, item: Override) -> list[Any]:
     """Of the options that an override chooses: experiment=[a,b] lays several overlays over one another."""
-    values = _values(item)
+    values = _values(item, library)
     is_list = item.key_or_group == OVERLAYS and len(values) == 1 and isinstance(values[0], list)
     return values[0] if is_list else values
 
@@ -156,7 +189,7 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
     """The options that an override chooses. Raises ConfigError if there is no such option."""
     names = library.names(group)
     found: list[str | None] = []
-    for value in _names(item):
+    for value in _names(library, item):
         if value is None and group.startswith("hydra/"):
             found.append(None)
             continue
@@ -175,7 +208,7 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
 
 
 def is_value(override: str) -> bool:
-    """Whether it sets a key of the run's and does no more: not Hydra's, no option of a group, nothing added."""
-    key, _, value = override.partition("=")
+    """Whether it sets a key of the run's, or adds one, and does no more: not Hydra's, no option of a group."""
+    key, _, value = override.lstrip("+").partition("=")
     name, dot, _ = key.partition(".")
     return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith("{")))

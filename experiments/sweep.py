@@ -21,7 +21,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
-from hydra.errors import HydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -30,8 +29,9 @@ from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.interrupt import terminated_as_interrupted
+from experiments.options import Library
 from experiments.origin import Origin, end_of_others
-from experiments.overrides import parsed
+from experiments.overrides import library_of, parsed, swept_values
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
 from experiments.run_folder import named_folder, refuse_run
@@ -57,7 +57,7 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     if "hydra.mode=MULTIRUN" not in of_hydra and any(item.startswith("hydra.run.dir=") for item in of_hydra):
         raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
-    sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments))), root)
+    sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments)), library_of(of_hydra)), root)
     points, failed = _points(sweep)
     todo = _left_to_run(sweep, points, failed)
     outcomes = _launched(sweep, todo) if todo else []
@@ -92,7 +92,7 @@ class _Sweep:
 # --- what to run ---
 
 
-def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
+def _combinations(parsed: list[Override], library: Library) -> list[tuple[str, list[str]]]:
     """Each point's swept overrides as a label, and all its overrides; the last key varies fastest, as Hydra has it."""
     choices: dict[str, list[str]] = {}
     for item in parsed:
@@ -100,9 +100,7 @@ def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
         if not item.is_sweep_override():
             choices[key] = [str(item.input_line)]
             continue
-        if not item.is_discrete_sweep():
-            raise ConfigError(f"{item.input_line}: only lists of values are swept: key=a,b,c")
-        choices[key] = _values(item, key)
+        choices[key] = list(dict.fromkeys(swept_values(item, library)))
         if key == "experiment" and len(choices[key]) > 1:
             raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")
         if len(choices[key]) > 1 and key.partition(".")[0] in JUDGING:
@@ -112,17 +110,6 @@ def _combinations(parsed: list[Override]) -> list[tuple[str, list[str]]]:
         (" ".join(combination[index] for index in swept), list(combination))
         for combination in itertools.product(*choices.values())
     ]
-
-
-def _values(item: Override, key: str) -> list[str]:
-    """key=value for each value of a list. Raises ConfigError if there is none, or no list can be made of it."""
-    try:
-        values = list(dict.fromkeys(f"{key}={value}" for value in item.sweep_string_iterator()))
-    except (ValueError, TypeError, HydraException) as error:
-        raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
-    if not values:
-        raise ConfigError(f"{item.input_line} has no values; give some, as {key}=a,b,c")
-    return values
 
 
 def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]]:

@@ -12,7 +12,8 @@ from typing import Any
 from analysis.metrics import SLO
 from experiments.compose import compose_raw, swept_by
 from experiments.config import RunConfig
-from experiments.overrides import parsed
+from experiments.options import Library
+from experiments.overrides import parsed, swept_values
 from experiments.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
@@ -92,8 +93,8 @@ def _choices(overrides: Sequence[str]) -> dict[str, list[str]]:
         key = override.get_key_element()
         if key.lstrip("+~").startswith("hydra"):
             raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
-        swept = override.sweep_string_iterator() if override.is_sweep_override() else ()
-        choices[key] = [f"{key}={value}" for value in swept] or [str(override.input_line)]
+        is_swept = override.is_sweep_override()
+        choices[key] = swept_values(override, Library()) if is_swept else [str(override.input_line)]
     return choices
 
 

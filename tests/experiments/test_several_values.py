@@ -1,0 +1,84 @@
+"""Values that are swept as globs, ranges and mappings, and overrides that come in turn, are read one way everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.load import load_sweep
+from experiments.compose import compose_config, compose_from
+from experiments.options import options
+from testbed.errors import ConfigError
+from tests.experiments.kit import SHORT, TINY, Said, say
+
+
+def sweep(capsys: pytest.CaptureFixture[str], folder: Path, *more: str) -> Said:
+    return say(capsys, "run", "-m", *TINY, *SHORT, f"hydra.sweep.dir={folder}", *more)
+
+
+def test_the_later_override_holds_whether_it_is_added_or_not() -> None:
+    assert compose_config(["seed=2", "++seed=1"]).seed == 1
+    assert compose_config(["++seed=1", "seed=2"]).seed == 2
+    assert compose_from(dict(compose_config(["seed=3"]).raw), ["++seed=1"]).seed == 1
+    with pytest.raises(ConfigError, match="An item is already at 'seed'"):
+        compose_config(["seed=2", "+seed=1"])
+
+
+def test_also_in_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sweep(capsys, tmp_path / "s", "cache.block_size=16", "++cache.block_size=8", "seed=0,1")
+    assert said.status == 0, said.err
+    assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8}
+
+
+def test_options_are_swept_by_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "orca_of_mine.yaml").write_text("defaults: [orca, _self_]\nname: orca_of_mine\n")
+    said = sweep(capsys, tmp_path / "s", f"--config-dir={tmp_path}", "scheduler=glob(orca*)")
+    assert said.status == 0, said.err
+    assert {run.manifest["scheduler"] for run in load_sweep(tmp_path / "s").runs} == {"orca", "orca_of_mine"}
+    assert "scheduler=glob(nope*) has no values; give some" in sweep(capsys, tmp_path, "scheduler=glob(nope*)").error()
+
+
+def test_mappings_of_a_group_are_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sweep(capsys, tmp_path / "s", "cache={block_size: 8},{block_size: 16}")
+    assert said.status == 0, said.err
+    assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8, 16}
+    wrong = sweep(capsys, tmp_path / "t", "cache={block_size: 8},{blok_size: 16}").error()
+    assert wrong.startswith("unknown key 'cache.blok_size'")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("cache.watermark=interval(0,1)", "cache.watermark=interval(0,1): only lists of values are swept: "),
+        ("seed=range(0,2,0)", "seed=range(0,2,0): "),
+        ("scheduler=glob(nope*)", "scheduler=glob(nope*) has no values; give some, as scheduler=a,b,c"),
+    ],
+)
+def test_a_capacity_names_what_is_no_list(override: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(capsys, "capacity", *TINY, *SHORT, "slo.ttft_s=1", override).error().startswith(expected)
+
+
+def test_a_capacity_takes_a_pattern() -> None:
+    from experiments.capacity.arms import parse
+
+    arms, _ = parse([*TINY, *SHORT, "slo.ttft_s=1", "scheduler=glob(vllm_v0*)"])
+    assert [arm.name for arm in arms] == [name for name in options("scheduler") if name.startswith("vllm_v0")]
+
+
+def test_what_an_overlay_says_of_a_sweep_is_no_override(capsys: pytest.CaptureFixture[str]) -> None:
+    for override in ("hydra.sweeper.params={seed: '0,1'}", "+hydra.sweeper.params.seed='0,1'"):
+        assert "give key=a,b with -m" in say(capsys, "run", override).error()
+
+
+def test_callbacks_of_one_s_own_are_hydras_to_find(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no group" not in say(capsys, "run", "+hydra/callbacks=nope").error()
+
+
+def test_a_file_of_one_s_own_that_was_edited_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "mine.yaml"
+    file.parent.mkdir()
+    for size in (8, 128):
+        file.write_text(f"defaults: [default]\nblock_size: {size}\n")
+        assert compose_config([f"hydra.searchpath=['file://{tmp_path}']", "cache=mine"]).cache.block_size == size

@@ -80,7 +80,7 @@ def test_points_of_a_sweep_are_composed_as_hydra_composes_each() -> None:
         ["experiment=demo", "scheduler=vllm_v0", "scheduler.max_num_seqs=7"],
         ["scheduler=orca"],
     ):
-        whole = OmegaConf.to_container(_composed(tuple(overrides)), resolve=True)
+        whole = OmegaConf.to_container(_composed(tuple(overrides), ()), resolve=True)
         assert compose_raw(overrides) == compose_raw(overrides) == whole
     for size in (5, 6):  # an option of the user's, stored again in between
         store.store(group="record", name="mine", node={"token_times": size == 5})

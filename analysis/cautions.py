@@ -112,8 +112,8 @@ def _outrun(arms: Sequence[Arm]) -> list[str]:
     who = "Every arm" if len(named) == len(arms) else fmt.listing(named)
     return [
         f"{who} {'is' if len(named) == 1 or who == 'Every arm' else 'are'} beyond capacity: {offered:.3g} requests/s "
-        f"came, {reached:.3g} were served, and queues grew until the trace ended. Such latencies depend on how long "
-        "the trace is; compare throughputs there, or lower the rate."
+        f"came, {reached:.3g} were served, and more and more were in the system until the last one came. Such "
+        "latencies depend on how long the trace is; compare throughputs there, or lower the rate."
     ]
 
 
@@ -127,8 +127,9 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     if abs(changes[worst]) <= margin:
         return []
     return [
-        "The start is part of all numbers: without the requests that MSER-5 takes for warm-up, mean TTFT of "
-        f"{worst} is {fmt.change(100 * changes[worst])}. A longer trace weakens it."
+        "The start is part of all numbers: without its own first requests, those that MSER-5 takes for warm-up, mean "
+        f"TTFT of {worst} moves by {fmt.change(100 * changes[worst])} against itself (this compares no arms). A longer "
+        "trace weakens it."
     ]
 
 

@@ -178,6 +178,12 @@ def _load(arms: Sequence[Arm]) -> Trust:
         return Trust("load", "fair", f"beyond the capacity of {fmt.listing(beyond)}")
     if any(run.summary.get("steadiness") is None for arm in arms for run in arm.runs):
         return Trust("load", "fair", "not judged: requests came all at once")
+    untold = sorted(
+        {arm.name for arm in arms if any(run.summary["steadiness"]["is_outrun"] is None for run in arm.runs)}
+    )
+    if untold:
+        why = "the trace ends before it shows whether the engine keeps up"
+        return Trust("load", "fair", f"not judged for {fmt.listing(untold)}: {why}")
     return Trust("load", "good", "every arm kept up with what came")
 
 

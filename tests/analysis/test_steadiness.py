@@ -15,6 +15,44 @@ from tests.analysis.runs import request_row, table
 S = 10**9
 
 
+def served(arrivals_s: list[float], stays_s: list[float | None]) -> Requests:
+    """Scheduled on arrival, and in the system for as long as said."""
+    rows = [
+        request_row(
+            request_id=f"r{i}", arrival_ns=round(at * S), first_scheduled_ns=round(at * S),
+            finish_ns=None if stay is None else round((at + stay) * S),
+        )
+        for i, (at, stay) in enumerate(zip(arrivals_s, stays_s, strict=True))
+    ]  # fmt: skip
+    return Requests.of(table(rows, REQUEST_COLUMNS))
+
+
+def outrun(found: Requests) -> bool | None:
+    known = steadiness(found)
+    assert known is not None
+    verdict: bool | None = known["is_outrun"]
+    return verdict
+
+
+def test_overload_that_is_taken_in_at_once_is_told_by_what_is_in_the_system() -> None:
+    arrivals = [i * 0.25 for i in range(200)]  # 4 requests/s for 50 s
+    assert outrun(served(arrivals, [3.0] * 200)) is False
+    assert outrun(served(arrivals, [2.0 + at * 1.5 for at in arrivals])) is True, "1.6 requests/s are served"
+    assert outrun(served(arrivals, [3.0] * 20 + [None] * 180)) is True, "the rest was never done"
+
+
+def test_a_trace_shorter_than_its_requests_is_not_judged() -> None:
+    assert outrun(served([float(i) for i in range(10)], [20.0] * 10)) is None, "few requests, long outputs"
+    assert outrun(served([i / 450 for i in range(60)], [2.6] * 60)) is None, "it may only be filling up"
+    assert outrun(served([float(i) for i in range(10)], [2.0] * 10)) is False, "a short and light run"
+    assert outrun(served([float(i) for i in range(200)], [60.0] * 200)) is False, "long outputs, filled at half"
+
+
+def test_what_was_ignored_does_not_wait_for_ever() -> None:
+    rows = [request_row(request_id=f"r{i}", arrival_ns=i * S, finish_ns=i * S) for i in range(100)]
+    assert waiting_by_quarter(Requests.of(table(rows, REQUEST_COLUMNS))) == (0.0, 0.0, 0.0)
+
+
 def requests(arrivals_s: list[float], waits_s: list[float | None]) -> Requests:
     rows = [
         request_row(
@@ -43,17 +81,17 @@ def test_growth_must_go_on_and_be_more_than_chance() -> None:
     assert not is_outrun((1000.0, 2000.0, 3000.0), 100_000), "5 % of what came are 2,500"
 
 
-@pytest.mark.parametrize(("rate", "outrun"), [(10.0, False), (60.0, False), (90.0, True), (200.0, True)])
-def test_a_server_beyond_its_capacity_is_outrun(tmp_path: Path, rate: float, outrun: bool) -> None:
+@pytest.mark.parametrize(("rate", "is_beyond"), [(10.0, False), (60.0, False), (90.0, True), (200.0, True)])
+def test_a_server_beyond_its_capacity_is_outrun(tmp_path: Path, rate: float, is_beyond: bool) -> None:
     """Steps of 0.1 s, one token each, eight at a time: 80 requests/s."""
     run = simulate(
         {"num_requests": 600, "rate": rate, "arrival": "deterministic", "output": {"kind": "constant", "value": 1}},
         folder=tmp_path / "run", model="tiny", cost={"name": "constant", "step_s": 0.1},
         scheduler={"name": "vllm_v1", "max_num_seqs": 8},
     )  # fmt: skip
-    assert run.summary["steadiness"]["is_outrun"] is outrun
+    assert run.summary["steadiness"]["is_outrun"] is is_beyond
     note = outrun_note(run.summary)
-    assert (note is not None) is outrun
+    assert (note is not None) is is_beyond
     assert note is None or "the latencies depend on how long the trace is" in note
 
 

@@ -43,7 +43,7 @@ def check(
     given = {
         name: _named(library, name, item)
         for name, item in _choices(items).items()
-        if not (item.is_add() and name.startswith("hydra/"))  # no option of ours: Hydra says what is wrong
+        if not (item.is_add() and name.startswith("hydra/"))  # it may lie where only Hydra looks
     }
     overlays = given.pop(OVERLAYS, [])
     base = {**defaults(), **(chosen or {})}

@@ -22,6 +22,7 @@ from analysis.naming import factor_name
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence
+_MAX_LOADS, _MAX_SHARES = 4, 4  # whose attainment is told
 _DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
 _FEW = 5  # replicates: below, intervals are wide
 _NEAR, _FAR = 0.05, 0.15  # of measured errors
@@ -48,10 +49,57 @@ class Compared(NamedTuple):
 
 
 def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
-    """At most MAX_SENTENCES: who serves most within the SLO, then claimed changes by their size, the largest first. Of
-    one arm what it did, at each load."""
+    """At most MAX_SENTENCES: which arms keep the SLO, who serves most within it, then claimed changes by their size,
+    the largest first. Of one arm what it did, at each load."""
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
+    kept = [] if slo is None else _kept(groups, slo)
+    return [*kept, *_differences(groups, slo, MAX_SENTENCES - len(kept))]
+
+
+def _kept(groups: Sequence[Compared], slo: SLO) -> list[str]:
+    """One sentence: the share of requests that keep the SLO, of each arm; of loads beyond the first few, none."""
+    told = [(group.load, text) for group in groups if (text := _kept_at(group, slo))]
+    parts = [f"at {load}, {text}" if load else text for load, text in told[:_MAX_LOADS]]
+    if len(told) > _MAX_LOADS:
+        parts.append(f"{len(told) - _MAX_LOADS} more loads are in the tables")
+    said = "; ".join(parts)
+    is_word = said.startswith(("at ", "no ", "every "))  # else an arm's name, which stays as it is
+    return [f"{said[0].upper() if is_word else said[0]}{said[1:]}."] if said else []
+
+
+def _kept_at(group: Compared, slo: SLO) -> str:
+    share = SLO_METRICS[0]
+    known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms if arm.runs}
+    values = {name: value for name, value in known.items() if value is not None}
+    if not values:
+        return ""
+    if not any(values.values()):
+        return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
+    by_share: dict[str, list[str]] = {}
+    for name in sorted(values, key=lambda name: -values[name]):
+        by_share.setdefault(share.write(values[name]), []).append(name)
+    (most, best), *others = by_share.items()
+    if not others:
+        both = " both" if len(best) == 2 else ""
+        who = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
+        return f"{who} {'keep' if both else 'keeps'} the SLO for {most} of the requests"
+    if len(by_share) > _MAX_SHARES:
+        (least, worst) = others[-1]
+        return (
+            f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests, the most of {len(values)} arms, "
+            f"and {fmt.listing(worst)} for {least}, the least"
+        )
+    rest = [f"{fmt.listing(names)} for {text}" for text, names in others]
+    return f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests, {fmt.listing(rest)}"
+
+
+def _keeps(names: Sequence[str]) -> str:
+    return "keep" if len(names) > 1 else "keeps"
+
+
+def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
+    """At most so many sentences: who serves most within the SLO, and the claimed changes."""
     ranked: list[tuple[float, str]] = []
     num_quiet = num_unknown = 0
     for group in groups:
@@ -65,15 +113,15 @@ def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
             ranked.append((max(abs(row.gain) for row in claims), f"{at_load}{subject}: {_told(claims)}{uneven}."))
     ranked.sort(key=lambda item: -item[0])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
-    said = [*best[: MAX_SENTENCES - 2], *(text for _, text in ranked)]
+    said = [*best[: most - 2], *(text for _, text in ranked)]
     if not said and num_unknown:
         return ["There is too little data for a claim: too few replicates, or too few requests of one."]
     if not said and num_quiet:
         return ["Nothing that was compared differs beyond the noise."]
-    if len(said) > MAX_SENTENCES:
-        left = len(said) - MAX_SENTENCES + 1
-        said = [*said[: MAX_SENTENCES - 1], f"{left} more differences are below, under “All findings”."]
-    elif num_quiet and len(said) < MAX_SENTENCES:
+    if len(said) > most:
+        left = len(said) - most + 1
+        said = [*said[: most - 1], f"{left} more differences are below, under “All findings”."]
+    elif num_quiet and len(said) < most:
         said.append(
             f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'} no difference beyond the noise."
         )

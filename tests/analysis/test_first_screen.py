@@ -59,7 +59,34 @@ def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> 
     for verdict, is_named in cases:
         rows = [Comparison(arms[1].name, goodput, 4.0, change, verdict)]
         said = answer([Compared("", arms, rows, ())], slo)
-        assert ("serves most within the SLO" in said[0]) is is_named
+        assert any("serves most within the SLO" in text for text in said) is is_named
+        assert "the SLO" in said[0], "whether it is kept comes first"
+        assert len(said) <= MAX_SENTENCES
+
+
+def test_whether_the_slo_is_kept_is_said_first(arms: list[Arm]) -> None:
+    names = [arm.name for arm in arms]
+    rows = [row(names[1], index, 0.3) for index in range(6)]
+
+    def first(slo: SLO, load: str = "") -> str:
+        said = answer([Compared(load, arms, rows, ())], slo)
+        assert len(said) == 2
+        return said[0].replace("\u00a0", " ")
+
+    assert first(SLO(ttft_s=1e6)) == f"{names[0]} and {names[1]} both keep the SLO for 100 % of the requests."
+    assert first(SLO(ttft_s=0.0)) == "No request keeps the SLO in any arm."
+    assert first(SLO(ttft_s=0.0), "9 requests/s") == "At 9 requests/s, no request keeps the SLO in any arm."
+    between = first(SLO(ttft_s=0.05, tpot_s=0.02))
+    assert all(name in between for name in names)
+    assert "of the requests" in between
+
+
+def test_attainment_is_told_of_few_loads_and_arms(arms: list[Arm]) -> None:
+    groups = [Compared(f"{rate} requests/s", arms, [row(arms[1].name, 0, 0.3)], ()) for rate in range(6)]
+    said = answer(groups, SLO(ttft_s=1e6))
+    assert len(said) == MAX_SENTENCES
+    assert said[0].count("100") == 4
+    assert said[0].endswith("; 2 more loads are in the tables.")
 
 
 @pytest.fixture

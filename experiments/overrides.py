@@ -70,8 +70,11 @@ def _check(item: Override, keys: Keys) -> None:
         raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value, or null")
     if item.is_delete() or item.package is not None or (is_group(key) and not _sets_keys(item)):
         return
+    group, _, name = key.partition(".")
     for value in _values(item, keys.library):
         shown = str(value) if item.is_sweep_override() else str(item.input_line).partition("=")[2]
+        if name == "name" and group in GROUPS and value in keys.library.names(group) and [value] != keys.options[group]:
+            raise ConfigError(f"{key}={value} would only rename what is chosen; choose it as {group}={value}")
         keys.check_value(key, value, shown, is_added=item.is_add() or item.is_force_add())
 
 

@@ -178,3 +178,18 @@ def test_a_setting_that_is_gone_says_why_it_is_not_needed(
     assert said.status != 0
     assert (said.out, said.err) == ("", GONE)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_name_is_no_way_to_choose() -> None:
+    """Runs of one scheduler under two names would be compared as two."""
+    renamed = "scheduler.name=sarathi would only rename what is chosen; choose it as scheduler=sarathi"
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["scheduler.name=sarathi"])
+    assert str(caught.value) == renamed
+    assert compose_config(["scheduler=sarathi", "scheduler.name=sarathi"]).scheduler.name == "sarathi"
+    assert compose_config(["scheduler=sarathi", "scheduler.name=mine"]).scheduler.name == "mine"
+
+
+def test_a_group_that_is_misspelt_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'schedular'; did you mean 'scheduler'\?"):
+        compose_config(["schedular=x"])

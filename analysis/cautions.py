@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from analysis import format as fmt
 from analysis.arms import Arm, decided_alike, is_policy, paired_replicates, replicates, unsaid_keys
-from analysis.load import Run, swept_keys
-from analysis.naming import NAMING_KEYS, factor_name
+from analysis.load import Run, flatten, read_yaml, relative, swept_keys
+from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.statistics import mser5
+from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
 _MAX_KEYS = 6  # that are spelt out
@@ -29,6 +31,42 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
         found = [*_outrun(group), *_warm_up(group, margin), *_never_triggered(group)]
         said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
     return said
+
+
+def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> list[str]:
+    """Which arms lack a run, or requests of one: a sentence for each arm. start: where folders are told from."""
+    by_arm: dict[str, list[tuple[Path, str]]] = {}
+    for folder, reason in incomplete:
+        by_arm.setdefault(_arm_of(folder, arms), []).append((folder, reason))
+    said = []
+    for name, entries in by_arm.items():
+        runs = "1 run" if len(entries) == 1 else f"{len(entries)} runs"
+        first, reason = entries[0]
+        of = f" of {name}" if name else ""
+        said.append(f"{runs}{of} failed or did not end, and {'is' if len(entries) == 1 else 'are'} left out")
+        said[-1] += f" ({relative(first, start)}: {reason})."
+    return said + [
+        f"{arm.name} ignored {fmt.number(num)} requests that can never fit: they have no latency, so its latencies are "
+        "of the others."
+        for arm in arms
+        if (num := num_ignored(arm))
+    ]
+
+
+def num_ignored(arm: Arm) -> int:
+    return sum(int(run.summary["finish_reasons"]["ignored"]) for run in arm.runs)
+
+
+def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
+    """What a run that did not end would be called among the arms; "" where its configuration was not written."""
+    try:
+        config = flatten(read_yaml(folder / "config.yaml"))
+    except RunFolderError:
+        return ""
+    configs = [*(run.flat_config for arm in arms for run in arm.runs), config]
+    policies = [key for key in config if is_policy(key) and len({repr(one.get(key)) for one in configs}) > 1]
+    kept = [key for key in policies if not key.startswith("hydra.")]
+    return level_names({key: config[key] for key in naming_keys(configs, kept)}) or fmt.listing([a.name for a in arms])
 
 
 def _extrapolated(arms: Sequence[Arm]) -> list[str]:

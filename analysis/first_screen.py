@@ -11,7 +11,7 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.arms import Arm, Pair, num_replicates, replicates
-from analysis.cautions import is_outrun
+from analysis.cautions import is_outrun, num_ignored
 from analysis.checks import failures
 from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, mean_over_replicates, metric_of
 from analysis.effects import Effect, by_factor
@@ -197,8 +197,10 @@ def _best_within(group: Compared, slo: SLO) -> str:
     return f"{where}{best.arm} serves most within the SLO: {told[0]}, {group.arms[0].name} {told[1]}."
 
 
-def trust(groups: Sequence[Compared], pairs: Sequence[Pair], errors: Mapping[str, pd.DataFrame]) -> list[Trust]:
-    """The lights: fidelity, prices, replicates, load, records."""
+def trust(
+    groups: Sequence[Compared], pairs: Sequence[Pair], errors: Mapping[str, pd.DataFrame], num_left_out: int = 0
+) -> list[Trust]:
+    """The lights: fidelity, prices, replicates, load, records. num_left_out: runs that failed or did not end."""
     arms = [arm for group in groups for arm in group.arms]
     runs = [run for arm in arms for run in arm.runs]
     lights = [_fidelity(arms, pairs, errors)]
@@ -206,7 +208,7 @@ def trust(groups: Sequence[Compared], pairs: Sequence[Pair], errors: Mapping[str
         lights.append(_prices(runs))
     lights.append(_replicates(groups, runs))
     lights.append(_load(arms))
-    return [*lights, _records(runs)]
+    return [*lights, _records(arms, num_left_out)]
 
 
 def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
@@ -218,6 +220,11 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
     stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
     how = fmt.listing([*drawn, *dict.fromkeys(f"other {name}" for name in stated)])
     return Trust("replicates", "good" if num >= _FEW else "fair", f"{num} replicates" + (f", by {how}" if how else ""))
+
+
+def _ignoring(arms: Sequence[Arm]) -> str:
+    """The arms that ignored requests, "" for none."""
+    return fmt.listing(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
 
 
 def _load(arms: Sequence[Arm]) -> Trust:
@@ -232,16 +239,23 @@ def _load(arms: Sequence[Arm]) -> Trust:
     if untold:
         why = "the trace ends before it shows whether the engine keeps up"
         return Trust("load", "fair", f"not judged for {fmt.listing(untold)}: {why}")
+    if ignored := _ignoring(arms):
+        return Trust("load", "fair", f"{ignored} ignored requests that can never fit: less was served than came")
     return Trust("load", "good", "every arm kept up with what came")
 
 
-def _records(runs: Sequence[Run]) -> Trust:
+def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:
+    runs = [run for arm in arms for run in arm.runs]
     failed = [text for run in runs for text in failures(run.summary["checks"])]
     if failed:
         return Trust("records", "poor", failed[0])
     known = [check["holds"] for run in runs for check in run.summary["checks"].values()]
     if not all(known):
         return Trust("records", "fair", "not all checks could be made; the setup says which")
+    if num_left_out:
+        return Trust("records", "fair", f"{num_left_out} of the runs failed or did not end, and say nothing here")
+    if ignored := _ignoring(arms):
+        return Trust("records", "fair", f"requests of {ignored} were ignored, and have no latency")
     return Trust("records", "good", "all checks hold")
 
 

@@ -203,7 +203,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         raise RunFolderError(f"{folder}: {', '.join(missing)} missing; the run did not get to its end, run it again")
     _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
     _check_schema(folder / "steps.parquet", STEP_COLUMNS)
-    return Run(folder, _read_yaml(folder / "config.yaml"), read_json(folder / "manifest.json"))
+    return Run(folder, read_yaml(folder / "config.yaml"), read_json(folder / "manifest.json"))
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
@@ -305,7 +305,8 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a file of a run. Raises RunFolderError if there is none."""
     try:
         tree = parsed(yaml.safe_load, file.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -27,7 +27,7 @@ from analysis.arms import (
     split_repeats,
     unsaid_keys,
 )
-from analysis.cautions import cautions, is_outrun
+from analysis.cautions import cautions, is_outrun, lost
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.first_screen import Compared, answer, trust
@@ -60,6 +60,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
         _ablation(sections, load, arms, report, slo)
     _run_plots(sections, groups, baseline, report)
     context = _context(report, sections, baseline, slo)
+    context["cautions"] += lost(report.arms, report.incomplete, path.parent)
     context["cautions"] += cautions(groups, report.margin, report.replicated)
     context["answer"] = answer(sections.compared, slo)
     context["main_figure"] = _main_figure(sections)
@@ -296,7 +297,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
         "ablation": sections.ablation,
         "plots": sections.plots,
         "fidelity": {"warnings": [], "setup": None} | measured,
-        "trust": trust(sections.compared, report.pairs, measured.get("errors", {})),
+        "trust": trust(sections.compared, report.pairs, measured.get("errors", {}), len(report.incomplete)),
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
         "commands": [*commands, *([report.command] if report.command else [])],

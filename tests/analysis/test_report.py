@@ -253,6 +253,23 @@ def test_a_noisy_machine_is_told_first(tmp_path):
     assert text.index("Run it again") < text.index("On this one trace")
 
 
+def test_what_failed_or_was_ignored_is_told_first_with_its_arm(tmp_path):
+    for chunked in (False, True):
+        write_run(tmp_path / "runs" / str(chunked), chunked=chunked, **FEW)
+    write_run(tmp_path / "runs" / "cut", chunked=True, seed=1, stop_s=0.2, **FEW)
+    runs = load_sweep(tmp_path / "runs").runs
+    first = next(run for run in runs if run.path.name == "False")
+    first.summary["finish_reasons"]["ignored"] = 3
+    (first.path / "summary.json").write_text(json.dumps(first.summary))
+    text = report_from_folders([tmp_path / "runs"], tmp_path / "report.html").with_suffix(".md").read_text()
+    before = text.partition("**Before you read on**")[2].partition("## Findings")[0]
+    assert "1 run of decode\\_first" in before
+    assert "failed or did not end, and is left out (runs/cut: " in before
+    assert "prefill\\_first ignored 3 requests that can never fit" in before
+    assert "| records | fair | 1 of the runs failed or did not end" in text
+    assert not re.search(r"\| load \| good", text)
+
+
 def test_a_real_engine_that_tells_no_policies_apart_is_said_so(tmp_path):
     runs = {name: load_run(write_run(tmp_path / name, num_requests=8)) for name in ("a", "b")}
     ranking = fidelity.ranking_agreement({name: (run, run) for name, run in runs.items()})

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -107,8 +106,12 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
 
 def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """The node with the values that the overrides give, resolved."""
-    values = [parsed(item) for item in overrides if is_value(item)]
-    ConfigLoaderImpl._apply_overrides_to_config(values, node)  # Hydra's own, so that a point is what a run is
+    for override in [parsed(item) for item in overrides if is_value(item)]:
+        key, value, is_added = override.key_or_group, override.value(), override.is_add() or override.is_force_add()
+        is_there = OmegaConf.select(node, key, throw_on_missing=False) is not None
+        if override.is_add() and is_there and not isinstance(value, dict | list):  # as Hydra has it
+            raise ConfigError(f"{override.input_line}: An item is already at {key!r}; set it with {key}=<value>")
+        OmegaConf.update(node, key, value, force_add=is_added)
     raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}

@@ -58,10 +58,9 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
         raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments)), library_of(of_hydra)), root)
-    points, failed = _points(sweep)
-    todo = _left_to_run(sweep, points, failed)
+    todo = _left_to_run(sweep, _points(sweep))
     outcomes = _launched(sweep, todo) if todo else []
-    _conclude(sweep, [*failed, *outcomes], len(todo) - len(outcomes))
+    _conclude(sweep, outcomes, len(todo) - len(outcomes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,10 @@ def _combinations(parsed: list[Override], library: Library) -> list[tuple[str, l
     ]
 
 
-def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]]:
-    """Every point with its configuration, and those whose configuration is refused. Raises ConfigError if a key is."""
-    points, failed = [], []
+def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
+    """Every point with its configuration. Raises SweepError, before any runs, if one's is refused."""
+    points: list[tuple[Point, RunConfig]] = []
+    refused: list[Outcome] = []
     choices = list(zip(*(overrides for _, overrides in sweep.combinations), strict=True))
     for number, (label, overrides) in enumerate(sweep.combinations):
         searched = [item for item in sweep.of_hydra if item.startswith("hydra.searchpath=")]
@@ -128,12 +128,13 @@ def _points(sweep: _Sweep) -> tuple[list[tuple[Point, RunConfig]], list[Outcome]
             origin = Origin.of(overrides, swept, number)
             points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
         except TestbedError as error:
-            failed.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
-            print(f"failed       {label}: {error}")
-    return points, failed
+            refused.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
+    if refused:
+        raise _failure(refused, f"({len(refused)} of {len(sweep.combinations)} points are refused, and none was run)")
+    return points
 
 
-def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: list[Outcome]) -> list[Point]:
+def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[Point]:
     """The points that were not finished before, what is in their way set aside. Says what it found."""
     refuse_run(sweep.root, "hydra.sweep.dir")
     known = Known(sweep.root)
@@ -157,7 +158,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]], failed: l
     after = end_of_others(sweep.root, {*done, *todo})
     for folder, point in done.items() if after == 0 else ():
         point.origin.state(folder)
-    _say_found(len(points) + len(failed), list(done), aside, num_restated)
+    _say_found(len(points), list(done), aside, num_restated)
     return [replace(point, origin=point.origin.moved(after)) for point in todo.values()]
 
 
@@ -264,11 +265,15 @@ def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
     bad = [outcome for outcome in outcomes if outcome.status == "failed"]
     total = len(sweep.combinations)
     if bad:
-        first = f"{bad[0].label}: " * bool(bad[0].label) + bad[0].message
-        more = f" ({len(bad)} of {total} points failed)" if len(bad) > 1 else ""
-        failed = SweepError(first + more)
-        failed.exit_status = bad[0].exit_status or 1
-        raise failed
+        raise _failure(bad, f"({len(bad)} of {total} points failed)" * (len(bad) > 1))
     if num_left:
         raise SweepError(f"{num_left} of {total} points were not run; the same command runs them")
     print(f"complete     {total} point{'s' * (total > 1)}: {sweep.root}")
+
+
+def _failure(bad: list[Outcome], how_many: str) -> SweepError:
+    """The first of them in one line."""
+    label = f"{bad[0].label}: " * bool(bad[0].label)
+    failure = SweepError(f"{label}{bad[0].message} {how_many}".rstrip())
+    failure.exit_status = bad[0].exit_status or 1
+    return failure

@@ -58,9 +58,9 @@ def run_app(arguments: list[str]) -> int:
 
 
 _SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
-_PRIMARY = {"--config-path", "-cp", "--config-name", "-cn"}  # of another configuration than ours
-_WITH_VALUE = {*_PRIMARY, "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun"}
-_UNCHECKED = {*_PRIMARY, "--shell-completion", "-sc"}  # whose key=value pairs are no keys of ours
+_PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another configuration than ours
+_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
+_UNCHECKED = {"--shell-completion", "-sc"}  # whose key=value pairs are no keys of ours
 _ACTIONS = ("-m", "--multirun", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 
 
@@ -71,6 +71,11 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     for item in arguments:
         is_value = bool(flags) and flags[-1] in _WITH_VALUE and "=" not in item
         (flags if item.startswith("-") or is_value else overrides).append(item)
+    if others := [item for item in flags if item.partition("=")[0] in _PRIMARY]:
+        raise ConfigError(
+            f"{others[0]}: a run has one configuration; options of your own, as experiment/mine.yaml, go into a folder "
+            "that --config-dir names"
+        )
     actions = [item for item in flags if item.partition("=")[0] in _ACTIONS]
     if len(actions) > 1:
         raise ConfigError(f"{' and '.join(actions)} ask for different things; give one")
@@ -86,9 +91,10 @@ def _with_searched(arguments: list[str]) -> list[str]:
         if flag not in ("--config-dir", "-cd"):
             made.append(item)
             continue
-        folder = Path(value if equals else next(left, "")).absolute()
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir: there is no folder {folder}")
+        named = value if equals else next(left, "")
+        folder = Path(named).absolute()
+        if not named.strip() or not folder.is_dir():
+            raise ConfigError(f"{flag} is {named!r}; name a folder of your own options, as {flag}=my_conf")
         made.append(f"hydra.searchpath=[{literal(f'file://{folder}')}]")
     return made
 
@@ -130,9 +136,10 @@ def _job(node: DictConfig) -> dict[str, Any] | None:
     except TestbedError as error:
         if info.mode is RunMode.MULTIRUN:
             print(f"failed       {folder}: {error}")
-        with suppress(OSError):
-            folder.rmdir()  # Hydra has made it, and nothing was written
         raise
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # Hydra has made it: it goes where nothing was written
 
 
 def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:

@@ -76,6 +76,18 @@ def test_ctrl_c_keeps_partial_results(
         assert f"identical: {len(run.steps)} steps" in said.out
 
 
+def test_ctrl_c_before_anything_is_written_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*arguments: object) -> None:
+        assert (tmp_path / "run").is_dir(), "Hydra makes it"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.run._prepare_sim", pressed)
+    assert say(capsys, "run", *TINY, *LONG, f"hydra.run.dir={tmp_path / 'run'}").status == 130
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT,) * 3], ids=["SIGTERM", "impatient Ctrl-C"])
 def test_a_cluster_s_signal_and_an_impatient_user_lose_nothing(
     tmp_path: Path, signals: tuple[signal.Signals, ...]

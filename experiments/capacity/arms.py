@@ -22,7 +22,13 @@ _NO_RATE = {
     "all_at_once": "all its requests arrive at once",
     "closed_loop": "its users come again when they have been served",
 }
-_UNRECORDED: dict[str, Any] = {"decisions": False, "steps": False, "operators": False, "status_s": None}
+_UNRECORDED: dict[str, Any] = {
+    "decisions": False,
+    "explain": False,
+    "steps": False,
+    "operators": False,
+    "status_s": None,
+}
 
 
 @dataclass(frozen=True)
@@ -131,8 +137,8 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
             "trace.num_requests=1000 (of a recorded trace trace.limit)"
         )
     _refuse_copies(seeds, arrivals, config.trace.name)
-    twice = _arrivals(_at(raw, key, 2 * start, seeds[0]), seen)
-    if not twice.rate_per_s > 1.1 * arrivals[0].rate_per_s > 0:
+    slower = _arrivals(_at(raw, key, start / 2, seeds[0]), seen)
+    if not arrivals[0].rate_per_s > 1.1 * slower.rate_per_s > 0:
         raise ConfigError(
             f"{key} does not change how fast requests arrive: they come at once, or trace.transforms sets their "
             "arrivals anew; leave that out"

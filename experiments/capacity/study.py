@@ -149,9 +149,11 @@ def _differing(kept: dict[str, Any], identity: dict[str, Any], names: dict[str, 
         for name in kept[part]:
             there, here = kept[part][name], identity[part].get(names.get(name) or name)
             if there != here and not (part in ("slo", "policy") and names[name] is None):
-                before, now = (flatten({part: {name: value}}) for value in (there, here))
+                if part not in ("slo", "policy"):
+                    return f"{part} {name} has changed since"
+                before, now = (flatten({"slo": value} if part == "slo" else value) for value in (there, here))
                 key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
-                return f"{key} is {before.get(key)!r} there and {now.get(key)!r} here"
+                return f"{key} of {name} is {before.get(key)!r} there and {now.get(key)!r} here"
     for part in ("seed", "the testbed's code"):
         there, here = kept[part], identity[part]
         if there != here and not (part == "seed" and set(there) <= set(here)):

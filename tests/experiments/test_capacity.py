@@ -267,9 +267,9 @@ def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsy
     num = len(list((tmp_path / "points").iterdir()))
     there = ("--out", str(tmp_path))
     for more, text in (
-        ("slo.ttft_s=0.3", "slo.vllm_v1.ttft_s is 0.2 there and 0.3 here"),
+        ("slo.ttft_s=0.3", "slo.ttft_s of vllm_v1 is 0.2 there and 0.3 here"),
         ("seed=0,2", "seed is [0, 1] there and [0, 2] here"),
-        ("cache.block_size=8", "policy.vllm_v1.cache.block_size is 4 there and 8 here"),
+        ("cache.block_size=8", "cache.block_size of vllm_v1 is 4 there and 8 here"),
     ):
         assert text in say(capsys, "capacity", *TWO, more, *there).error()
     fine = find_capacity(*TWO, folder=tmp_path, tolerance=0.02)
@@ -360,6 +360,8 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
         (("slo.ttft_s=1", "trace.num_requests=1"), "has 1 request, which comes at no rate; give more"),
         (("slo.ttft_s=1", "trace.rate=1,2"), "trace.rate has several values"),
         (("slo.ttft_s=1", "trace.seed=3", "seed=0,1"), "copies are no replicates"),
+        (("slo.ttft_s=1", "trace.rate=2e9"), "trace.rate is 2000000000.0; it must be above 0, up to 1e9 per second"),
+        (("slo.ttft_s=1", "slo.attainment=1"), "slo.attainment is 1.0; it must be above 0 and below 1, as 0.99"),
         (("slo.ttft_s=1", "seed=0,0"), "has one twice"),
         (("slo.ttft_s=1", "seed=a"), "seed is 'a'; it must be whole numbers"),
         (("slo.ttft_s=1", "hydra.run.dir=x"), "leave it out"),
@@ -393,7 +395,7 @@ def test_a_class_or_file_that_changed_is_another_search(tmp_path: Path, monkeypa
     words = (*ONE_TOKEN[:6], "trace=jsonl", f"trace.path={file}", "scheduler.queue_order={_target_: own_order.Order}",
              "slo.ttft_s=0.05")  # fmt: skip
     find_capacity(*words, folder=tmp_path / "a")
-    for changed, text in ((order, "the class file.own_order is"), (file, f"the file.{file} is")):
+    for changed, text in ((order, "the class file own_order has changed"), (file, f"the file {file} has changed")):
         before = changed.read_text()
         changed.write_text(before + ("# other\n" if changed is order else before.splitlines()[-1].replace("r99", "r")))
         with pytest.raises(RunFolderError, match=re.escape(text)):

@@ -122,7 +122,7 @@ def _worst(requests: pd.DataFrame) -> list[str]:
     lines = []
     for title, values in ranks:
         worst = values[values > 0].sort_values(ascending=False, kind="stable").head(WORST)
-        lines.append(f"Worst {title}:")
+        lines += [f"Worst {title}:"] * bool(len(worst))
         lines += [f"- {name}: {seconds(value)}; {_one_line(requests.loc[str(name)])}" for name, value in worst.items()]
     return lines
 

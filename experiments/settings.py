@@ -148,6 +148,10 @@ class RecordConfig:
 
     def __post_init__(self) -> None:
         _ = self.profiled_steps  # raises for what is no pair of steps
+        if self.explain and not self.steps:
+            raise ConfigError(
+                "record.explain=true tells of steps, and record.steps is false: no wait could be told; leave one out"
+            )
         every_s = self.status_s
         require("record.status_s", every_s, every_s is None or every_s > 0, "above 0, or null (no status lines)")
 
@@ -167,7 +171,7 @@ class SloConfig:
         for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s"):
             limit = getattr(self, name)
             require(f"slo.{name}", limit, limit is None or limit > 0, "above 0 s, or null (no limit)")
-        require("slo.attainment", self.attainment, 0 < self.attainment < 1, "between 0 and 1, as 0.99")
+        require("slo.attainment", self.attainment, 0 < self.attainment < 1, "above 0 and below 1, as 0.99")
 
     @property
     def limits(self) -> dict[str, float]:
@@ -186,7 +190,7 @@ class ReportConfig:
     replicates: tuple[str, ...] = ()  # keys of the trace whose values are replicates and no loads: [trace.transforms]
 
     def __post_init__(self) -> None:
-        require("report.margin", self.margin, 0 < self.margin < 1, "between 0 and 1, as 0.02 for 2 %")
+        require("report.margin", self.margin, 0 < self.margin < 1, "above 0 and below 1, as 0.02 for 2 %")
         for key in self.replicates:
             if not key.startswith("trace."):
                 raise ConfigError(

@@ -202,7 +202,7 @@ def test_a_run_with_decisions_and_without_steps_is_simulated_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    say(capsys, "run", *TINY, *SHORT, "record.explain=true", "record.steps=false", f"hydra.run.dir={folder}")
+    say(capsys, "run", *TINY, *SHORT, "record.decisions=true", "record.steps=false", f"hydra.run.dir={folder}")
     said = say(capsys, "explain", str(folder))
     assert said.status == 0, said.err
     assert "the run was simulated again: the same decision digest" in said.out
@@ -210,6 +210,14 @@ def test_a_run_with_decisions_and_without_steps_is_simulated_again(
     error = say(capsys, "explain", str(folder)).error()
     assert "has no steps (record.steps=false) and no tape to replay" in error
     assert error.endswith("make the run again with record.explain=true record.steps=true")
+
+
+def test_where_nobody_waited_no_worst_wait_is_headed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say(capsys, "run", *TINY, *SHORT, "trace.num_requests=1", f"hydra.run.dir={tmp_path / 'run'}")
+    said = say(capsys, "explain", str(tmp_path / "run")).out
+    assert "1 requests, and none waited." in said
+    assert "Worst E2E:" in said
+    assert "Worst waiting" not in said
 
 
 def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from analysis import format as fmt
 from analysis.arms import Arm, decided_alike, is_policy, paired_replicates, replicates, unsaid_keys
-from analysis.load import Run, flatten, read_yaml, relative, swept_keys
+from analysis.load import Run, flatten, read_json, read_yaml, relative, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.statistics import mser5
 from testbed.errors import RunFolderError
@@ -58,11 +58,16 @@ def num_ignored(arm: Arm) -> int:
 
 
 def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
-    """What a run that did not end would be called among the arms; "" where its configuration was not written."""
+    """What a run that did not end would be called among the arms; where it left no configuration, what its sweep gave
+    it, and where it left nothing, ""."""
     try:
         config = flatten(read_yaml(folder / "config.yaml"))
     except RunFolderError:
-        return ""
+        try:
+            swept = read_json(folder / "manifest.json").get("swept") or {}
+        except RunFolderError:
+            return ""
+        return level_names({key: value for key, value in swept.items() if is_policy(key)})
     configs = [*(run.flat_config for arm in arms for run in arm.runs), config]
     policies = [key for key in config if is_policy(key) and len({repr(one.get(key)) for one in configs}) > 1]
     kept = [key for key in policies if not key.startswith("hydra.")]

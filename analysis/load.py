@@ -25,7 +25,7 @@ from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
 from analysis.summary import SUMMARY_VERSION, summarise
 from testbed.errors import RunFolderError
-from testbed.foreign_text import parsed, some
+from testbed.foreign_text import not_yaml, parsed, some
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
 _POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
+_AGAIN = "the run did not get to its end: run its command, or that of its sweep, again"
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 
@@ -200,9 +201,14 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             raise RunFolderError(f"{folder} is no run, but has {len(below)} below it; name one: {some(below)}")
         raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(FILES)})")
     if missing:
-        raise RunFolderError(f"{folder}: {', '.join(missing)} missing; the run did not get to its end, run it again")
-    _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
-    _check_schema(folder / "steps.parquet", STEP_COLUMNS)
+        raise RunFolderError(f"{folder}: {', '.join(missing)} missing; {_AGAIN}")
+    try:
+        _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
+        _check_schema(folder / "steps.parquet", STEP_COLUMNS)
+    except RunFolderError as error:
+        if (folder / "done").exists():
+            raise
+        raise RunFolderError(f"{folder}: its records end in the middle; {_AGAIN}") from error
     return Run(folder, read_yaml(folder / "config.yaml"), read_json(folder / "manifest.json"))
 
 
@@ -225,7 +231,12 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         if run.is_complete:
             runs.append(run)
         else:
-            incomplete.append((folder, "the run is partial (interrupted or still going)"))
+            incomplete.append(
+                (
+                    folder,
+                    "the run is partial (interrupted or still going): run its command, or that of its sweep, again",
+                )
+            )
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
@@ -310,7 +321,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         tree = parsed(yaml.safe_load, file.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RunFolderError(f"{file}: cannot be read as YAML ({_one_line(error)})") from error
+        raise RunFolderError(f"{file}{not_yaml(error)}") from error
     if not isinstance(tree, dict):
         raise RunFolderError(f"{file}: holds no mapping of configuration keys")
     return {str(key): value for key, value in tree.items()}

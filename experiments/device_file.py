@@ -12,7 +12,7 @@ import yaml
 
 from experiments.structured import freeze
 from testbed.errors import DeviceError
-from testbed.foreign_text import parsed, shown, unknown
+from testbed.foreign_text import not_yaml, parsed, shown, unknown
 from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*)(\.\d*)?([eE][+-]?\d+)?")  # YAML 1.1 takes 3.35e12 for text
@@ -33,13 +33,8 @@ def read_device_file(path: str | Path) -> dict[str, Any]:
         )
     try:
         node = parsed(partial(yaml.compose, Loader=yaml.SafeLoader), file.read_bytes())
-    except ValueError as error:
-        raise DeviceError(f"{path}: {error}; expected YAML with fields of a device") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "cannot be read"
-        raise DeviceError(f"{path}{line}: not YAML: {problem}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise DeviceError(f"{path}{not_yaml(error)}; expected fields of a device") from None
     if not isinstance(node, yaml.MappingNode):
         raise DeviceError(f"{path}: expected fields of a device, one a line, as memory_bytes: 80e9")
     found: dict[str, Any] = {}

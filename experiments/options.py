@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from experiments.config import GROUPS, register
 from testbed.errors import ConfigError
-from testbed.foreign_text import parsed
+from testbed.foreign_text import not_yaml, parsed
 
 CONF = Path(__file__).parent / "conf"
 _HYDRAS = Path(hydra.conf.__file__).parent  # its own options that are files
@@ -125,10 +125,8 @@ def read_option(file: Path) -> dict[str, Any]:
     loader = _FAST if file.is_relative_to(CONF) else yaml.SafeLoader  # which says what is wrong with a user's own
     try:
         content = parsed(partial(yaml.load, Loader=loader), file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file}: {error}; expected YAML") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}{not_yaml(error)}") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"{file}: expected keys, one a line, as block_size: 32")
     return content or {}

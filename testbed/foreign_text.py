@@ -25,6 +25,13 @@ def parsed(parse: Callable[[str], T], text: str | bytes) -> T:
         raise ValueError("not UTF-8 text") from None
 
 
+def not_yaml(error: Exception) -> str:
+    """What to say behind a file's name, of PyYAML's error or of `parsed`'s: ", line 3: not YAML: …"."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    line = "" if mark is None else f", line {mark.line + 1}"
+    return f"{line}: not YAML: {problem or ' '.join(str(error).split())}"
+
+
 def number(low: float, high: float) -> Callable[[Any], bool]:
     """Whether a value is a number from low to high: no NaN, and no integer that is too long for a float."""
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

@@ -61,7 +61,15 @@ def test_a_missing_file_is_named(folder, name):
 @pytest.mark.parametrize("name", ["manifest.json", "steps.parquet", "config.yaml"])
 def test_a_broken_file_is_named(folder, name):
     (folder / name).write_text("{ not: [valid")
-    refused(lambda: load_run(folder), f"{name}: cannot be read")
+    refused(lambda: load_run(folder), f"{name}, line 1: not YAML" if "yaml" in name else f"{name}: cannot be read")
+
+
+@pytest.mark.parametrize("name", ["requests.parquet", "steps.parquet"])
+def test_records_that_end_in_the_middle_are_of_a_run_to_be_made_again(folder, name):
+    (folder / name).write_bytes((folder / name).read_bytes()[:-20])
+    refused(lambda: load_run(folder), f"{name}: cannot be read as Parquet")
+    (folder / "done").unlink()
+    refused(lambda: load_run(folder), "its records end in the middle; the run did not get to its end: run its command")
 
 
 def test_missing_columns_are_named(folder):

@@ -11,6 +11,7 @@ import pytest
 from analysis import fidelity, findings, tables
 from analysis import format as fmt
 from analysis.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.cautions import lost
 from analysis.compare import LATENCY, Comparison, compare
 from analysis.effects import main_effects
 from analysis.groups import experiments
@@ -416,3 +417,9 @@ def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, sa
     estimate = Estimate(0.1, low, 0.2, 5, "paired t", "log_ratio")
     row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_holm=0.12)
     assert findings.verdict_text(row, 0.02) == says
+
+
+def test_a_run_that_left_no_configuration_is_called_what_its_sweep_gave_it(tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps({"swept": {"cache.watermark": "0.1", "seed": "3"}}))
+    (said,) = lost([], [(tmp_path, "config.yaml missing")], tmp_path)
+    assert said == "1 run of watermark 0.1 failed or did not end, and is left out (.: config.yaml missing)."

@@ -7,6 +7,7 @@ starts.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import statistics
@@ -112,6 +113,8 @@ class ContinuousBatching:
     def __init__(self, setting: Setting) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
+        # it asks for psutil in lines of its log; what goes wrong is said there, too
+        logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
         # on a CPU its cache would take most of the machine's memory: room for every request of these loads
         room = ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=2048) if setting.device == "cpu" else None
         config: Any = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=setting.max_new_tokens)
@@ -216,10 +219,10 @@ GPU_ARMS = (*CPU_ARMS[1:3], *(f"{OURS}, {name}" for name in ("flash_attn", "trit
 def _model_of(setting: Setting) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as theirs
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(setting.path, dtype=getattr(torch, setting.dtype))  # in eval mode
     return model.to(setting.device)
 

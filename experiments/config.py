@@ -40,7 +40,7 @@ from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, Roof
 from testbed.blocks.config import CacheConfig
 from testbed.checks import choose
 from testbed.errors import ConfigError, RunFolderError
-from testbed.foreign_text import parsed, unknown
+from testbed.foreign_text import not_yaml, parsed, unknown
 from testbed.policies.config import SchedulerConfig
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import load_hf_config
@@ -219,6 +219,10 @@ class RunConfig:
             raise ConfigError(f"the configuration lacks {', '.join(missing)}")
         tops = [item.name for item in fields(Root)]
         for key in raw:
+            if key.startswith("hydra/"):
+                raise ConfigError(
+                    f"{key} is no group of Hydra's own, nor one in a folder of --config-dir; leave it out"
+                )
             if key not in tops:
                 raise ConfigError(unknown(f"unknown key {key!r}", key, tops))
         name = raw["backend"].get("name")
@@ -282,7 +286,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = parsed(yaml.safe_load, file.read_bytes())
     except (yaml.YAMLError, ValueError) as error:
-        raise RunFolderError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise RunFolderError(f"{file}{not_yaml(error)}") from None
     if not isinstance(raw, dict):
         raise RunFolderError(f"{file} holds no configuration")
     for key in GONE:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -47,6 +48,11 @@ _LISTS = {  # examples of keys that have a list
     "trace.transforms": "[{name: thin, fraction: 0.5}]",
     "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
 }
+_DEFINING = {  # keys that have no value of their own
+    "model": ("name", "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+    "device": ("name", "kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
+}  # fmt: skip
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
 _TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys whose values a text takes
 
@@ -80,18 +86,30 @@ class Keys:
         prefix = packages.get(named[1] if named else "_group_")
         if prefix is None:
             return  # somewhere in a group: Hydra says what is wrong
+        if prefix == f"{OVERLAYS}.":
+            raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
         content.pop("defaults", None)
         lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
         self._mappings.update(prefix + key for key, value in _items(content, "") if isinstance(value, dict))
         for key, value in _items(content, ""):
             if isinstance(value, dict):
                 continue
-            if prefix == f"{OVERLAYS}.":
-                raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
             try:
                 self.check_value(prefix + key, value, str(value), is_added=False)
             except ConfigError as error:
                 raise ConfigError(f"{file}, line {_line_of(key, lines)}: {error}") from None
+        self._refuse_gaps(group, option or "", file)
+
+    def _refuse_gaps(self, group: str, option: str, file: Path) -> None:
+        """Raises ConfigError for a model or device that leaves out what defines it: it would be another's."""
+        said = {key for content in self.library.contents(group, option) for key in content}
+        missing = [key for key in _DEFINING.get(group, ()) if key not in said]
+        if missing and "path" not in said:
+            begin = f"[{self.library.names(group)[0]}, _self_]"
+            raise ConfigError(
+                f"{file} lacks {', '.join(missing)}; give each a line, or begin with an option that has them, as "
+                f"defaults: {begin}"
+            )
 
     @cached_property
     def _mappings(self) -> set[str]:

@@ -18,6 +18,10 @@ from experiments.options import CONF, OVERLAYS, Library, chosen_by, is_group, re
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
+_EXTRAS = {  # launchers, and what to install for each
+    "joblib": "joblib", "ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"
+}  # fmt: skip
+
 
 def check(
     overrides: Sequence[str],
@@ -39,6 +43,12 @@ def check(
                 f"{item.input_line} has several values: add -m to run each of them, or write a list as "
                 f"{item.get_key_element()}=[a,b]"
             )
+    overlaid = [str(item.value()) for item in items if item.key_or_group == OVERLAYS and not item.is_delete()]
+    if len(overlaid) > 1:
+        raise ConfigError(
+            f"{OVERLAYS} is given {len(overlaid)} times, and only the last would count; lay several over one another "
+            f"as {OVERLAYS}=[{','.join(overlaid)}]"
+        )
     library = library_of(overrides)
     given = {
         name: _named(library, name, item)
@@ -66,7 +76,7 @@ def _check(item: Override, keys: Keys) -> None:
     key = item.key_or_group
     if key.startswith("hydra.sweeper.params"):
         raise ConfigError(f"{item.input_line}: an overlay's file says so; here give key=a,b with -m")
-    if item.is_delete() and key.partition(".")[0] in (*GROUPS, *PLAIN):
+    if item.is_delete() and key != OVERLAYS:
         raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value, or null")
     if item.is_delete() or item.package is not None or (is_group(key) and not _sets_keys(item)):
         return
@@ -202,6 +212,11 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
                 f"{item.input_line} {what}; expected key=value, and for {group} one of: {', '.join(names)}"
             )
         option = value.removesuffix(".yaml")
+        if group == "hydra/launcher" and option not in names and option in _EXTRAS:
+            raise ConfigError(
+                f"{item.input_line} needs a package that is not installed: "
+                f"pip install 'llm-serving-testbed[{_EXTRAS[option]}]'"
+            )
         if names and option not in names and library.file(group, option) is None:
             raise ConfigError(unknown(f"{group} has no option {value!r}", value, names))
         found.append(option)

@@ -36,13 +36,9 @@ class SchedulerConfig:
     kv_rules: KVRules = field(default_factory=KVRules)
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "max_num_partial_prefills",
-            "max_long_partial_prefills",
-        ):
+        for name in ("max_num_seqs", "max_num_partial_prefills", "max_long_partial_prefills"):
+            require_whole(f"scheduler.{name}", getattr(self, name), 1, MAX_LIMIT)
+        for name in ("max_num_batched_tokens", "max_model_len"):
             require_whole_or_null(f"scheduler.{name}", getattr(self, name), 1, MAX_LIMIT)
         require_whole("scheduler.lookahead_slots", self.lookahead_slots, 0)
         require_whole("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, 0, also=" (0: off)")

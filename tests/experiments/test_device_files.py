@@ -53,7 +53,7 @@ def test_the_librarys_own_files_are_device_files():
         ("flops_per_s: 1e-300", "flops_per_s is '1e-300'; it must be a number from 1 to 1e30"),
         ("flops_per_s: " + "9" * 400, "flops_per_s is '9999"),
         ("memory_bytes: " + "9" * 5000, "memory_bytes is '9999"),
-        ("name: {" + "a: {" * 5000, "nested too deeply"),
+        ("name: {" + "a: {" * 5000, "not YAML: nested too deeply"),
         ("? [1, 2]\n: 3", "unknown field 'not a name'"),
         ("kind: tpu", "kind is 'tpu'; it must be one of cuda, cpu"),
         ("host_link_latency_ns: -1", "host_link_latency_ns is '-1'; it must be a whole number of ns, from 0 to 1,000,"),
@@ -111,7 +111,7 @@ def test_a_number_that_no_price_could_be_made_of_is_refused_where_it_is_given(tm
     ("line", "message"),
     [
         ("memory_bytes: lots", "line 6: device.memory_bytes is 'lots'; it must be a whole number"),
-        ("source: " + "[" * 5000, "nested too deeply; expected YAML"),
+        ("source: " + "[" * 5000, "not YAML: nested too deeply"),
         ("memory_bytez: 3", "line 6: unknown key 'device.memory_bytez'; did you mean 'device.memory_bytes'?"),
     ],
 )
@@ -121,3 +121,21 @@ def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, 
     file.write_text(f"defaults:\n  - _schema\n  - _self_\n\nname: mine\n{line}\n")
     assert main(["run", "--config-dir", str(tmp_path), "device=mine", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
     assert f"{file}{':' if 'deeply' in message else ','} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("group", "line", "missing"),
+    [
+        ("device", "flops_per_s: 1e15", "kind, memory_bytes, memory_bytes_per_s"),
+        ("model", "head_dim: 64", "architecture, hidden_size, intermediate_size, num_hidden_layers, num_attention_he"),
+    ],
+)
+def test_an_own_device_or_model_has_what_defines_it_or_begins_with_another(tmp_path, capsys, group, line, missing):
+    (tmp_path / group).mkdir()
+    file = tmp_path / group / "mine.yaml"
+    run = ["run", "--config-dir", str(tmp_path), f"{group}=mine", "trace.num_requests=2"]
+    file.write_text(f"defaults: [_schema, _self_]\nname: mine\n{line}\n")
+    assert main([*run, f"hydra.run.dir={tmp_path / 'refused'}"]) == 1
+    assert f"error: {file} lacks {missing}" in capsys.readouterr().err
+    file.write_text(f"defaults: [{'h100' if group == 'device' else 'tiny'}, _self_]\nname: mine\n{line}\n")
+    assert main([*run, f"hydra.run.dir={tmp_path / 'run'}"]) == 0

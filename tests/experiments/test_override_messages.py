@@ -84,7 +84,14 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["trace.prompt={kind: constant, valu: 3}"], "unknown key 'trace.prompt.valu'; did you mean 'trace.prompt.va"),
         (["sampling.stop_token_ids=[1,x]"], "an item of sampling.stop_token_ids is 'x'; it must be a whole number"),
         (["~cache.watermark"], "~cache.watermark: a run has all of its keys; give this one a value, or null"),
+        (["~nowhere"], "~nowhere: a run has all of its keys; give this one a value, or null"),
+        (["scheduler.max_num_seqs=0"], "scheduler.max_num_seqs is 0; it must be from 1 to 2,147,483,647"),
         (["scheduler=[orca]"], "scheduler=[orca] is no name of an option; "),
+        (["+hydra/nope=x"], "hydra/nope is no group of Hydra's own, nor one in a folder of --config-dir; leave it out"),
+        (["--config-dir="], "--config-dir is ''; name a folder of your own options, as --config-dir=my_conf"),
+        (["--config-name=x"], "--config-name=x: a run has one configuration; options of your own, "),
+        (["experiment=watermark", "experiment=demo"], "experiment is given 2 times, and only the last would count; "),
+        (["record.explain=true", "record.steps=false"], "record.explain=true tells of steps, and record.steps is f"),
         (
             ["experiment=watermark", "cache.watermrak=1"],
             "unknown key 'cache.watermrak'; did you mean 'cache.watermark'",
@@ -139,8 +146,23 @@ def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys:
     compose_config(["experiment=[demo,admission]", "cache.watermark=${scheduler.watermark}"])
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("cache: {block_size: 32}\n")
-    said = say(capsys, "run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
-    assert said.error().endswith("mine.yaml: an overlay begins with the line '# @package _global_'")
+    for text, expected in (
+        ("cache: {block_size: 32}\n", ": an overlay begins with the line '# @package _global_'"),
+        ("", ": an overlay begins with the line '# @package _global_'"),
+        ("seed: 1\ncache: [1\n", ", line 3: not YAML: expected ',' or ']', but got '<stream end>'"),
+    ):
+        (tmp_path / "experiment" / "mine.yaml").write_text(text)
+        said = say(capsys, "run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
+        assert said.error().endswith(f"mine.yaml{expected}")
+
+
+@pytest.mark.parametrize(("launcher", "extra"), [("ray", "ray"), ("submitit_slurm", "slurm")])
+def test_a_launcher_that_is_not_installed_names_what_to_install(
+    launcher: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.options.Library.names", lambda library, group: ["basic"])
+    error = say(capsys, "run", "-m", f"hydra/launcher={launcher}", "seed=0,1").error()
+    assert error.endswith(f"needs a package that is not installed: pip install 'llm-serving-testbed[{extra}]'")
 
 
 def test_a_value_may_be_taken_from_what_is_given_whole() -> None:

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from experiments.arguments import folder_named, words
@@ -51,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
             from testbed.foreign_text import unknown
 
             raise ConfigError(unknown(f"there is no command {name!r}", name, list(COMMANDS)))
-        return COMMANDS[name](rest)
+        command = COMMANDS[name]
+        return int((import_module(command).main if isinstance(command, str) else command)(rest))
     except TestbedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -119,18 +121,6 @@ def _conform(arguments: list[str]) -> int:
     return check_file(options.file, options.case, options.preset)
 
 
-def _observe(arguments: list[str]) -> int:
-    from experiments.observe import main as observe
-
-    return observe(arguments)
-
-
-def _generate(arguments: list[str]) -> int:
-    from experiments.generate_command import main as generate
-
-    return generate(arguments)
-
-
 def _report(arguments: list[str]) -> int:
     from analysis.report import report_from_folders
 
@@ -177,18 +167,6 @@ def _limits(text: str | None) -> dict[str, float] | None:
     except (ValueError, TypeError):
         raise ConfigError(f"--slo is {text!r}; expected limits in seconds, as ttft_s=0.5,tpot_s=0.05") from None
     raise ConfigError(f"--slo is {text!r}, which gives one limit twice; give each once, as ttft_s=0.5,tpot_s=0.05")
-
-
-def _trace(arguments: list[str]) -> int:
-    from experiments.trace_command import main as trace
-
-    return trace(arguments)
-
-
-def _tables(arguments: list[str]) -> int:
-    from experiments.tables import main as tables
-
-    return tables(arguments)
 
 
 def _timeline(arguments: list[str]) -> int:
@@ -240,58 +218,23 @@ def _costs(arguments: list[str]) -> int:
     return 0
 
 
-def _explain(arguments: list[str]) -> int:
-    from experiments.explain import main as explain
-
-    return explain(arguments)
-
-
-def _calibrate(arguments: list[str]) -> int:
-    from experiments.calibrate_command import main as calibrate
-
-    return calibrate(arguments)
-
-
-def _fidelity(arguments: list[str]) -> int:
-    from experiments.fidelity import main as fidelity
-
-    return fidelity(arguments)
-
-
-def _capacity(arguments: list[str]) -> int:
-    from experiments.capacity import main as capacity
-
-    return capacity(arguments)
-
-
-def _bench(arguments: list[str]) -> int:
-    from experiments.bench import main as bench
-
-    return bench(arguments)
-
-
-def _demo(arguments: list[str]) -> int:
-    from experiments.demo import main as demo
-
-    return demo(arguments)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
+# each command's function, or the module that has it, as `main`
+COMMANDS: dict[str, Callable[[list[str]], int] | str] = {
     "run": _run,
     "list": _list,
     "parity": _parity,
     "conform": _conform,
-    "observe": _observe,
-    "generate": _generate,
-    "capacity": _capacity,
+    "observe": "experiments.observe",
+    "generate": "experiments.generate_command",
+    "capacity": "experiments.capacity.command",
     "report": _report,
     "timeline": _timeline,
     "costs": _costs,
-    "explain": _explain,
-    "calibrate": _calibrate,
-    "fidelity": _fidelity,
-    "tables": _tables,
-    "trace": _trace,
-    "bench": _bench,
-    "demo": _demo,
+    "explain": "experiments.explain",
+    "calibrate": "experiments.calibrate_command",
+    "fidelity": "experiments.fidelity.command",
+    "tables": "experiments.tables",
+    "trace": "experiments.trace_command",
+    "bench": "experiments.bench",
+    "demo": "experiments.demo",
 }

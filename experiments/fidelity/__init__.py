@@ -1,5 +1,1 @@
 """`testbed fidelity`: measured runs simulated again, request by request, and how far the simulator is off."""
-
-from experiments.fidelity.command import main
-
-__all__ = ["main"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from testbed.core.request import Request, SamplingParams
 from testbed.errors import TraceError
+from testbed.foreign_text import whole
 from testbed.traces.readers.fields import json_object, present, refuse, token_ids
 from testbed.traces.readers.open_text import existing_file, read_lines
 
@@ -49,20 +50,19 @@ def read_cases(file: Path) -> list[Case]:
 
 def _case(line: str, place: str) -> Case:
     fields = json_object(line, place)
-    name, system = (_checked(present(fields, key, place), place, key, _is_text, "a name") for key in ("case", "system"))
-    config = _checked(present(fields, "config", place), place, "config", _is_object, "an object")
+    name, system = (_present(fields, place, key, _NAME) for key in ("case", "system"))
+    config = _present(fields, place, "config", _OBJECT)
     for key, value in config.items():
         if key not in CONFIG_FIELDS:
             raise TraceError(f"{place}: config has an unknown field {key!r}; known: {', '.join(CONFIG_FIELDS)}")
         if value is not None:
-            _checked(value, place, f"config.{key}", *CONFIG_FIELDS[key])
-    rows = _checked(present(fields, "requests", place), place, "requests", _is_list, "a list")
+            _checked(value, place, f"config.{key}", CONFIG_FIELDS[key])
+    rows = _present(fields, place, "requests", _LIST)
     requests = {request.request_id: request for request in (_request(row, place) for row in rows)}
     if len(requests) != len(rows):
         raise TraceError(f"{place}: a request_id occurs twice in requests; ids must differ")
-    decisions = _checked(present(fields, "steps", place), place, "steps", _is_list, "a list")
     steps: list[Decision] = []
-    for row in decisions:
+    for row in _present(fields, place, "steps", _LIST):
         steps.append(_decision(row, requests, place))
         if len(steps) > 1 and steps[-1]["step"] <= steps[-2]["step"]:
             raise TraceError(f"{place}: step {steps[-1]['step']} follows step {steps[-2]['step']}; steps must increase")
@@ -72,44 +72,44 @@ def _case(line: str, place: str) -> Case:
 
 
 def _request(row: Any, place: str) -> Request:
-    row = _checked(row, place, "requests", _is_object, "a list of objects")
-    request_id = _checked(present(row, "request_id", place), place, "request_id", _is_id, "a decimal number as text")
+    row = _checked(row, place, "requests", _OBJECTS)
+    request_id = _present(row, place, "request_id", (_is_id, "a decimal number as text"))
     place = f"{place}: request {request_id}"
-    arrival = _checked(present(row, "arrival_step", place), place, "arrival_step", _is_count, "a whole number from 0")
+    arrival = _present(row, place, "arrival_step", _COUNT)
     return Request(
         request_id,
         token_ids(present(row, "prompt_token_ids", place), place, "prompt_token_ids"),
         arrival_ns=arrival * SECOND_NS,
         forced_output=token_ids(present(row, "output_token_ids", place), place, "output_token_ids"),
         sampling=SamplingParams(
-            n=_checked(row.get("n", 1), place, "n", _is_positive, "a whole number from 1"),
-            max_tokens=_checked(row.get("max_tokens"), place, "max_tokens", _is_leave, "a number from 1, or null"),
+            n=_checked(row.get("n", 1), place, "n", _POSITIVE),
+            max_tokens=None if (most := row.get("max_tokens")) is None else _checked(most, place, "max_tokens", _LEAVE),
         ),
-        priority=_checked(row.get("priority", 0), place, "priority", _is_whole, "a whole number"),
+        priority=_checked(row.get("priority", 0), place, "priority", (whole(-_MOST, _MOST), "a whole number")),
     )
 
 
 def _abort(row: Any, requests: dict[str, Request], place: str) -> tuple[int, int, str]:
-    row = _checked(row, place, "aborts", _is_object, "a list of objects")
+    row = _checked(row, place, "aborts", _OBJECTS)
     name = present(row, "request_id", place)
     if name not in requests:
         raise TraceError(f"{place}: aborts name request {name!r}, which the case does not have")
     where = f"{place}: abort of {name}"
-    planned, committed = (_checked(present(row, key, where), where, key, *_COUNT) for key in ("planned", "committed"))
+    planned, committed = (_present(row, where, key, _COUNT) for key in ("planned", "committed"))
     return planned, committed, name
 
 
 def _decision(row: Any, requests: dict[str, Request], place: str) -> Decision:
     """One step, with sets of requests sorted by numeric id."""
-    row = _checked(row, place, "steps", _is_object, "a list of objects")
-    step = _checked(present(row, "step", place), place, "step", _is_count, "a whole number from 0")
+    row = _checked(row, place, "steps", _OBJECTS)
+    step = _present(row, place, "step", _COUNT)
     place = f"{place}: step {step}"
     present(row, "scheduled", place)
     decision: Decision = {"step": step}
     for key, value in row.items():
         if key not in STEP_FIELDS:
             raise TraceError(f"{place}: unknown field {key!r}; known: {', '.join(STEP_FIELDS)}")
-        value = _checked(value, place, key, *STEP_FIELDS[key])
+        value = _checked(value, place, key, STEP_FIELDS[key])
         if isinstance(value, dict | list):
             strangers = [name for name in value if name not in requests]
             if strangers:
@@ -123,10 +123,15 @@ def _decision(row: Any, requests: dict[str, Request], place: str) -> Decision:
 Kind = tuple[Callable[[Any], bool], str]  # (whether a value is one, what was expected)
 
 
-def _checked(value: Any, place: str, field: str, is_one: Callable[[Any], bool], expected: str) -> Any:
+def _checked(value: Any, place: str, field: str, kind: Kind) -> Any:
+    is_one, expected = kind
     if not is_one(value):
         raise refuse(place, field, value, expected)
     return value
+
+
+def _present(fields: dict[str, Any], place: str, field: str, kind: Kind) -> Any:
+    return _checked(present(fields, field, place), place, field, kind)
 
 
 def _is_text(value: Any) -> bool:
@@ -145,22 +150,6 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str) and value.isascii() and value.isdigit()
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**31
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value) and value >= 0
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_whole(value) and value >= 1
-
-
-def _is_leave(value: Any) -> bool:
-    return value is None or _is_positive(value)
-
-
 def _is_share(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1
 
@@ -169,18 +158,19 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_id, value))
-
-
-_COUNT: Kind = (_is_count, "a whole number from 0")
-_POSITIVE: Kind = (_is_positive, "a whole number from 1")
-_COUNTS: Kind = (_is_counts, "an object of tokens by request")
-_IDS: Kind = (_is_ids, "a list of request ids")
+_MOST = 2**31 - 1
+_NAME: Kind = (_is_text, "a name")
+_OBJECT: Kind = (_is_object, "an object")
+_OBJECTS: Kind = (_is_object, "a list of objects")
+_LIST: Kind = (_is_list, "a list")
+_COUNT: Kind = (whole(0, _MOST), "a whole number from 0")
+_POSITIVE: Kind = (whole(1, _MOST), "a whole number from 1")
+_LEAVE: Kind = (whole(1, _MOST), "a number from 1, or null")
+_COUNTS: Kind = (
+    lambda value: _is_object(value) and all(map(_COUNT[0], value.values())),
+    "an object of tokens by request",
+)
+_IDS: Kind = (lambda value: _is_list(value) and all(map(_is_id, value)), "a list of request ids")
 CONFIG_FIELDS: dict[str, Kind] = {
     "block_size": _POSITIVE,
     "num_gpu_blocks": _POSITIVE,
@@ -190,7 +180,7 @@ CONFIG_FIELDS: dict[str, Kind] = {
     "max_model_len": _POSITIVE,
     "prefix_caching": (_is_flag, "true or false"),
     "preemption_mode": (_is_text, "recompute, swap or null"),
-    "queue_order": (_is_text, "a name"),
+    "queue_order": _NAME,
     "long_prefill_token_threshold": _COUNT,
     "max_num_partial_prefills": _POSITIVE,
     "watermark": (_is_share, "a share in [0, 1)"),

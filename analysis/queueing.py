@@ -1,4 +1,4 @@
-"""Queueing theory that the simulator is checked against: exact recursions, formulas for means, and their intervals.
+"""Queueing theory that the simulator is checked against: exact recursions, and formulas for means.
 
 Seconds, and requests per second; Lindley's recursion is in whole ns. Nothing here knows runs or records.
 
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,22 +102,3 @@ def _utilisation(value: float) -> float:
     if not 0 <= value < 1:
         raise ValueError(f"the utilisation is {value:g}; a queue has a mean wait only below 1")
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean, and the ends of its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def mean_over_replications(means: Sequence[float], confidence: float) -> Interval:
-    """Student's t interval of independent replications: each gives one mean. At least two."""
-    from scipy.stats import t  # slow to import
-
-    num = len(means)
-    centre = fmean(means)
-    half = float(t.ppf((1 + confidence) / 2, num - 1)) * stdev(means) / math.sqrt(num)
-    return Interval(centre, centre - half, centre + half)

@@ -15,16 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
+import numpy as np
 from tqdm import tqdm
 
-from analysis.queueing import (
-    Interval,
-    Service,
-    cobham_waits,
-    lindley_waits,
-    mean_over_replications,
-    pollaczek_khinchine_wait,
-)
+from analysis.queueing import Service, cobham_waits, lindley_waits, pollaczek_khinchine_wait
+from analysis.statistics import Estimate, mean_t
 from experiments import build
 from experiments.compose import compose_config
 from experiments.config import RunConfig
@@ -122,38 +117,24 @@ def _measure(case: Case, options: argparse.Namespace) -> list[tuple[str, bool]]:
     if case.urgent is None:
         exact = f"{num_exact} of {options.replications}"
         waited = (_recursion(case, options.requests, seed)[counted.start :] for seed in range(options.recursions))
-        found = mean_over_replications([fmean(waits) / 1e6 for waits in waited], CONFIDENCE)
-        further = f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+        found = interval([fmean(waits) / 1e6 for waits in waited])
+        further = f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
     rows = []
     for (name, wait_s), of_class in zip(case.formulas(), means, strict=True):
-        row = Row(name, case.utilisation, wait_s * 1e3, mean_over_replications(of_class, CONFIDENCE), exact, further)
-        rows.append((row.line(), row.is_inside))
+        found, formula = interval(of_class), wait_s * 1e3
+        is_inside = found.low <= formula <= found.high
+        cells = (
+            name, f"{case.utilisation:g}", f"{formula:.3f}", f"{found.value:.3f}",
+            f"{found.low:.3f} to {found.high:.3f}", f"{100 * (found.value / formula - 1):+.2f} %",
+            "yes" if is_inside else "no", exact, further,
+        )  # fmt: skip
+        rows.append((f"| {' | '.join(cells)} |", is_inside))
     return rows
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table; times in ms."""
-
-    name: str
-    utilisation: float
-    formula: float
-    found: Interval
-    exact: str
-    further: str
-
-    @property
-    def is_inside(self) -> bool:
-        return self.found.low <= self.formula <= self.found.high
-
-    def line(self) -> str:
-        found = self.found
-        cells = (
-            self.name, f"{self.utilisation:g}", f"{self.formula:.3f}", f"{found.mean:.3f}",
-            f"{found.low:.3f} to {found.high:.3f}", f"{100 * (found.mean / self.formula - 1):+.2f} %",
-            "yes" if self.is_inside else "no", self.exact, self.further,
-        )  # fmt: skip
-        return f"| {' | '.join(cells)} |"
+def interval(means: Sequence[float]) -> Estimate:
+    """Student's t interval of independent replications, each of which gives one mean."""
+    return mean_t(np.array(means), level=CONFIDENCE)
 
 
 def _recursion(case: Case, num_requests: int, seed: int) -> list[int]:

@@ -22,13 +22,12 @@ import numpy as np
 import pytest
 
 from analysis.queueing import (
-    Interval,
     Service,
     cobham_waits,
     lindley_waits,
-    mean_over_replications,
     pollaczek_khinchine_wait,
 )
+from analysis.statistics import Estimate, mean_t
 from testbed.core.limits import Limits
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import LengthConfig, arrivals, lengths, stream
@@ -69,13 +68,13 @@ def simulated_waits(rate: float, service: Service, seed: int, *, num: int = NUM_
     return serve_trace(core(), trace).waits_ns
 
 
-def mean_wait(rate: float, service: Service) -> Interval:
+def mean_wait(rate: float, service: Service) -> Estimate:
     """Mean wait in seconds with its interval over replications."""
     means = [float(np.mean(simulated_waits(rate, service, seed)[NUM_CUT:])) / 1e9 for seed in REPLICATIONS]
-    return mean_over_replications(means, CONFIDENCE)
+    return mean_t(np.array(means), level=CONFIDENCE)
 
 
-def expect_covers(interval: Interval, formula: float, what: str) -> None:
+def expect_covers(interval: Estimate, formula: float, what: str) -> None:
     assert interval.low <= formula <= interval.high, (
         f"{what}: {formula:.6f} s by the formula is outside [{interval.low:.6f}, {interval.high:.6f}] s; "
         f"seeds {list(REPLICATIONS)}"
@@ -206,7 +205,7 @@ def test_mean_waits_of_two_priorities_are_cobhams() -> None:
             means[index].append(float(waits[chosen].mean()))
     formulas = cobham_waits(rates, service.mean_s, service.second_moment_s2)
     for name, found, formula in zip(("urgent", "other"), means, formulas, strict=True):
-        expect_covers(mean_over_replications(found, CONFIDENCE), formula, f"Cobham, {name}")
+        expect_covers(mean_t(np.array(found), level=CONFIDENCE), formula, f"Cobham, {name}")
 
 
 def prioritised(instants: Sequence[int], outputs: Sequence[int], priorities: Sequence[int] | None = None) -> Trace:

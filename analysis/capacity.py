@@ -101,10 +101,9 @@ def max_failed(num_requests: int, share: float) -> int:
 def count_load(requests: Any, slo: SLO, duration_s: float) -> Load:
     """Of a whole run's request records, as `analysis.metrics` takes them."""
     columns = RequestColumns.of(requests)
-    limits = {name: limit for name, limit in asdict(slo).items() if limit is not None}
     completed = columns.is_completed
-    values = {name: latency(columns, name) for name in (*limits, "e2e_s")}
-    over = {name: int((values[name] > limit).sum()) for name, limit in limits.items()}
+    values = {name: latency(columns, name) for name in (*slo.limits, "e2e_s")}
+    over = {name: int((values[name] > limit).sum()) for name, limit in slo.limits.items()}
     arrival = columns.numbers("arrival_ns")
     return Load(
         is_whole=True,

@@ -40,11 +40,16 @@ class SLO:
     itl_max_s: float | None = None
     e2e_s: float | None = None
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """Those that are set, by name."""
+        return {name: limit for name, limit in asdict(self).items() if limit is not None}
+
     @classmethod
     def parse(cls, value: SLO | Mapping[str, float | None] | None) -> SLO | None:
         """An SLO from itself or a mapping of its fields; None where no limit is set. Unknown names raise TypeError."""
         slo = value if isinstance(value, SLO) or value is None else cls(**value)
-        return slo if slo is not None and any(limit is not None for limit in asdict(slo).values()) else None
+        return slo if slo is not None and slo.limits else None
 
 
 LATENCIES = (
@@ -111,10 +116,9 @@ def meets_slo(requests: Any, slo: SLO) -> BoolArray:
     """
     columns = RequestColumns.of(requests)
     met = columns.is_completed
-    for name, limit in asdict(slo).items():
-        if limit is not None:
-            value = latency(columns, name)
-            met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s") else False)
+    for name, limit in slo.limits.items():
+        value = latency(columns, name)
+        met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s") else False)
     return met
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -208,7 +207,7 @@ def _attainment(requests: Requests, slo: SLO, duration_s: float) -> dict[str, An
     met, sent = requests.sum(lambda piece: meets_slo(piece, slo).sum()), len(requests)
     low, high = wilson(met, sent) if sent else (None, None)
     return {
-        "limits": {name: limit for name, limit in asdict(slo).items() if limit is not None},
+        "limits": slo.limits,
         "num_met": met,
         "attainment": met / sent if sent else None,
         "attainment_ci95": [low, high],

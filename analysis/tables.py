@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,5 +228,5 @@ def _float(value: Any) -> float | None:
 def slo_text(slo: SLO) -> str:
     """The limits in words."""
     names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "every gap between tokens", "e2e_s": "E2E latency"}
-    parts = [f"{names[name]} ≤ {fmt.seconds(limit)}" for name, limit in asdict(slo).items() if limit is not None]
+    parts = [f"{names[name]} ≤ {fmt.seconds(limit)}" for name, limit in slo.limits.items()]
     return fmt.listing(parts)

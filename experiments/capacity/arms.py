@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -48,10 +48,6 @@ class Arm:
     unit: str
     num_requests: tuple[int, ...]
     is_simulated: bool
-
-    @property
-    def limits(self) -> dict[str, float]:
-        return {name: limit for name, limit in asdict(self.slo).items() if limit is not None}
 
     def at(self, value: float, seed: int) -> dict[str, Any]:
         """The configuration of one run."""

@@ -139,7 +139,7 @@ def setup_lines(capacity: Capacity) -> list[str]:
 
 def _terms(found: Found) -> str:
     arm, raw = found.arm, found.arm.raw
-    limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.limits.items())
+    limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.slo.limits.items())
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))
     names = f"{raw['backend']['name']}, {raw['model']['name']} on {raw['device']['name']}"
     return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {raw['trace'].get('name')} ({num})"

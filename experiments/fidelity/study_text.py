@@ -20,28 +20,24 @@ def study_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]
     lines = ["## Configurations", ""]
     lines += [f"- {one.run.name} ({one.run.engine}): {one.used}" for one in found]
     lines += ["", "## Signed errors, %, (simulated - measured) / measured", "", _signed(found), ""]
-    parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
-    for part in parts:
-        rows = scores(found, part)
-        where = "whole runs" if part == WHOLE else part
-        lines += [f"## Mean absolute percentage errors, {where}", "", _mape(rows), "", *lowest_lines(rows), ""]
-    if fits:
-        lines += ["## Fitted to the first half of each run's stages", "", _fitted(fits), ""]
+    lines += _summed_up(found, fits)
     notes = [*merged(found), *_edges(fits)]
     return lines + (["## Notes", "", *(f"- {note}" for note in notes)] if notes else [])
 
 
+def _summed_up(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
+    """The predictors' errors over the runs, and what was fitted."""
+    lines = []
+    for part in dict.fromkeys(part for one in found for part in one.run.parts):
+        rows, where = scores(found, part), "whole runs" if part == WHOLE else part
+        lines += [f"## Mean absolute percentage errors, {where}", "", _mape(rows), "", *lowest_lines(rows), ""]
+    return lines + (["## Fitted to the first half of each run's stages", "", _fitted(fits), ""] if fits else [])
+
+
 def page_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
     """The same, short: errors of whole runs, the predictors beside each other."""
-    parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
-    lines = ["Signed errors of whole runs, %:", "", _signed(found, stages=False), ""]
-    for part in parts:
-        rows = scores(found, part)
-        where = "whole runs" if part == WHOLE else part
-        lines += [f"Mean absolute percentage errors, {where}:", "", _mape(rows), "", *lowest_lines(rows), ""]
-    if fits:
-        lines += ["Fitted to the first half of each run's stages:", "", _fitted(fits), ""]
-    return lines
+    lines = ["## Signed errors of whole runs, %", "", _signed(found, stages=False), "", *_summed_up(found, fits)]
+    return [f"{line.removeprefix('## ')}:" if line.startswith("## ") else line for line in lines]
 
 
 def _fitted(fits: Sequence[Fitted]) -> str:

@@ -155,22 +155,14 @@ DECODES = {"num_steps": 2, "duration_ns": 9, "ns": {"qkv": 7, "link": -2}}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"format": 2}, "'format' is 2; expected 1"),
-        ({"parts": None}, "'parts' is None; expected operators or spans"),
-        ({"phases": {"decodes": DECODES}}, "'phases' is .*; expected an object with some of prefill, decode, "),
-        ({"phases": {"decode": 3}}, "phases.decode is 3; expected an object with num_steps, duration_ns and ns"),
-        ({"phases": {"decode": {"ns": {}}}}, "phases.decode is .*; expected an object with num_steps, "),
-        ({"num_steps": -1}, "phases.decode.num_steps is -1; expected a whole number, from 0 to "),
-        ({"duration_ns": 1.5}, "phases.decode.duration_ns is 1.5; expected a whole number"),
-        ({"ns": [1]}, r"phases.decode.ns is \[1\]; expected an object with the ns of each part"),
-        ({"ns": {"qkv": "x"}}, "phases.decode.ns.qkv is 'x'; expected a whole number, from 0 to "),
-        ({"ns": {"qkv": -7}}, "phases.decode.ns.qkv is -7; expected a whole number, from 0 to "),
-        ({"ns": {"link": 10**400}}, r"phases.decode.ns.link is 1000.*; expected a whole number, from -4,611"),
+        {"format": 2}, {"parts": None}, {"phases": {"decodes": DECODES}}, {"phases": {"decode": 3}},
+        {"phases": {"decode": {"ns": {}}}}, {"num_steps": -1}, {"duration_ns": 1.5}, {"ns": [1]}, {"ns": {"qkv": "x"}},
+        {"ns": {"qkv": -7}}, {"ns": {"link": 10**400}},
     ],
-)
-def test_what_a_file_of_operators_must_say(tmp_path, capsys, change, message):
+)  # fmt: skip
+def test_what_a_file_of_operators_must_say(tmp_path, capsys, change):
     phase = DECODES | {name: value for name, value in change.items() if name in DECODES}
     document = {"format": 1, "parts": "operators", "phases": {"decode": phase}}
     (tmp_path / "operators.json").write_text(json.dumps(document))
@@ -178,7 +170,7 @@ def test_what_a_file_of_operators_must_say(tmp_path, capsys, change, message):
         assert load_operators(tmp_path) == document
         document |= change
         (tmp_path / "operators.json").write_text(json.dumps(document))
-    with pytest.raises(RunFolderError, match=rf"operators\.json: {message}"):
+    with pytest.raises(RunFolderError, match=r"operators\.json is not as this version writes it; run it again"):
         load_operators(tmp_path)
     assert main(["costs", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import MISSING, OmegaConf
 
@@ -40,7 +39,7 @@ from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, Roof
 from testbed.blocks.config import CacheConfig
 from testbed.checks import choose
 from testbed.errors import ConfigError, RunFolderError
-from testbed.foreign_text import not_yaml, parsed, unknown
+from testbed.foreign_text import unknown
 from testbed.policies.config import SchedulerConfig
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import load_hf_config
@@ -283,12 +282,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.yaml"
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: config.yaml is missing")
-    try:
-        raw = parsed(yaml.safe_load, file.read_bytes())
-    except (yaml.YAMLError, ValueError) as error:
-        raise RunFolderError(f"{file}{not_yaml(error)}") from None
-    if not isinstance(raw, dict):
-        raise RunFolderError(f"{file} holds no configuration")
+    from analysis.load import read_yaml  # not at the top: Arrow is slow to import
+
+    raw = read_yaml(file)
     for key in GONE:
         group, _, name = key.partition(".")
         if isinstance(raw.get(group), dict):

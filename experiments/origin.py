@@ -5,13 +5,11 @@ Owns the words of a command line as data. Must not know what the keys mean, or w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from experiments.run_folder import write_json
+from experiments.run_folder import read_manifest, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +33,22 @@ class Origin:
 
     def state(self, folder: Path) -> None:
         """Says so of a finished run, which an earlier command had made in another place of its sweep."""
-        file = folder / "manifest.json"
-        manifest = json.loads(file.read_bytes())
+        manifest = read_manifest(folder)
         if manifest != (now := manifest | asdict(self)):
-            write_json(file, now)
+            write_json(folder / "manifest.json", now)
 
 
 def end_of_others(sweep: Path, mine: set[Path]) -> int:
     """Where the places of finished points end there that are not among `mine`: what extends them comes after."""
     others = (file.parent for file in sweep.glob("*/done") if file.parent not in mine)
-    places = [json.loads((folder / "manifest.json").read_bytes()).get("point") for folder in others]
+    places = [read_manifest(folder).get("point") for folder in others]
     return max((place + 1 for place in places if place is not None), default=0)
 
 
 def kept_in(folder: Path) -> list[str]:
     """What the run there was given, as overrides; of a run that does not say, nothing."""
-    try:
-        given: Any = json.loads((folder / "manifest.json").read_bytes())["given"]
-        return [f"{key}={value}" for key, value in (given or {}).items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
+    given = read_manifest(folder).get("given")
+    return [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else []
 
 
 def _by_key(overrides: Iterable[str]) -> dict[str, str]:

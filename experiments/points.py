@@ -24,7 +24,7 @@ from experiments.identity import Identity, identity_of
 from experiments.interrupt import was_pressed
 from experiments.origin import Origin
 from experiments.run import INTERRUPTED, execute
-from experiments.run_folder import SET_ASIDE, describe_failure, has_run, is_locked, set_aside
+from experiments.run_folder import SET_ASIDE, describe_failure, has_run, is_locked, read_manifest, set_aside
 from testbed.errors import RunFolderError, TestbedError
 
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # of a point's folder: Identity.name
@@ -78,21 +78,13 @@ class Known:
             if path == folder and not (path / "done").exists():
                 yield "partial", set_aside(path, path.with_name(f"{path.name}.partial"))
                 continue
-            why = identity.changes_since(_manifest(path))
+            why = identity.changes_since(read_manifest(path))
             yield f"stale: {why}", set_aside(path, path.parent / SET_ASIDE / path.name)
 
 
 def is_done(folder: Path, identity: Identity) -> bool:
     """Whether this very point was finished there."""
-    return (folder / "done").exists() and identity.is_of(_manifest(folder))
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
+    return (folder / "done").exists() and identity.is_of(read_manifest(folder))
 
 
 def holds_another(folder: Path, config: RunConfig) -> bool:

@@ -139,6 +139,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         raise
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the run there says of itself; nothing where it does not."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
 def is_same_file(one: Path, other: Path) -> bool:
     """Whether both are there, and are one file."""
     return one.exists() and other.exists() and one.samefile(other)

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.load import read_json
 from experiments.fidelity.measured import MEASURED
-from testbed.errors import ConfigError, RunFolderError
+from experiments.run_folder import read_manifest
+from testbed.errors import ConfigError
 
 _SIMULATED = ("simulated", "fitted")
 _COMMAND = "testbed fidelity "
@@ -35,8 +35,4 @@ def _is_ours(folder: Path) -> bool:
     done = folder / "done"
     if folder.name not in _SIMULATED:
         return done.is_file() and done.read_text(errors="replace") == MEASURED
-    try:
-        manifest = read_json(folder / "manifest.json")
-    except (RunFolderError, OSError):
-        return False
-    return str(manifest.get("command", "")).startswith(_COMMAND)
+    return str(read_manifest(folder).get("command", "")).startswith(_COMMAND)

@@ -98,32 +98,23 @@ def main(arguments: list[str]) -> int:
 
 
 def _bench_points(repeats: int) -> None:
-    """simulate() in this process, as a sweep's points are: the first one also imports what the others find there."""
-    from experiments import simulate
-    from experiments.compose import compose_config, to_overrides
+    """Runs in this process, as a sweep's points are: the first one also imports what the others find there."""
+    from experiments.compose import compose_config
+    from experiments.run import execute
 
-    like = dict(item.removeprefix("trace.").split("=") for item in LOOK_ALIKE[1:])
-    flat = {key: float(value) if value.replace(".", "").isdigit() else value for key, value in like.items()}
-    trace: dict[str, Any] = {"name": "synthetic", "num_requests": POINT_REQUESTS, "prompt": {}, "output": {}}
-    for key, value in flat.items():
-        group, _, name = key.rpartition(".")
-        (trace[group] if group else trace)[name] = int(value) if name in ("value", "max_tokens") else value
-    settings: dict[str, Any] = {
-        "model": "llama3.1_8b", "device": "h100", "scheduler": {"max_num_seqs": 512, "max_num_batched_tokens": 512},
-        "cache": {"num_gpu_blocks": 27_800},
-    }  # fmt: skip
+    overrides = ["model=llama3.1_8b", *SETTINGS, *LOOK_ALIKE, f"trace.num_requests={POINT_REQUESTS}"]
     timed = []
-    for seed in range(2 + repeats):
-        began = time.perf_counter()
-        run = simulate(trace, seed=seed, **settings)
-        timed.append((time.perf_counter() - began, run.manifest["wall_s"]))
-    point_s, loop_s = min(timed[1:])
-    began = time.perf_counter()
-    compose_config(to_overrides({"backend": "sim", "seed": 99, **settings, "trace": trace}))
+    with tempfile.TemporaryDirectory(prefix="testbed-bench-") as scratch:
+        for seed in range(2 + repeats):
+            began = time.perf_counter()
+            config = compose_config([*overrides, f"seed={seed}"])
+            composed_s = time.perf_counter() - began
+            run = execute(config, Path(scratch, str(seed)))
+            timed.append((time.perf_counter() - began, run.manifest["wall_s"], composed_s))
+    point_s, loop_s, composed_s = min(timed[1:])
     print(
         f"  a point of a sweep, {POINT_REQUESTS:,} Azure-like requests in one process: {point_s:.3f} s, of which the "
-        f"loop {loop_s:.3f} and composing the configuration {time.perf_counter() - began:.3f} (the first one: "
-        f"{timed[0][0]:.3f})"
+        f"loop {loop_s:.3f} and composing the configuration {composed_s:.3f} (the first one: {timed[0][0]:.3f})"
     )
 
 

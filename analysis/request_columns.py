@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from analysis.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
 
@@ -32,6 +33,7 @@ class TokenTimes:
     num: IntArray  # -1: not recorded
 
 
+S = TypeVar("S", bound=np.generic)
 _Batch = tuple[int, IntArray, IntArray, BoolArray]  # see RequestColumns._token_batches
 Rule = Callable[["RequestColumns"], BoolArray]
 
@@ -129,23 +131,20 @@ class RequestColumns:
 
     def numbers(self, name: str) -> FloatArray:
         """float64, NaN for null."""
-        result = np.empty(self.rows.num_rows, dtype=np.float64)
-        for low, array in self._arrays(name):
-            result[low : low + len(array)] = numbers(array)
-        return result if self._chosen is None else result[self._chosen]
+        return self._column(name, np.float64, numbers)
 
     def whole(self, name: str, missing: int = 0) -> IntArray:
         """int64, exactly; `missing` for null."""
-        result = np.empty(self.rows.num_rows, dtype=np.int64)
-        for low, array in self._arrays(name):
-            result[low : low + len(array)] = whole(array, missing)
-        return result if self._chosen is None else result[self._chosen]
+        return self._column(name, np.int64, partial(whole, missing=missing))
 
     def is_known(self, name: str) -> BoolArray:
         """Which are not null."""
-        result = np.empty(self.rows.num_rows, dtype=np.bool_)
+        return self._column(name, np.bool_, is_known)
+
+    def _column(self, name: str, kind: type[S], read: Callable[[Any], NDArray[S]]) -> NDArray[S]:
+        result = np.empty(self.rows.num_rows, dtype=kind)
         for low, array in self._arrays(name):
-            result[low : low + len(array)] = is_known(array)
+            result[low : low + len(array)] = read(array)
         return result if self._chosen is None else result[self._chosen]
 
     def codes(self, name: str, missing: str = "") -> Codes:

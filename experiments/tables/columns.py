@@ -44,9 +44,12 @@ def times_ns(times: Any, unit: str, place: str, column: str) -> Any:
     if row >= 0:
         value = times[row].as_py()
         text = "null" if value is None else shown(value)
-        lows = f"from {LEAST_NS / _UNIT_NS[unit]:g} to {MOST_NS / _UNIT_NS[unit]:g}"
-        raise ProfileError(f"{place}, row {row}: {column} is {text}; expected {unit}, {lows}")
+        raise ProfileError(f"{place}, row {row}: {column} is {text}; expected {_span(unit)}")
     return values
+
+
+def _span(unit: str) -> str:
+    return f"{unit}, from {LEAST_NS / _UNIT_NS[unit]:g} to {MOST_NS / _UNIT_NS[unit]:g}"
 
 
 class CsvTable:
@@ -104,15 +107,12 @@ class CsvTable:
 
     def times(self, name: str, unit: str, *, may_be_empty: bool = False) -> np.ndarray[Any, Any]:
         """Times in ns, NaN for what is empty where it may be."""
-        values = self.numbers(name, may_be_empty=may_be_empty)
-        scale = _UNIT_NS[unit]
+        values: np.ndarray[Any, Any] = self.numbers(name, may_be_empty=may_be_empty) * _UNIT_NS[unit]
         with np.errstate(invalid="ignore"):
-            bad = np.flatnonzero((values * scale < LEAST_NS) | (values * scale > MOST_NS))
+            bad = np.flatnonzero((values < LEAST_NS) | (values > MOST_NS))
         if len(bad):
-            span = f"from {LEAST_NS / scale:g} to {MOST_NS / scale:g}"
-            raise self.refused(name, int(bad[0]), f"{unit}, {span}")
-        scaled: np.ndarray[Any, Any] = values * scale
-        return scaled
+            raise self.refused(name, int(bad[0]), _span(unit))
+        return values
 
     def refused(self, name: str, row: int, expected: str) -> ProfileError:
         """What to raise for a value. row: from 0; the file's line is two further, behind its header."""

@@ -59,9 +59,9 @@ def test_runs_that_state_different_things_are_not_mixed_in_silence(
     ("override", "said"),
     [
         ("slo.ttft_s=0", "slo.ttft_s is 0.0; it must be above 0 s"),
-        ("slo.attainment=1", "slo.attainment is 1.0; it must be between 0 and 1"),
+        ("slo.attainment=1", "slo.attainment is 1.0; it must be above 0 and below 1"),
         ("slo.tttf_s=1", "did you mean 'slo.ttft_s'"),
-        ("report.margin=2", "report.margin is 2.0; it must be between 0 and 1"),
+        ("report.margin=2", "report.margin is 2.0; it must be above 0 and below 1"),
         ("report.replicates=[seed]", "report.replicates has 'seed'; a replicate is another trace"),
     ],
 )

@@ -78,16 +78,6 @@ class SyntheticTraceConfig(TraceConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class ServeGenTraceConfig(TraceConfig):
-    """Requests are drawn with `seed`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LengthsTraceConfig(TraceConfig):
-    """Beside `arrival`, `rate` and what else says how requests arrive."""
-
-
-@dataclass(frozen=True, slots=True)
 class AgenticTraceConfig(TraceConfig):
     """Beside `arrival` and what else says how sessions start. limit: sessions read."""
 

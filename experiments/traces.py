@@ -12,9 +12,7 @@ from experiments.config import RunConfig
 from experiments.policies import instantiate
 from experiments.settings import (
     AgenticTraceConfig,
-    LengthsTraceConfig,
     MooncakeTraceConfig,
-    ServeGenTraceConfig,
     ShareGPTTraceConfig,
     SyntheticTraceConfig,
     TraceConfig,
@@ -137,11 +135,11 @@ def _reader_options(settings: TraceConfig, values: dict[str, Any], seed: int) ->
     if isinstance(settings, ShareGPTTraceConfig):
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
         return {"tokenizer": tokenizer, "max_turns": settings.max_turns}
-    if isinstance(settings, ServeGenTraceConfig):
+    if settings.name == "servegen":
         return {"seed": seed}
     if isinstance(settings, AgenticTraceConfig):
         return {"arrivals": _arrivals(values), "seed": seed, "closed_loop": settings.closed_loop}
-    if isinstance(settings, LengthsTraceConfig):
+    if settings.name == "lengths":
         return {"arrivals": _arrivals(values), "seed": seed}
     return {}
 

@@ -9,16 +9,10 @@ from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from testbed.core.scheduler import Scheduler
 
-SCHEDULER_KEYS = {
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "max_model_len": "max_model_len",
-    "preemption_mode": "preemption",
-    "queue_order": "queue_order",
-    "long_prefill_token_threshold": "long_prefill_token_threshold",
-    "max_num_partial_prefills": "max_num_partial_prefills",
-    "async_scheduling": "async_scheduling",
-}
+SCHEDULER_KEYS = (
+    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "preemption_mode", "queue_order",
+    "long_prefill_token_threshold", "max_num_partial_prefills", "async_scheduling",
+)  # fmt: skip
 CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")
 
 
@@ -29,7 +23,7 @@ def case_scheduler(config: RunConfig) -> Scheduler:
 def case_config(preset: str, config: dict[str, Any]) -> RunConfig:
     """The preset with what the case sets; null leaves the preset's value, and no host pool. Raises ConfigError."""
     given = {key: value for key, value in config.items() if value is not None}
-    scheduler = {ours: given[theirs] for theirs, ours in SCHEDULER_KEYS.items() if theirs in given}
+    scheduler = {key.removesuffix("_mode"): given[key] for key in SCHEDULER_KEYS if key in given}
     cache = {"num_cpu_blocks": 0} | {key: given[key] for key in CACHE_KEYS if key in given}
     budget, threshold = given.get("max_num_batched_tokens"), scheduler.get("long_prefill_token_threshold", 0)
     if budget is not None and threshold > budget and preset in ("vllm_v1", "vllm_v1_async", "vllm_v1_0_8"):

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.fidelity.fields import duration_s, listed, mapping, request_id, required
+from experiments.fidelity.fields import duration_s, json_lines, listed, mapping, request_id, required
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
-from testbed.traces.readers.fields import json_object, nanoseconds, refuse, token_count
+from testbed.traces.readers.fields import nanoseconds, refuse, token_count
 
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 
@@ -23,11 +23,7 @@ def read_aiperf(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """Raises TestbedError in one line."""
     rows: list[MeasuredRequest] = []
     num_failed = num_warmup = 0
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        values = json_object(line, place)
+    for values, place in json_lines(text, file):
         about = mapping(required(values, "metadata", place, "a record of AIPerf"), place, "metadata")
         if about.get("benchmark_phase", "profiling") != "profiling":
             num_warmup += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.foreign_text import parsed
-from testbed.traces.readers.fields import name_text, refuse, token_count
+from testbed.traces.readers.fields import json_object, name_text, refuse, token_count
 from testbed.traces.readers.open_text import existing_file, open_text
 
 MAX_S = 1e8  # three years: more is surely another unit
@@ -35,6 +35,13 @@ def json_value(text: str, place: str) -> Any:
         return parsed(json.loads, text)
     except ValueError as error:
         raise TraceError(f"{place}: not JSON ({error}); expected the file as the tool wrote it") from None
+
+
+def json_lines(text: str, file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The object on each line that is not empty, and its place. Raises TraceError where it is none."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield json_object(line, f"{file}:{number}"), f"{file}:{number}"
 
 
 def csv_rows(text: str, file: Path) -> Iterator[tuple[dict[str, str], str]]:

@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from experiments.fidelity.fields import count, csv_rows, duration_s, instant_s, listed, request_id, required
+from experiments.fidelity.fields import count, csv_rows, duration_s, instant_s, json_lines, listed, request_id, required
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
-from testbed.traces.readers.fields import json_object, refuse
+from testbed.traces.readers.fields import refuse
 
 NEEDED = ("arrival_s", "num_prompt_tokens", "num_output_tokens", "ttft_s", "e2e_s")
 COLUMNS = ("request_id", *NEEDED, "tpot_s", "token_times_s", "failed")
@@ -41,9 +41,7 @@ def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRu
 
 def _rows(text: str, file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
     if text.lstrip().startswith("{"):
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                yield json_object(line, f"{file}:{number}"), f"{file}:{number}"
+        yield from json_lines(text, file)
         return
     for values, place in csv_rows(text, file):
         yield {name: value for name, value in values.items() if value not in ("", None)}, place

@@ -13,11 +13,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.fidelity.fields import count, csv_columns, csv_rows, duration_s, instant_s, request_id, required
+from experiments.fidelity.fields import (
+    count,
+    csv_columns,
+    csv_rows,
+    duration_s,
+    instant_s,
+    json_lines,
+    request_id,
+    required,
+)
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
-from testbed.traces.readers.fields import json_object, nanoseconds, refuse
+from testbed.traces.readers.fields import nanoseconds, refuse
 
 COLUMNS = ("request id", "input", "output", "arrival", "end_time", "latency", "TTFT", "TPOT")
 BENCH_FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
@@ -82,11 +91,7 @@ def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[Measu
     """requests.jsonl. Raises TestbedError in one line."""
     timed: list[_Timed] = []
     num_failed = 0
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        values = json_object(line, place)
+    for values, place in json_lines(text, file):
         if not values.get("output_toks") or values.get("first_token_ts") is None:
             num_failed += 1
         else:

@@ -7,6 +7,10 @@ from typing import Any
 from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
 from testbed.core.request import Request
 
+_ALIKE = (  # settings that cases call as logs do
+    "block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefix_caching"
+)  # fmt: skip
+
 
 def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     """One object of a file of cases. Request ids are numbers there: the order in which the scheduler got them."""
@@ -22,12 +26,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
         "case": name,
         "system": "vllm_v1_0.32_async" if _is_ahead(log) else "vllm_v1_0.33",
         "config": {
-            "block_size": config["block_size"],
-            "num_gpu_blocks": config["num_gpu_blocks"],
-            "max_num_seqs": config["max_num_seqs"],
-            "max_num_batched_tokens": config["max_num_batched_tokens"],
-            "max_model_len": config["max_model_len"],
-            "prefix_caching": config["prefix_caching"],
+            **{name: config[name] for name in _ALIKE},
             "queue_order": config["policy"],
             "long_prefill_token_threshold": config["long_prefill_token_threshold"] or 0,
             "watermark": config["watermark"] or 0.0,

@@ -14,6 +14,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -267,73 +269,57 @@ class Contender:
 
     def __init__(self, name: str, setting: Setting) -> None:
         self.name = name
-        context = get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_contend, args=(theirs, name, setting), daemon=True)
-        with _threads(setting.threads):
-            self._process.start()
-        theirs.close()
-        self.takes_uneven: bool = self._answer()
+        self._process = ProcessPoolExecutor(1, get_context("spawn"))
+        before = dict(os.environ)
+        if setting.threads is not None:  # of whatever library
+            os.environ["OMP_NUM_THREADS"] = str(setting.threads)
+        try:
+            self.takes_uneven: bool = self._ask(_make, name, setting)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     def generate(self, load: Load) -> tuple[float, list[list[int]], float | None]:
         """Seconds that it took, the outputs, and of this engine the host's share of a step."""
-        self._ours.send((load.prompts, load.lengths))
-        taken_s, outputs, host_share = self._answer()
+        taken_s, outputs, host_share = self._ask(_generate, load.prompts, load.lengths)
         if [len(tokens) for tokens in outputs] != load.lengths:
             raise TestbedError(f"{self.name} did not give every request the tokens that it asked for")
         return taken_s, outputs, host_share
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._ours.send(None)
-        self._process.join(10)
-        self._process.kill()
+        with suppress(RuntimeError):  # it may have gone before
+            self._process.submit(os._exit, 0)  # without the clean-up of libraries
+        self._process.shutdown(wait=False)
 
-    def _answer(self) -> Any:
+    def _ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            said, value = self._ours.recv()
-        except EOFError:
+            return self._process.submit(work, *arguments).result()
+        except BrokenProcessPool:
             raise TestbedError(f"{self.name}: its process has died") from None
-        if said == "failed":
-            raise TestbedError(f"{self.name}: {value}")
-        return value
+        except Exception as error:  # noqa: BLE001  a contender may raise anything
+            self.close()
+            if isinstance(error, ModuleNotFoundError):
+                raise TestbedError(f"{self.name}: the package {error.name!r} is not here") from None
+            raise TestbedError(f"{self.name}: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
-@contextmanager
-def _threads(num: int | None) -> Iterator[None]:
-    """Processes that start within have so many, whatever library they are of."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    if num is not None:
-        os.environ["OMP_NUM_THREADS"] = str(num)
-    try:
-        yield
-    finally:
-        if num is not None:
-            os.environ.pop("OMP_NUM_THREADS")
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+_arm: Any = None  # of a contender's process
 
 
-def _contend(pipe: Any, name: str, setting: Setting) -> None:
-    """In the process of its own: makes it, and runs loads until it is told no more."""
-    try:
-        if setting.threads is not None:
-            import torch
+def _make(name: str, setting: Setting) -> bool:
+    global _arm
+    if setting.threads is not None:
+        import torch
 
-            torch.set_num_threads(setting.threads)
-        arm: Any = ARMS[name](setting)
-        pipe.send(("ready", arm.takes_uneven))
-        while (load := pipe.recv()) is not None:
-            began = time.perf_counter()
-            outputs = arm.generate(*load)
-            pipe.send(("done", (time.perf_counter() - began, outputs, getattr(arm, "host_share", None))))
-    except ModuleNotFoundError as error:
-        pipe.send(("failed", f"the package {error.name!r} is not here"))
-    except EOFError:  # nobody asks any more
-        pass
-    except Exception as error:  # noqa: BLE001  # a contender may raise anything
-        pipe.send(("failed", " ".join(str(error).split())[:200] or type(error).__name__))
-    os._exit(0)  # without the clean-up of libraries
+        torch.set_num_threads(setting.threads)
+    _arm = ARMS[name](setting)
+    return bool(_arm.takes_uneven)
+
+
+def _generate(prompts: list[list[int]], lengths: list[int]) -> tuple[float, list[list[int]], float | None]:
+    began = time.perf_counter()
+    outputs = _arm.generate(prompts, lengths)
+    return time.perf_counter() - began, outputs, getattr(_arm, "host_share", None)
 
 
 # --- comparing ---

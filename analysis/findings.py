@@ -317,9 +317,6 @@ def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
             f"{fmt.number(unfinished)} requests were unfinished when their run ended. They are censored, not dropped: "
             "quantiles are Kaplan–Meier's, a mean over them cannot be known, and each has failed its SLO."
         )
-    ignored = sum(run.summary.get("finish_reasons", {}).get("ignored", 0) for arm in arms for run in arm.runs)
-    if ignored:
-        said.append(f"{fmt.number(ignored)} requests were ignored (they can never fit); they have no latency.")
     unsent = sum(run.summary.get("num_unsent") or 0 for arm in arms for run in arm.runs)
     if unsent:
         said.append(

@@ -47,7 +47,12 @@ def numbers(frame: pd.DataFrame, name: str) -> FloatArray:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with only JSON's types: numpy scalars become Python's, NaN and infinities None, -0.0 becomes 0.0."""
+    """`value` with only JSON's types: numpy scalars become Python's, NaN and infinities None, -0.0 becomes 0.0; a frame
+    becomes its rows, and what has named fields an object."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if hasattr(value, "to_dict"):
+        value = value.to_dict("records")
     if isinstance(value, dict):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):

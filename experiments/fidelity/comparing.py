@@ -131,25 +131,15 @@ def as_json(found: Comparison) -> dict[str, Any]:
     loads = [
         {
             "name": one.load.name, "source": one.load.source, "used": one.used, "notes": [*one.load.notes, *one.notes],
-            "num_requests": len(one.matched), "repeats": one.repeats, "errors": one.errors.to_dict("records"),
-            "requests": one.requests.to_dict("records"), "noise": one.noise, "steps": _steps(one.steps),
-            "second_half": None if one.second is None else {
-                "as_given": one.second[0].to_dict("records"), "fitted": one.second[1].to_dict("records")
-            },
+            "num_requests": len(one.matched), "repeats": one.repeats, "errors": one.errors, "requests": one.requests,
+            "noise": one.noise, "steps": one.steps,
+            "second_half": one.second and dict(zip(("as_given", "fitted"), one.second, strict=True)),
         }
         for one in found.loads
     ]  # fmt: skip
-    fitted = None
-    if found.fit is not None:
-        found_there, *rest = found.fit
-        fitted = found_there._asdict() | dict(zip(Fit._fields[1:], rest, strict=True))
-    rankings = [{"policies": names, "metrics": frame.to_dict("records")} for names, frame in found.rankings]
+    rankings = [{"policies": names, "metrics": frame} for names, frame in found.rankings]
+    fitted = None if found.fit is None else found.fit._asdict()
+    if fitted is not None:
+        fitted |= fitted.pop("found")._asdict()
     safe: dict[str, Any] = json_safe({"kind": "loads", "loads": loads, "rankings": rankings, "fit": fitted})
     return safe
-
-
-def _steps(found: StepErrors | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    frames = {name: getattr(found, name).to_dict("records") for name in ("by_region", "by_decodes")}
-    return {**frames, "num_compared": found.num_compared, "num_steps": found.num_steps}

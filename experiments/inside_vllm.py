@@ -18,8 +18,8 @@ from analysis.load import Run
 from experiments.build import Pools, build_scheduler
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
-from experiments.environment import describe_machine, describe_versions
-from experiments.observe.importing import MODEL_FOLDER
+from experiments.environment import describe_machine
+from experiments.observe.importing import MODEL_FOLDER, manifest_in_vllm
 from experiments.on_device import check_hits
 from experiments.policies import make_policy
 from experiments.recorders import together
@@ -195,19 +195,10 @@ class _Folder:
 
     def _describe(self, said: dict[str, Any]) -> dict[str, Any]:
         config, core = self._config, compiled.current()
-        return {
-            "status": "partial", "backend": "vllm",
-            "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "versions": {**describe_versions(), "vllm": said["vllm"]},
+        return manifest_in_vllm(said, config, "scheduler_cls=real.vllm.TestbedScheduler") | {
+            "status": "partial", "created": datetime.now().astimezone().isoformat(timespec="seconds"),
             "core": core.mode, "compiler": core.why if core.mode == "compiled" else None,
-            "code_version": describe_versions()["llm-serving-testbed"], "machine": describe_machine(),
-            "command": "scheduler_cls=real.vllm.TestbedScheduler", "seed": config.seed,
+            "machine": describe_machine(), "model": Path(said["model"]["name"]).name, "attention": "vllm",
             "trace": {"name": TRACE_FILE, "num_requests": None, "fingerprint": None, "notes": []},
-            "model": Path(said["model"]["name"]).name, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
-            "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
-            "estimator": None, "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
-            "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None,
-            "device": said["device"]["name"], "attention": "vllm", "weights": None, "cost": None, "cost_notes": [],
-            "num_steps": 0, "num_sent": 0, "num_unsent": 0, "prefix_cache": None, "digest": None, "replay": None,
-            "host": None, "replicas": None,
+            "num_steps": 0, "num_sent": 0, "prefix_cache": None,
         }  # fmt: skip

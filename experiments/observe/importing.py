@@ -191,32 +191,32 @@ def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRe
     for step in log.steps:
         for name, start in step.admitted.items():
             first.setdefault(name, start)
-    return {
+    return manifest_in_vllm(said, config, command) | {
         "status": "partial" if log.is_cut else "complete",
-        "backend": "vllm",
         "created": _date(log),
         "wall_s": round(log.steps[-1].end_ns / 1e9, 3),
-        "versions": {**describe_versions(), "vllm": said["vllm"]},
-        "code_version": describe_versions()["llm-serving-testbed"],
-        "core": None, "compiler": None,
         "machine": {"gpu": said["device"]["name"]},
-        "command": command,
-        "seed": config.seed,
         "trace": {
             "name": trace.name, "num_requests": trace.num_requests, "fingerprint": fingerprint(trace),
             "notes": list(trace.notes),
         },
         "model": config.model.name,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "scheduler": config.scheduler.name,
-        "async_scheduling": config.scheduler.async_scheduling,
-        "device": said["device"]["name"],
-        "attention": None, "weights": None, "cost": None, "estimator": None,
-        "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
-        "block_size": said["config"]["block_size"],
-        "num_replicas": 1, "router": None,
         "num_steps": len(log.steps),
-        "num_sent": recorder.num_sent, "num_unsent": 0,
+        "num_sent": recorder.num_sent,
         "prefix_cache": {"queried_tokens": queried, "hit_tokens": sum(first.values())},
+    }  # fmt: skip
+
+
+def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> dict[str, Any]:
+    """What a manifest says of a run that vLLM made, before it is known how it went. said: of vLLM, as its observer
+    describes it."""
+    return {
+        "backend": "vllm", "versions": {**describe_versions(), "vllm": said["vllm"]},
+        "code_version": describe_versions()["llm-serving-testbed"], "core": None, "compiler": None,
+        "command": command, "seed": config.seed, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
+        "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
+        "device": said["device"]["name"], "attention": None, "weights": None, "cost": None, "estimator": None,
+        "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
+        "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None, "num_unsent": 0,
         "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [],
     }  # fmt: skip

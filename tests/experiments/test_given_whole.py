@@ -27,7 +27,7 @@ def own(folder: Path, group: str, text: str) -> list[str]:
         ("backend", "defaults: [sim]\nrouter: {_target_: my.Router, depth: {a: 1}}\n", "router", "depth"),
         (
             "model",
-            "defaults: [_schema, _self_]\nrope_scaling: {rope_type: yarn, factor: 4}\n",
+            "defaults: [tiny, _self_]\nrope_scaling: {rope_type: yarn, factor: 4}\n",
             "rope_scaling",
             "factor",
         ),

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from analysis import style
-from analysis.rows import FloatArray
+from analysis.rows import FloatArray, IntArray
 
-IntArray = NDArray[np.int64]
 _MIN_GAP_SPAN = 10.0  # longest gap over shortest; below it the axis goes so many times further either way
 _MAX_POINTS = 20_000  # of a scatter: more are drawn by even steps through the trace
 

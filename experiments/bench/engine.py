@@ -14,6 +14,7 @@ from typing import Any
 
 from experiments.bench import engine_steps as steps
 from experiments.bench import offline
+from experiments.tables.devices import model_spec
 from testbed.checks import choose, require_whole
 from testbed.errors import ConfigError
 from testbed.specs.model import ModelSpec
@@ -58,7 +59,9 @@ def main(arguments: list[str]) -> int:
     device = resolve_device(options.device)
     print(f"engine: {describe_device(device)}, torch {torch.__version__}", flush=True)
     specs = (
-        [SMALL] if device.type == "cpu" else [_spec(name) for name in (options.models or ",".join(SHAPES)).split(",")]
+        [SMALL]
+        if device.type == "cpu"
+        else [model_spec(name) for name in (options.models or ",".join(SHAPES)).split(",")]
     )
     if {"decode", "prefill"} & set(parts):
         _step_tables(specs, device, parts)
@@ -68,12 +71,6 @@ def main(arguments: list[str]) -> int:
         else:
             offline.on_gpu(specs[0], options.repeats)
     return 0
-
-
-def _spec(name: str) -> ModelSpec:
-    from experiments.compose import compose_config
-
-    return compose_config([f"model={name}"]).model
 
 
 # --- steps ---

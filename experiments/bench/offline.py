@@ -29,6 +29,10 @@ from testbed.errors import ConfigError, TestbedError
 from testbed.specs.model import ModelSpec
 
 CPU_DTYPES = ("float32", "bfloat16")
+VLLM_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
 SERVED, SERVED_TOKENS = 64, 128  # of the run on a GPU that says what the host costs
 
 
@@ -147,10 +151,7 @@ class Vllm:
     takes_uneven = True
 
     def __init__(self, setting: Setting) -> None:
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+        os.environ |= VLLM_VARIABLES
         from vllm import LLM
 
         self._llm: Any = LLM(

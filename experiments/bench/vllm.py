@@ -23,6 +23,7 @@ import numpy as np
 from analysis.fidelity import relative_error
 from analysis.load import Run, load_run
 from analysis.summary import summary_value
+from experiments.bench.offline import VLLM_VARIABLES
 from testbed.errors import ConfigError, TestbedError
 
 METRICS = tuple(f"{name}.{of}" for name in ("ttft_s", "tpot_s", "e2e_s") for of in ("mean", "p50", "p99"))
@@ -69,11 +70,8 @@ class Bench:
                 sys.executable, "-m", "experiments", "run", f"model.path={self.model}", *SHARED,
                 f"trace.num_requests={self._num_requests}", *settings, f"hydra.run.dir={folder}", "overwrite=true",
             ]  # fmt: skip
-            environment = {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-            }  # fmt: skip
-            done = subprocess.run(command, env=environment | os.environ, capture_output=True, text=True, check=False)
+            environment = VLLM_VARIABLES | {"OMP_NUM_THREADS": "1"} | os.environ
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
                 raise TestbedError(f"{name} failed: {reason[-1] if reason else f'exit status {done.returncode}'}")

@@ -23,7 +23,7 @@ from experiments.config import RunConfig
 from experiments.costs import sliding_window
 from experiments.environment import describe_driver, describe_versions
 from experiments.names import device_named
-from experiments.recorders import Recorders
+from experiments.recorders import NoRecords, Recorders
 from real.config import RealConfig
 from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
@@ -31,9 +31,8 @@ from sim.cost.calibration_file import save_calibration
 from sim.cost.linear import fit_linear, save_fit
 from testbed.core.commands import StepView
 from testbed.core.interfaces import Recorder
-from testbed.core.outcome import Finished, Spans
+from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
-from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.policies.config import SchedulerConfig
@@ -278,7 +277,7 @@ def _load_steps(
     return collector.steps
 
 
-class _Collector:
+class _Collector(NoRecords):
     """Keeps shape, spans and duration of each step. A `Recorder`."""
 
     def __init__(self) -> None:
@@ -287,10 +286,6 @@ class _Collector:
     def committed(self, step: StepView) -> None:
         if not step.plan.shape.is_empty:
             self.steps.append((step.plan.shape, step.result.spans, step.end_ns - step.plan_ns))
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
 
 def _traces(num_requests: int, max_tokens: int) -> list[Trace]:

@@ -22,14 +22,12 @@ from experiments.environment import describe_machine
 from experiments.observe.importing import MODEL_FOLDER, manifest_in_vllm
 from experiments.on_device import check_hits
 from experiments.policies import make_policy
-from experiments.recorders import together
+from experiments.recorders import NoRecords, together
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
 from real.vllm.observer import describe
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
 from testbed import compiled
-from testbed.core.commands import StepView
-from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
@@ -107,17 +105,11 @@ def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
     )  # fmt: skip
 
 
-class _Nothing:
-    """A recorder that keeps nothing."""
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+class _Nothing(NoRecords):
     def finish(self) -> None: ...
 
 
-class _Trace:
+class _Trace(NoRecords):
     """trace.jsonl, a row for each request as it comes, with as many tokens of output as it had leave for."""
 
     def __init__(self, path: Path) -> None:
@@ -135,10 +127,6 @@ class _Trace:
         fields.pop("place", None)
         self._file.write(json.dumps(fields, separators=(",", ":")) + "\n")
         self._file.flush()
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
     def close(self) -> None:
         self._file.close()

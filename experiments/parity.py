@@ -12,12 +12,11 @@ from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
 from experiments.forcing import forcing
-from experiments.recorders import together
+from experiments.recorders import NoRecords, together
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView
 from testbed.core.interfaces import Recorder
-from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.serve import Loop, serve
@@ -141,7 +140,7 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
     return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut)
 
 
-class _Checker:
+class _Checker(NoRecords):
     """A device and a recorder at once: compares a plan before it runs, and all it decided and the digest after it.
 
     is_whole: whether the run that left the tape came to its end.
@@ -199,10 +198,6 @@ class _Checker:
         return _TapeEndedError(
             f"the recorded run was interrupted, and its tape ends after {len(self._tape.steps)} steps"
         )
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
 
 def _plan_part(plan: BatchPlan) -> dict[str, Any]:

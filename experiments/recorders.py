@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from real.text.status import CacheHits, StatusLine
 
 
+class NoRecords:
+    """A `Recorder` that keeps nothing; a subclass keeps what it says."""
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
+
+
 class Recorders:
     """Shows the loop's events to several recorders, in order."""
 
@@ -45,7 +54,7 @@ class Recorders:
             recorder.ended(finished, now_ns)
 
 
-class BatchLimits:
+class BatchLimits(NoRecords):
     """Holds a user's batch composition to the limits of a step, which ours keep by themselves. A `Recorder`.
 
     A prompt alone, and decodes alone, may exceed the token budget, as with ours: there is nothing to leave out.
@@ -71,10 +80,6 @@ class BatchLimits:
                     "look at step.token_budget and step.num_running before you admit"
                 )
 
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
-
 
 def batch_limits(config: RunConfig) -> list[Recorder]:
     """One where the composition is a class of the user's."""
@@ -87,7 +92,7 @@ def together(recorders: Sequence[Recorder]) -> Recorder:
     return recorders[0] if len(recorders) == 1 else Recorders(*recorders)
 
 
-class Progress:
+class Progress(NoRecords):
     """Finished requests, with rate and time left: a bar on a terminal, elsewhere a line every LINE_S seconds on
     standard error. A `Recorder`."""
 
@@ -102,10 +107,6 @@ class Progress:
             from tqdm import tqdm  # not at the top: nobody may look
 
             self._bar = tqdm(total=total, desc=label, unit="req", leave=False, delay=0.5)
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         self._num += len(finished)

@@ -187,6 +187,7 @@ class Ours:
         self._backend = build.build_real_backend(self._config)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        from experiments.recorders import NoRecords
         from real.driver import run
         from testbed.core.request import Request, SamplingParams
         from testbed.core.serve import serve
@@ -202,7 +203,7 @@ class Ours:
             ]
         )
         host = HostTimes()
-        run(serve(inbox, scheduler, _NoRecords()), self._backend, settings, log=host)
+        run(serve(inbox, scheduler, NoRecords()), self._backend, settings, log=host)
         self.host_share = host.describe()["exposed_share"]
         return [inbox.outputs[str(i)] for i in range(len(prompts))]
 
@@ -251,15 +252,6 @@ class _AllAtOnce:
     def finished(self, requests: list[Any], now_ns: int) -> None:
         for finished in requests:
             self.outputs[finished.request.request_id] = list(finished.output_token_ids)
-
-
-class _NoRecords:
-    """A recorder that keeps nothing."""
-
-    def arrived(self, request: Any, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def committed(self, step: Any) -> None: ...
-    def ended(self, finished: list[Any], now_ns: int) -> None: ...
 
 
 # --- their processes ---

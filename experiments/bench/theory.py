@@ -24,10 +24,9 @@ from experiments import build
 from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
+from experiments.recorders import NoRecords
 from sim.driver import run as drive
 from testbed.core.commands import StepView
-from testbed.core.outcome import Finished
-from testbed.core.request import Request
 from testbed.core.serve import serve
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import arrivals, stream
@@ -178,15 +177,11 @@ def simulated_waits(trace: Trace, queue_order: str = "fcfs") -> list[int]:
     return [waits.start_ns[row.request_id] - row.arrival_ns for row in trace]
 
 
-class _Waits:
+class _Waits(NoRecords):
     """When each request was first scheduled. A `Recorder`."""
 
     def __init__(self) -> None:
         self.start_ns: dict[str, int] = {}
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
     def committed(self, step: StepView) -> None:
         for admission in step.plan.admitted:

@@ -21,7 +21,7 @@ from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
-from experiments.origin import Origin
+from experiments.origin import UNKNOWN, Origin
 from experiments.recorders import Progress, batch_limits, status_lines, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
@@ -70,7 +70,7 @@ def execute(
     folder: Path,
     *,
     command: str = "",
-    origin: Origin = Origin(),  # noqa: B008  (frozen)
+    origin: Origin = UNKNOWN,
     trace: Trace | None = None,
     watch: Recorder | None = None,
 ) -> RunResult:

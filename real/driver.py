@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from real.replay import HostTimes
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
 from testbed.core.plan import BatchPlan
@@ -97,12 +96,20 @@ class RunningBackend(Protocol):
     def start(self, plan: BatchPlan) -> RunningWork: ...
 
 
+class StepLog(Protocol):
+    """Is told of each step that was waited for; real.replay.HostTimes is one."""
+
+    def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
+        """launch_ns: of the launch, without preparing. length_ns: from its plan to its result."""
+        ...
+
+
 def run(
     loop: Generator[WaitUntil | Execute, Resume, Result],
     backend: RunningBackend,
     config: Paced,
     clock: Clock | None = None,
-    log: HostTimes | None = None,
+    log: StepLog | None = None,
 ) -> Result:
     """Runs `testbed.core.serve.serve(...)` to its end on the engine; returns what the loop returns.
 
@@ -130,7 +137,7 @@ class Drive(Generic[Result]):
         loop: Generator[WaitUntil | Execute, Resume, Result],
         backend: RunningBackend,
         clock: Clock,
-        log: HostTimes | None = None,
+        log: StepLog | None = None,
     ) -> None:
         self.result: Result  # once it is over
         self.is_over = False

@@ -10,8 +10,7 @@ import select
 from collections.abc import Sequence
 from typing import Protocol
 
-from real.driver import SLEEP_SLICE_S, Clock, Drive, RunningBackend
-from real.replay import HostTimes
+from real.driver import SLEEP_SLICE_S, Clock, Drive, RunningBackend, StepLog
 from testbed.core.interfaces import Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
@@ -36,7 +35,7 @@ class Fleet:
     """Some engines, one inbox for all of them, and the router between. Give each loop its inbox of `inboxes`."""
 
     def __init__(
-        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: HostTimes
+        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: StepLog
     ) -> None:
         self._dispatcher = Dispatcher(source, router, len(backends))
         self.inboxes = self._dispatcher.inboxes

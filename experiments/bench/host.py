@@ -121,7 +121,7 @@ def measure(load: Load, num_steps: int) -> list[float]:
         recorder = RunRecorder(Path(folder))
         drive = Drive(
             serve(_Requests(prompts, load.sampling, num_tokens), scheduler, recorder), _Watched(backend, log),
-            CLOCKS["as_fast_as_possible"](), log,  # type: ignore[arg-type]
+            CLOCKS["as_fast_as_possible"](), log,
         )  # fmt: skip
         while len(log.steps) < num_wanted:
             drive.step()
@@ -263,7 +263,7 @@ def counting() -> Iterator[list[int]]:
 
     counts: list[int] = []
 
-    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -276,5 +276,5 @@ def counting() -> Iterator[list[int]]:
                 counts.append(sum(one.numel() * one.itemsize for one in (*read, *written, *fresh)))
             return result
 
-    with Counting():  # type: ignore[no-untyped-call]
+    with Counting():  # type: ignore[no-untyped-call]  # as above
         yield counts

@@ -44,7 +44,7 @@ class BlockManager:
         self.rules = rules
         self.lookahead_slots: i64 = lookahead_slots
         self.sliding_window = sliding_window
-        self._publishes_early = rules.hits_visible != "commit"
+        self.publishes_early = rules.hits_visible != "commit"
         self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, but a prompt's last one
         self._wants_spare = rules.growth_test == "one_per_sequence"
         self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
@@ -180,7 +180,7 @@ class BlockManager:
 
     def scheduled(self, seq: KVSequence, num_tokens: i64) -> None:
         """The first `num_tokens` tokens will be computed when this step ends; some systems let others hit them now."""
-        if self._publishes_early:
+        if self.publishes_early:
             self.prefixes.publish(seq, num_tokens)
 
     def computed(self, seq: KVSequence, num_tokens: i64) -> None:

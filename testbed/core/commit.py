@@ -51,6 +51,7 @@ class Commit:
         num_taken: i64 = 0
         index: i64
         counts, samples_ahead = batch.counts, batch.samples
+        publishes = samples_ahead is not None or not self._blocks.publishes_early  # else it was done at the plan
         for index, seq in enumerate(batch.seqs):
             is_there = True
             if samples_ahead is None:
@@ -58,7 +59,7 @@ class Commit:
             else:
                 samples = samples_ahead[index]
                 is_there = seq.arrive(counts[index], samples=samples)
-            if is_there and seq.state is RUNNING:
+            if publishes and is_there and seq.state is RUNNING:
                 self._blocks.computed(seq, seq.num_computed_tokens - seq.num_in_flight_tokens)
             if not samples:
                 continue

@@ -30,9 +30,13 @@ class FlatBatch(NamedTuple):
         return len(self.query_lens)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def is_decode(self) -> bool:
         """Whether every row has one token."""
-        return len(self.token_ids) == len(self.query_lens)
+        return self.num_tokens == self.num_rows
 
 
 class Layout(NamedTuple):

@@ -21,6 +21,7 @@ from torch.nn import functional
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
+    Captures,
     StepAttention,
     as_bytes,
     as_stored,
@@ -57,7 +58,7 @@ class TorchAttention:
     """Gathers keys and values by block table and calls scaled_dot_product_attention."""
 
     name = "torch"
-    supports_graphs = False  # it gathers as many blocks as the rows have
+    captures = Captures.NOTHING  # it gathers as many blocks as the rows have
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from real.attention.interface import AttentionSpec, Captures
+from real.attention.interface import AttentionSpec
 from real.attention.registry import choose_together
 from real.batch import Layout
 from real.block_tables import HostTables
@@ -154,8 +154,8 @@ class RealBackend:
             eos_token_id=spec.eos_token_id,
         )
         captured: tuple[list[GraphShape], CudaCapture] | None = None
-        if shapes := _shapes_to_capture(config, placement, limits, choice.provider.captures):
-            captured = shapes, CudaCapture()
+        if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
+            captured = _shapes_to_capture(config, limits), CudaCapture()
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
                 self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization,
@@ -236,17 +236,11 @@ def check_host_memory(
     check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks)
 
 
-def _shapes_to_capture(
-    config: RealConfig, placement: Placement, limits: BatchLimits, captures: Captures
-) -> list[GraphShape]:
-    """Of the steps that the device replays, if it replays any."""
-    if not config.cuda_graphs or placement.device.type != "cuda" or captures == Captures.NOTHING:
-        return []
+def _shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:
     _, max_num_batched_tokens, max_num_seqs, _ = limits
-    max_tokens = config.max_captured_tokens if captures == Captures.EVERYTHING else 0
     return captured_shapes(
         min(config.max_captured_size, max_num_seqs, max_num_batched_tokens),
-        min(max_tokens, max_num_batched_tokens),
+        min(config.max_captured_tokens, max_num_batched_tokens),
         max_num_seqs,
     )
 

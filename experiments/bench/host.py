@@ -133,7 +133,6 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
     """The engine over a model that does nothing, its steps captured."""
     import torch
 
-    from real.attention.interface import Captures
     from real.backend import RealBackend
     from real.config import RealConfig
     from real.device import Placement
@@ -154,7 +153,7 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
             return logits[: len(hidden)]
 
     class NoAttention:
-        name, captures = "nothing", Captures.EVERYTHING
+        name, supports_graphs = "nothing", True
 
         def prepare(self, metadata: Any) -> Any:
             return None

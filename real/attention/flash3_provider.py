@@ -17,7 +17,6 @@ from real.attention.flash_step import why_not_here
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
-    Captures,
     KVSlots,
     StepAttention,
     store_kv,
@@ -60,9 +59,9 @@ class Flash3Attention:
         self.has_triton = triton_provider.why_not(spec) is None
 
     @property
-    def captures(self) -> Captures:
+    def supports_graphs(self) -> bool:
         """Slots below 0 are left out by our own kernel alone."""
-        return Captures.EVERYTHING if self.has_triton else Captures.NOTHING
+        return self.has_triton
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         return Flash3Step(self, metadata)

@@ -22,7 +22,6 @@ from real.attention import triton_provider
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
-    Captures,
     KVSlots,
     StepAttention,
     as_stored,
@@ -110,9 +109,9 @@ class FlashProvider:
             self.slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
 
     @property
-    def captures(self) -> Captures:
+    def supports_graphs(self) -> bool:
         """Without our kernels nobody leaves slots below 0 out."""
-        return Captures.NOTHING if self.scoring is None else Captures.EVERYTHING
+        return self.scoring is not None
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         if self.scoring is not None and metadata.are_bounds and max(metadata.query_lens) > 1:

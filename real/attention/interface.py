@@ -12,19 +12,18 @@ depends on how a prompt is cut into chunks.
 
 **CUDA graphs.** A step is captured once and replayed with other lengths. The metadata of such a step has `are_bounds`:
 its tuples say the most that a row may have, which for decodes is one new token each, and else the tokens of the whole
-step. For the steps that a provider `captures`, `prepare` and the call wait for nothing, copy nothing from the host, and
-choose shapes, launches and memory from the host's tuples and the tensors' shapes alone; what each row has they read on
-the device. So the call can be replayed after all tensors of the metadata and the projections have been overwritten, as
-long as no row has more than its bound. Rows that only pad a batch of decodes have context length 0 (or read some block
-that exists) and slot -1 (or one that nobody reads); those that pad another step have no query tokens and no context,
-and the tokens that pad it, behind those of all rows, a slot of this kind. For a slot below 0 nothing is stored. What
-comes out for padding is nobody's.
+step. A provider with `supports_graphs` promises for it that `prepare` and the call wait for nothing, copy nothing from
+the host, and choose shapes, launches and memory from the host's tuples and the tensors' shapes alone; what a row has
+they read on the device. So the call can be replayed after all tensors of the metadata and the projections have been
+overwritten, as long as no row has more than its bound. Rows that only pad a batch of decodes have context length 0 (or
+read some block that exists) and slot -1 (or one that nobody reads): what comes out of them is finite if what they read
+is. Those that pad another step have no query tokens and no context; the tokens that pad it stand behind those of all
+rows, with slots like these, and what comes out of them means nothing. For a slot below 0 nothing is stored.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -122,14 +121,6 @@ class StepAttention(Protocol):
         ...
 
 
-class Captures(IntEnum):
-    """Which steps can be captured; see the module's text for what that promises."""
-
-    NOTHING = 0
-    DECODES = 1  # steps of decodes alone
-    EVERYTHING = 2
-
-
 class AttentionProvider(Protocol):
     """One implementation of attention."""
 
@@ -137,7 +128,9 @@ class AttentionProvider(Protocol):
     def name(self) -> str: ...
 
     @property
-    def captures(self) -> Captures: ...
+    def supports_graphs(self) -> bool:
+        """Whether a step can be captured; see the module's text for what that promises."""
+        ...
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         """Does once a step what every layer needs: index tensors, tiling, workspaces."""

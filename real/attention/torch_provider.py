@@ -21,7 +21,6 @@ from torch.nn import functional
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
-    Captures,
     StepAttention,
     as_bytes,
     as_stored,
@@ -58,7 +57,7 @@ class TorchAttention:
     """Gathers keys and values by block table and calls scaled_dot_product_attention."""
 
     name = "torch"
-    captures = Captures.NOTHING  # it gathers as many blocks as the rows have
+    supports_graphs = False  # it gathers as many blocks as the rows have
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

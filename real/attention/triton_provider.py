@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from real import kernels
-from real.attention.interface import AttentionMetadata, AttentionSpec, Captures, KVSlots, StepAttention
+from real.attention.interface import AttentionMetadata, AttentionSpec, KVSlots, StepAttention
 
 if TYPE_CHECKING:
     from real.kernels.attend import Scoring, Tiling
@@ -60,7 +60,7 @@ class TritonAttention:
     """Paged attention by the kernels in real/kernels."""
 
     name = "triton"
-    captures = Captures.EVERYTHING
+    supports_graphs = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

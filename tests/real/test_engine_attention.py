@@ -24,7 +24,6 @@ from real.attention import (
 from real.attention.flash3_provider import Flash3Attention
 from real.attention.flash_provider import why_not
 from real.attention.flash_step import ALL, FlashProvider, Options, Part
-from real.attention.interface import Captures
 from real.attention.registry import PROVIDERS, Choice, choose_attention, choose_together
 from real.attention.torch_provider import TorchAttention
 from testbed.errors import ConfigError
@@ -132,7 +131,7 @@ def test_flash_attention_is_called_as_its_documentation_asks(flash, rows, calls,
     spec = make_spec(block_size=256, window=window, alibi=alibi)
     batch = Batch(spec, rows, seed=3, released=0)
     provider = flash_provider.create(spec)
-    assert provider.captures == Captures.NOTHING  # nobody is here who leaves slots out
+    assert not provider.supports_graphs  # nobody is here who leaves slots out
     output = provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     torch.testing.assert_close(output.double(), batch.expected(), atol=2e-6, rtol=0)
     assert flash.calls == calls
@@ -362,7 +361,7 @@ def test_a_provider_that_cannot_run_is_refused_with_reason_and_alternative(name,
 class Wrong:
     """A provider whose outputs are the reference's, changed, or which raises."""
 
-    name, captures = "wrong", Captures.NOTHING
+    name, supports_graphs = "wrong", False
 
     def __init__(self, spec, change) -> None:
         self._inner, self._change = TorchAttention(spec), change

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.attention import first_step, flash_provider
-from real.attention.interface import AttentionMetadata, Captures
+from real.attention.interface import AttentionMetadata
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention, scoring_of, why_not
 from real.kernels import decode, parts, prefill
@@ -425,7 +425,7 @@ def test_flash_attention_leaves_to_the_kernels_what_it_cannot_page(monkeypatch, 
     spec = make_spec(2, 2, 16, 16, window=window, kv_dtype=kv_dtype, scales=(0.2, 3.0), alibi=True)
     batch = Batch(spec, [(0, 11), (40, 1), (0, 4), (5, 7), (0, 1)], 8, released=0, poison=NAN)
     provider = flash_provider.create(spec)
-    assert provider.captures == Captures.EVERYTHING
+    assert provider.supports_graphs
     output = provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     assert_right(batch, output, batch.expected())
     assert flash.calls == [("varlen", 2)]

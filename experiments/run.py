@@ -49,6 +49,7 @@ from testbed.traces.stream import CountedTrace, whole
 
 _Trace = Trace | CountedTrace  # whole, or gone through once as the run goes on
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+NO_ENGINE: dict[str, Any] = {"attention": None, "attention_reasons": None, "weights": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +155,14 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
 
         engines.refuse_tapes(Path(recorded), num_tapes(Path(recorded)))
         inputs = recorded_inputs(Path(recorded), config, whole(trace))
-        description = {"cost": "recorded", "attention": None, "weights": None, "device": config.device.name}
+        description = {**NO_ENGINE, "cost": "recorded", "device": config.device.name}
         return _Prepared(
             inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
     cost = config.raw["cost"].get("name")
-    description = {"cost": cost, "attention": None, "weights": None, "device": config.device.name}
+    description = {**NO_ENGINE, "cost": cost, "device": config.device.name}
     inbox = _trace_inbox(config, trace)
     fleet = engines.build_fleet(config, inbox, priced)
     return _Prepared(
@@ -215,8 +216,8 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> _Prepared:
 def _described(engine: Any) -> dict[str, Any]:
     """What the manifest says of an engine."""
     return {
-        "cost": None, "attention": engine.attention_name, "weights": engine.load_format,
-        "device": engine.device_description,
+        "cost": None, "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
+        "weights": engine.load_format, "device": engine.device_description,
     }  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRe
         "scheduler": config.scheduler.name,
         "async_scheduling": config.scheduler.async_scheduling,
         "device": said["device"]["name"],
-        "attention": None, "weights": None, "cost": None, "estimator": None,
+        "attention": None, "attention_reasons": None, "weights": None, "cost": None, "estimator": None,
         "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
         "block_size": said["config"]["block_size"],
         "num_replicas": 1, "router": None,

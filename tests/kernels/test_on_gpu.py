@@ -94,12 +94,14 @@ def test_auto_settles_on_no_reference(block_size):
     assert choice.provider.name != "torch", choice.passed_over
 
 
+@pytest.mark.parametrize("max_captured_tokens", [256, 0])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 300}, {"kv_dtype": "fp8_e4m3"}], ids=str)
-def test_once_an_engine_has_started_no_step_compiles_a_kernel(monkeypatch, options):
+def test_once_an_engine_has_started_no_step_compiles_a_kernel(monkeypatch, options, max_captured_tokens):
     from triton import knobs
 
     rng = random.Random(7)
-    options |= {"max_model_len": 2048, "num_gpu_blocks": 600, "max_num_batched_tokens": 512}
+    options = options | {"max_model_len": 2048, "num_gpu_blocks": 600, "max_num_batched_tokens": 512}
+    options["max_captured_tokens"] = max_captured_tokens
     spec = tiny_spec(num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
     backend = tiny_backend(spec, device="cuda", dtype="bfloat16", attention="triton", block_size=16, **options)
     compiled: list[str] = []

@@ -110,15 +110,16 @@ def run(
     config: Paced,
     clock: Clock | None = None,
     log: StepLog | None = None,
+    catch_up: Callable[[], None] | None = None,
 ) -> Result:
     """Runs `testbed.core.serve.serve(...)` to its end on the engine; returns what the loop returns.
 
     Raises LivelockError if the loop waits for a wake: nobody is there to wake it. What the loop or the engine raises,
     an interrupt included, passes through; records of committed steps are the recorder's and stay. log: is told what
-    the host did in each step.
+    the host did in each step. catch_up: does what can wait until a step is launched (`LateRecords`).
     """
     clock = clock or CLOCKS[config.pace]()
-    drive = Drive(loop, backend, clock, log)
+    drive = Drive(loop, backend, clock, log, catch_up)
     while not drive.is_over:
         drive.step()
     return drive.result
@@ -138,11 +139,13 @@ class Drive(Generic[Result]):
         backend: RunningBackend,
         clock: Clock,
         log: StepLog | None = None,
+        catch_up: Callable[[], None] | None = None,
     ) -> None:
         self.result: Result  # once it is over
         self.is_over = False
         self.is_waiting = False
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
+        self._catch_up = catch_up or (lambda: None)
         self._last_ns, self._schedule_ns = 0, 0
         self._in_flight: deque[_Launched] = deque()
         self._is_begun = False  # whether the next command's plan is launched
@@ -156,12 +159,14 @@ class Drive(Generic[Result]):
             self.begin()
             self._go_on(self._answer(self._command))
         else:
+            self._catch_up()
             self._go_on(_wait(self._command, self._clock, self._last_ns))
 
     def wake(self) -> None:
         """A loop that waits goes on: from the end of a step at that very instant, as the loop of a closed inbox does;
         else now, as something came, or it is to look again."""
         assert isinstance(self._command, WaitUntil), "only a loop that waits is woken"
+        self._catch_up()
         until_ns = self._command.until_ns
         self._go_on(Resume(max(self._clock.now_ns() if until_ns is None else until_ns, self._last_ns)))
 
@@ -174,6 +179,7 @@ class Drive(Generic[Result]):
         launch_ns = self._clock.now_ns() - began_ns
         self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns))
         self._is_begun = True
+        self._catch_up()
 
     @property
     def awaits_result(self) -> bool:

@@ -337,6 +337,15 @@ def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
     return make(config.model, config.backend, **_options_of_engine(config, swaps))
 
 
+def computes_beside(config: RunConfig) -> bool:
+    """Whether a device computes the steps of this testbed's engine while this process does something else."""
+    if not isinstance(config.backend, RealConfig):
+        return False
+    from real.device import resolve_device
+
+    return resolve_device(config.backend.device).type == "cuda"
+
+
 def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
     """The same in processes of their own, `backend.num_replicas` of them, and what they say of themselves."""
     assert isinstance(config.backend, RealConfig)

@@ -38,6 +38,9 @@ class Origin:
             write_json(folder / "manifest.json", now)
 
 
+UNKNOWN = Origin()
+
+
 def end_of_others(sweep: Path, mine: set[Path]) -> int:
     """Where the places of finished points end there that are not among `mine`: what extends them comes after."""
     others = (file.parent for file in sweep.glob("*/done") if file.parent not in mine)

@@ -21,12 +21,14 @@ from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
-from experiments.origin import Origin
-from experiments.recorders import Progress, batch_limits, status_lines, together
+from experiments.origin import UNKNOWN, Origin
+from experiments.recorders import Progress, together
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
+from experiments.watches import batch_limits, status_lines
 from real.config import RealConfig
+from real.late_records import LateRecords
 from real.vllm.config import VllmConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
@@ -49,6 +51,7 @@ from testbed.traces.stream import CountedTrace, whole
 
 _Trace = Trace | CountedTrace  # whole, or gone through once as the run goes on
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+NO_ENGINE: dict[str, Any] = {"attention": None, "attention_reasons": None, "weights": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def execute(
     folder: Path,
     *,
     command: str = "",
-    origin: Origin = Origin(),  # noqa: B008  (frozen)
+    origin: Origin = UNKNOWN,
     trace: Trace | None = None,
     watch: Recorder | None = None,
 ) -> RunResult:
@@ -141,6 +144,7 @@ class _Prepared:
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
     cost: CostModel | None = None  # what prices the steps
     replay: ReplayLog | None = None  # of a real run
+    late: Sequence[LateRecords] = ()  # for each engine, if steps run elsewhere than here: what is recorded meanwhile
     close: Callable[[], None] = lambda: None  # ends what the engines have started
 
 
@@ -154,14 +158,14 @@ def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
 
         engines.refuse_tapes(Path(recorded), num_tapes(Path(recorded)))
         inputs = recorded_inputs(Path(recorded), config, whole(trace))
-        description = {"cost": "recorded", "attention": None, "weights": None, "device": config.device.name}
+        description = {**NO_ENGINE, "cost": "recorded", "device": config.device.name}
         return _Prepared(
             inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
     cost = config.raw["cost"].get("name")
-    description = {"cost": cost, "attention": None, "weights": None, "device": config.device.name}
+    description = {**NO_ENGINE, "cost": cost, "device": config.device.name}
     inbox = _trace_inbox(config, trace)
     fleet = engines.build_fleet(config, inbox, priced)
     return _Prepared(
@@ -187,10 +191,12 @@ def _prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> _Prepared:
     inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
     log = ReplayLog(options)
     driven, close = traced(config, backend, folder)
+    late = LateRecords() if build.computes_beside(config) else None
     return _Prepared(
         build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks),
-        lambda loops, _: drive(loops[0], driven, options, log=log.host), inboxes, _described(backend), replay=log,
-        close=close,
+        lambda loops, _: drive(loops[0], driven, options, log=log.host, catch_up=late.catch_up if late else None),
+        inboxes,
+        _described(backend), replay=log, late=[late] if late else [], close=close,
     )  # fmt: skip
 
 
@@ -206,17 +212,19 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> _Prepared:
     log = ReplayLog(options, len(backends))
     inbox, clock = _trace_inbox(config, at_speed(trace, options.speed)), CLOCKS[options.pace]()
     fleet = Fleet(inbox, router, backends, clock, log.host)
+    late = [LateRecords() for _ in backends]
     return _Prepared(
-        build.Pools(said.num_gpu_blocks, said.num_cpu_blocks), fleet.run, fleet.inboxes, _described(said), replay=log,
-        close=partial(close_all, backends),
+        build.Pools(said.num_gpu_blocks, said.num_cpu_blocks),
+        partial(fleet.run, catch_ups=[one.catch_up for one in late]), fleet.inboxes, _described(said), replay=log,
+        late=late, close=partial(close_all, backends),
     )  # fmt: skip
 
 
 def _described(engine: Any) -> dict[str, Any]:
     """What the manifest says of an engine."""
     return {
-        "cost": None, "attention": engine.attention_name, "weights": engine.load_format,
-        "device": engine.device_description,
+        "cost": None, "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
+        "weights": engine.load_format, "device": engine.device_description,
     }  # fmt: skip
 
 
@@ -258,17 +266,20 @@ def _run(
     more += [*batch_limits(config), progress]
     status = status_lines(config.record.status_s, schedulers)
     own = zip(tapes, prepared.replay.lags, strict=True) if prepared.replay is not None else [()] * len(schedulers)
-    loops = [
-        serve(inbox, scheduler, together([recorder, *one, *more, *lines]))
-        for inbox, scheduler, recorder, one, lines in zip(
-            prepared.inboxes, schedulers, records.recorders, own, status, strict=True
-        )
+    recorders = [
+        together([recorder, *one, *more, *lines])
+        for recorder, one, lines in zip(records.recorders, own, status, strict=True)
     ]
+    if prepared.late:
+        recorders = [late.of(recorder) for late, recorder in zip(prepared.late, recorders, strict=True)]
+    loops = [serve(*each) for each in zip(prepared.inboxes, schedulers, recorders, strict=True)]
     began = time.monotonic()
     failure: BaseException | None = None
     try:
         with fewer_collections(is_simulation=config.is_simulated), interruptible(loops) as watched:
             prepared.drive(watched, schedulers)
+            for late in prepared.late:
+                late.catch_up()
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         failure = error
     except (Exception, SystemExit) as error:
@@ -277,8 +288,8 @@ def _run(
             raise
     finally:
         with undisturbed():
-            late = _close_all(progress, records, *tapes, *([] if ledger is None else [ledger]))
-    failure = failure or late
+            unwritten = _close_all(*prepared.late, progress, records, *tapes, *([] if ledger is None else [ledger]))
+    failure = failure or unwritten
     manifest["trace"] = manifest["trace"] | _read_at_last(trace)
     manifest |= {
         "status": "complete" if failure is None else "partial",
@@ -302,13 +313,13 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-def _close_all(*files: _Closable) -> OSError | None:
+def _close_all(*files: _Closable) -> OSError | TestbedError | None:
     """Closes each, also after one that could not write its last lines; the first such failure."""
-    failure: OSError | None = None
+    failure: OSError | TestbedError | None = None
     for file in files:
         try:
             file.close()
-        except OSError as error:
+        except (OSError, TestbedError) as error:
             failure = failure or error
     return failure
 

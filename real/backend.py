@@ -28,10 +28,10 @@ from real.device import (
     stopwatch,
     weight_bytes,
 )
-from real.graphs import CudaCapture, captured_sizes
+from real.graphs import CudaCapture, GraphShape, captured_shapes
 from real.host_memory import check_fits
 from real.loader import load_weights
-from real.max_load import BatchLimits, capture_decodes, fitting_num_blocks, warm_up
+from real.max_load import BatchLimits, capture_steps, fitting_num_blocks, warm_up
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.parallel.group import SINGLE, TensorGroup
@@ -153,10 +153,9 @@ class RealBackend:
             seed=seed,
             eos_token_id=spec.eos_token_id,
         )
-        captured: tuple[list[int], CudaCapture] | None = None
+        captured: tuple[list[GraphShape], CudaCapture] | None = None
         if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
-            largest = min(config.max_captured_size, max_num_seqs, max_num_batched_tokens)
-            captured = captured_sizes(largest), CudaCapture()
+            captured = _shapes_to_capture(config, limits), CudaCapture()
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
                 self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization,
@@ -182,7 +181,7 @@ class RealBackend:
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
             warm_up(self.runner, self.cache, placement, limits)
             if captured is not None:
-                self.runner.graphs = capture_decodes(self.runner, self.cache, placement, limits, *captured)
+                self.runner.graphs = capture_steps(self.runner, self.cache, placement, limits, *captured)
 
     def start(self, plan: BatchPlan) -> RealWork:
         """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done."""
@@ -235,6 +234,15 @@ def check_host_memory(
     size = block_bytes(spec, block_size, cache_dtype, num_ranks)
     num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
     check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks)
+
+
+def _shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:
+    _, max_num_batched_tokens, max_num_seqs, _ = limits
+    return captured_shapes(
+        min(config.max_captured_size, max_num_seqs, max_num_batched_tokens),
+        min(config.max_captured_tokens, max_num_batched_tokens),
+        max_num_seqs,
+    )
 
 
 def _least(count: int, placement: Placement) -> int:

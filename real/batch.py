@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +31,13 @@ class FlatBatch(NamedTuple):
         return len(self.query_lens)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def is_decode(self) -> bool:
         """Whether every row has one token."""
-        return len(self.token_ids) == len(self.query_lens)
+        return self.num_tokens == self.num_rows
 
 
 class Layout(NamedTuple):
@@ -48,7 +53,7 @@ def flatten(rows: Sequence[ScheduledSequence], layout: Layout, tables: HostTable
     vocabulary."""
     starts = np.array([row.start for row in rows])  # [num_rows]
     query_lens = np.array([row.num_tokens for row in rows])
-    token_ids = np.array([token for row in rows for token in row.tokens], dtype=np.int64)  # [num_tokens]
+    token_ids = np.fromiter(chain.from_iterable([row.tokens for row in rows]), dtype=np.int64)  # [num_tokens]
     assert len(token_ids) == query_lens.sum(), "a row's tokens are as many as it says"
     placeholders: tuple[tuple[int, int], ...] = ()
     if token_ids.min() < 0:
@@ -63,10 +68,9 @@ def flatten(rows: Sequence[ScheduledSequence], layout: Layout, tables: HostTable
     if len(token_ids) == len(rows):
         table_of_token, positions = table_rows, starts
     else:
-        row_of_token = np.repeat(np.arange(len(rows)), query_lens)  # [num_tokens]
         before = np.cumsum(query_lens) - query_lens  # tokens of the rows before each
-        positions = np.arange(len(token_ids)) + (starts - before)[row_of_token]
-        table_of_token = table_rows[row_of_token]
+        positions = np.arange(len(token_ids)) + np.repeat(starts - before, query_lens)  # [num_tokens]
+        table_of_token = np.repeat(table_rows, query_lens)
     blocks, offsets = np.divmod(positions, layout.block_size)
     slots = tables.blocks[table_of_token, blocks].astype(np.int64) * layout.block_size + offsets
     max_blocks = -(-int(context_lens.max()) // layout.block_size)

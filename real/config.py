@@ -10,7 +10,7 @@ from testbed.errors import ConfigError
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_NAMES = ("auto", "flash_attn", "triton", "torch")
+ATTENTION_NAMES = ("auto", "flash_attn_3", "flash_attn", "varlen", "triton", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 PACES = ("real_time", "as_fast_as_possible", "cpu_time")
 MAX_NUM_REPLICAS = 256
@@ -27,9 +27,9 @@ class RealConfig:
     num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals, `cpu_time` does
     by the CPU time of this process, `as_fast_as_possible` moves the clock forward instead. speed: 2.0 replays a trace
     twice as fast: arrivals and think times are divided by it; all that is recorded stays in the engine's own time.
-    cuda_graphs: steps of decodes only, up to max_captured_size rows, are captured when the engine starts and replayed
-    (CUDA only). k_scale, v_scale: what keys and values are divided by before they are stored as
-    cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
+    cuda_graphs: steps are captured when the engine starts and replayed (CUDA only): those of decodes only up to
+    max_captured_size rows, others up to max_captured_tokens tokens (0: none of these). k_scale, v_scale: what keys and
+    values are divided by before they are stored as cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
     rank_timeout_s: how long a rank, or a replica, is waited for before the run is given up.
     num_replicas: engines, each with a scheduler, blocks and a device of its own; router: which of them serves a
     request, a name or {_target_: a class of yours}, as with backend=sim.
@@ -45,6 +45,7 @@ class RealConfig:
     speed: float = 1.0
     cuda_graphs: bool = True
     max_captured_size: int = 512
+    max_captured_tokens: int = 2048  # where an 8B model computes for longer than the host takes to launch its layers
     k_scale: float = 1.0
     v_scale: float = 1.0
     rank_timeout_s: float = 300.0
@@ -60,6 +61,7 @@ class RealConfig:
         choose("backend.pace", self.pace, PACES)
         for name in ("cpu_kv_bytes", "max_captured_size"):
             require_whole(f"backend.{name}", getattr(self, name), 1)
+        require_whole("backend.max_captured_tokens", self.max_captured_tokens, 0)
         for name in ("k_scale", "v_scale", "rank_timeout_s"):
             require(f"backend.{name}", getattr(self, name), getattr(self, name) > 0, "a finite number above 0")
         require("backend.speed", self.speed, self.speed > 0, "above 0: 2 replays a trace twice as fast")

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from real.replay import HostTimes
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
 from testbed.core.plan import BatchPlan
@@ -97,21 +96,30 @@ class RunningBackend(Protocol):
     def start(self, plan: BatchPlan) -> RunningWork: ...
 
 
+class StepLog(Protocol):
+    """Is told of each step that was waited for; real.replay.HostTimes is one."""
+
+    def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
+        """launch_ns: of the launch, without preparing. length_ns: from its plan to its result."""
+        ...
+
+
 def run(
     loop: Generator[WaitUntil | Execute, Resume, Result],
     backend: RunningBackend,
     config: Paced,
     clock: Clock | None = None,
-    log: HostTimes | None = None,
+    log: StepLog | None = None,
+    catch_up: Callable[[], None] | None = None,
 ) -> Result:
     """Runs `testbed.core.serve.serve(...)` to its end on the engine; returns what the loop returns.
 
     Raises LivelockError if the loop waits for a wake: nobody is there to wake it. What the loop or the engine raises,
     an interrupt included, passes through; records of committed steps are the recorder's and stay. log: is told what
-    the host did in each step.
+    the host did in each step. catch_up: does what can wait until a step is launched (`LateRecords`).
     """
     clock = clock or CLOCKS[config.pace]()
-    drive = Drive(loop, backend, clock, log)
+    drive = Drive(loop, backend, clock, log, catch_up)
     while not drive.is_over:
         drive.step()
     return drive.result
@@ -130,12 +138,14 @@ class Drive(Generic[Result]):
         loop: Generator[WaitUntil | Execute, Resume, Result],
         backend: RunningBackend,
         clock: Clock,
-        log: HostTimes | None = None,
+        log: StepLog | None = None,
+        catch_up: Callable[[], None] | None = None,
     ) -> None:
         self.result: Result  # once it is over
         self.is_over = False
         self.is_waiting = False
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
+        self._catch_up = catch_up or (lambda: None)
         self._last_ns, self._schedule_ns = 0, 0
         self._in_flight: deque[_Launched] = deque()
         self._is_begun = False  # whether the next command's plan is launched
@@ -149,12 +159,14 @@ class Drive(Generic[Result]):
             self.begin()
             self._go_on(self._answer(self._command))
         else:
+            self._catch_up()
             self._go_on(_wait(self._command, self._clock, self._last_ns))
 
     def wake(self) -> None:
         """A loop that waits goes on: from the end of a step at that very instant, as the loop of a closed inbox does;
         else now, as something came, or it is to look again."""
         assert isinstance(self._command, WaitUntil), "only a loop that waits is woken"
+        self._catch_up()
         until_ns = self._command.until_ns
         self._go_on(Resume(max(self._clock.now_ns() if until_ns is None else until_ns, self._last_ns)))
 
@@ -167,6 +179,7 @@ class Drive(Generic[Result]):
         launch_ns = self._clock.now_ns() - began_ns
         self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns))
         self._is_begun = True
+        self._catch_up()
 
     @property
     def awaits_result(self) -> bool:

@@ -7,11 +7,11 @@ that wait go on. So a router sees every step that is over by then, as it does in
 from __future__ import annotations
 
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
-from real.driver import SLEEP_SLICE_S, Clock, Drive, RunningBackend
-from real.replay import HostTimes
+from real.driver import SLEEP_SLICE_S, Clock, Drive, RunningBackend, StepLog
 from testbed.core.interfaces import Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
@@ -36,7 +36,7 @@ class Fleet:
     """Some engines, one inbox for all of them, and the router between. Give each loop its inbox of `inboxes`."""
 
     def __init__(
-        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: HostTimes
+        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: StepLog
     ) -> None:
         self._dispatcher = Dispatcher(source, router, len(backends))
         self.inboxes = self._dispatcher.inboxes
@@ -46,12 +46,16 @@ class Fleet:
         self._drives: list[Drive[None]] = []
         self._schedulers: Sequence[Scheduler] = ()
 
-    def run(self, loops: Sequence[Loop], schedulers: Sequence[Scheduler]) -> None:
-        """Drives the loops to their ends. Raises what a loop or an engine raises; what is committed stays recorded."""
+    def run(
+        self, loops: Sequence[Loop], schedulers: Sequence[Scheduler], catch_ups: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Drives the loops to their ends. Raises what a loop or an engine raises; what is committed stays recorded.
+        catch_ups: one for each, as `real.driver.run` has it."""
         self._dispatcher.attach(schedulers)
         self._schedulers = schedulers
         self._drives = [
-            Drive(loop, backend, self._clock, self._log) for loop, backend in zip(loops, self._backends, strict=True)
+            Drive(loop, backend, self._clock, self._log, catch_up)
+            for loop, backend, catch_up in zip_longest(loops, self._backends, catch_ups)
         ]
         try:
             while not all(drive.is_over for drive in self._drives):

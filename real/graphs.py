@@ -1,7 +1,8 @@
-"""Decode steps replayed as CUDA graphs: captured once at a few batch sizes, a batch runs in the smallest that holds it.
+"""Steps replayed as CUDA graphs: captured once in a few shapes, a step runs in the smallest that holds it. Steps of
+decodes alone have shapes of their own, by their rows; all others, by their tokens.
 
-A graph reads and writes the same memory at each replay. So each size has its own inputs on the device, which a step
-overwrites in one copy; rows that only pad the batch read and write the cache's scratch block.
+A graph reads and writes the same memory at each replay. So each shape has its own inputs on the device, which a step
+overwrites in one copy; rows and tokens that only pad it write to the cache's scratch block.
 """
 
 from __future__ import annotations
@@ -79,30 +80,57 @@ def call_again(work: Work) -> Work:
     return work
 
 
+class GraphShape(NamedTuple):
+    """Of a captured step: the most tokens and rows that it holds. is_decode: each row has one token, and no other."""
+
+    num_tokens: int
+    num_rows: int
+    is_decode: bool
+
+
 def captured_sizes(largest: int) -> list[int]:
-    """1, 2, 4, then multiples of 8, up to the largest batch, which is itself captured."""
+    """Of decodes: 1, 2, 4, then multiples of 8, up to the largest batch, which is itself captured."""
     sizes = [size for size in (1, 2, 4, *range(8, largest + 1, 8)) if size < largest]
     return [*sizes, largest]
 
 
-class GraphInputs:
-    """The fixed memory of one batch size: pinned on the host, twofold as in Staging, its twin on the device.
+def captured_token_counts(largest: int) -> list[int]:
+    """Of other steps: up to the largest, which is itself captured, in steps of 16, from 128 on of 64, from 512 on of
+    128: so that padding costs the products at most a tile of rows."""
+    counts = [*range(16, 128, 16), *range(128, 512, 64), *range(512, largest + 1, 128)]
+    return [*(count for count in counts if count < largest), largest]
 
-    tables: int32 [size, max_blocks] on the device, shared with the other sizes. Only what a batch uses of it is to be
-    written: rows that pad read one position of some block, which means nothing, and write to the scratch block.
+
+def captured_shapes(max_decodes: int, max_tokens: int, max_num_seqs: int) -> list[GraphShape]:
+    """The largest first. max_tokens: of steps that are not decodes alone; below 2: none of them is captured."""
+    shapes = [GraphShape(size, size, True) for size in captured_sizes(max_decodes)]
+    if max_tokens > 1:
+        shapes += [GraphShape(count, min(count, max_num_seqs), False) for count in captured_token_counts(max_tokens)]
+    return sorted(shapes, reverse=True)
+
+
+class GraphInputs:
+    """The fixed memory of one shape: pinned on the host, twofold as in Staging, its twin on the device.
+
+    tables: int32 [num_rows, max_blocks] on the device, shared with the other shapes. Only what a batch uses of it is to
+    be written: decodes that pad read one position of some block, which means nothing, and write to the scratch block;
+    rows that pad another step have no token.
     """
 
-    def __init__(self, size: int, tables: Tensor, scratch_slot: int) -> None:
-        self.size = size
+    def __init__(self, shape: GraphShape, tables: Tensor, scratch_slot: int) -> None:
+        self.shape = shape
         self.tables = tables
+        num_tokens, num_rows, is_decode = shape
+        self._padding_len = int(is_decode)  # tokens, and positions, of a row that pads
         self._scratch_slot = scratch_slot
+        lens = np.full(num_rows, self._padding_len, dtype=np.int32)
         self._arrays: list[np.ndarray] = [
-            np.zeros(size, dtype=np.int64),  # token ids
-            np.zeros(size, dtype=np.int64),  # positions
-            np.full(size, scratch_slot, dtype=np.int64),  # slots
-            np.ones(size, dtype=np.int32),  # context lengths
-            np.arange(size + 1, dtype=np.int32),  # cumulative query lengths
-            np.arange(size + 1, dtype=np.int32),  # cumulative context lengths
+            np.zeros(num_tokens, dtype=np.int64),  # token ids
+            np.zeros(num_tokens, dtype=np.int64),  # positions
+            np.full(num_tokens, scratch_slot, dtype=np.int64),  # slots
+            lens,  # context lengths
+            cumulative(lens),  # of query lengths
+            cumulative(lens),  # of context lengths
         ]
         self._offsets, total = layout(self._arrays)
         self._hosts, self._twin = twofold_memory(total, tables.device)
@@ -112,29 +140,31 @@ class GraphInputs:
 
     def metadata(self, max_model_len: int) -> AttentionMetadata:
         """For the host every row is as long as a row can be; how long it is, the device reads at each replay."""
+        num_tokens, num_rows, is_decode = self.shape
         query_starts, context_starts = self._starts
         return AttentionMetadata(
-            query_lens=(1,) * self.size,
-            context_lens=(max_model_len,) * self.size,
+            query_lens=(1 if is_decode else num_tokens,) * num_rows,
+            context_lens=(max_model_len,) * num_rows,
             query_starts=query_starts,
             context_starts=context_starts,
             context_lens_tensor=self._context_lens,
             slot_mapping=self._slots,
             block_tables=self.tables,
+            are_bounds=True,
         )
 
     def load(self, batch: FlatBatch) -> None:
-        """Overwrites all but the tables with a batch of at most `size` decodes, padded. Waits for nothing."""
-        num = batch.num_rows
-        columns = (
-            (batch.token_ids, 0),
-            (batch.positions, 0),
-            (batch.slots, self._scratch_slot),
-            (batch.context_lens, 1),
-        )
-        for array, (values, padding) in zip(self._arrays, columns, strict=False):
-            array[:num], array[num:] = values, padding
-        self._arrays[-1] = cumulative(self._arrays[3])
+        """Overwrites all but the tables with a batch that the shape holds, padded. Waits for nothing."""
+        token_ids, positions, slots, context_lens, query_starts, context_starts = self._arrays
+        num_tokens, num_rows = batch.num_tokens, batch.num_rows
+        token_ids[:num_tokens], token_ids[num_tokens:] = batch.token_ids, 0
+        positions[:num_tokens], positions[num_tokens:] = batch.positions, 0
+        slots[:num_tokens], slots[num_tokens:] = batch.slots, self._scratch_slot
+        context_lens[:num_rows], context_lens[num_rows:] = batch.context_lens, self._padding_len
+        np.cumsum(context_lens, out=context_starts[1:])
+        if not self.shape.is_decode:  # else row i is token i
+            np.cumsum(batch.query_lens, out=query_starts[1 : num_rows + 1])
+            query_starts[num_rows + 1 :] = num_tokens
         self._send()
 
     def _send(self) -> None:
@@ -145,13 +175,18 @@ class GraphInputs:
 
 class Captured(NamedTuple):
     inputs: GraphInputs
-    replay: Work  # -> final hidden states [size, hidden]
+    replay: Work  # -> final hidden states [num_tokens, hidden]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Of what was loaded, int64 [num_tokens]; they may be overwritten."""
+        return self.inputs.token_ids
 
 
-class DecodeGraphs:
-    """The captured decode steps of one model over one KV cache.
+class StepGraphs:
+    """The captured steps of one model over one KV cache.
 
-    sizes: batch sizes, ascending. max_model_len: the longest context of any row. capture: how; CudaCapture on a GPU.
+    shapes: the largest first. max_model_len: the longest context of any row. capture: how; CudaCapture on a GPU.
     """
 
     def __init__(
@@ -160,7 +195,7 @@ class DecodeGraphs:
         attention: AttentionProvider,
         caches: LayerCaches,
         *,
-        sizes: list[int],
+        shapes: list[GraphShape],
         block_size: int,
         max_model_len: int,
         scratch_block: int,
@@ -171,43 +206,42 @@ class DecodeGraphs:
         self._attention = attention
         self._caches = caches
         self._max_model_len = max_model_len
-        self._sizes = sizes
-        max_blocks = -(-max_model_len // block_size)
+        self._most_tokens = shapes[0].num_tokens
+        self._max_blocks = -(-max_model_len // block_size)
+        most_rows = max(shape.num_rows for shape in shapes)
         with torch.inference_mode(False):  # ordinary memory: it may be written to anywhere
-            tables = torch.full((sizes[-1], max_blocks), scratch_block, dtype=torch.int32, device=device)
-        self._hidden: Tensor | None = None  # [largest size, hidden], where every graph leaves its result
-        self._max_blocks = max_blocks
-        self._captured: dict[int, Captured] = {}
-        for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
-            inputs = GraphInputs(size, tables[:size], scratch_block * block_size)
-            self._captured[size] = Captured(inputs, capture(partial(self._forward, inputs)))
+            tables = torch.full((most_rows, self._max_blocks), scratch_block, dtype=torch.int32, device=device)
+        self._hidden: Tensor | None = None  # [most tokens, hidden], where every graph leaves its result
+        self._captured: dict[bool, list[Captured]] = {True: [], False: []}  # by is_decode, the smallest first
+        for shape in shapes:  # the largest first: the smaller ones fit into its memory
+            inputs = GraphInputs(shape, tables[: shape.num_rows], scratch_block * block_size)
+            self._captured[shape.is_decode].insert(0, Captured(inputs, capture(partial(self._forward, inputs))))
 
     def _forward(self, inputs: GraphInputs) -> Tensor:
-        """Into memory that all sizes share: a graph that kept its own result would take room in the pool for good."""
+        """Into memory that all shapes share: a graph that kept its own result would take room in the pool for good."""
         attention = self._attention.prepare(inputs.metadata(self._max_model_len))
         hidden = self._model.hidden_states(inputs.token_ids, inputs.positions, self._caches, attention)
         if self._hidden is None:  # work runs once before it is captured
-            self._hidden = hidden.new_empty((self._sizes[-1], *hidden.shape[1:]))
-        return self._hidden[: inputs.size].copy_(hidden)
+            self._hidden = hidden.new_empty((self._most_tokens, *hidden.shape[1:]))
+        return self._hidden[: inputs.shape.num_tokens].copy_(hidden)
 
-    def holds(self, batch: FlatBatch) -> bool:
-        """Whether the batch runs in a graph: decodes only, not too many, none too long."""
-        is_short = batch.max_blocks <= self._max_blocks
-        return batch.is_decode and is_short and batch.num_rows <= self._sizes[-1]
+    def find(self, batch: FlatBatch) -> Captured | None:
+        """The smallest graph that the batch runs in; None: it has too many tokens, a row is too long, or steps of its
+        kind are not captured."""
+        captured = self._captured[batch.is_decode]
+        place = bisect_left(captured, batch.num_tokens, key=lambda one: one.inputs.shape.num_tokens)
+        if place == len(captured) or batch.max_blocks > self._max_blocks:
+            return None
+        return captured[place] if batch.num_rows <= captured[place].inputs.shape.num_rows else None
 
-    def load(self, batch: FlatBatch) -> tuple[int, Tensor]:
-        """Sends a batch that `holds`; returns the size that it runs in, and where its block tables are to be written,
-        int32 [num_rows, max blocks of a row]. Does not wait."""
-        size = self._sizes[bisect_left(self._sizes, batch.num_rows)]
-        inputs = self._captured[size].inputs
-        inputs.load(batch)
-        return size, inputs.tables[: batch.num_rows, : batch.max_blocks]
+    def load(self, captured: Captured, batch: FlatBatch) -> Tensor:
+        """Sends a batch to the graph that was found for it; returns where its block tables are to be written, int32
+        [num_rows, max blocks of a row]. Does not wait."""
+        captured.inputs.load(batch)
+        return captured.inputs.tables[: batch.num_rows, : batch.max_blocks]
 
-    def token_ids(self, size: int) -> Tensor:
-        """The tokens of what was loaded, int64 [size]; they may be overwritten."""
-        return self._captured[size].inputs.token_ids
-
-    def replay(self, size: int) -> Tensor:
-        """Final hidden states [size, hidden] of what was loaded; the rows behind the batch mean nothing."""
+    def replay(self, captured: Captured) -> Tensor:
+        """Final hidden states [num_tokens, hidden] of what was loaded; those behind the batch mean nothing. The graph
+        knows no layer's event: it starts when the swaps of all layers are over."""
         self._caches.wait()
-        return self._captured[size].replay()
+        return captured.replay()

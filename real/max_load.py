@@ -10,7 +10,7 @@ import torch
 from real.attention.interface import AttentionMetadata
 from real.cache_engine import CacheEngine, LayerCaches, block_bytes
 from real.device import Placement, memory_named
-from real.graphs import Capture, CudaCapture, DecodeGraphs, Work
+from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
@@ -38,11 +38,11 @@ def fitting_num_blocks(
     cache_dtype: torch.dtype,
     gpu_memory_utilization: float,
     cpu_kv_bytes: int,
-    captured: tuple[list[int], CudaCapture] | None = None,
+    captured: tuple[list[GraphShape], CudaCapture] | None = None,
 ) -> int:
     """KV blocks that the device has room for. Raises DeviceError if not even one fits.
 
-    captured: the sizes of the decodes that are to be captured beside the blocks, and how.
+    captured: the shapes of the steps that are to be captured beside the blocks, and how.
     """
     size = block_bytes(spec, limits.block_size, cache_dtype, placement.group.size)
     if placement.device.type == "cpu":
@@ -51,7 +51,10 @@ def fitting_num_blocks(
     graphs = 0
     if captured is not None:
         caches = _few_blocks(spec, placement, limits.block_size, cache_dtype)
-        with memory_named("captured decodes do not fit: lower backend.max_captured_size or set cuda_graphs=false"):
+        with memory_named(
+            "captured steps do not fit: lower backend.max_captured_tokens or backend.max_captured_size, or set "
+            "cuda_graphs=false"
+        ):
             graphs = _measure_graphs(runner, caches, placement, limits, *captured)
     return num_kv_blocks(
         memory_bytes=torch.cuda.mem_get_info(placement.device)[1],
@@ -139,21 +142,21 @@ def _measure_graphs(
     caches: LayerCaches,
     placement: Placement,
     limits: BatchLimits,
-    sizes: list[int],
+    shapes: list[GraphShape],
     capture: CudaCapture,
 ) -> int:
-    """Bytes that captured decodes of these sizes will hold: tensors, and what the driver keeps of each.
+    """Bytes that captured steps of these shapes will hold: tensors, and what the driver keeps of each.
 
     Measured on three of them, whose graphs are let go of again: the largest, which brings the memory that all of them
     work in, and two more, which say what any other adds.
     """
-    probes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    probes = sorted({shapes[0], shapes[len(shapes) // 2], shapes[-1]}, reverse=True)
     metered = _Metered(capture, placement.device)
     _captured(runner, caches, placement, limits, probes, metered, scratch_block=1)
     capture.begin_anew()
     first, *others = (max(0, num_bytes) for num_bytes in metered.taken)
     per_graph = min(others, default=0)  # the other may have more in it: kernels loaded, another process's memory
-    return first + per_graph * (len(sizes) - 1)
+    return first + per_graph * (len(shapes) - 1)
 
 
 @torch.inference_mode()
@@ -181,16 +184,16 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
     return loads
 
 
-def capture_decodes(
+def capture_steps(
     runner: ModelRunner,
     cache: CacheEngine,
     placement: Placement,
     limits: BatchLimits,
-    sizes: list[int],
+    shapes: list[GraphShape],
     capture: Capture,
-) -> DecodeGraphs:  # fmt: skip
-    """Decode steps of these batch sizes over the cache, ready to be replayed; the KV memory is zeros again."""
-    return _captured(runner, cache.gpu, placement, limits, sizes, capture, cache.scratch_block)
+) -> StepGraphs:  # fmt: skip
+    """Steps of these shapes over the cache, ready to be replayed; the KV memory is zeros again."""
+    return _captured(runner, cache.gpu, placement, limits, shapes, capture, cache.scratch_block)
 
 
 @torch.inference_mode()
@@ -199,15 +202,15 @@ def _captured(
     caches: LayerCaches,
     placement: Placement,
     limits: BatchLimits,
-    sizes: list[int],
+    shapes: list[GraphShape],
     capture: Capture,
     scratch_block: int,
-) -> DecodeGraphs:
-    graphs = DecodeGraphs(
+) -> StepGraphs:
+    graphs = StepGraphs(
         runner.model,
         runner.attention,
         caches,
-        sizes=sizes,
+        shapes=shapes,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
         scratch_block=scratch_block,

@@ -15,7 +15,7 @@ from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import FlatBatch, Layout, cumulative, flatten
 from real.block_tables import DeviceTables, HostTables
 from real.device import Placement
-from real.graphs import DecodeGraphs
+from real.graphs import Captured, StepGraphs
 from real.models.interface import CausalLM
 from real.sampling.feed import SampleFeed
 from real.sampling.inputs import SampleInputs, Source
@@ -35,7 +35,7 @@ class EagerInputs(NamedTuple):
 class StepInputs(NamedTuple):
     """What the device needs for one forward pass, and to sample."""
 
-    forward: EagerInputs | int  # a number: the inputs of the decode graph of that size are loaded
+    forward: EagerInputs | Captured  # whose inputs are loaded
     sample_tokens: Tensor  # int64 [num_samples], where the last tokens of the rows that sample lie
     sampling: SampleInputs
     sampled: tuple[int, ...]  # the sequences of the rows that sample, in order
@@ -43,7 +43,7 @@ class StepInputs(NamedTuple):
 
 
 class ModelRunner:
-    """A model, its attention provider, and the layout of its batches. graphs: captured decodes, once there are any."""
+    """A model, its attention provider, and the layout of its batches. graphs: captured steps, once there are any."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.attention = attention
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.vocab_size = layout.vocab_size
         self._layout = layout
         self._tables = tables
@@ -82,12 +82,13 @@ class ModelRunner:
         batch = flatten(rows, self._layout, self._tables)
         samples = np.array([row.samples for row in rows])
         sample_tokens = np.cumsum(batch.query_lens)[samples] - 1
-        forward: EagerInputs | int
-        if self.graphs is not None and self.graphs.holds(batch):
+        forward: EagerInputs | Captured
+        captured = None if self.graphs is None else self.graphs.find(batch)
+        if self.graphs is not None and captured is not None:
             fed = [sample_tokens, batch.table_rows, *batch.new_blocks]
             sample_tokens_tensor, *tables = self._staging.send(fed)
-            forward, own_tables = self.graphs.load(batch)
-            self._device_tables.gather(own_tables, *tables)
+            self._device_tables.gather(self.graphs.load(captured, batch), *tables)
+            forward = captured
         else:
             forward, sample_tokens_tensor = self._send_eager(batch, sample_tokens)
         sampling = self._samples.inputs(rows)
@@ -98,7 +99,7 @@ class ModelRunner:
         """One forward pass: final hidden states of every token, [at least num_tokens, hidden]."""
         if inputs.placeholders:
             self._fill_in(inputs)
-        if isinstance(inputs.forward, int):
+        if isinstance(inputs.forward, Captured):
             assert self.graphs is not None
             return self.graphs.replay(inputs.forward)
         token_ids, positions, metadata = inputs.forward
@@ -125,13 +126,7 @@ class ModelRunner:
         wanted = [place for place, _ in inputs.placeholders]
         drawn = [places[seq_id] for _, seq_id in inputs.placeholders]
         targets, sources = send_array(np.array([wanted, drawn]), token_ids.device)
-        forward = inputs.forward
-        if isinstance(forward, int):
-            assert self.graphs is not None
-            fed = self.graphs.token_ids(forward)
-        else:
-            fed = forward.token_ids
-        fed.index_copy_(0, targets, token_ids.index_select(0, sources))
+        inputs.forward.token_ids.index_copy_(0, targets, token_ids.index_select(0, sources))
 
     def _send_eager(self, batch: FlatBatch, sample_tokens: np.ndarray) -> tuple[EagerInputs, Tensor]:
         token_ids, positions, slots, query_starts, context_starts, context_lens, samples, *fed = self._staging.send(

@@ -6,6 +6,8 @@ from itertools import groupby
 from operator import index
 from typing import Any, ClassVar
 
+from mypy_extensions import mypyc_attr
+
 from sim.cost.base import CostModel
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
@@ -35,6 +37,7 @@ class SchedulerTime(Value):
         return time_ns + num_tokens * self.ns_per_1k_tokens // 1024
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class SimWork(Value):
     """What a step costs. It lasts at least 1 ns, also one that only preempts."""
 

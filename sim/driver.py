@@ -79,7 +79,7 @@ class Device:
 
     def __init__(self, backend: PricedBackend) -> None:
         self._backend = backend
-        self._in_flight: list[tuple[int, SimWork]] = []  # with the instant at which the device is done
+        self._in_flight: tuple[tuple[int, SimWork], ...] = ()  # with the instant at which the device is done
         self._free_ns = self._answered_ns = 0
 
     def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
@@ -94,12 +94,13 @@ class Device:
             self._free_ns = max(self._free_ns, now_ns) + device_ns
             if self._free_ns > MAX_NS:
                 raise too_late(work.duration_ns)
-            self._in_flight.append((self._free_ns, work))
+            self._in_flight += ((self._free_ns, work),)
         now_ns = max(now_ns, self._answered_ns + 1)
         if command.is_ahead:
             self._answered_ns = now_ns
             return Resume(now_ns)
-        done_ns, work = self._in_flight.pop(0)
+        done_ns, work = self._in_flight[0]
+        self._in_flight = self._in_flight[1:]
         self._answered_ns = now_ns = max(now_ns, done_ns)
         return Resume(now_ns, StepResult(now_ns, work.outcomes, work.spans))
 

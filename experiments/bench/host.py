@@ -1,6 +1,6 @@
 """What the host does in a step of the engine, by part, with a device that costs nothing: no GPU is needed.
 
-A model without layers answers at once, and captured decodes are replayed by doing nothing; all else is the engine as it
+A model without layers answers at once, and captured steps are replayed by doing nothing; all else is the engine as it
 runs: the core's plan, its inputs, the launches around the model, sampling over a vocabulary of 32, commit and records.
 What a launch costs on a GPU is not in it, nor what attention prepares. Beside that, torch's operators in sampling and
 the bytes that they read and write, counted at the vocabulary of a real model. Compare numbers of one run only.
@@ -121,7 +121,7 @@ def measure(load: Load, num_steps: int) -> list[float]:
         recorder = RunRecorder(Path(folder))
         drive = Drive(
             serve(_Requests(prompts, load.sampling, num_tokens), scheduler, recorder), _Watched(backend, log),
-            CLOCKS["as_fast_as_possible"](), log,  # type: ignore[arg-type]
+            CLOCKS["as_fast_as_possible"](), log,
         )  # fmt: skip
         while len(log.steps) < num_wanted:
             drive.step()
@@ -130,14 +130,14 @@ def measure(load: Load, num_steps: int) -> list[float]:
 
 
 def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int) -> RealBackend:
-    """The engine over a model that does nothing, its decodes captured."""
+    """The engine over a model that does nothing, its steps captured."""
     import torch
 
     from real.backend import RealBackend
     from real.config import RealConfig
     from real.device import Placement
-    from real.graphs import captured_sizes
-    from real.max_load import BatchLimits, capture_decodes
+    from real.graphs import captured_shapes
+    from real.max_load import BatchLimits, capture_steps
     from real.models.interface import CausalLM
 
     spec = ModelSpec(
@@ -167,13 +167,14 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
     logits = torch.randn(max_num_seqs, VOCAB, generator=torch.Generator().manual_seed(0))
     backend.runner.model, backend.runner.attention = Nothing(), NoAttention()
     limits = BatchLimits(BLOCK_SIZE, budget, max_num_seqs, max_model_len)
-    placement, sizes = Placement(torch.device("cpu"), torch.float32), captured_sizes(max_num_seqs)
+    placement = Placement(torch.device("cpu"), torch.float32)
+    shapes = captured_shapes(max_num_seqs, min(budget, RealConfig().max_captured_tokens), max_num_seqs)
 
     def capture(work: Any) -> Any:
         result = work()
         return lambda: result
 
-    backend.runner.graphs = capture_decodes(backend.runner, backend.cache, placement, limits, sizes, capture)
+    backend.runner.graphs = capture_steps(backend.runner, backend.cache, placement, limits, shapes, capture)
     return backend
 
 
@@ -263,7 +264,7 @@ def counting() -> Iterator[list[int]]:
 
     counts: list[int] = []
 
-    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -276,5 +277,5 @@ def counting() -> Iterator[list[int]]:
                 counts.append(sum(one.numel() * one.itemsize for one in (*read, *written, *fresh)))
             return result
 
-    with Counting():  # type: ignore[no-untyped-call]
+    with Counting():  # type: ignore[no-untyped-call]  # as above
         yield counts

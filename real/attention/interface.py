@@ -10,13 +10,15 @@ KV memory of a layer: [2 (key, value), num_blocks, block_size, num_kv_heads, hea
 rounded to nearest even. Every token attends to what the cache holds, its own step's keys and values too: so nothing
 depends on how a prompt is cut into chunks.
 
-**CUDA graphs.** A provider with `supports_graphs` keeps this promise: for metadata whose rows are all decodes
-(query_lens are ones), `prepare` and the call wait for nothing, copy nothing from the host, and choose shapes, launches
-and memory from the host's tuples and the tensors' shapes alone. So the call can be captured with tuples that name the
-longest context there may be, and replayed after context_lens_tensor, block_tables, slot_mapping and the projections
-have been overwritten, as long as no context_lens_tensor[i] exceeds what context_lens[i] said. Rows that only pad such a
-batch have context length 0 (or read some block that exists) and slot -1 (or one that nobody reads): for a slot below 0
-nothing is stored, and what comes out of such a row is finite if what it reads is.
+**CUDA graphs.** A step is captured once and replayed with other lengths. The metadata of such a step has `are_bounds`:
+its tuples say the most that a row may have, which for decodes is one new token each, and else the tokens of the whole
+step. A provider with `supports_graphs` promises for it that `prepare` and the call wait for nothing, copy nothing from
+the host, and choose shapes, launches and memory from the host's tuples and the tensors' shapes alone; what a row has
+they read on the device. So the call can be replayed after all tensors of the metadata and the projections have been
+overwritten, as long as no row has more than its bound. Rows that only pad a batch of decodes have context length 0 (or
+read some block that exists) and slot -1 (or one that nobody reads): what comes out of them is finite if what they read
+is. Those that pad another step have no query tokens and no context; the tokens that pad it stand behind those of all
+rows, with slots like these, and what comes out of them means nothing. For a slot below 0 nothing is stored.
 """
 
 from __future__ import annotations
@@ -79,10 +81,15 @@ class AttentionMetadata:
     context_lens_tensor: Tensor  # int32 [num_rows]
     slot_mapping: Tensor  # int64 [num_tokens], where each token's key and value go: block * block_size + offset
     block_tables: Tensor  # int32 [num_rows, max blocks of a row]
+    are_bounds: bool = False  # the tuples say the most that a row may have, not what it has
 
     @property
     def num_rows(self) -> int:
         return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slot_mapping)
 
 
 class KVSlots(NamedTuple):
@@ -105,7 +112,8 @@ class StepAttention(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
-        """Stores key and value by slot, if they are not (where there are `slots`); attends.
+        """Stores key and value by slot, if they are not (where there are `slots`); attends. The result is valid until
+        the next call.
 
         query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim];
         kv_cache [2, num_blocks, block_size, num_kv_heads, head_dim]; returns the shape of query.
@@ -121,7 +129,7 @@ class AttentionProvider(Protocol):
 
     @property
     def supports_graphs(self) -> bool:
-        """Whether a step of decodes can be captured; see the module's text for what that promises."""
+        """Whether a step can be captured; see the module's text for what that promises."""
         ...
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:

@@ -1,23 +1,21 @@
 """Our Triton kernels (real/kernels) as a provider: any block size, head sizes up to 256, FP8 caches, ALiBi, windows.
 
 Rows with one new token go to the decode kernel, the others to the prefill kernel; both read the cache, to which the
-step's keys and values have been written.
+step's keys and values have been written. Which row is of which kind the kernels find out on the device.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from enum import IntEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from real import kernels
 from real.attention.interface import AttentionMetadata, AttentionSpec, KVSlots, StepAttention
-from real.staging import send_array
 
 if TYPE_CHECKING:
     from real.kernels.attend import Scoring, Tiling
@@ -69,27 +67,35 @@ class TritonAttention:
         self.scoring = scoring_of(spec)
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
-        rows = range(metadata.num_rows)
-        decodes = [row for row in rows if metadata.query_lens[row] == 1]
-        others = [row for row in rows if metadata.query_lens[row] > 1]
-        return TritonStep(PagedRows(self.spec, self.scoring, metadata, decodes, others))
+        return TritonStep(self.spec, self.scoring, metadata)
 
 
 class TritonStep:
     """One step's attention; see StepAttention for the shapes."""
 
-    def __init__(self, rows: PagedRows) -> None:
-        self._rows = rows
-        self.slots = rows.slots
+    def __init__(self, spec: AttentionSpec, scoring: Scoring, metadata: AttentionMetadata) -> None:
+        self._rows = PagedRows(spec, scoring, metadata)
+        self.slots = KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
+        self._may_have_padding = metadata.are_bounds and max(metadata.query_lens) > 1
+        self._output: Tensor | None = None  # of all layers, one after the other
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
         if not is_stored:
-            self._rows.store(key, value, kv_cache)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._rows.attend(query, kv_cache, output)
-        return output
+            store(key, value, kv_cache, self.slots)
+        if self._output is None:  # nobody writes the tokens that pad a step
+            create = torch.zeros_like if self._may_have_padding else torch.empty_like
+            self._output = create(query, memory_format=torch.contiguous_format)
+        self._rows.attend(query, kv_cache, self._output)
+        return self._output
+
+
+def store(key: Tensor, value: Tensor, kv_cache: Tensor, slots: KVSlots) -> None:
+    """Of a whole step, by our kernel."""
+    from real.kernels.store import store_kv
+
+    store_kv(key, value, kv_cache, *slots)
 
 
 class Prefills(NamedTuple):
@@ -97,37 +103,40 @@ class Prefills(NamedTuple):
     tiling: Tiling
 
 
+class Takes(IntEnum):
+    """Which rows of a step are computed by our kernels."""
+
+    DECODES = 1
+    CACHED = 2  # also those of several tokens that follow cached positions
+    EVERYTHING = 3
+
+
 class PagedRows:
-    """Some rows of a step, of which the kernels read everything from the cache. Also part of other providers' steps."""
+    """The rows of a step, of which the kernels read everything from the cache. Also part of other providers' steps."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        scoring: Scoring,
-        metadata: AttentionMetadata,
-        decodes: Sequence[int],
-        others: Sequence[int],
+        self, spec: AttentionSpec, scoring: Scoring, metadata: AttentionMetadata, takes: Takes = Takes.EVERYTHING
     ) -> None:
-        """decodes: rows of one query token; others: rows of more."""
         self._metadata = metadata
         self._scoring = scoring
-        self.slots = KVSlots(metadata.slot_mapping, scoring.k_scale, scoring.v_scale)
-        self._num_decodes = len(decodes)
-        self._decodes: Tensor | None = None  # int32; None: all rows
+        lens = list(zip(metadata.query_lens, metadata.context_lens, strict=True))
+        others = [
+            num for num, context in lens if num > 1 and takes >= (Takes.EVERYTHING if num == context else Takes.CACHED)
+        ]
+        if metadata.are_bounds:  # however few tokens a row may have, it may have one
+            decodes = [context for _, context in lens]
+        else:
+            decodes = [context for num, context in lens if num == 1]
+        is_mixed = max(metadata.query_lens) > 1
+        self._query_starts = metadata.query_starts if is_mixed else None
         self._parts: Parts | None = None
         self._prefills: Prefills | None = None
-        if decodes and len(decodes) != metadata.num_rows:
-            self._decodes = send_array(np.array(decodes, dtype=np.int32), spec.device)
+        self._has_decodes = bool(decodes)
         if decodes:
-            self._parts = _cut(spec, metadata, self._decodes, max(metadata.context_lens[row] for row in decodes))
+            num_decodes = 1 if is_mixed and metadata.are_bounds else len(decodes)
+            self._parts = _cut(spec, metadata, self._query_starts, max(decodes), num_decodes)
         if others:
-            self._prefills = _lay_out(spec, metadata, others)
-
-    def store(self, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        """Of the whole step."""
-        from real.kernels.store import store_kv
-
-        store_kv(key, value, kv_cache, *self.slots)
+            self._prefills = _lay_out(spec, metadata, others, skips_fresh=takes < Takes.EVERYTHING)
 
     def attend(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Fills these rows' tokens of output."""
@@ -136,10 +145,10 @@ class PagedRows:
 
         metadata = self._metadata
         tables, lens = metadata.block_tables, metadata.context_lens_tensor
-        if self._num_decodes:
+        if self._has_decodes:
             paged_decode(
-                query, kv_cache, tables, lens, output, self._scoring, rows=self._decodes, parts=self._parts,
-                query_starts=None if self._decodes is None else metadata.query_starts,
+                query, kv_cache, tables, lens, output, self._scoring,
+                query_starts=self._query_starts, parts=self._parts,
             )  # fmt: skip
         if self._prefills is not None:
             paged_prefill(
@@ -147,24 +156,35 @@ class PagedRows:
             )  # fmt: skip
 
 
-def _cut(spec: AttentionSpec, metadata: AttentionMetadata, rows: Tensor | None, max_context: int) -> Parts | None:
+def _cut(
+    spec: AttentionSpec, metadata: AttentionMetadata, query_starts: Tensor | None, max_context: int, num_decodes: int
+) -> Parts | None:
     from real.kernels.decode import num_programs
     from real.kernels.parts import plan_parts
 
     programs = num_programs(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads)
-    lens = metadata.context_lens_tensor
-    return plan_parts(lens, rows, spec.sliding_window, programs=programs, max_context=max_context)
+    return plan_parts(
+        metadata.context_lens_tensor, query_starts, spec.sliding_window,
+        programs=programs, max_context=max_context, num_decodes=num_decodes,
+    )  # fmt: skip
 
 
-def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, rows: Sequence[int]) -> Prefills:
+def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, query_lens: list[int], *, skips_fresh: bool) -> Prefills:
+    """query_lens: of the rows that are laid out."""
     from real.kernels.formats import capability
-    from real.kernels.prefill import layout_tiles, tiling
+    from real.kernels.prefill import lay_out_tiles, most_tiles, tiling
 
     group = spec.num_heads // spec.num_kv_heads
-    longest = max(metadata.query_lens[row] for row in rows)
-    chosen = tiling(spec.head_dim, group, spec.dtype, longest, capability(spec.device))
-    tiles = layout_tiles(rows, metadata.query_lens, metadata.context_lens, chosen.block_m // group)
-    return Prefills(send_array(tiles, spec.device), chosen)
+    chosen = tiling(spec.head_dim, group, spec.dtype, max(query_lens), capability(spec.device))
+    per_tile = chosen.block_m // group
+    if metadata.are_bounds:
+        num_tiles = most_tiles(metadata.num_tokens, metadata.num_rows, per_tile)
+    else:
+        num_tiles = sum(-(-num // per_tile) for num in query_lens)
+    tiles = lay_out_tiles(
+        metadata.query_starts, metadata.context_lens_tensor, num_tiles, per_tile, skips_fresh=skips_fresh
+    )  # fmt: skip
+    return Prefills(tiles, chosen)
 
 
 def scoring_of(spec: AttentionSpec) -> Scoring:

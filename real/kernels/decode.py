@@ -18,7 +18,7 @@ from real.kernels.parts import Parts
 MAX_GROUP_TILE = 64  # query heads of one program
 REDUCE_TILE = 16  # parts that are joined at a time
 
-INDICES = ["tables", "context_lens", "rows", "query_starts"]  # their alignment and strides vary from step to step
+INDICES = ["tables", "context_lens", "query_starts"]  # their alignment and strides vary from step to step
 
 
 @triton.jit(
@@ -26,13 +26,13 @@ INDICES = ["tables", "context_lens", "rows", "query_starts"]  # their alignment 
     do_not_specialize_on_alignment=INDICES,
 )
 def decode_kernel(
-    output, partial, items, query, keys, values, tables, context_lens, rows, query_starts, slopes,
+    output, partial, items, query, keys, values, tables, context_lens, query_starts, slopes,
     qk_scale, value_scale, window, partial_size,
     stride_query_token, stride_query_head, stride_output_token, stride_output_head,
     stride_block, stride_slot, stride_kv_head, stride_table,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    KV_FORMAT: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr,
+    KV_FORMAT: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_MIXED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, or item of Parts; KV head and tile of its query heads).
@@ -41,15 +41,16 @@ def decode_kernel(
     weights [items, heads]; of rows that have several parts.
     """
     item = tl.program_id(0)
-    index = item
+    row = item
     if IS_SPLIT:
-        index = tl.load(items + 4 * item)
-        if index < 0:
+        row = tl.load(items + 4 * item)
+        if row < 0:
             return
-    row, token = index, index
-    if HAS_ROWS:
-        row = tl.load(rows + index)
+    token = row
+    if IS_MIXED:
         token = tl.load(query_starts + row)
+        if tl.load(query_starts + row + 1) - token != 1:
+            return
     TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     kv_head = tl.program_id(1) // TILES
     last = tl.load(context_lens + row)
@@ -96,19 +97,21 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["partial_size"], do_not_specialize_on_alignment=INDICES)
 def reduce_kernel(
-    output, partial, starts, rows, query_starts, partial_size, stride_output_token, stride_output_head,
+    output, partial, starts, query_starts, partial_size, stride_output_token, stride_output_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, TILE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
+    IS_MIXED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): the mean of the parts' results, weighted by their sums of weights; of one part that is the
     output already."""
-    index = tl.program_id(0)
-    begin, end = tl.load(starts + index), tl.load(starts + index + 1)
+    row = tl.program_id(0)
+    begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     if end - begin == 1:
         return
-    token = index
-    if HAS_ROWS:
-        token = tl.load(query_starts + tl.load(rows + index))
+    token = row
+    if IS_MIXED:
+        token = tl.load(query_starts + row)
+        if tl.load(query_starts + row + 1) - token != 1:
+            return
     head = tl.program_id(1)
     dims = tl.arange(0, HEAD_PAD)
     acc = tl.zeros([HEAD_PAD], tl.float32)
@@ -159,18 +162,18 @@ def paged_decode(
     output: Tensor,
     scoring: Scoring,
     *,
-    rows: Tensor | None = None,
     query_starts: Tensor | None = None,
     parts: Parts | None = None,
 ) -> None:
-    """Fills output for rows of one query token each, which is the last of the row's context.
+    """Fills output for the rows of one query token, which is the last of the row's context.
 
     query, output [num_tokens, num_heads, head_dim]; kv_cache [2, num_blocks, block_size, num_kv_heads, head_dim];
-    block_tables int32 [num_rows, max blocks]; context_lens int32 [num_rows]. rows: int32, which rows these are, their
-    tokens at query_starts[row] (None: row i is token i). parts: of plan_parts for the same rows. Waits for nothing, and
-    depends on no value that lies on the device: fit for a CUDA graph.
+    block_tables int32 [num_rows, max blocks]; context_lens int32 [num_rows]. query_starts: int32 [num_rows + 1], where
+    the tokens of each row begin; rows of more tokens, or of none, are left out (None: row i is token i). parts: of
+    plan_parts for the same rows. Waits for nothing, and depends on no value that lies on the device: fit for a CUDA
+    graph.
     """
-    num_rows = len(context_lens) if rows is None else len(rows)
+    num_rows = len(context_lens)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = kv_cache.shape[3]
     group = num_heads // num_kv_heads
@@ -185,19 +188,20 @@ def paged_decode(
         partial = query.new_empty(partial_size + num_items * num_heads, dtype=torch.float32)
     decode_kernel[(num_items, num_programs(group, num_kv_heads))](
         output, partial, None if parts is None else parts.items,
-        query, stored.keys, stored.values, block_tables, context_lens, rows, query_starts,
+        query, stored.keys, stored.values, block_tables, context_lens, query_starts,
         scoring.slopes, scoring.scale * LOG2_E * stored.k_factor, stored.v_factor,
         0 if scoring.window is None else min(scoring.window, MAX_WINDOW), partial_size,
         query.stride(0), query.stride(1), output.stride(0), output.stride(1),
         stored.keys.stride(0), stored.keys.stride(1), stored.keys.stride(2), block_tables.stride(0),
         NUM_HEADS=num_heads, GROUP=group, GROUP_TILE=tile.block_m, HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK_SIZE=kv_cache.shape[2], BLOCK_N=tile.block_n, KV_FORMAT=stored.kv_format,
-        HAS_ALIBI=scoring.slopes is not None, HAS_WINDOW=scoring.window is not None, HAS_ROWS=rows is not None,
-        IS_SPLIT=parts is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        HAS_ALIBI=scoring.slopes is not None, HAS_WINDOW=scoring.window is not None,
+        IS_MIXED=query_starts is not None, IS_SPLIT=parts is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if parts is not None:
         reduce_kernel[(num_rows, num_heads)](
-            output, partial, parts.starts, rows, query_starts, partial_size, output.stride(0), output.stride(1),
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, TILE=REDUCE_TILE, HAS_ROWS=rows is not None,
-            num_warps=4,
+            output, partial, parts.starts, query_starts, partial_size, output.stride(0), output.stride(1),
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, TILE=REDUCE_TILE,
+            IS_MIXED=query_starts is not None, num_warps=4,
         )  # fmt: skip

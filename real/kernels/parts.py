@@ -24,25 +24,25 @@ ROWS, ITEMS = 128, 32  # that a program of plan_kernel looks at at a time
 
 
 @triton.jit
-def load_keys(context_lens, rows, index, num_rows, window, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr):
-    """How many keys the rows at `index` attend to; 0 behind the last row."""
+def load_keys(context_lens, query_starts, index, num_rows, window, HAS_WINDOW: tl.constexpr, IS_MIXED: tl.constexpr):
+    """How many keys the decodes among the rows at `index` attend to; 0 of others, and behind the last row."""
     exists = index < num_rows
-    row = index
-    if HAS_ROWS:
-        row = tl.load(rows + index, mask=exists, other=0)
-    num_keys = tl.load(context_lens + row, mask=exists, other=0)
+    num_keys = tl.load(context_lens + index, mask=exists, other=0)
     if HAS_WINDOW:
         num_keys = tl.minimum(num_keys, window)
+    if IS_MIXED:
+        begin = tl.load(query_starts + index, mask=exists, other=0)
+        num_keys = tl.where(tl.load(query_starts + index + 1, mask=exists, other=0) - begin == 1, num_keys, 0)
     return num_keys
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_items", "num_parts", "window"],
-    do_not_specialize_on_alignment=["context_lens", "rows"],
+    do_not_specialize_on_alignment=["context_lens", "query_starts"],
 )
 def plan_kernel(
-    items, starts, context_lens, rows, num_rows, num_items, num_parts, window,
-    LEAST: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr,
+    items, starts, context_lens, query_starts, num_rows, num_items, num_parts, window,
+    LEAST: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_MIXED: tl.constexpr,
 ):  # fmt: skip
     """Program: ITEMS parts, see Parts. num_parts: how many parts of equal length all keys together would make.
 
@@ -51,7 +51,7 @@ def plan_kernel(
     total = 0
     for first in range(0, num_rows, ROWS):
         index = first + tl.arange(0, ROWS)
-        total += tl.sum(load_keys(context_lens, rows, index, num_rows, window, HAS_WINDOW, HAS_ROWS), 0)
+        total += tl.sum(load_keys(context_lens, query_starts, index, num_rows, window, HAS_WINDOW, IS_MIXED), 0)
     length = tl.maximum((total + num_parts - 1) // num_parts, 1)
     length = (length + LEAST - 1) // LEAST * LEAST
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
@@ -61,7 +61,7 @@ def plan_kernel(
     num_before = 0
     for first in range(0, num_rows, ROWS):
         index = first + tl.arange(0, ROWS)
-        num_keys = load_keys(context_lens, rows, index, num_rows, window, HAS_WINDOW, HAS_ROWS)
+        num_keys = load_keys(context_lens, query_starts, index, num_rows, window, HAS_WINDOW, IS_MIXED)
         own = (num_keys + length - 1) // length
         ends = num_before + tl.cumsum(own, 0)
         is_before = (ends[None, :] <= item[:, None]) & (index < num_rows)[None, :]
@@ -90,8 +90,8 @@ def num_processors(device: torch.device) -> int:
 class Parts(NamedTuple):
     """How the contexts of a step's decodes are cut; on the device.
 
-    items: int32 [items, 4], of each part: its row, counted among the decodes (-1: there is none); which of the row's
-    parts it is; how many these are; the length of all parts. starts: int32 [rows + 1], a row's first item.
+    items: int32 [items, 4], of each part: its row (-1: there is none); which of the row's parts it is; how many these
+    are; the length of all parts. starts: int32 [rows + 1], a row's first item.
     """
 
     items: Tensor
@@ -110,29 +110,31 @@ def choose_num_parts(num_rows: int, programs: int, max_keys: int, num_sms: int) 
 
 def plan_parts(
     context_lens: Tensor,
-    rows: Tensor | None,
+    query_starts: Tensor | None,
     window: int | None,
     *,
     programs: int,
     max_context: int,
+    num_decodes: int,
     num_parts: int | None = None,
 ) -> Parts | None:
     """Once a step, for all its layers; None: rows stay whole. Shapes as for paged_decode.
 
-    programs: that a part takes. max_context: no row's context is longer. num_parts: None lets the heuristic choose.
-    Waits for nothing, and depends on no value that lies on the device.
+    programs: that a part takes. max_context: no decode's context is longer. num_decodes: rows that are decodes for
+    sure. num_parts: None lets the heuristic choose. Waits for nothing, and depends on no value that lies on the device.
     """
-    num_rows = len(context_lens) if rows is None else len(rows)
+    num_rows = len(context_lens)
     max_keys = max_context if window is None else min(max_context, window)
     if num_parts is None:
-        num_parts = choose_num_parts(num_rows, programs, max_keys, num_processors(context_lens.device))
+        num_parts = choose_num_parts(num_decodes, programs, max_keys, num_processors(context_lens.device))
     if num_parts == 1:
         return None
     num_items = min(num_rows + num_parts, num_rows * triton.cdiv(max_keys, MIN_PART))  # more there cannot be
     parts = Parts(context_lens.new_empty((num_items, 4)), context_lens.new_empty(num_rows + 1))
     plan_kernel[(triton.cdiv(num_items, ITEMS),)](
-        *parts, context_lens, rows, num_rows, num_items, num_parts, 0 if window is None else min(window, MAX_WINDOW),
-        LEAST=MIN_PART, ROWS=ROWS, ITEMS=ITEMS, HAS_WINDOW=window is not None, HAS_ROWS=rows is not None,
+        *parts, context_lens, query_starts, num_rows, num_items, num_parts,
+        0 if window is None else min(window, MAX_WINDOW),
+        LEAST=MIN_PART, ROWS=ROWS, ITEMS=ITEMS, HAS_WINDOW=window is not None, IS_MIXED=query_starts is not None,
         num_warps=4,
     )  # fmt: skip
     return parts

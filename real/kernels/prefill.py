@@ -2,15 +2,13 @@
 prefix. The step's own keys and values lie in the cache already.
 
 A program takes some consecutive query tokens of a row with all query heads of a KV head, so that keys that were loaded
-serve the whole group (also short chunks fill a tile). Which program takes which tokens is laid out on the host; tiles
-with the most keys come first, so that the launch does not end in one long program.
+serve the whole group (also short chunks fill a tile). Which program takes which tokens the device lays out once a step,
+also in a CUDA graph, for which the host knows no row's length; tiles with the most keys come first, so that the launch
+does not end in one long program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from torch import Tensor
 from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
 from real.kernels.formats import as_stored, capability
 
+ROWS, TILES = 128, 16  # that a program of tiles_kernel looks at at a time
 HAVE_ROOM = (9, 10)  # major compute capabilities with 227 KB of shared memory for a program; the others have 99 or 163
 
 
@@ -35,11 +34,13 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head). Tile: (row, its first query token in the row)."""
+    """Program (tile, KV head). Tile: (row, its first query token in the row); row -1: there is none."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     tile = tiles + 2 * tl.program_id(0)
     row, first_query = tl.load(tile), tl.load(tile + 1)
+    if row < 0:
+        return
     begin = tl.load(query_starts + row)
     num_queries = tl.load(query_starts + row + 1) - begin
     num_before = tl.load(context_lens + row) - num_queries  # positions before the row's first query
@@ -111,17 +112,68 @@ def tiling(
     return Tiling(block_m, block_n, num_warps, STAGES if has_room or head_pad <= 128 else 3)
 
 
-def layout_tiles(
-    rows: Sequence[int], query_lens: Sequence[int], context_lens: Sequence[int], tokens_per_tile: int
-) -> np.ndarray:
-    """The tiles of some rows, int32 [num_tiles, 2]: row, and the row's query token that the tile begins with."""
-    lens, contexts = (np.array([lens[row] for row in rows]) for lens in (query_lens, context_lens))
-    counts = -(-lens // tokens_per_tile)
-    of_row = np.repeat(np.arange(len(rows)), counts)
-    firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens_per_tile
-    order = np.argsort(firsts + (contexts - lens)[of_row], kind="stable")[::-1]
-    tiles = np.stack([np.array(rows)[of_row], firsts], axis=1).astype(np.int32)
-    return tiles[order]
+@triton.jit
+def load_lengths(query_starts, context_lens, row, exists, TOKENS: tl.constexpr, SKIPS_FRESH: tl.constexpr):
+    """Of rows: how many tiles each has (0 of decodes, with SKIPS_FRESH of whole prompts, and of what does not exist),
+    and the positions before its first query."""
+    num_queries = tl.load(query_starts + row + 1, mask=exists, other=0) - tl.load(
+        query_starts + row, mask=exists, other=0
+    )
+    num_before = tl.load(context_lens + row, mask=exists, other=0) - num_queries
+    is_taken = num_queries > 1
+    if SKIPS_FRESH:
+        is_taken = is_taken & (num_before > 0)
+    return tl.where(is_taken, (num_queries + TOKENS - 1) // TOKENS, 0), num_before
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_starts", "context_lens"])
+def tiles_kernel(
+    tiles, query_starts, context_lens, num_rows,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SKIPS_FRESH: tl.constexpr,
+):  # fmt: skip
+    """Program: a row. Puts each of its tiles behind those of all rows that have more keys before them; of two with as
+    many, the one of the earlier row comes first."""
+    row = tl.program_id(0)
+    num_own, num_before = load_lengths(query_starts, context_lens, row, row < num_rows, TOKENS, SKIPS_FRESH)
+    for first in range(0, num_own, TILES):
+        own = first + tl.arange(0, TILES)
+        at = num_before + own * TOKENS  # the position of a tile's first query
+        place = tl.zeros([TILES], tl.int32)
+        for other in range(0, num_rows, ROWS):
+            others = other + tl.arange(0, ROWS)
+            counts, befores = load_lengths(
+                query_starts, context_lens, others, others < num_rows, TOKENS, SKIPS_FRESH
+            )  # fmt: skip
+            gap = at[:, None] - befores[None, :]
+            # of the other row, the tiles that do not come before this one: its first ones
+            num_not = tl.where(others[None, :] < row, gap + TOKENS - 1, gap + TOKENS) // TOKENS
+            num_not = tl.where(gap < 0, 0, num_not)
+            place += tl.sum(tl.maximum(counts[None, :] - num_not, 0), 1)
+        tl.store(tiles + 2 * place, tl.zeros([TILES], tl.int32) + row, mask=own < num_own)
+        tl.store(tiles + 2 * place + 1, own * TOKENS, mask=own < num_own)
+
+
+def most_tiles(num_tokens: int, num_rows: int, tokens_per_tile: int) -> int:
+    """However so many tokens are shared out among at most so many rows of two tokens and more."""
+    num_rows = min(num_rows, num_tokens // 2)
+    return num_rows + (num_tokens - num_rows) // tokens_per_tile
+
+
+def lay_out_tiles(
+    query_starts: Tensor, context_lens: Tensor, num_tiles: int, tokens_per_tile: int, *, skips_fresh: bool = False
+) -> Tensor:
+    """The tiles of the rows of more than one query token, int32 [num_tiles, 2]: row, and the row's query token that the
+    tile begins with; (-1, -1) behind the last.
+
+    Shapes as for paged_prefill. num_tiles: there are no more. skips_fresh: also without the rows that have no cached
+    positions. Waits for nothing, and depends on no value that lies on the device.
+    """
+    tiles = context_lens.new_full((num_tiles, 2), -1)
+    tiles_kernel[(len(context_lens),)](
+        tiles, query_starts, context_lens, len(context_lens),
+        TOKENS=tokens_per_tile, ROWS=ROWS, TILES=TILES, SKIPS_FRESH=skips_fresh, num_warps=4,
+    )  # fmt: skip
+    return tiles
 
 
 def paged_prefill(
@@ -135,7 +187,7 @@ def paged_prefill(
     output: Tensor,
     scoring: Scoring,
 ) -> None:
-    """Fills output for the rows that `tiles` names (see layout_tiles; tile is the Tiling that they were laid out for).
+    """Fills output for the rows that `tiles` names (see lay_out_tiles; tile is the Tiling that they were laid out for).
 
     Shapes as for paged_decode; query_starts: int32 [num_rows + 1]. The queries of a row are the last of its context,
     each sees the keys up to its own position.

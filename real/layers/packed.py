@@ -7,7 +7,7 @@ is first multiplied by, and where that would leave too little memory the product
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,10 @@ def packed(weight: Tensor) -> Tensor | None:
     """
     if not isinstance(weight, nn.Parameter) or not weight.is_cpu or weight.dtype not in DTYPES:
         return None
-    kept: Any = getattr(weight, "layout_of_onednn", None)
+    kept = weight.__dict__.get("layout_of_onednn")  # goes when the weight goes
     if kept is None or kept.version != weight._version:
         kept = Layout(_laid_out(weight), weight._version)
-        weight.layout_of_onednn = kept  # type: ignore[attr-defined]  # goes when the weight goes
+        weight.__dict__["layout_of_onednn"] = kept
     found: Tensor | None = kept.weight
     return found
 

@@ -9,7 +9,6 @@ where a step ends.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
@@ -31,27 +30,26 @@ from testbed.errors import DeviceError, TestbedError
 GRACE_S = 2.0  # who lost a peer says so before the peer's own end is known
 END_S = 5.0  # to end in peace
 LOST = "LostPeerError"
-READY = "ready"
+READY = "ready"  # what a rank says once it is connected
 
 
 class Failure(NamedTuple):
-    """What a rank said before it ended. kind: the class of its exception; empty: it said nothing."""
+    """What ended a rank or a replica, as it said itself. kind: the class of its exception; empty: it said nothing."""
 
-    rank: int
     kind: str
     message: str
+    traceback: str = ""  # for the log
 
     @property
     def is_cause(self) -> bool:
         """Whether it failed by itself, and not because another had gone."""
         return self.kind != LOST
 
-    def error(self, who: str = "") -> TestbedError:
-        """As an exception. who: what it is called; a rank unless said."""
+    def error(self, who: str) -> TestbedError:
+        """As an exception."""
         made = getattr(errors, self.kind, None) if self.kind else None
         if not (isinstance(made, type) and issubclass(made, TestbedError)):
             made = DeviceError
-        who = who or f"rank {self.rank}"
         return made(f"{who} {f'failed: {self.message}' if self.kind else self.message}")
 
 
@@ -122,12 +120,12 @@ class Ranks:
         """Why the ranks do not go on, as an error to raise. symptom: what was seen of it here."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_failed, GRACE_S)
-            failure = self._first_cause() or next(iter(self._failures.values()), None)
-        if failure is not None and failure.is_cause:
-            return failure.error()
+            cause, lost = self._first_cause(), next(iter(self._failures.values()), None)
+        if cause is not None:
+            return cause
         last = len(self._channels)
         who = "rank 1" if last == 1 else f"one of ranks 1 to {last}"
-        what = symptom if failure is None else failure.message
+        what = symptom if lost is None else lost.message
         return DeviceError(f"{who} does not answer ({what}); if it was only slow, raise backend.rank_timeout_s")
 
     def close(self) -> None:
@@ -174,20 +172,25 @@ class Ranks:
         message = self._channels[rank - 1].receive()
         with self._changed:
             if message is None:
-                told = describe_end(self._processes[rank - 1])
-                self._failures.setdefault(rank, Failure(rank, "", told))
+                self._failures.setdefault(rank, Failure("", describe_end(self._processes[rank - 1])))
+            elif isinstance(said := heard(message, f"rank {rank}"), Failure):
+                self._failures[rank] = said
             else:
-                said = json.loads(message)
-                if said["kind"] == READY:
-                    self._ready.add(rank)
-                else:
-                    self._failures[rank] = Failure(rank, said["kind"], said["message"])
-                    logging.getLogger("testbed").info("rank %d failed\n%s", rank, said["traceback"])
+                self._ready.add(rank)
             self._changed.notify_all()
         return message is not None
 
-    def _first_cause(self) -> Failure | None:
-        return next((failure for failure in self._failures.values() if failure.is_cause), None)
+    def _first_cause(self) -> TestbedError | None:
+        causes = (failure.error(f"rank {rank}") for rank, failure in self._failures.items() if failure.is_cause)
+        return next(causes, None)
+
+
+def heard(message: bytes, who: str) -> Any:
+    """What a process said; of a failure the log hears where it came from."""
+    said = pickle.loads(message)
+    if isinstance(said, Failure):
+        logging.getLogger("testbed").info("%s failed\n%s", who, said.traceback)
+    return said
 
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:

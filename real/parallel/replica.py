@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from real.config import RealConfig
 from real.host_memory import available_bytes
 from real.parallel.channel import Channel, channel_pair
-from real.parallel.processes import Failure, describe_end, end_process, spawn
-from real.parallel.worker import told
+from real.parallel.processes import Failure, describe_end, end_process, heard, spawn
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans
 from testbed.core.plan import BatchPlan, MadeRows
 from testbed.errors import DeviceError
@@ -57,12 +56,6 @@ class ReplicaSetup:
 
     def work(self, channel: Channel) -> None:
         """In its own process: makes the engine, then executes plan after plan until the other end hangs up."""
-        try:
-            self._work(channel)
-        except BaseException as error:  # noqa: BLE001  (whatever it is, the other end says it)
-            channel.send(pickle.dumps(Failure(0, *told(error))))
-
-    def _work(self, channel: Channel) -> None:
         from real.backend import RealBackend
         from real.parallel.backend import RankedBackend
 
@@ -171,9 +164,10 @@ class ReplicaEngine:
         self._heard_s = time.monotonic()
         if message is None:
             raise DeviceError(f"replica {self._number} {describe_end(self._process)}")
-        said = pickle.loads(message)
+        who = f"replica {self._number}"
+        said = heard(message, who)
         if isinstance(said, Failure):
-            raise said.error(f"replica {self._number}")
+            raise said.error(who)
         return said
 
     def close(self) -> None:

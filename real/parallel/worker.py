@@ -6,7 +6,6 @@ whole process and at once, when the driver's end of the connection is gone.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import select
@@ -19,7 +18,7 @@ from typing import Any
 
 from real.config import RealConfig
 from real.parallel.channel import Channel
-from real.parallel.processes import READY
+from real.parallel.processes import READY, Failure
 from testbed.errors import TestbedError
 from testbed.specs.model import ModelSpec
 
@@ -47,7 +46,7 @@ class Setup:
         if self.device_type == "cuda":
             torch.cuda.set_device(self.rank)
         store = find_store(self.port, self.size)
-        channel.send(json.dumps({"kind": READY}).encode())
+        channel.send(pickle.dumps(READY))
         group = join(store, self.rank, self.size, self.device_type, self.config.rank_timeout_s)
         backend = RealBackend(self.spec, self.config, group=group, **self.options)
         while (message := channel.receive()) is not None:
@@ -64,7 +63,7 @@ def main() -> None:
         if message is not None:
             pickle.loads(message).work(channel)
     except BaseException as error:  # noqa: BLE001  (whatever it is, the driver says it)
-        channel.send(_report(error))
+        channel.send(pickle.dumps(_failure(error)))
         os._exit(1)
     os._exit(0)  # without the clean-up of libraries, which may wait for other ranks
 
@@ -76,20 +75,13 @@ def _end_with_driver(fileno: int) -> None:
     os._exit(1)
 
 
-def told(error: BaseException) -> tuple[str, str]:
-    """Its class, and one line; of a bug also where it came from."""
+def _failure(error: BaseException) -> Failure:
+    """One line; of a bug also where it came from."""
     text = str(error).partition("\n")[0]
     if not isinstance(error, TestbedError):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"
-    return type(error).__name__, text
-
-
-def _report(error: BaseException) -> bytes:
-    """What it was, for the driver, and for the log where it came from."""
-    kind, text = told(error)
-    said = {"kind": kind, "message": text, "traceback": "".join(traceback.format_exception(error))}
-    return json.dumps(said).encode()
+    return Failure(type(error).__name__, text, "".join(traceback.format_exception(error)))
 
 
 if __name__ == "__main__":

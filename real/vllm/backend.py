@@ -80,6 +80,7 @@ class VllmBackend:
         self._seat = scheduler.seat if isinstance(scheduler, SeatedScheduler) else Seat()
         self.num_gpu_blocks, self.num_cpu_blocks = int(scheduler.kv_cache_config.num_blocks) - 1, 0
         self.attention_name, self.load_format = "vllm", config.load_format
+        self.attention_reasons = {"vllm": "vLLM chooses by itself"}
         self.device_description = device_name()
 
     def inbox(self, source: Inbox) -> VllmInbox:

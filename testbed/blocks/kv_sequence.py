@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from mypy_extensions import i64
+
 from testbed.blocks.chain import Chain, TokenSource
 
 RELEASED: Final = -1  # in a block table: the block lay outside the sliding window and was given back
@@ -15,19 +17,20 @@ class KVSequence(TokenSource):
 
     `num_tokens` tokens are known; `num_computed_tokens` of them have their KV in blocks. Logical block i is physical
     block `block_table[i]` on the GPU or, while the sequence is swapped out, `cpu_table[i]` on the CPU. salt: sequences
-    share cached prefixes only with those of the same. computes_whole_prompt: it wants no hits.
+    share cached prefixes only with those of the same. computes_whole_prompt: it wants no hits. Compiled, the counts are
+    machine words: each is read several times in a row of a step, and Python's integers took a quarter of its time.
     """
 
     def __init__(
         self, seq_id: int, num_prompt_tokens: int, salt: str, tenant: str, computes_whole_prompt: bool
     ) -> None:
-        self.seq_id = seq_id  # the order of arrival; ties break by it
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = num_prompt_tokens
-        self.num_computed_tokens = 0
+        self.seq_id: i64 = seq_id  # the order of arrival; ties break by it
+        self.num_prompt_tokens: i64 = num_prompt_tokens
+        self.num_tokens: i64 = num_prompt_tokens
+        self.num_computed_tokens: i64 = 0
         self.num_preemptions = 0
         self.is_prefilling = False  # admitted, and nothing emitted since
-        self.last_step = -1  # the step that scheduled it last
+        self.last_step: i64 = -1  # the step that scheduled it last
         self.salt = salt
         self.tenant = tenant
         self.computes_whole_prompt = computes_whole_prompt

@@ -6,6 +6,8 @@ grown and moved together. Prefix caching, copy-on-write and swapping are parts o
 
 from __future__ import annotations
 
+from mypy_extensions import i64
+
 from testbed.blocks.config import KVRules, check_pool_sizes
 from testbed.blocks.copy_on_write import CopyOnWrite
 from testbed.blocks.demand import Demand
@@ -36,12 +38,13 @@ class BlockManager:
         lookahead_slots: int = 0, sliding_window: int | None = None,
     ) -> None:  # fmt: skip
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
-        self.block_size, self.num_gpu_blocks, self.num_cpu_blocks = block_size, num_gpu_blocks, num_cpu_blocks
+        self.block_size: i64 = block_size
+        self.num_gpu_blocks, self.num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
         self.watermark_blocks = rules.watermark_blocks(watermark, num_gpu_blocks)
         self.rules = rules
-        self.lookahead_slots = lookahead_slots
+        self.lookahead_slots: i64 = lookahead_slots
         self.sliding_window = sliding_window
-        self._publishes_early = rules.hits_visible != "commit"
+        self.publishes_early = rules.hits_visible != "commit"
         self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, but a prompt's last one
         self._wants_spare = rules.growth_test == "one_per_sequence"
         self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
@@ -49,7 +52,7 @@ class BlockManager:
         self.prefixes = Prefixes(self._gpu, key_source, rules, isolate_tenants=isolate_tenants)
         self._copies = CopyOnWrite(self._gpu, block_size)
         self._cpu = SwapSpace(num_cpu_blocks, by_content=self.prefixes.merged is not None)
-        self._swap = Swapping(
+        self.swapping = Swapping(
             self._gpu, self._cpu, self.prefixes, self._copies, self._demand,
             watermark_blocks=self.watermark_blocks if rules.watermark_for_swapped_in else 0,
             counts_all=rules.swap_test == "all_blocks",
@@ -121,7 +124,7 @@ class BlockManager:
 
     # --- growth ---
 
-    def has_slots(self, seq: KVSequence, num_tokens: int) -> bool:
+    def has_slots(self, seq: KVSequence, num_tokens: i64) -> bool:
         """Whether the next `num_tokens` tokens of a sequence that shares no blocks need none that it has not, so that
         `can_grow` holds and `grow` does nothing: the common case, asked first (the loop takes a fifth longer without).
         """
@@ -175,12 +178,12 @@ class BlockManager:
 
     # --- publication ---
 
-    def scheduled(self, seq: KVSequence, num_tokens: int) -> None:
+    def scheduled(self, seq: KVSequence, num_tokens: i64) -> None:
         """The first `num_tokens` tokens will be computed when this step ends; some systems let others hit them now."""
-        if self._publishes_early:
+        if self.publishes_early:
             self.prefixes.publish(seq, num_tokens)
 
-    def computed(self, seq: KVSequence, num_tokens: int) -> None:
+    def computed(self, seq: KVSequence, num_tokens: i64) -> None:
         """The first `num_tokens` tokens are computed: others may hit them."""
         self.prefixes.publish(seq, num_tokens)
 
@@ -195,24 +198,6 @@ class BlockManager:
             self.prefixes.merged.planned()
         self._cpu.planned()
         return self._copies.take()
-
-    # --- swap ---
-
-    def can_swap_out(self, seq: KVSequence) -> Verdict:
-        """Whether the CPU pool takes the sequence and those with it. NEVER: it is smaller than what they hold."""
-        return self._swap.can_swap_out(seq.together)
-
-    def swap_out(self, seq: KVSequence) -> tuple[Pair, ...]:
-        """Moves the blocks of the sequence and those with it to the CPU; the (GPU, CPU) pairs to copy."""
-        return self._swap.swap_out(seq.together)
-
-    def can_swap_in(self, seq: KVSequence) -> Verdict:
-        """Whether the blocks of a swapped-out sequence, and one more for each to grow, leave the watermark free."""
-        return self._swap.can_swap_in(seq.together)
-
-    def swap_in(self, seq: KVSequence) -> tuple[Pair, ...]:
-        """Moves the blocks of the sequence and those with it back to the GPU; the (CPU, GPU) pairs to copy."""
-        return self._swap.swap_in(seq.together)
 
     # --- release ---
 

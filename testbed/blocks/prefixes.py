@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from mypy_extensions import i64
+
 from testbed.blocks.chain import Chain
 from testbed.blocks.config import KVRules
 from testbed.blocks.gpu_blocks import GPUBlocks
@@ -39,7 +41,7 @@ class Prefixes:
         self.merged: MergedContent | None = None
         if source is not None and rules.duplicates == "merged":
             self.merged = MergedContent(gpu, source)
-        self._block_size = 1 if source is None else source.block_size
+        self._block_size: i64 = 1 if source is None else source.block_size
         self._gpu = gpu
         self._isolate_tenants = isolate_tenants
         self._caps_by_block = rules.hit_cap == "last_block"
@@ -107,7 +109,7 @@ class Prefixes:
 
     # --- publication ---
 
-    def publish(self, seq: KVSequence, num_tokens: int) -> None:
+    def publish(self, seq: KVSequence, num_tokens: i64) -> None:
         """The full blocks of the first `num_tokens` tokens may be hit from now on."""
         chain = seq.chain
         if chain is None or chain.is_broken or num_tokens < (chain.num_published + 1) * self._block_size:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from librt.vecs import append, pop, vec
+from mypy_extensions import i64
+
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
 
@@ -16,16 +19,16 @@ class Batch(Rows):
     """
 
     def __init__(self, token_budget: int) -> None:
-        self.token_budget = token_budget
+        self.token_budget: i64 = token_budget
         self.seqs: list[Sequence] = []
-        self.counts: list[int] = []
+        self.counts: vec[i64] = vec[i64]()
         self.samples: list[bool] | None = None
-        self.is_over = False
+        self.is_over = False  # once it is committed: the counts of its sequences have gone on
 
-    def add(self, seq: Sequence, num_tokens: int) -> None:
+    def add(self, seq: Sequence, num_tokens: i64) -> None:
         assert num_tokens > 0, f"{seq.request_id} is scheduled for {num_tokens} tokens; a row computes at least one"
         self.seqs.append(seq)
-        self.counts.append(num_tokens)
+        self.counts = append(self.counts, num_tokens)
         self.token_budget -= num_tokens
 
     def remove(self, seq: Sequence) -> bool:
@@ -33,7 +36,8 @@ class Batch(Rows):
         for index, other in enumerate(self.seqs):
             if other is seq:
                 del self.seqs[index]
-                self.token_budget += self.counts.pop(index)
+                self.counts, num_tokens = pop(self.counts, index)
+                self.token_budget += num_tokens
                 return True
         return False
 
@@ -44,19 +48,17 @@ class Batch(Rows):
         """It is in flight, and the counts of its sequences go on: the next step is planned before it is committed."""
         self.samples = [seq.advance_ahead(self.counts[index]) for index, seq in enumerate(self.seqs)]
 
-    def end(self) -> None:
-        """It is committed: the counts of its sequences have gone on."""
-        self.is_over = True
-
     def rows(self) -> list[Row]:
         return [(seq, seq.num_computed_tokens, self.counts[index]) for index, seq in enumerate(self.seqs)]
 
     def shape(self, window: int | None, num_out: int, num_in: int, num_copied: int) -> BatchShape:
         """What is priced. window: as far as attention looks back, in tokens; beside it the blocks that move."""
-        num_decodes = context = longest = num_samples = 0
+        num_decodes = context = longest = num_samples = i64(0)
         prefills: tuple[PrefillChunk, ...] = ()
+        counts = self.counts
+        index: i64
         for index, seq in enumerate(self.seqs):
-            num_tokens, start = self.counts[index], seq.num_computed_tokens
+            num_tokens, start = counts[index], seq.num_computed_tokens
             end = start + num_tokens
             if num_tokens == 1 and start >= seq.num_prompt_tokens:
                 num_decodes += 1

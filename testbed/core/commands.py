@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.outcome import Spans, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
@@ -27,6 +29,7 @@ Event = Arrive | Abort
 # --- commands ---
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class WaitUntil(Value):
     """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
 
@@ -42,6 +45,7 @@ class WaitUntil(Value):
         self.is_stuck = is_stuck
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Execute(Value):
     """Launch the plan, if there is one, behind those in flight; then answer with the result of the oldest in flight.
 
@@ -56,6 +60,7 @@ class Execute(Value):
         self.is_ahead = is_ahead
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Resume(Value):
     """The driver's answer to a command: the time, and a result if it waited for one, or one came during a wait."""
 
@@ -70,6 +75,7 @@ class Resume(Value):
 # --- what watches see ---
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class StepView(Value):
     """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
 

@@ -5,6 +5,8 @@ Owns who emitted. Ends nothing itself: it says which sequences have reached thei
 
 from __future__ import annotations
 
+from mypy_extensions import i64
+
 from testbed.blocks.manager import BlockManager
 from testbed.core.batch import Batch
 from testbed.core.digest import Digest
@@ -42,19 +44,22 @@ class Commit:
     def advance(self, batch: Batch, outcomes: tuple[Outcome, ...]) -> tuple[Ending, ...]:
         """The batch is executed; the sequences that end with it. One that was preempted since it was planned gets its
         token nonetheless, one that has ended nothing."""
-        batch.end()
+        batch.is_over = True
         self.emitters = []
         ending: tuple[Ending, ...] = ()
         parting: tuple[tuple[Sequence, Outcome], ...] = ()
-        num_taken = 0
+        num_taken: i64 = 0
+        index: i64
+        counts, samples_ahead = batch.counts, batch.samples
+        publishes = samples_ahead is not None or not self._blocks.publishes_early  # else it was done at the plan
         for index, seq in enumerate(batch.seqs):
             is_there = True
-            if batch.samples is None:
-                samples = seq.advance(batch.counts[index])  # of one that was aborted too
+            if samples_ahead is None:
+                samples = seq.advance(counts[index])  # of one that was aborted too
             else:
-                samples = batch.samples[index]
-                is_there = seq.arrive(batch.counts[index], samples=samples)
-            if is_there and seq.state is RUNNING:
+                samples = samples_ahead[index]
+                is_there = seq.arrive(counts[index], samples=samples)
+            if publishes and is_there and seq.state is RUNNING:
                 self._blocks.computed(seq, seq.num_computed_tokens - seq.num_in_flight_tokens)
             if not samples:
                 continue

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from librt.strings import BytesWriter, read_i64_be, write_i64_le
+from librt.vecs import vec
+from mypy_extensions import i64
 from xxhash import xxh64_digest
 
 from testbed.core.outcome import FinishReason
@@ -34,7 +36,7 @@ class Digest:
         self._numbers = BytesWriter()  # of the step
         self._aborted: list[int] = []  # since the last step
         self._seqs: list[Sequence] = []
-        self._counts: list[int] = []
+        self._counts: vec[i64] = vec[i64]()
         self._composition = self._hash()  # of these
 
     def begin(self, step: Step) -> None:

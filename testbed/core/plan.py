@@ -5,10 +5,11 @@ A plan says everything that a device needs and nothing else; a backend never rea
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from enum import StrEnum
 from typing import ClassVar, Final, NamedTuple
+
+from mypy_extensions import mypyc_attr
 
 from testbed.core.request import SamplingParams
 from testbed.core.value import Value
@@ -65,6 +66,7 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
+@mypyc_attr(acyclic=True)
 class ScheduledSequence(Value):
     """One sequence's share of a step.
 
@@ -102,6 +104,7 @@ class ScheduledSequence(Value):
         return self.start >= self.num_prompt_tokens and list(self.tokens) == [PLACEHOLDER]
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class BatchShape(Value):
     """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
 
@@ -150,16 +153,16 @@ class BatchShape(Value):
         return not (self.num_decodes or self.prefills or self.num_blocks_moved)
 
 
-class Rows(ABC):
-    """The rows of a plan, made when a device asks for them; a simulator never does."""
+class Rows:
+    """The rows of a plan, made when a device asks for them; a simulator never does. No ABC, as TokenSource is none."""
 
-    @abstractmethod
     def make(self) -> tuple[ScheduledSequence, ...]:
         """Valid until the plan is committed, or another is made."""
+        raise NotImplementedError
 
-    @abstractmethod
     def num_scheduled(self) -> list[tuple[str, int]]:
         """(request id, tokens) of each row."""
+        raise NotImplementedError
 
 
 class MadeRows(Rows):
@@ -176,6 +179,7 @@ class MadeRows(Rows):
         return [(name, row.num_tokens) for name, row in zip(self._names, self._rows, strict=True)]
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class BatchPlan(Value):
     """One step, decided. step: how many were planned before it.
 

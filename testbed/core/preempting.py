@@ -45,7 +45,7 @@ class Preempting:
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
         # what was merged in this step is computed after the swap out, by others
         can_swap = not (was_scheduled and blocks.prefixes.merged is not None)
-        if (wants_swap or not can_recompute) and can_swap and blocks.can_swap_out(seq) is Verdict.OK:
+        if (wants_swap or not can_recompute) and can_swap and blocks.swapping.can_swap_out(seq.together) is Verdict.OK:
             self._swap_out(seq)
         elif can_recompute:
             self._recompute(seq)
@@ -106,7 +106,7 @@ class Preempting:
             if one.may_part:  # who parts from it would not be there; it draws again
                 one.give_up_flight()
             self._note(one, PreemptionMode.SWAP)
-        self.swap_out += self._blocks.swap_out(seq)
+        self.swap_out += self._blocks.swapping.swap_out(seq.together)
         self._running.swap_out(seq)
 
     def _note(self, seq: Sequence, mode: PreemptionMode) -> None:

@@ -25,9 +25,6 @@ class Running:
         """Running sequences that there are now."""
         return sum([seq.num_together for seq in self.units.values()]) if self._num_groups else len(self.units)
 
-    def has(self, seq: Sequence) -> bool:
-        return self.units.get(seq.unit_id) is seq
-
     def admit(self, seq: Sequence) -> None:
         """A sequence begins its prefill, behind all others."""
         seq.is_prefilling = True

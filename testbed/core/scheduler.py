@@ -57,7 +57,7 @@ class Scheduler:
         self._commit = Commit(self._running, blocks, self._digest)
         self._live: dict[str, Sequence] = {}  # the first sequence of each request that has not ended, by its id
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
-        self._steps: list[Step] = []  # the plans in flight, the oldest first
+        self._steps: tuple[Step, ...] = ()  # the plans in flight, the oldest first
         self._late: tuple[Sequence, ...] = ()  # victims that wait, back in the queue with the next commit
 
     # --- state ---
@@ -183,7 +183,7 @@ class Scheduler:
         plan = make_plan(step)
         if not plan.is_empty:
             self.num_plans += 1
-            self._steps.append(step)
+            self._steps += (step,)
             if self.limits.max_num_plans > 1:
                 self._commit.plan_ahead(step.batch)
             self.free_gpu_blocks = step.free_gpu_blocks = self.blocks.num_free_blocks
@@ -193,7 +193,7 @@ class Scheduler:
     def commit(self, result: StepResult, now_ns: int) -> list[Finished]:
         """Takes the outcome of the oldest plan in flight; the requests that ended with it, in the order scheduled."""
         assert self._steps, "nothing is in flight"
-        step = self._steps.pop(0)
+        step, self._steps = self._steps[0], self._steps[1:]
         self._digest.begin(step)
         finished: list[Finished] = []
         for seq, message in step.leaving.ended:

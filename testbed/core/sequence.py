@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence as Seq
 
 from librt.vecs import append, vec
-from mypy_extensions import i32
+from mypy_extensions import i32, i64
 
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.core.outcome import Completion, Finished, FinishReason, TokenLogprobs
@@ -62,23 +62,22 @@ class Sequence(KVSequence):
         self.request_id = request.request_id
         self.sampling = sampling
         self.needs_history = sampling.needs_history
-        self.unit_id = seq_id  # the same for sequences that are scheduled together
-        self.group: SequenceGroup | None = SequenceGroup(self) if sampling.num_seqs > 1 else None
+        self.unit_id: i64 = seq_id  # the same for sequences that are scheduled together
+        self.group: SequenceGroup | None = None
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
-        self.num_in_flight_tokens = self.num_placeholders = 0
+        self.num_in_flight_tokens = self.num_placeholders = i64(0)
         self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_tokens = stop_token_ids
         wanted = sampling.max_tokens if forced is None else len(forced)
-        # the number of tokens at which the sequence ends; one token is always emitted, even at the model's length
+        # at how many tokens it ends; one is always emitted, even at the model's length
         limit = max(max_model_len, self.num_prompt_tokens + 1)
-        self.token_limit: int = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
+        self.token_limit: i64 = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
         # the end that is known beforehand: a forced output may be shorter than it has leave to be
         leave = min(self.num_prompt_tokens + (sampling.max_tokens or 0), limit)
-        self.foreseen_end = max(self.token_limit, leave)
-        # beams are searched: only their length is forced
-        self.is_forced = forced is not None and sampling.beam_width <= 1
+        self.foreseen_end: i64 = max(self.token_limit, leave)
+        self.is_forced = forced is not None and sampling.beam_width <= 1  # beams are searched: only their length is
         self._tokens: array[int] | None = None  # None: nobody has read them
         self._newest: vec[i32] = vec[i32]()  # drawn since; a token costs a tenth of what appending to an array does
         self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of what was emitted
@@ -87,6 +86,8 @@ class Sequence(KVSequence):
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.computes_whole_prompt:
             self.prompt_logprobs = [None] * self.num_prompt_tokens
+        if sampling.num_seqs > 1:  # at the end: whom it tells of itself may look at all of it
+            self.group = SequenceGroup(self)
 
     # --- tokens ---
 
@@ -128,12 +129,12 @@ class Sequence(KVSequence):
         return tokens or (PLACEHOLDER,)
 
     @property
-    def num_output_tokens(self) -> int:
+    def num_output_tokens(self) -> i64:
         """Emitted ones."""
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
-    def num_known_tokens(self) -> int:
+    def num_known_tokens(self) -> i64:
         """Those of `num_tokens` that are no placeholders."""
         return self.num_tokens - self.num_placeholders
 
@@ -150,12 +151,12 @@ class Sequence(KVSequence):
         self.num_tokens -= self.num_placeholders
         self.num_in_flight_tokens = self.num_placeholders = 0
 
-    def advance(self, num_tokens: int) -> bool:
+    def advance(self, num_tokens: i64) -> bool:
         """So many tokens more are computed; whether that reaches all there are, so that one is emitted."""
         self.num_computed_tokens += num_tokens
         return self.num_computed_tokens >= self.num_tokens
 
-    def advance_ahead(self, num_tokens: int) -> bool:
+    def advance_ahead(self, num_tokens: i64) -> bool:
         """The same before they are computed. Of the token to be emitted there is a placeholder."""
         samples = self.advance(num_tokens)
         self.num_in_flight_tokens += num_tokens
@@ -163,7 +164,7 @@ class Sequence(KVSequence):
         self.num_placeholders += samples
         return samples
 
-    def arrive(self, num_tokens: int, *, samples: bool) -> bool:
+    def arrive(self, num_tokens: i64, *, samples: bool) -> bool:
         """What `advance_ahead` promised is there; False: it was given up since."""
         if not self.num_in_flight_tokens:
             return False
@@ -255,7 +256,7 @@ class Sequence(KVSequence):
         return (self,) if self.siblings is None else self.siblings
 
     @property
-    def num_together(self) -> int:
+    def num_together(self) -> i64:
         return 1 if self.siblings is None else len(self.siblings)
 
     @property

@@ -35,26 +35,29 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
     """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move, or that goes
     round in circles."""
     thrash = Thrash()
-    in_flight: list[Planned] = []
+    in_flight: tuple[Planned, ...] = ()
     first_ns = inbox.next_ns()
     now_ns = 0 if first_ns is None else (yield WaitUntil(first_ns)).now_ns
     while True:
         for event in inbox.due(now_ns):
             _take(event, inbox, scheduler, recorder, now_ns)
-        plan = _plan(scheduler, in_flight, now_ns) if scheduler.has_work else None
+        newest = _plan(scheduler, now_ns) if scheduler.has_work else None
+        if newest is not None:
+            in_flight += (newest,)
         if in_flight:
-            is_ahead = plan is not None and len(in_flight) < scheduler.limits.max_num_plans
-            resume = yield Execute(plan, is_ahead)
+            is_ahead = newest is not None and len(in_flight) < scheduler.limits.max_num_plans
+            resume = yield Execute(None if newest is None else newest.plan, is_ahead)
             now_ns = resume.now_ns
             circle: str | None = None
             if resume.result is not None:
-                planned = in_flight.pop(0)
+                planned, in_flight = in_flight[0], in_flight[1:]
                 has_ended = _commit(planned, resume.result, inbox, scheduler, recorder, now_ns)
                 circle = thrash.committed(planned.plan, scheduler, has_ended=has_ended)
             if inbox.is_open:  # what others do at this instant comes before the next plan
                 resume = yield WaitUntil(now_ns, circle is not None)
                 while resume.result is not None:  # a step in flight has ended, and nobody asks for another yet
-                    _commit(in_flight.pop(0), resume.result, inbox, scheduler, recorder, resume.now_ns)
+                    _commit(in_flight[0], resume.result, inbox, scheduler, recorder, resume.now_ns)
+                    in_flight = in_flight[1:]
                     resume = yield WaitUntil(resume.now_ns)
                 now_ns = resume.now_ns
             if circle is not None and not inbox.is_open and inbox.next_ns() is None:
@@ -68,13 +71,10 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
         now_ns = (yield WaitUntil(next_ns)).now_ns
 
 
-def _plan(scheduler: Scheduler, in_flight: list[Planned], now_ns: int) -> BatchPlan | None:
-    """The next plan, now in flight; None if there is nothing to do."""
+def _plan(scheduler: Scheduler, now_ns: int) -> Planned | None:
+    """The next plan; None if there is nothing to do."""
     plan = scheduler.plan(now_ns)
-    if plan.is_empty:
-        return None
-    in_flight.append(Planned(plan, now_ns, scheduler))
-    return plan
+    return None if plan.is_empty else Planned(plan, now_ns, scheduler)
 
 
 def _commit(

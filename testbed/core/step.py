@@ -6,6 +6,8 @@ its group: what is done to it is done to `seq.together`.
 
 from __future__ import annotations
 
+from mypy_extensions import i64
+
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
@@ -27,7 +29,8 @@ class Step:
         self, number: int, now_ns: int, limits: Limits, blocks: BlockManager, running: Running, waiting: Waiting,
         policies: Policies, *, is_ahead: bool,
     ) -> None:  # fmt: skip
-        self.number, self.now_ns, self.limits, self.blocks = number, now_ns, limits, blocks
+        self.number: i64 = number
+        self.now_ns, self.limits, self.blocks = now_ns, limits, blocks
         self.batch = Batch(limits.max_num_batched_tokens)
         self.admitted: tuple[Admission, ...] = ()
         self.swap_in: tuple[Pair, ...] = ()
@@ -47,12 +50,12 @@ class Step:
         return self.batch.rows()
 
     @property
-    def token_budget(self) -> int:
+    def token_budget(self) -> i64:
         """What is left of it."""
         return self.batch.token_budget
 
     @token_budget.setter
-    def token_budget(self, num_tokens: int) -> None:
+    def token_budget(self, num_tokens: i64) -> None:
         self.batch.token_budget = num_tokens
 
     @property
@@ -107,7 +110,7 @@ class Step:
 
     # --- what runs ---
 
-    def schedule(self, seq: Sequence, num_tokens: int) -> None:
+    def schedule(self, seq: Sequence, num_tokens: i64) -> None:
         """Computes the next `num_tokens` tokens of a sequence in this step. Their slots must be reserved."""
         if seq.siblings is None:
             self._schedule_one(seq, num_tokens)
@@ -115,7 +118,7 @@ class Step:
             for one in seq.siblings:
                 self._schedule_one(one, num_tokens)
 
-    def _schedule_one(self, seq: Sequence, num_tokens: int) -> None:
+    def _schedule_one(self, seq: Sequence, num_tokens: i64) -> None:
         assert seq.state is RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
         _check_count(seq, seq.num_computed_tokens, num_tokens)
         is_twice = seq.last_step == self.number and self.batch.num_tokens_of(seq) > 0  # or it was withdrawn since
@@ -134,10 +137,10 @@ class Step:
                 if self.reserve(seq, 1):
                     self.schedule(seq, 1)
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+    def reserve(self, seq: Sequence, num_tokens: i64) -> bool:
         """Slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit. False: the
         sequence itself was preempted, now or as an earlier victim of this step."""
-        if not self._running.has(seq):
+        if seq.state is not RUNNING:
             return False
         blocks = self.blocks
         if blocks.sliding_window is not None:
@@ -174,7 +177,7 @@ class Step:
 
     def can_swap_in(self, seq: Sequence) -> Verdict:
         """Whether a swapped-out sequence gets its blocks back. NEVER ends it as ignored, at once."""
-        verdict = self.blocks.can_swap_in(seq)
+        verdict = self.blocks.swapping.can_swap_in(seq.together)
         if verdict is Verdict.NEVER:
             self.leaving.give_up_swapped(seq)
         return verdict
@@ -182,7 +185,7 @@ class Step:
     def bring_in(self, seq: Sequence) -> None:
         """Swaps a sequence in: it runs again from where it was."""
         self._running.leave_swapped(seq)
-        self.swap_in += self.blocks.swap_in(seq)
+        self.swap_in += self.blocks.swapping.swap_in(seq.together)
         self.swapped_in += (seq.request_id,)
         self._running.start(seq)
 
@@ -289,7 +292,7 @@ class Step:
         return ()
 
 
-def _check_count(seq: Sequence, start: int, num_tokens: int) -> None:
+def _check_count(seq: Sequence, start: i64, num_tokens: i64) -> None:
     """Asserts that so many tokens of a sequence, from position `start` on, are there to be computed."""
     lacks = seq.num_tokens - start
     assert 0 < num_tokens <= lacks, f"{seq.request_id} is scheduled for {num_tokens} tokens; it may be for 1 to {lacks}"

@@ -46,12 +46,9 @@ class Thrash:
         key = xxhash.xxh64_intdigest(state.tobytes())
         self._returns[key] = self._returns.get(key, 0) + 1
         if self._returns[key] > self.MAX_RETURNS:
-            self._message = _message(list(self._victims))
-
-
-def _message(ids: list[str]) -> str:
-    return (
-        f"requests take KV blocks from each other and get nowhere: {some(ids)}; {Thrash.MAX_RETURNS} times in the same "
-        "state without a token. Give them more blocks (cache.num_gpu_blocks) or larger chunks, run fewer at a time "
-        "(scheduler.max_num_seqs), or choose another scheduler.victim"
-    )
+            self._message = (
+                f"requests take KV blocks from each other and get nowhere: {some(list(self._victims))}; "
+                f"{self.MAX_RETURNS} times in the same state without a token. Give them more blocks "
+                "(cache.num_gpu_blocks) or larger chunks, run fewer at a time (scheduler.max_num_seqs), or choose "
+                "another scheduler.victim"
+            )

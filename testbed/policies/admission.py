@@ -118,8 +118,8 @@ class FuturePeak:
 
     def peak_blocks(self, seqs: Collection[Sequence]) -> int:
         """The most KV blocks that these sequences will hold at once."""
-        block_size = _bound(self._context).blocks.block_size
-        lookahead = _bound(self._context).blocks.lookahead_slots
+        block_size: int = _bound(self._context).blocks.block_size
+        lookahead: int = _bound(self._context).blocks.lookahead_slots
         num_with_residue = [0] * block_size
         full_blocks = peak = 0
         growing = sorted((item for seq in seqs for item in self._growing(seq, block_size)), reverse=True)

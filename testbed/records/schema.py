@@ -108,6 +108,7 @@ MANIFEST_KEYS = (
     "frontend_ns",  # between a request's arrival and the engine; simulated runs only
     "device",  # name
     "attention",  # provider, real runs only
+    "attention_reasons",  # {provider: why it was taken, or not}, real runs only
     "weights",  # safetensors, or dummy: random; real runs only
     "cost",  # cost model, simulated runs only
     "cost_notes",  # what the cost model says of this run: prices that it extrapolated

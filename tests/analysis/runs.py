@@ -114,6 +114,7 @@ def simulate(
         "model": "tiny",
         "device": "cpu",
         "attention": None,
+        "attention_reasons": None,
         "cost": "linear",
         "num_gpu_blocks": num_blocks,
         "num_cpu_blocks": 0,

@@ -165,6 +165,8 @@ def test_the_manifest_has_every_key_and_says_what_is_true(made: Path) -> None:
     assert {"platform", "cpu", "num_cores", "gpu"} <= set(manifest["machine"])
     assert (manifest["cost"] is None) is is_real(made)
     assert manifest["attention"] == ("torch" if is_real(made) else None)
+    if is_real(made):
+        assert manifest["attention_reasons"]["flash_attn"] == "it needs CUDA, the device is cpu"
     assert manifest["core"] == compiled.current().mode
     assert (manifest["compiler"] is None) is (manifest["core"] == "interpreted")
 

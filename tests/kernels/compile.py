@@ -31,9 +31,9 @@ TARGETS = (80, 90)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 BLOCK_SIZE = 16
 LONG, SHORT = 4096, 2  # query tokens of the longest row of a step: prefill has a tile for each kind
-ROWS: dict[str, dict[str, Any]] = {
-    "": {"rows": None, "query_starts": None, "HAS_ROWS": False},  # row i is token i: a step of decodes
-    " rows": {"HAS_ROWS": True},  # the decodes of a mixed step
+STEPS: dict[str, dict[str, Any]] = {
+    "": {"query_starts": None, "IS_MIXED": False},  # row i is token i: a step of decodes
+    " mixed": {"IS_MIXED": True},  # the decodes of any other
 }
 
 
@@ -86,7 +86,7 @@ def attention_variants(
     has_window: bool = False,
     has_alibi: bool = False,
 ) -> Iterator[Variant]:
-    """Decode in one pass and split, of all rows and of some, and prefill, of one model shape with 8 KV heads."""
+    """Decode in one pass and split, of decodes alone and beside others, and prefill, of a model with 8 KV heads."""
     from real.kernels import decode, prefill
     from real.kernels.formats import as_stored
 
@@ -106,12 +106,12 @@ def attention_variants(
     ]
     shape_name = " ".join([label, f"head {head_dim}", f"group {group}", *(extra for extra in extras if extra)])
     tile = decode.tiling(head_dim, group, dtype)
-    for rows, is_split in product(ROWS, (False, True)):
-        constants = shape | ROWS[rows] | {
+    for step, is_split in product(STEPS, (False, True)):
+        constants = shape | STEPS[step] | {
             "NUM_HEADS": 8 * group, "GROUP_TILE": tile.block_m, "BLOCK_N": tile.block_n, "IS_SPLIT": is_split,
             "partial": "*fp32" if is_split else None, "items": "*i32" if is_split else None,
         }  # fmt: skip
-        name = f"decode{' split' if is_split else ''}{rows} {shape_name}"
+        name = f"decode{' split' if is_split else ''}{step} {shape_name}"
         yield variant(name, decode.decode_kernel, pointers, constants, tile.num_warps, tile.num_stages)
     for which, tile in prefill_tiles(head_dim, group, dtype, target).items():
         constants = shape | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
@@ -129,7 +129,7 @@ def prefill_tiles(head_dim: int, group: int, dtype: torch.dtype, target: int) ->
 
 def small_variants() -> Iterator[Variant]:
     """The kernels that only move data or join results."""
-    from real.kernels import decode, parts, store
+    from real.kernels import decode, parts, prefill, store
 
     for kv_format, pointer in ((0, "*bf16"), (2, "*u8"), (3, "*u8")):
         pointers = {"keys": "*bf16", "values": "*bf16", "key_cache": pointer, "value_cache": pointer}
@@ -140,14 +140,17 @@ def small_variants() -> Iterator[Variant]:
         name = ("", "", " e4m3", " e5m2")[kv_format]
         yield variant(f"store bf16 head 128{name}", store.store_kernel, pointers, constants, 4)
     pointers = {"output": "*bf16", "partial": "*fp32"}
-    for rows in ROWS:
-        constants = ROWS[rows] | {"NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "TILE": decode.REDUCE_TILE}
-        yield variant(f"reduce{rows} bf16 head 128", decode.reduce_kernel, pointers, constants, 4)
-    for rows, has_window in product(ROWS, (False, True)):
-        constants = {key: value for key, value in ROWS[rows].items() if key != "query_starts"} | {
+    for step, own in STEPS.items():
+        constants = own | {"NUM_HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "TILE": decode.REDUCE_TILE}
+        yield variant(f"reduce{step} bf16 head 128", decode.reduce_kernel, pointers, constants, 4)
+    for step, has_window in product(STEPS, (False, True)):
+        constants = STEPS[step] | {
             "LEAST": parts.MIN_PART, "ROWS": parts.ROWS, "ITEMS": parts.ITEMS, "HAS_WINDOW": has_window,
         }  # fmt: skip
-        yield variant(f"plan{rows}{' window' if has_window else ''}", parts.plan_kernel, {}, constants, 4)
+        yield variant(f"plan{step}{' window' if has_window else ''}", parts.plan_kernel, {}, constants, 4)
+    for which, tokens in (("", 32), (" short", 16)):  # of a tile of four query heads a KV head
+        constants = {"TOKENS": tokens, "ROWS": prefill.ROWS, "TILES": prefill.TILES, "SKIPS_FRESH": False}
+        yield variant(f"tiles{which}", prefill.tiles_kernel, {}, constants, 4)
 
 
 def expert_variants(target: int) -> Iterator[Variant]:

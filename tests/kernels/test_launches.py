@@ -97,7 +97,7 @@ def test_after_the_warm_up_no_step_needs_another_kernel(launches, group, kv_dtyp
     step(spec, [(20, 1)] * 300 + [(5000, 1)])
     assert launches.num_kernels == known
     num_parted = 0 if window else 2  # for a window of 50 keys parts are not worth it
-    expected = {"store_kernel": 1, "prefill_kernel": 2, "decode_kernel": 2 + num_parted}
+    expected = {"store_kernel": 1, "tiles_kernel": 2, "prefill_kernel": 2, "decode_kernel": 2 + num_parted}
     if num_parted:
         expected |= {"plan_kernel": num_parted, "reduce_kernel": num_parted}
     assert {name: len(kernels) for name, kernels in launches.kernels.items()} == expected
@@ -113,11 +113,12 @@ def test_a_step_launches_what_its_rows_need(launches):
         ("reduce_kernel", (1, 8)),
     ]
     step(spec, [(0, 100)])  # tiles of 32 query tokens with 4 heads each
-    assert launches.take() == [("store_kernel", (100, 1)), ("prefill_kernel", (4, 2))]
+    assert launches.take() == [("tiles_kernel", (1,)), ("store_kernel", (100, 1)), ("prefill_kernel", (4, 2))]
     step(spec, [(30, 1), (0, 15), (17, 16), (60, 1)])  # of 16: no row is longer
     assert launches.take() == [
+        ("tiles_kernel", (4,)),
         ("store_kernel", (33, 1)),
-        ("decode_kernel", (2, 2)),
+        ("decode_kernel", (4, 2)),
         ("prefill_kernel", (2, 2)),
     ]
     step(spec, [(300, 1)] * 200)  # whole: there are programs enough, and none is long

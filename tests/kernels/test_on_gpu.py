@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from real.attention.flash_provider import FlashAttention
-from real.attention.flash_provider import why_not as why_not_flash
-from real.attention.interface import AttentionSpec
-from real.attention.registry import choose_attention
-from real.attention.torch_provider import TorchAttention
+from real.attention.interface import AttentionMetadata, AttentionSpec
+from real.attention.registry import PROVIDERS, choose_attention
 from real.layers.experts import choose_experts, run_experts_one_by_one
 from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
 from real.layers.linear import whole_part
 from testbed.specs.quantization import PER_BLOCK, PER_TENSOR
 from tests.kernels.paged_batches import Batch, make_spec
 from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
-from tests.real.fake_flash import FakeFlash
+from tests.real.fake_flash import FakeFlash, FakeFlash3
 
 pytestmark = pytest.mark.gpu
 
@@ -36,15 +33,17 @@ def model_spec(num_kv_heads, group, head_dim, dtype, **options) -> AttentionSpec
     return spec._replace(scale=head_dim**-0.5)
 
 
-def run(provider, batch: Batch) -> torch.Tensor:
-    return provider(batch.spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache.clone())
+def run(name: str, batch: Batch) -> torch.Tensor:
+    provider = PROVIDERS[name].create(batch.spec)
+    return provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache.clone())
 
 
-def providers(spec: AttentionSpec) -> list[type]:
-    from real.attention.triton_provider import TritonAttention
-
+def providers(spec: AttentionSpec) -> list[str]:
+    """All that can run; the reference and ours must."""
     on_gpu = spec._replace(device=GPU)
-    return [TorchAttention, TritonAttention, *([FlashAttention] if why_not_flash(on_gpu) is None else [])]
+    able = [name for name, entry in PROVIDERS.items() if entry.why_not(on_gpu) is None]
+    assert {"torch", "triton"} <= set(able)
+    return able
 
 
 def check(spec: AttentionSpec, rows: list[tuple[int, int]]) -> None:
@@ -53,9 +52,9 @@ def check(spec: AttentionSpec, rows: list[tuple[int, int]]) -> None:
     batch = Batch(spec, rows, seed, released=0)
     expected, on_gpu = batch.expected(), batch.to(GPU)
     limit = TOLERANCE[spec.dtype] * max(1.0, float(expected.abs().max()))
-    for provider in providers(spec):
-        error = (run(provider, on_gpu).double().cpu() - expected).abs().max().item()
-        assert error <= limit, f"{provider.__name__} is {error} off, seed {seed}"
+    for name in providers(spec):
+        error = (run(name, on_gpu).double().cpu() - expected).abs().max().item()
+        assert error <= limit, f"{name} is {error} off, seed {seed}"
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
@@ -95,12 +94,14 @@ def test_auto_settles_on_no_reference(block_size):
     assert choice.provider.name != "torch", choice.passed_over
 
 
+@pytest.mark.parametrize("max_captured_tokens", [256, 0])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 300}, {"kv_dtype": "fp8_e4m3"}], ids=str)
-def test_once_an_engine_has_started_no_step_compiles_a_kernel(monkeypatch, options):
+def test_once_an_engine_has_started_no_step_compiles_a_kernel(monkeypatch, options, max_captured_tokens):
     from triton import knobs
 
     rng = random.Random(7)
-    options |= {"max_model_len": 2048, "num_gpu_blocks": 600, "max_num_batched_tokens": 512}
+    options = options | {"max_model_len": 2048, "num_gpu_blocks": 600, "max_num_batched_tokens": 512}
+    options["max_captured_tokens"] = max_captured_tokens
     spec = tiny_spec(num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
     backend = tiny_backend(spec, device="cuda", dtype="bfloat16", attention="triton", block_size=16, **options)
     compiled: list[str] = []
@@ -130,9 +131,64 @@ def test_long_decodes_in_parts(num_parts):
     store_kv(gpu.key, gpu.value, gpu.kv_cache, gpu.metadata.slot_mapping)
     output = torch.full_like(gpu.query, float("nan"))
     lens, tables = gpu.metadata.context_lens_tensor, gpu.metadata.block_tables
-    parts = plan_parts(lens, None, None, programs=4, max_context=8192, num_parts=num_parts)
+    parts = plan_parts(lens, None, None, programs=4, max_context=8192, num_decodes=4, num_parts=num_parts)
     paged_decode(gpu.query, gpu.kv_cache, tables, lens, output, scoring_of(gpu.spec), parts=parts)
     assert (output.double().cpu() - expected).abs().max() < TOLERANCE[torch.bfloat16]
+
+
+def captured_providers(spec: AttentionSpec) -> list[str]:
+    able = [name for name in providers(spec) if name != "torch"]
+    for name in able:
+        assert PROVIDERS[name].create(spec._replace(device=GPU)).supports_graphs
+    return able
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "fp8_e4m3", "scales": (0.05, 0.5)}, {"window": 100}], ids=str)
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_a_captured_step_with_prompts_gives_what_an_eager_one_gives(block_size, options):
+    """Captured for 512 tokens of 12 rows, replayed with others, whose lengths the device alone knows."""
+    num_tokens, num_rows, num_blocks = 512, 12, 400
+    spec = model_spec(2, 4, 128, torch.bfloat16, block_size=block_size, **options)
+    on_gpu = spec._replace(device=GPU)
+    width = -(-2048 // block_size)
+    fixed = AttentionMetadata(
+        (num_tokens,) * num_rows, (2048,) * num_rows,
+        *(torch.zeros(num_rows + 1, dtype=torch.int32, device=GPU) for _ in range(2)),
+        torch.zeros(num_rows, dtype=torch.int32, device=GPU), torch.full((num_tokens,), -1, device=GPU),
+        torch.zeros((num_rows, width), dtype=torch.int32, device=GPU), are_bounds=True,
+    )  # fmt: skip
+    query = torch.randn(num_tokens, 8, 128, device=GPU).bfloat16()
+    key, value = torch.randn(2, num_tokens, 2, 128, device=GPU).bfloat16()
+    cache = torch.zeros((2, num_blocks, block_size, 2, 128), device=GPU).to(spec.cache_dtype)
+    for name in captured_providers(spec):
+        made = PROVIDERS[name].create(on_gpu)
+        made.prepare(fixed)(query, key, value, cache)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = made.prepare(fixed)(query, key, value, cache)
+        for seed, rows in enumerate([ROWS, [(0, 512)], [(1500, 1)] * 8 + [(90, 300)], [(0, 2)] * 12]):
+            batch = Batch(spec, rows, seed, released=0)
+            expected, moved = batch.expected(), batch.to(GPU)
+            eager = run(name, moved)
+            num, known = len(batch.query), moved.metadata
+            cache.view(torch.uint8).zero_()
+            cache[:, : moved.kv_cache.shape[1]].view(torch.uint8).copy_(moved.kv_cache.view(torch.uint8))
+            for own, new in ((query, moved.query), (key, moved.key), (value, moved.value)):
+                own[:num] = new
+            for own, new in (
+                (fixed.query_starts, known.query_starts), (fixed.context_starts, known.context_starts),
+                (fixed.context_lens_tensor, known.context_lens_tensor), (fixed.slot_mapping, known.slot_mapping),
+            ):  # fmt: skip
+                own.fill_(num if own is fixed.query_starts else -1 if own is fixed.slot_mapping else 0)
+                own[: len(new)] = new
+            fixed.block_tables.zero_()
+            fixed.block_tables[: len(rows), : known.block_tables.shape[1]] = known.block_tables
+            graph.replay()
+            limit = TOLERANCE[torch.bfloat16] * max(1.0, float(expected.abs().max()))
+            for other in (expected, eager.double().cpu()):
+                error = (output[:num].double().cpu() - other).abs().max().item()
+                assert error <= limit, f"{name} is {error} off"
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
@@ -145,9 +201,8 @@ def test_a_captured_step_follows_what_its_tensors_say(block_size, kv_dtype):
     spec = model_spec(2, 4, 128, torch.bfloat16, block_size=block_size, kv_dtype=kv_dtype, scales=(0.05, 0.5))
     first = Batch(spec, [(longest - 1, 1)] * size, 1).to(GPU)
     fixed = replace(first.metadata, context_lens=(longest,) * size)
-    for provider in providers(spec)[1:]:
-        made = provider(first.spec)
-        assert made.supports_graphs
+    for name in captured_providers(spec):
+        made = PROVIDERS[name].create(first.spec)
         made.prepare(fixed)(first.query, first.key, first.value, first.kv_cache)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -168,7 +223,7 @@ def test_a_captured_step_follows_what_its_tensors_say(block_size, kv_dtype):
             fixed.block_tables[:num, : on_gpu.metadata.block_tables.shape[1]] = on_gpu.metadata.block_tables
             graph.replay()
             error = (output[:num].double().cpu() - expected).abs().max().item()
-            assert error <= TOLERANCE[torch.bfloat16], f"{provider.__name__} is {error} off"
+            assert error <= TOLERANCE[torch.bfloat16], f"{name} is {error} off"
             assert output[num:].isfinite().all()
 
 
@@ -177,6 +232,12 @@ def test_the_stand_in_for_flash_attn_has_its_parameters(name):
     flash_attn = pytest.importorskip("flash_attn")
     real, ours = (list(inspect.signature(getattr(module, name)).parameters) for module in (flash_attn, FakeFlash()))
     assert ours == real[: len(ours)]
+
+
+def test_the_stand_in_for_flash_attn_3_has_its_parameters():
+    real = pytest.importorskip("flash_attn_interface")
+    theirs = inspect.signature(real.flash_attn_with_kvcache).parameters
+    assert set(theirs) >= set(inspect.signature(FakeFlash3().flash_attn_with_kvcache).parameters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

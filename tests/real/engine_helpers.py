@@ -67,7 +67,9 @@ ARCHITECTURES: dict[str, dict[str, object]] = {  # changes of tiny_spec
 }
 
 
-CONFIG_KEYS = ("attention", "load_format", "dtype", "cpu_kv_bytes", "k_scale", "v_scale")
+CONFIG_KEYS = (
+    "attention", "load_format", "dtype", "cpu_kv_bytes", "k_scale", "v_scale", "cuda_graphs", "max_captured_tokens",
+)  # fmt: skip
 
 
 def tiny_backend(spec: ModelSpec | None = None, *, block_size: int = 4, device: str = "cpu", **options) -> RealBackend:

@@ -1,4 +1,5 @@
-"""A stand-in for the package flash-attn 2.8: its parameters, what it refuses, what its documentation says, in torch."""
+"""Stand-ins for flash-attn 2.8, for flash_attn_3 (its main branch of 2026) and for torch 2.13's varlen_attn: their
+parameters, what they refuse, what their documentation says, in torch."""
 
 from __future__ import annotations
 
@@ -141,4 +142,107 @@ class FakeFlash(types.ModuleType):
         for row, (num_keys, table) in enumerate(zip(cache_seqlens.tolist(), block_table.long(), strict=True)):
             keys, values = (x[table].flatten(0, 1)[:num_keys] for x in (k_cache, v_cache))
             output[row] = plain_attention(q[row], keys, values, softmax_scale, window_size, alibi_slopes)
+        return output
+
+
+class FakeVarlen(types.ModuleType):
+    """Stands in for torch.nn.attention.varlen, over the FlashAttention-2 of torch."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.nn.attention.varlen")
+        self._flash = FakeFlash()
+        self.calls = self._flash.calls
+        self.__spec__ = importlib.machinery.ModuleSpec(self.__name__, None)
+
+    def varlen_attn(
+        self,
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        return_aux=None,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+        seqused_k=None,
+        block_table=None,
+        num_splits=None,
+    ):
+        assert return_aux is num_splits is None
+        assert enable_gqa or query.shape[1] == key.shape[-2]
+        assert (seqused_k is None) == (block_table is None)
+        if seqused_k is not None:
+            assert_taken_index(seqused_k, len(cu_seq_q) - 1)
+            assert torch.equal(seqused_k, cu_seq_k.diff())
+        assert window_size[1] == 0, "causal"
+        return self._flash.flash_attn_varlen_func(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+            softmax_scale=scale, causal=True, window_size=window_size, block_table=block_table,
+        )  # fmt: skip
+
+
+class FakeFlash3(types.ModuleType):
+    """Stands in for flash_attn_interface, of which one function is called."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn_interface")
+        self.calls: list[tuple[str, int]] = []
+        self.__spec__ = importlib.machinery.ModuleSpec(self.__name__, None)
+
+    def flash_attn_with_kvcache(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        qv=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        page_table=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k_new=None,
+        max_seqlen_q=None,
+        rotary_seqlens=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        attention_chunk=0,
+        softcap=0.0,
+        rotary_interleaved=True,
+        scheduler_metadata=None,
+        num_splits=0,
+        pack_gqa=None,
+        sm_margin=0,
+        return_softmax_lse=False,
+    ):
+        """Rows may have no tokens, and the batch tokens of no row: these it does not write."""
+        assert causal
+        assert [k, v, qv, rotary_cos, cache_batch_idx, cache_leftpad, q_descale, k_descale, pack_gqa] == [None] * 9
+        assert (attention_chunk, softcap, num_splits, return_softmax_lse) == (0, 0.0, 0, False)
+        assert_taken(q, k_cache, v_cache)
+        num_rows = len(cache_seqlens)
+        assert_taken_index(cache_seqlens, num_rows)
+        assert_taken_index(cu_seqlens_q, num_rows + 1)
+        assert_taken_table(page_table, num_rows)
+        assert int(cu_seqlens_q[-1]) <= len(q)
+        assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q <= len(q)
+        self.calls.append(("step", num_rows))
+        output = torch.full_like(q, 7.0)
+        for row, (num_keys, table) in enumerate(zip(cache_seqlens.tolist(), page_table.long(), strict=True)):
+            own = slice(int(cu_seqlens_q[row]), int(cu_seqlens_q[row + 1]))
+            if own.start < own.stop:
+                num_pages = -(-num_keys // k_cache.shape[1])
+                keys, values = (x[table[:num_pages]].flatten(0, 1)[:num_keys] for x in (k_cache, v_cache))
+                output[own] = plain_attention(q[own], keys, values, softmax_scale, window_size, None)
         return output

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -156,36 +157,58 @@ def check_attention(values: Values) -> None:
 def decode(values: Values) -> None:
     """Also of a split context: the partial results are left out, and the second kernel has nothing to do."""
     check_attention(values)
-    lens, rows = values["context_lens"], values["rows"]
     for name in ("partial", "items"):
         must(values["IS_SPLIT"] == (values[name] is not None), f"parts of contexts have {name}")
-    if values["HAS_ROWS"]:
-        must(rows.dtype == values["query_starts"].dtype == torch.int32, "rows are 32 bits wide")
-    for row in rows.tolist() if values["HAS_ROWS"] else range(len(lens)):
-        token = int(values["query_starts"][row]) if values["HAS_ROWS"] else row
-        attend(values, row, token, int(lens[row]) - 1)
+    lens = values["context_lens"].tolist()
+    for row, (token, num) in enumerate(token_and_queries(values, len(lens))):
+        if num == 1:
+            attend(values, row, token, lens[row] - 1)
+
+
+def token_and_queries(values: Values, num_rows: int) -> list[tuple[int, int]]:
+    """Of each row its first token, and how many it has."""
+    starts = values["query_starts"]
+    must(values["IS_MIXED"] == (starts is not None), "rows of a mixed step have starts")
+    if starts is None:
+        return [(row, 1) for row in range(num_rows)]
+    must(starts.dtype == torch.int32 and len(starts) == num_rows + 1, "starts are 32 bits wide")
+    return list(zip(starts.tolist(), starts.diff().tolist(), strict=False))
 
 
 def plan(values: Values) -> None:
-    """Every row is one part."""
+    """Every decode is one part."""
     items, starts, num_rows = values["items"], values["starts"], values["num_rows"]
     must(items.dtype == starts.dtype == torch.int32, "parts are 32 bits wide")
     must(items.shape == (values["num_items"], 4) and starts.shape == (num_rows + 1,), "parts of all rows")
-    must(values["num_items"] >= num_rows, "a part for each row")
+    is_decode = [num == 1 for _, num in token_and_queries(values, num_rows)]
+    found = [[row, 0, 1, 2**30] for row in range(num_rows) if is_decode[row]]
+    must(values["num_items"] >= len(found), "a part for each row")
     items.fill_(-1)
-    items[:num_rows] = torch.tensor([[row, 0, 1, 2**30] for row in range(num_rows)], dtype=torch.int32)
-    starts.copy_(torch.arange(num_rows + 1))
+    items[: len(found)] = torch.tensor(found, dtype=torch.int32).view(-1, 4)
+    starts.copy_(torch.tensor([0, *accumulate(is_decode)]))
 
 
 def reduce(values: Values) -> None:
     must(values["partial"].dtype == torch.float32, "partial results are float32")
 
 
+def lay_out(values: Values) -> None:
+    """Tiles in the order of their rows: which comes first changes no result."""
+    starts, lens, tiles = values["query_starts"], values["context_lens"], values["tiles"]
+    must(starts.dtype == lens.dtype == tiles.dtype == torch.int32, "tiles are 32 bits wide")
+    found = []
+    for row, (num, context) in enumerate(zip(starts.diff().tolist(), lens.tolist(), strict=True)):
+        if num > 1 and not (values["SKIPS_FRESH"] and num == context):
+            found += [[row, first] for first in range(0, num, values["TOKENS"])]
+    must(len(found) <= len(tiles), "room for all tiles")
+    tiles[: len(found)] = torch.tensor(found, dtype=torch.int32).view(-1, 2)
+
+
 def prefill(values: Values) -> None:
     check_attention(values)
     starts, tiles = values["query_starts"], values["tiles"]
     must(starts.dtype == tiles.dtype == torch.int32, "tiles are 32 bits wide")
-    for row, first in tiles.tolist():
+    for row, first in (tile for tile in tiles.tolist() if tile[0] >= 0):
         begin, num = int(starts[row]), int(starts[row + 1] - starts[row])
         before = int(values["context_lens"][row]) - num
         for query in range(first, min(first + values["BLOCK_M"] // values["GROUP"], num)):
@@ -323,6 +346,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (parts, "plan_kernel", ("items", "starts"), plan),
         (decoding, "decode_kernel", ("output", "partial"), decode),
         (decoding, "reduce_kernel", ("output",), reduce),
+        (prefilling, "tiles_kernel", ("tiles",), lay_out),
         (prefilling, "prefill_kernel", ("output",), prefill),
         (experts, "gate_up_kernel", ("output",), gate_up),
         (experts, "down_kernel", ("output",), down),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from dataclasses import replace
@@ -12,14 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real import kernels
-from real.attention import first_step, torch_provider, triton_provider
-from real.attention.flash_provider import FlashAttention, why_not
+from real.attention import (
+    first_step,
+    flash3_provider,
+    flash_provider,
+    torch_provider,
+    triton_provider,
+    varlen_provider,
+)
+from real.attention.flash3_provider import Flash3Attention
+from real.attention.flash_provider import why_not
+from real.attention.flash_step import ALL, FlashProvider, Options, Part
 from real.attention.registry import PROVIDERS, Choice, choose_attention, choose_together
 from real.attention.torch_provider import TorchAttention
 from testbed.errors import ConfigError
 from tests.kernels.paged_batches import Batch, make_spec
 from tests.real.engine_helpers import tiny_backend
-from tests.real.fake_flash import FakeFlash
+from tests.real.fake_flash import FakeFlash, FakeFlash3, FakeVarlen
 
 
 @settings(max_examples=120, deadline=None)
@@ -120,9 +130,29 @@ MIXED = [(0, 11), (300, 1), (0, 4), (5, 7), (30, 1), (0, 1), (260, 9)]  # cached
 def test_flash_attention_is_called_as_its_documentation_asks(flash, rows, calls, window, alibi):
     spec = make_spec(block_size=256, window=window, alibi=alibi)
     batch = Batch(spec, rows, seed=3, released=0)
-    output = FlashAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+    provider = flash_provider.create(spec)
+    assert not provider.supports_graphs  # nobody is here who leaves slots out
+    output = provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     torch.testing.assert_close(output.double(), batch.expected(), atol=2e-6, rtol=0)
     assert flash.calls == calls
+
+
+@pytest.fixture
+def flash3(monkeypatch):
+    module = FakeFlash3()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    return module
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 270, 2**40])
+@pytest.mark.parametrize("block_size", [256, 16, 3])
+@pytest.mark.parametrize("rows", [MIXED, [(30, 1), (400, 1)], [(0, 8)]], ids=str)
+def test_flash_attention_3_computes_a_step_in_one_call(flash3, rows, block_size, window):
+    spec = make_spec(block_size=block_size, window=window)
+    batch = Batch(spec, rows, seed=3, released=0)
+    output = Flash3Attention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+    torch.testing.assert_close(output.double(), batch.expected(), atol=2e-6, rtol=0)
+    assert flash3.calls == [("step", len(rows))]
 
 
 HALF = {"device": torch.device("cuda"), "dtype": torch.float16}
@@ -168,12 +198,97 @@ def test_flash_attention_is_able_at_any_block_size_where_the_kernels_are(monkeyp
     assert why_not(make_spec(**HALF, block_size=16, kv_dtype="fp8_e4m3")) is None
 
 
+@pytest.mark.usefixtures("flash3", "ampere")
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (make_spec(device=torch.device("cuda")), "dtype is float32"),
+        (make_spec(**HALF), "needs compute capability 9.0, the GPU's is 8.0"),
+        (make_spec(**HALF, kv_dtype="fp8_e4m3"), "beside a cache in fp8_e4m3"),
+        (make_spec(**HALF, alibi=True), "has no ALiBi"),
+        (make_spec(**HALF, window=7), None),
+    ],
+)
+def test_flash_attention_3_says_why_it_cannot_run(monkeypatch, spec, reason):
+    if reason is None or "capability" not in reason:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = flash3_provider.why_not(spec)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (None, "has no flash_attn_with_kvcache"),
+        (lambda q, k_cache, v_cache, cache_seqlens, softmax_scale, causal: None, "takes no page_table"),
+    ],
+)
+def test_an_early_flash_attention_3_is_not_chosen(flash3, monkeypatch, function, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash3, "flash_attn_with_kvcache", function)
+    assert reason in flash3_provider.why_not(make_spec(**HALF))
+
+
+@pytest.fixture
+def with_flash_in_torch(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+@pytest.mark.usefixtures("with_flash_in_torch", "ampere")
+@pytest.mark.parametrize(
+    ("spec", "triton", "reason"),
+    [
+        (make_spec(), None, "needs CUDA"),
+        (make_spec(**HALF, head_dim=12), None, "multiple of 8"),
+        (make_spec(**HALF, alibi=True), None, "no ALiBi"),
+        (make_spec(**HALF), "no compiler", "would take its decodes, and: no compiler"),
+        (make_spec(**HALF, window=5, kv_dtype="fp8_e5m2"), None, None),
+    ],
+)
+def test_torchs_own_flash_attention_says_why_it_cannot_run(monkeypatch, spec, triton, reason):
+    monkeypatch.setattr(triton_provider, "why_not", lambda spec: triton)
+    found = varlen_provider.why_not(spec)
+    assert found is None if reason is None else reason in found
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert reason is not None or "without FlashAttention" in varlen_provider.why_not(spec)
+
+
+@pytest.mark.usefixtures("with_flash_in_torch", "ampere")
+def test_an_older_torch_whose_varlen_lacks_what_is_asked_for_is_named(monkeypatch):
+    module = FakeVarlen()
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    monkeypatch.setattr(module, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale: 0)
+    assert "takes no window_size; install torch 2.13" in varlen_provider.why_not(make_spec(**HALF))
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_the_stand_in_for_torchs_varlen_has_its_parameters(is_paged):
+    """And torch takes the arguments of ours, as far as it looks at them before there is a GPU."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    ours, torchs = (list(inspect.signature(one.varlen_attn).parameters) for one in (FakeVarlen(), varlen))
+    assert ours == torchs
+    batch = Batch(make_spec(block_size=256), [(5, 7), (300, 9)], seed=1).to(torch.device("meta"))
+    known = batch.metadata
+    part = Part(
+        ALL, known.query_starts, known.context_starts, 9, 309, known.context_lens_tensor, known.block_tables
+    )  # fmt: skip
+    keys, values = batch.kv_cache if is_paged else (batch.key, batch.value)
+    options = Options(0.3, (-1, 0), None)
+    output = varlen_provider._varlen(part, batch.query, keys, values, options, is_paged=is_paged)
+    assert output.shape == batch.query.shape
+
+
 def chosen_by_auto(spec, monkeypatch) -> Choice:
     """Providers are made without a GPU, onto which they put what they know beforehand."""
-    for provider in (FlashAttention, TorchAttention, triton_provider.TritonAttention):
-        monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    make_without_gpu(monkeypatch)
     monkeypatch.setattr(first_step, "why_it_fails", lambda provider, spec: None)
     return choose_attention("auto", spec)
+
+
+def make_without_gpu(monkeypatch) -> None:
+    for provider in (Flash3Attention, TorchAttention, triton_provider.TritonAttention):
+        monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    monkeypatch.setattr(FlashProvider, "__init__", lambda self, name, *_: setattr(self, "name", name))
 
 
 def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k): ...
@@ -227,13 +342,17 @@ def test_auto_takes_the_first_provider_that_can_run_and_says_why_not_the_others(
     choice = choose_attention("auto", make_spec())
     assert choice.provider.name == "torch"
     assert choice.reasons == {
+        "flash_attn_3": "it needs CUDA, the device is cpu",
         "flash_attn": "it needs CUDA, the device is cpu",
+        "varlen": "it needs CUDA, the device is cpu",
         "triton": "it needs CUDA, the device is cpu",
         "torch": "first that can run",
     }
 
 
-@pytest.mark.parametrize(("name", "why"), [("flash_attn", "it needs CUDA"), ("triton", "it needs CUDA")])
+@pytest.mark.parametrize(
+    ("name", "why"), [(name, "it needs CUDA") for name in ("flash_attn_3", "flash_attn", "varlen", "triton")]
+)
 def test_a_provider_that_cannot_run_is_refused_with_reason_and_alternative(name, why):
     with pytest.raises(ConfigError, match=f"attention={name} cannot run here: .*{why}.*can run: auto, torch"):
         tiny_backend(attention=name)
@@ -270,7 +389,7 @@ def spoil_the_last_row(output):
 def test_a_first_step_that_is_right_is_no_reason_against_a_provider(options):
     spec = make_spec(head_dim=16, block_size=256, **options)
     for provider in (
-        (TorchAttention(spec), FlashAttention(spec)) if "kv_dtype" not in options else [TorchAttention(spec)]
+        (TorchAttention(spec), flash_provider.create(spec)) if "kv_dtype" not in options else [TorchAttention(spec)]
     ):
         assert first_step.why_it_fails(provider, spec) is None
     spoiled = first_step.why_it_fails(Wrong(spec, spoil_the_last_row), spec)
@@ -308,12 +427,11 @@ def test_our_own_mistakes_are_no_reason_against_a_provider():
         first_step.why_it_fails(Wrong(make_spec(), mistake), make_spec())
 
 
-@pytest.mark.usefixtures("flash", "ampere")
+@pytest.mark.usefixtures("flash", "ampere", "with_flash_in_torch")
 def test_ranks_take_the_provider_that_all_of_them_can_run(monkeypatch):
     monkeypatch.setattr(kernels, "why_not", lambda device: None)
     monkeypatch.setattr(first_step, "why_it_fails", lambda provider, spec: None)
-    for provider in (FlashAttention, TorchAttention, triton_provider.TritonAttention):
-        monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    make_without_gpu(monkeypatch)
     spec, names = make_spec(**HALF, block_size=256), list(PROVIDERS)
     alone = choose_attention("auto", spec).provider.name
     assert choose_together("auto", spec, lambda index: index).provider.name == alone != names[-1]
@@ -328,14 +446,19 @@ def test_a_first_step_that_fails_is_told_in_a_line():
     )
 
 
-@pytest.mark.usefixtures("flash", "ampere")
+@pytest.mark.usefixtures("flash", "ampere", "with_flash_in_torch")
 @pytest.mark.parametrize(
-    ("failing", "chosen"), [(["flash_attn"], "triton"), (["triton"], "flash_attn"), (["flash_attn", "triton"], "torch")]
+    ("failing", "chosen"),
+    [
+        (["flash_attn"], "varlen"),
+        (["flash_attn", "varlen"], "triton"),
+        (["triton"], "flash_attn"),
+        (["flash_attn", "varlen", "triton"], "torch"),
+    ],
 )
 def test_on_a_gpu_auto_passes_over_what_fails_at_its_first_step(monkeypatch, failing, chosen):
     monkeypatch.setattr(kernels, "why_not", lambda device: None)
-    for provider in (FlashAttention, TorchAttention, triton_provider.TritonAttention):
-        monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
+    make_without_gpu(monkeypatch)
     monkeypatch.setattr(
         first_step, "why_it_fails", lambda provider, spec: "it failed" if provider.name in failing else None
     )
@@ -343,7 +466,8 @@ def test_on_a_gpu_auto_passes_over_what_fails_at_its_first_step(monkeypatch, fai
     choice = choose_attention("auto", spec)
     assert choice.provider.name == chosen
     expected = [f"attention={name} is passed over for {chosen}: it failed" for name in failing]
-    assert choice.passed_over == [line for line in expected if chosen != "flash_attn"]
+    assert choice.passed_over[0].startswith(f"attention=flash_attn_3 is passed over for {chosen}: it needs compute")
+    assert choice.passed_over[1:] == [line for line in expected if chosen != "flash_attn"]
     for name in failing:
         with pytest.raises(ConfigError, match=f"attention={name} cannot run here: it failed; can run: auto, "):
             choose_attention(name, spec)

@@ -222,6 +222,7 @@ def test_cuda_demanded_and_absent():
         {"device": "tpu"},
         {"dtype": "float8"},
         {"attention": "xformers"},
+        {"max_captured_tokens": -1},
         {"load_format": "gguf"},
         {"pace": "fast"},
         {"cpu_kv_bytes": 0},

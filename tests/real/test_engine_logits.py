@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from real.backend import RealBackend
+from testbed.errors import ConfigError
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
 
 RNG = random.Random(7)
@@ -159,14 +160,19 @@ def test_block_sizes(spec, expect, block_size):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("attention", ["torch", "triton", "flash_attn"])
-def test_logits_on_cuda(pair, expect, attention):
+@pytest.mark.parametrize("max_captured_tokens", [64, 0])
+@pytest.mark.parametrize("attention", ["torch", "triton", "flash_attn", "varlen", "flash_attn_3"])
+def test_logits_on_cuda(pair, expect, attention, max_captured_tokens):
     spec, _ = pair
-    is_half = attention == "flash_attn"
-    if is_half:
-        pytest.importorskip("flash_attn")
+    is_half = attention not in ("torch", "triton")
     options = {"dtype": "bfloat16", "block_size": 256} if is_half else {"block_size": 4}
-    backend = tiny_backend(spec, sliding_window=spec.sliding_window, device="cuda", attention=attention, **options)
+    options |= {"attention": attention, "max_captured_tokens": max_captured_tokens, "device": "cuda"}
+    try:
+        backend = tiny_backend(spec, sliding_window=spec.sliding_window, **options)
+    except ConfigError as error:
+        if not is_half:  # these two always can
+            raise
+        pytest.skip(str(error))
     known = [*PROMPT, 9]
     step_logits(backend, row(0, PROMPT, TABLE, end=9, samples=False))
     step_logits(backend, row(0, PROMPT, TABLE, start=9), row(1, OTHER, OTHER_TABLE))

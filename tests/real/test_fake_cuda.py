@@ -27,9 +27,10 @@ from testbed.policies.preemption import Swap
 from tests.real.engine_helpers import EXPERTS, LLAMA, OPT, plan_of, row, tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES, FakeGPU, fake_cuda
 from tests.real.fake_engine import Watched, num_replays, on_cpu, on_gpu
-from tests.real.fake_flash import FakeFlash
+from tests.real.fake_flash import FakeFlash, FakeFlash3, FakeVarlen
 from tests.real.fake_launches import fake_kernels
 from tests.real.fake_launches import on_gpu as launched
+from tests.real.fake_streams import FakeGraph
 from tests.real.test_engine_under_core import REQUESTS, Requests, TickingClock
 from tests.real.test_profiler import alone
 from tests.testbed.core_kit import make_limits, make_scheduler
@@ -89,44 +90,102 @@ def test_models_of_all_kinds(gpu, attention, changes):
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["one feed-forward", "experts"])
 def test_fp8_weights(gpu, changes):
     spec = tiny_spec(dtype="fp8", **changes)
-    check_a_few_steps(on_gpu(gpu, spec, attention="triton", dtype="float32"), on_cpu(spec, dtype="float32"))
+    engine = on_gpu(gpu, spec, attention="triton", dtype="float32")
+    check_a_few_steps(engine, on_cpu(spec, dtype="float32"))
     assert num_replays(gpu)
 
 
+STAND_INS = {"flash_attn": FakeFlash, "flash_attn_interface": FakeFlash3, "torch.nn.attention.varlen": FakeVarlen}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU, name: str) -> Any:
+    """A package's stand-in, whose functions run on the GPU."""
+    package = STAND_INS[name]()
+    for function in [one for one in dir(type(package)) if one.startswith(("flash_attn_", "varlen_attn"))]:
+        monkeypatch.setattr(package, function, launched(gpu, getattr(package, function)))
+    monkeypatch.setitem(sys.modules, name, package)
+    return package
+
+
+@pytest.mark.parametrize("max_captured_tokens", [64, 0])
 @pytest.mark.parametrize("block_size", [256, 16])
-def test_flash_attention_where_it_is_installed(gpu, monkeypatch, block_size):
-    """Its own pages, and those that it leaves to our kernels."""
-    package = FakeFlash()
-    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
-        setattr(package, name, launched(gpu, getattr(package, name)))
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
+@pytest.mark.parametrize(
+    ("package", "name", "calls", "calls_of_pages", "of_decodes"),
+    [
+        ("flash_attn", "flash_attn", {"varlen"}, {"varlen", "paged varlen", "decode"}, {"decode"}),
+        ("torch.nn.attention.varlen", "varlen", {"varlen"}, {"varlen", "paged varlen"}, set()),
+        ("flash_attn_interface", "flash_attn_3", {"step"}, {"step"}, {"step"}),
+    ],
+    ids=["flash-attn", "varlen", "flash-attn 3"],
+)
+def test_flash_attention_where_it_is_installed(
+    gpu, monkeypatch, package, name, calls, calls_of_pages, of_decodes, block_size, max_captured_tokens
+):
+    """Its own pages, and those that it leaves to our kernels; captured steps with prompts are all theirs, but of
+    FlashAttention-3, which reads on the device what a row has."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: package.startswith("torch"))
+    module = install(monkeypatch, gpu, package)
     options = {"block_size": block_size, "dtype": "float16"}
-    engine = on_gpu(gpu, attention="auto", **options)
-    assert engine.backend.attention_name == "flash_attn"
+    engine = on_gpu(gpu, attention="auto", max_captured_tokens=max_captured_tokens, **options)
+    assert engine.backend.attention_name == name
+    module.calls.clear()
     check_a_few_steps(engine, on_cpu(**options))
-    assert num_replays(gpu) == 4
-    own_pages = {"paged varlen", "decode"} if block_size == 256 else set()
-    assert {kind for kind, _ in package.calls} == {"varlen"} | own_pages
+    assert num_replays(gpu) == (7 if max_captured_tokens else 4)
+    expected = calls_of_pages if block_size == 256 else calls
+    assert {kind for kind, _ in module.calls} == (expected & of_decodes if max_captured_tokens else expected)
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"attention_bias": True}, LLAMA], ids=["normalised heads", "biases", "plain heads"]
 )
-def test_a_layer_of_a_captured_decode_is_nine_launches(gpu, monkeypatch, changes):
-    """Two norms with their additions, four products, heads, attention, and what lies between gate and up. What is
-    compiled on a GPU is one launch there."""
+def test_a_layer_of_a_captured_step_is_nine_launches(gpu, monkeypatch, changes):
+    """Two norms with their additions, four products, heads, attention, and what lies between gate and up; with prompts
+    beside decodes one more. What is compiled on a GPU is one launch there."""
     for module, name in (("real.layers.norm", "add_rms_norm"), ("real.models.llama", "silu_and_mul")):
         function = getattr(sys.modules[module], name)
         monkeypatch.setattr(f"{module}.{name}", launched(gpu, function.__wrapped__))
-    counts = []
+    counts: dict[bool, list[set[int]]] = {True: [], False: []}  # by whether there are prompts
     for num_layers in (2, 3):
         known = set(gpu.graphs)
         engine = on_gpu(gpu, tiny_spec(num_hidden_layers=num_layers, **changes), attention="triton")
         found = [[one.what for one in graph.launches] for graph in set(gpu.graphs) - known]
-        counts.append({sum("empty" not in what for what in whats) for whats in found})  # memory alone is no launch
+        for has_prompts, of_kind in counts.items():
+            chosen = [whats for whats in found if ("prefill_kernel" in whats) == has_prompts]
+            of_kind.append({sum("empty" not in what for what in whats) for whats in chosen})  # memory is no launch
         engine.backend.close()
-    (two,), (three,) = counts  # the same for all sizes
-    assert three - two == 9
+    for has_prompts, ((two,), (three,)) in counts.items():  # the same for all sizes
+        assert three - two == 9 + has_prompts
+
+
+def test_a_step_with_prompts_is_as_few_calls_of_the_host_as_one_of_decodes(gpu, monkeypatch):
+    """A replay, and what lies before and behind the layers, however many these are."""
+    calls = [0]
+    launch, replay = gpu.launch, FakeGraph.replay
+
+    def counted(work: Any) -> None:
+        calls[0] += 1
+        launch(work)
+
+    def replayed(graph: FakeGraph) -> None:
+        before = calls[0]
+        replay(graph)
+        calls[0] = before + 1
+
+    monkeypatch.setattr(gpu, "launch", counted)
+    monkeypatch.setattr(FakeGraph, "replay", replayed)
+    engine = on_gpu(gpu, tiny_spec(num_hidden_layers=5), attention="triton")
+    found = []
+    first, second = list(range(1, 11)), list(range(11, 30))
+    for rows in (  # each with new blocks
+        [row(0, first[:8], [1, 2]), row(1, second[:5], [3, 4])],
+        [row(0, first[:9], [1, 2, 5], start=8), row(1, second[:6], [3, 4], start=5)],
+        [row(0, first, [1, 2, 5], start=9), row(1, second[:16], [3, 4, 6, 7], start=6)],
+    ):
+        before = calls[0]
+        engine.step(*rows)
+        found.append(calls[0] - before)
+    prompts, decodes, mixed = found
+    assert prompts - 1 == decodes == mixed < 10  # of new sequences, also what they sample by
 
 
 def check_a_few_steps(engine: Watched | Unwatched, reference: RealBackend) -> None:
@@ -205,7 +264,7 @@ def test_a_step_with_all_that_a_sampler_can_do_waits_once(gpu, num_new):
 def test_blocks_leave_room_for_the_largest_steps_and_for_captured_decodes(gpu, attention, utilization):
     options = {"num_gpu_blocks": None, "num_cpu_blocks": 0, "gpu_memory_utilization": utilization, "max_num_seqs": 40}
     engine = on_gpu(gpu, attention=attention, **options).backend
-    assert len(gpu.graphs) == (8 if attention == "triton" else 0)
+    assert len(gpu.graphs) == (8 + 4 if attention == "triton" else 0)
     free, total = gpu.memory_info()
     reserve = round(total * (1 - utilization))
     gpu.reset_peak()
@@ -244,7 +303,7 @@ NO_BLOCKS = "no memory for 64 KV blocks on cuda:0 and 16 in host memory, 2,048 b
 @pytest.mark.parametrize(
     ("room", "num_blocks", "told"),
     [
-        (2 << 20, None, "out of GPU memory; captured decodes do not fit: lower backend.max_captured_size or set "),
+        (2 << 20, None, "out of GPU memory; captured steps do not fit: lower backend.max_captured_tokens or "),
         (1 << 19, None, "out of GPU memory; a step of 64 tokens of 4 sequences does not fit: lower scheduler."),
         (2 << 20, 64, "out of GPU memory; lower cache.num_gpu_blocks or "),
         (450_000, 64, NO_BLOCKS),
@@ -283,7 +342,7 @@ def test_memory_that_ends_a_capture_is_one_line(gpu, monkeypatch):
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr("real.backend.capture_decodes", full)
+    monkeypatch.setattr("real.backend.capture_steps", full)
     with pytest.raises(DeviceError, match=r"^out of GPU memory; .*backend\.cuda_graphs=false$"):
         on_gpu(gpu)
 

@@ -25,7 +25,7 @@ def two_prompts(engine: Watched) -> None:
 
 
 def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
-    engine = on_gpu(gpu)
+    engine = on_gpu(gpu, max_captured_tokens=0)
     two_prompts(engine)
     launch = engine.backend.cache._swaps.launch
 
@@ -41,18 +41,21 @@ def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
         engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_in=((1, 1),))
 
 
-def test_a_graph_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
+@pytest.mark.parametrize("num_new", [1, 2], ids=["decodes", "mixed"])
+def test_a_graph_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch, num_new):
     engine = on_gpu(gpu)
     two_prompts(engine)
     monkeypatch.setattr(LayerCaches, "wait", lambda self: None)
     with pytest.raises(TroubleError, match=r"does not wait for move_kernel"):
-        engine.step(row(1, [6, 7, 8, 9], [3], start=3), swap_out=((1, 1),))
+        engine.step(row(1, [6, 7, 8, 9], [3], start=4 - num_new), swap_out=((1, 1),))
 
 
-@pytest.mark.parametrize("num_new", [1, 3], ids=["captured", "eager"])
-def test_inputs_that_are_overwritten_on_their_way_are_found(gpu, num_new):
+@pytest.mark.parametrize(
+    ("num_new", "max_captured_tokens"), [(1, 0), (3, 64), (3, 0)], ids=["captured decodes", "captured", "eager"]
+)
+def test_inputs_that_are_overwritten_on_their_way_are_found(gpu, num_new, max_captured_tokens):
     """The inputs of two steps may be on their way, not those of three."""
-    engine = on_gpu(gpu)
+    engine = on_gpu(gpu, max_captured_tokens=max_captured_tokens)
     first = engine.backend.start(plan_of(row(0, [1, 2, 3, 4][:num_new], [1])))
     second = engine.backend.start(plan_of(row(1, [6, 7, 8, 9][:num_new], [3])))
     first.wait()

@@ -8,6 +8,7 @@ import pytest
 
 from real.config import RealConfig
 from real.driver import RealTimeClock, SkippingClock, run
+from real.late_records import LateRecords
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
 from testbed.errors import LivelockError
@@ -151,3 +152,89 @@ def test_the_engine_runs_under_the_driver(pace):
         return tokens
 
     assert len(run(loop(), backend, RealConfig(pace=pace))) == 8
+
+
+# --- what is recorded while the device computes ---
+
+
+class Seen:
+    """A recorder that notes, beside what it is shown, what the driver had done by then."""
+
+    def __init__(self, notes: list) -> None:
+        self.notes = notes
+
+    def arrived(self, request, now_ns, step):
+        self.notes.append(("arrived", request, now_ns, step))
+
+    def aborted(self, request_id, now_ns, step):
+        self.notes.append(("aborted", request_id, now_ns, step))
+
+    def committed(self, step):
+        self.notes.append(("committed", step))
+
+    def ended(self, finished, now_ns):
+        self.notes.append(("ended", finished, now_ns))
+
+
+class NotingBackend(FakeBackend):
+    def __init__(self, clock: FakeClock, notes: list) -> None:
+        super().__init__(clock, 10)
+        self.notes = notes
+
+    def start(self, plan):
+        self.notes.append("launched")
+        return super().start(plan)
+
+    def wait(self):
+        self.notes.append("waited")
+        return super().wait()
+
+
+def test_a_step_is_recorded_when_the_next_one_is_launched_and_everything_in_its_order():
+    notes: list = []
+    late, clock = LateRecords().of(Seen(notes)), FakeClock()
+
+    def loop():
+        yield WaitUntil(0)
+        late.arrived("r", 0, 0)
+        yield Execute(PLAN)
+        late.committed("first")
+        late.aborted("r", 10, 1)
+        yield Execute(PLAN)
+        late.committed("second")
+        late.ended(["r"], 20)
+        yield WaitUntil(50)
+        late.committed("third")
+
+    run(loop(), NotingBackend(clock, notes), RealConfig(), clock, catch_up=late.catch_up)
+    assert notes == [
+        "launched", ("arrived", "r", 0, 0), "waited",
+        "launched", ("committed", "first"), ("aborted", "r", 10, 1), "waited",
+        ("committed", "second"), ("ended", ["r"], 20),
+    ]  # fmt: skip
+    late.close()
+    assert notes[-1] == ("committed", "third")
+
+
+def test_what_a_late_recorder_raises_ends_the_run_and_the_rest_is_recorded_when_it_is_closed():
+    notes: list = []
+
+    class Full(Seen):
+        def committed(self, step):
+            if step == "first":
+                raise OSError("no space left")
+            super().committed(step)
+
+    late, clock = LateRecords().of(Full(notes)), FakeClock()
+
+    def loop():
+        yield Execute(PLAN)
+        late.committed("first")
+        late.ended(["r"], 10)
+        yield Execute(PLAN)
+
+    with pytest.raises(OSError, match="no space"):
+        run(loop(), FakeBackend(clock, 10), RealConfig(), clock, catch_up=late.catch_up)
+    assert notes == []
+    late.close()
+    assert notes == [("ended", ["r"], 10)]

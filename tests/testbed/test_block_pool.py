@@ -175,7 +175,7 @@ def test_invariants_find_a_sequence_on_both_sides() -> None:
     blocks = make_blocks(num_blocks=6, num_cpu_blocks=4)
     seq = Sequence(0, make_request("a", 4), 4096)
     blocks.admit(seq, 4, blocks.lookup(seq))
-    blocks.swap_out(seq)
+    blocks.swapping.swap_out(seq.together)
     twin = Sequence(1, seq.request, 4096)
     blocks.admit(twin, 4, blocks.lookup(twin))
     blocks.check_invariants([seq, twin])

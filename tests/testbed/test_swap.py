@@ -47,12 +47,12 @@ def test_blocks_move_out_and_in_as_pairs() -> None:
     blocks = make_blocks(num_blocks=6, num_cpu_blocks=4, block_size=4, caching=False)
     other, seq = holding(blocks, 0, 4), holding(blocks, 1, 10)
     assert seq.block_table == [1, 2, 3]
-    assert blocks.swap_out(seq) == ((1, 0), (2, 1), (3, 2))
+    assert blocks.swapping.swap_out(seq.together) == ((1, 0), (2, 1), (3, 2))
     blocks.check_invariants([other, seq])
     assert (seq.cpu_table, blocks.num_free_blocks, blocks.num_free_cpu_blocks) == ([0, 1, 2], 5, 1)
     assert (seq.block_table, seq.num_computed_tokens) == ([], 10)
     third = holding(blocks, 2, 4)  # takes a block that was the sequence's
-    pairs = blocks.swap_in(seq)
+    pairs = blocks.swapping.swap_in(seq.together)
     blocks.check_invariants([other, seq, third])
     assert [source for source, _ in pairs] == [0, 1, 2]
     assert [target for _, target in pairs] == seq.block_table
@@ -68,7 +68,7 @@ def test_blocks_move_out_and_in_as_pairs() -> None:
 def test_a_swapped_sequence_that_is_freed_gives_its_cpu_blocks_back() -> None:
     blocks = make_blocks(num_cpu_blocks=4, block_size=4)
     seq = holding(blocks, 0, 10)
-    blocks.swap_out(seq)
+    blocks.swapping.swap_out(seq.together)
     blocks.free(seq)
     assert blocks.num_free_cpu_blocks == 1, "a device may still read them"
     blocks.reuse_cpu_blocks()
@@ -82,8 +82,8 @@ def test_a_swapped_sequence_that_is_freed_gives_its_cpu_blocks_back() -> None:
 def test_a_swap_out_needs_as_many_cpu_blocks_as_are_held(num_cpu_blocks: int, taken: int, expected: Verdict) -> None:
     blocks = make_blocks(num_cpu_blocks=num_cpu_blocks, block_size=4)
     if taken:
-        blocks.swap_out(holding(blocks, 0, 4 * taken))
-    assert blocks.can_swap_out(holding(blocks, 1, 10)) is expected  # 3 blocks
+        blocks.swapping.swap_out(holding(blocks, 0, 4 * taken).together)
+    assert blocks.swapping.can_swap_out(holding(blocks, 1, 10).together) is expected  # 3 blocks
 
 
 @pytest.mark.parametrize(
@@ -100,26 +100,26 @@ def test_a_swap_out_needs_as_many_cpu_blocks_as_are_held(num_cpu_blocks: int, ta
 def test_a_swap_in_leaves_the_watermark_and_a_block_to_grow(used: int, watermark: float, expected: Verdict) -> None:
     blocks = make_blocks(num_blocks=10, num_cpu_blocks=4, block_size=4, watermark=watermark, caching=False)
     seq = holding(blocks, 0, 10)
-    blocks.swap_out(seq)
+    blocks.swapping.swap_out(seq.together)
     if used:
         holding(blocks, 1, 4 * used)
-    assert blocks.can_swap_in(seq) is expected
+    assert blocks.swapping.can_swap_in(seq.together) is expected
 
 
 def test_some_systems_swap_in_below_the_watermark() -> None:
     rules = KVRules(watermark_for_swapped_in=False)
     blocks = make_blocks(num_blocks=10, num_cpu_blocks=4, block_size=4, watermark=0.7, caching=False, rules=rules)
     seq = holding(blocks, 0, 10)
-    blocks.swap_out(seq)
+    blocks.swapping.swap_out(seq.together)
     holding(blocks, 1, 24)
-    assert blocks.can_swap_in(seq) is OK  # 4 of 10 are free
+    assert blocks.swapping.can_swap_in(seq.together) is OK  # 4 of 10 are free
 
 
 def test_what_fills_the_whole_pool_never_comes_back() -> None:
     blocks = make_blocks(num_blocks=3, num_cpu_blocks=4, block_size=4)
     seq = holding(blocks, 0, 10)
-    blocks.swap_out(seq)
-    assert blocks.can_swap_in(seq) is NEVER, "3 blocks and one to grow"
+    blocks.swapping.swap_out(seq.together)
+    assert blocks.swapping.can_swap_in(seq.together) is NEVER, "3 blocks and one to grow"
 
 
 # --- scheduler ---
@@ -224,7 +224,7 @@ def test_what_was_swapped_out_may_be_hit_while_its_blocks_are_not_taken() -> Non
     blocks.admit(seq, 8, blocks.lookup(seq))
     seq.num_computed_tokens = 8
     blocks.computed(seq, 8)
-    blocks.swap_out(seq)
+    blocks.swapping.swap_out(seq.together)
     again = Sequence(1, make_request("b", range(9)), 4096)
     assert blocks.lookup(again).num_tokens == 8
     blocks.check_invariants([seq])
@@ -286,15 +286,15 @@ FULL = KVRules(swap_test="full_blocks")
 
 def test_a_swap_out_of_an_unfinished_prefill_needs_room_for_all_that_it_holds() -> None:
     blocks = make_blocks(num_cpu_blocks=1, block_size=4, caching=False, rules=FULL)
-    assert blocks.can_swap_out(half_prefilled(blocks)) is NEVER
+    assert blocks.swapping.can_swap_out(half_prefilled(blocks).together) is NEVER
 
 
 def test_a_swap_in_of_an_unfinished_prefill_needs_room_for_all_that_it_held() -> None:
     blocks = make_blocks(num_blocks=4, num_cpu_blocks=4, block_size=4, caching=False, rules=FULL)
     seq = half_prefilled(blocks)
-    blocks.swap_out(seq)
+    blocks.swapping.swap_out(seq.together)
     holding(blocks, 1, 12)  # 1 of 4 is left
-    assert blocks.can_swap_in(seq) is LATER
+    assert blocks.swapping.can_swap_in(seq.together) is LATER
 
 
 def test_full_blocks_are_counted_with_one_to_grow_for_each_sequence() -> None:
@@ -302,9 +302,9 @@ def test_full_blocks_are_counted_with_one_to_grow_for_each_sequence() -> None:
     for rules, expected in ((FULL, OK), (KVRules(), LATER)):
         blocks = make_blocks(num_blocks=5, num_cpu_blocks=4, block_size=4, caching=False, rules=rules)
         seq = holding(blocks, 0, 10)
-        blocks.swap_out(seq)
+        blocks.swapping.swap_out(seq.together)
         holding(blocks, 1, 8)  # 3 of 5 are left
-        assert blocks.can_swap_in(seq) is expected
+        assert blocks.swapping.can_swap_in(seq.together) is expected
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(6, LATER), (7, OK)])
@@ -315,7 +315,7 @@ def test_a_block_that_a_copy_of_this_step_is_still_to_be_made_from_is_not_there_
     what it holds is read after the swap. The swapped-out sequence wants 2 blocks and one to grow."""
     blocks = make_blocks(num_blocks=num_blocks, num_cpu_blocks=4, block_size=4, caching=False)
     out = holding(blocks, 9, 8)
-    blocks.swap_out(out)
+    blocks.swapping.swap_out(out.together)
     blocks.planned()
     holding(blocks, 2, 4)
     parent = Sequence(0, make_request("g", 6, None, sampling=SamplingParams(n=2)), 4096)
@@ -328,9 +328,9 @@ def test_a_block_that_a_copy_of_this_step_is_still_to_be_made_from_is_not_there_
     given_up = child.block_table[1]
     blocks.free(child)
     assert blocks.num_free_blocks == num_blocks - 3  # 3 or 4, of which one is not to be written
-    assert blocks.can_swap_in(out) is expected
+    assert blocks.swapping.can_swap_in(out.together) is expected
     if expected is OK:
-        assert given_up not in [target for _, target in blocks.swap_in(out)]
+        assert given_up not in [target for _, target in blocks.swapping.swap_in(out.together)]
 
 
 def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() -> None:
@@ -339,7 +339,7 @@ def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() 
     rules = KVRules(duplicates="merged", hits_visible="plan", swap_test="full_blocks")
     blocks = make_blocks(num_blocks=8, num_cpu_blocks=4, block_size=4, rules=rules)
     out = holding(blocks, 9, 6)
-    blocks.swap_out(out)
+    blocks.swapping.swap_out(out.together)
     blocks.planned()
     parent = Sequence(0, make_request("g", 7, None, sampling=SamplingParams(n=3)), 4096)
     blocks.admit(parent, 7, blocks.lookup(parent))
@@ -354,6 +354,6 @@ def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() 
         blocks.grow(member, 1)
         blocks.scheduled(member, 8)
     assert members[0].block_table == members[1].block_table == members[2].block_table, "one block for all"
-    assert blocks.can_swap_in(out) is OK
-    swapped_in = {target for _, target in blocks.swap_in(out)}
+    assert blocks.swapping.can_swap_in(out.together) is OK
+    swapped_in = {target for _, target in blocks.swapping.swap_in(out.together)}
     assert not swapped_in & {target for _, target in blocks.planned()}

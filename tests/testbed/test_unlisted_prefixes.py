@@ -150,14 +150,14 @@ class World:
             self.blocks.forget(seq)
 
     def swap_out(self, seq: Sequence) -> None:
-        if self.blocks.can_swap_out(seq) is Verdict.OK:
-            self.seen.append(self.blocks.swap_out(seq))
+        if self.blocks.swapping.can_swap_out(seq.together) is Verdict.OK:
+            self.seen.append(self.blocks.swapping.swap_out(seq.together))
             self.running.remove(seq)
             self.swapped.append(seq)
 
     def swap_in(self, seq: Sequence) -> None:
-        if self.blocks.can_swap_in(seq) is Verdict.OK:
-            self.seen.append(self.blocks.swap_in(seq))
+        if self.blocks.swapping.can_swap_in(seq.together) is Verdict.OK:
+            self.seen.append(self.blocks.swapping.swap_in(seq.together))
             self.swapped.remove(seq)
             self.running.append(seq)
             self.seen.append(self.blocks.planned())

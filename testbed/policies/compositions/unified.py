@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
@@ -25,7 +25,7 @@ class Unified:
         self._threshold_when_alone = threshold_when_alone
 
     def compose(self, step: Step) -> None:
-        threshold = step.limits.long_prefill_token_threshold
+        threshold: i64 = step.limits.long_prefill_token_threshold
         if threshold and not self._threshold_when_alone and step.num_running + step.num_waiting <= 1:
             threshold = 0
         for seq in step.running():
@@ -71,5 +71,5 @@ class Unified:
         return None
 
 
-def _capped(num_tokens: int, threshold: int) -> int:
+def _capped(num_tokens: i64, threshold: i64) -> i64:
     return min(num_tokens, threshold) if threshold else num_tokens

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real.attention import first_step
-from real.attention.flash_provider import FlashAttention
+from real.attention import first_step, flash_provider
+from real.attention.interface import AttentionMetadata
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention, scoring_of, why_not
-from real.kernels import decode, parts
+from real.kernels import decode, parts, prefill
 from real.kernels.block_copy import move_blocks
 from real.kernels.store import store_kv
 from tests.kernels.paged_batches import Batch, make_spec, read_fp8, round_to_fp8
@@ -95,7 +95,10 @@ def decode_by(batch: Batch, num_parts: int | None) -> torch.Tensor:
     output = torch.full_like(batch.query, NAN)
     lens, longest = metadata.context_lens_tensor, max(metadata.context_lens)
     programs = decode.num_programs(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads)
-    cut = parts.plan_parts(lens, None, spec.sliding_window, programs=programs, max_context=longest, num_parts=num_parts)
+    cut = parts.plan_parts(
+        lens, None, spec.sliding_window,
+        programs=programs, max_context=longest, num_decodes=len(lens), num_parts=num_parts,
+    )  # fmt: skip
     decode.paged_decode(
         batch.query, batch.kv_cache, metadata.block_tables, lens, output, scoring_of(spec), parts=cut
     )  # fmt: skip
@@ -154,17 +157,20 @@ def test_lengths_are_read_when_the_kernel_runs():
     outlier=st.integers(0, 100_000),
     num_parts=st.integers(2, 300),
     window=st.one_of(st.none(), st.integers(1, 2000)),
-    has_rows=st.booleans(),
+    is_mixed=st.booleans(),
     seed=SEEDS,
 )
-def test_how_contexts_are_cut(lengths, outlier, num_parts, window, has_rows, seed):
-    """Parts of one length cover every row's keys, in order; there is room for all of them; none is much longer than
-    its share of all keys."""
+def test_how_contexts_are_cut(lengths, outlier, num_parts, window, is_mixed, seed):
+    """Parts of one length cover the keys of every decode, in order; there is room for all of them; none is much longer
+    than its share of all keys."""
     lens = torch.tensor([*lengths, outlier], dtype=torch.int32)
-    rows = torch.from_numpy(np.random.default_rng(seed).permutation(len(lens)).astype(np.int32)) if has_rows else None
+    num_queries = np.random.default_rng(seed).integers(0, 3, len(lens)) if is_mixed else np.ones(len(lens), dtype=int)
+    starts_of = torch.tensor([0, *np.cumsum(num_queries)], dtype=torch.int32) if is_mixed else None
     longest = int(lens.max()) + seed % 100
-    items, starts = parts.plan_parts(lens, rows, window, programs=8, max_context=max(1, longest), num_parts=num_parts)
-    num_keys = [min(n, window or n) for n in (lens if rows is None else lens[rows.long()]).tolist()]
+    items, starts = parts.plan_parts(
+        lens, starts_of, window, programs=8, max_context=max(1, longest), num_decodes=1, num_parts=num_parts
+    )
+    num_keys = [min(n, window or n) if num == 1 else 0 for n, num in zip(lens.tolist(), num_queries, strict=True)]
     length = items[0, 3].item()
     share = -(-sum(num_keys) // num_parts)
     assert length % parts.MIN_PART == 0
@@ -193,11 +199,67 @@ def test_a_long_row_among_short_ones_is_cut_in_a_captured_step():
     lens = batch.metadata.context_lens_tensor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "num_processors", lambda device: 2)
-        items, starts = parts.plan_parts(lens, None, None, programs=1, max_context=100_000)
+        items, starts = parts.plan_parts(lens, None, None, programs=1, max_context=100_000, num_decodes=7)
         batch.metadata = replace(batch.metadata, context_lens=(100_000,) * 7)
         assert_right(batch, run(TritonAttention, batch), batch.expected())
     assert len(items) == 7 + 8
     assert starts.diff().tolist() == [6, *[1] * 6]
+
+
+# --- tiles of prefills, steps whose lengths the host does not know ---
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), min_size=1, max_size=20),
+    num_more=st.sampled_from([0, 150]),
+    tokens_per_tile=st.sampled_from([1, 3, 8, 32]),
+    skips_fresh=st.booleans(),
+)
+def test_tiles_with_the_most_keys_come_first(rows, num_more, tokens_per_tile, skips_fresh):
+    """Rows are (cached positions, new tokens); every row of several tokens is cut into tiles, and the bound for
+    captured steps leaves room for all."""
+    rows = [*rows, *[(7, 1)] * num_more]
+    new, contexts = [num for _, num in rows], [before + num for before, num in rows]
+    expected = [
+        (-(before + first), row, first)
+        for row, (before, num) in enumerate(rows)
+        if num > 1 and not (skips_fresh and not before)
+        for first in range(0, num, tokens_per_tile)
+    ]
+    num_tiles = prefill.most_tiles(sum(new), len(rows), tokens_per_tile)
+    assert num_tiles >= len(expected)
+    starts = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
+    lens = torch.tensor(contexts, dtype=torch.int32)
+    tiles = prefill.lay_out_tiles(starts, lens, num_tiles + 1, tokens_per_tile, skips_fresh=skips_fresh)
+    assert [tuple(tile) for tile in tiles.tolist()[: len(expected)]] == [one[1:] for one in sorted(expected)]
+    assert (tiles[len(expected) :] == -1).all()
+
+
+@pytest.mark.parametrize(("window", "kv_dtype"), [(None, "auto"), (9, "fp8_e4m3")])
+@pytest.mark.parametrize(
+    "rows", [[(0, 11), (70, 1), (5, 7), (0, 1), (300, 1)], [(0, 2)], [(31, 1), (8, 1)], [(40, 22)]], ids=str
+)
+def test_a_step_is_computed_from_what_the_device_knows(rows, window, kv_dtype):
+    """As in a replayed graph of 24 tokens and 7 rows: the host knows bounds alone; what pads gives zeros."""
+    spec = make_spec(2, 2, 16, 16, window=window, kv_dtype=kv_dtype, scales=(0.2, 3.0), alibi=True)
+    batch = Batch(spec, rows, 9, released=0, poison=NAN)
+    expected = batch.expected()
+    num_tokens, num_more = len(batch.query), 24 - len(batch.query)
+    known, num_rows = batch.metadata, 7 - len(rows)
+    pad = torch.nn.functional.pad
+    batch.query, batch.key, batch.value = (
+        pad(x, (0, 0, 0, 0, 0, num_more), value=NAN) for x in (batch.query, batch.key, batch.value)
+    )
+    batch.metadata = AttentionMetadata(
+        (24,) * 7, (4096,) * 7, pad(known.query_starts, (0, num_rows), value=num_tokens),
+        pad(known.context_starts, (0, num_rows), value=int(known.context_starts[-1])),
+        pad(known.context_lens_tensor, (0, num_rows)), pad(known.slot_mapping, (0, num_more), value=-1),
+        pad(known.block_tables, (0, 3, 0, num_rows)), are_bounds=True,
+    )  # fmt: skip
+    output = run(TritonAttention, batch)
+    assert_right(batch, output[:num_tokens], expected)
+    assert not output[num_tokens:].any()
 
 
 # --- storing ---
@@ -362,7 +424,7 @@ def test_flash_attention_leaves_to_the_kernels_what_it_cannot_page(monkeypatch, 
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     spec = make_spec(2, 2, 16, 16, window=window, kv_dtype=kv_dtype, scales=(0.2, 3.0), alibi=True)
     batch = Batch(spec, [(0, 11), (40, 1), (0, 4), (5, 7), (0, 1)], 8, released=0, poison=NAN)
-    provider = FlashAttention(spec)
+    provider = flash_provider.create(spec)
     assert provider.supports_graphs
     output = provider.prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     assert_right(batch, output, batch.expected())

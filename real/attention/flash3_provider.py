@@ -1,0 +1,101 @@
+"""FlashAttention-3 (Shah et al. 2024), through the package flash_attn_3: one call a layer for all rows of a step,
+whatever their lengths, over pages of any size. It reads lengths, tables and cumulative lengths on the device, so every
+step can be captured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import torch
+from torch import Tensor
+
+from real.attention import triton_provider
+from real.attention.flash_provider import load
+from real.attention.flash_step import why_not_here
+from real.attention.interface import (
+    AttentionMetadata,
+    AttentionSpec,
+    KVSlots,
+    StepAttention,
+    store_kv,
+)
+from real.attention.triton_provider import store
+
+HOPPER = 9  # major compute capability
+ASKED = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size")
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Why this provider cannot run here; None if it can."""
+    if (reason := why_not_here(spec)) is not None:
+        return reason
+    if (found := torch.cuda.get_device_capability(spec.device))[0] != HOPPER:
+        return f"it needs compute capability 9.0, the GPU's is {found[0]}.{found[1]}"
+    if spec.kv_dtype != "auto":
+        return f"it would want queries in FP8 beside a cache in {spec.kv_dtype}"
+    if spec.alibi_slopes is not None:
+        return "it has no ALiBi, and the model has slopes"
+    module = load("flash_attn_interface", "flash_attn_3", lambda: importlib.import_module("flash_attn_interface"))
+    if isinstance(module, str):
+        return module
+    function = getattr(module, "flash_attn_with_kvcache", None)
+    if function is None:
+        return "the installed flash_attn_3 has no flash_attn_with_kvcache; install a later one"
+    known = inspect.signature(function).parameters
+    if lacking := [name for name in ASKED if name not in known]:
+        return f"flash_attn_with_kvcache of the installed flash_attn_3 takes no {lacking[0]}; install a later one"
+    return None
+
+
+class Flash3Attention:
+    """One paged call for a whole step."""
+
+    name = "flash_attn_3"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.has_triton = triton_provider.why_not(spec) is None
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Slots below 0 are left out by our own kernel alone."""
+        return self.has_triton
+
+    def prepare(self, metadata: AttentionMetadata) -> StepAttention:
+        return Flash3Step(self, metadata)
+
+
+class Flash3Step:
+    """One step's attention; see StepAttention for the shapes."""
+
+    def __init__(self, provider: Flash3Attention, metadata: AttentionMetadata) -> None:
+        spec, window = provider.spec, provider.spec.sliding_window
+        self._spec, self._metadata = spec, metadata
+        self._window = (-1, -1) if window is None or window >= max(metadata.context_lens) else (window - 1, 0)
+        self.slots = KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale) if provider.has_triton else None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+    ) -> Tensor:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        metadata = self._metadata
+        if self.slots is None:
+            store_kv(key, value, kv_cache, metadata.slot_mapping)
+        elif not is_stored:
+            store(key, value, kv_cache, self.slots)
+        output: Tensor = flash_attn_with_kvcache(
+            query,  # [num_tokens, num_heads, head_dim]
+            kv_cache[0],
+            kv_cache[1],
+            cache_seqlens=metadata.context_lens_tensor,
+            page_table=metadata.block_tables,
+            cu_seqlens_q=metadata.query_starts,
+            max_seqlen_q=min(max(metadata.query_lens), metadata.num_tokens),
+            softmax_scale=self._spec.scale,
+            causal=True,
+            window_size=self._window,
+        )
+        return output

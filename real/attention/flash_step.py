@@ -1,0 +1,197 @@
+"""A step of attention by somebody's FlashAttention-2 (Dao 2023), and by our Triton kernels what that cannot take.
+
+Its paged calls want a block size that is a multiple of 256 and a cache in half precision. Where these are given, rows
+that follow cached positions are its business; elsewhere our kernels take them. Rows without cached positions (most
+prompts) attend to the step's own keys and values by a plain varlen call, at any block size.
+
+Its launches depend on which rows are prompts, which a captured step may not ask: captured steps with prompts are our
+kernels' altogether, where those can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from real.attention import triton_provider
+from real.attention.interface import (
+    AttentionMetadata,
+    AttentionSpec,
+    KVSlots,
+    StepAttention,
+    as_stored,
+    store_kv,
+)
+from real.attention.triton_provider import PagedRows, Takes, TritonStep, scoring_of, store
+from real.staging import send_array
+
+if TYPE_CHECKING:
+    from real.kernels.attend import Scoring
+
+PAGE = 256  # tokens
+MIN_CAPABILITY = (8, 0)
+MAX_HEAD_DIM = 256
+HALF = (torch.float16, torch.bfloat16)
+ALL = slice(None)
+
+
+class Options(NamedTuple):
+    """Of all calls of a step, which are causal, aligned to the end. window: (tokens to the left, to the right) of a
+    query, itself not counted; -1: no bound."""
+
+    scale: float
+    window: tuple[int, int]
+    slopes: Tensor | None  # ALiBi, float32 [num_heads]
+
+
+class Part(NamedTuple):
+    """Rows of a step that are computed in one call."""
+
+    tokens: slice | Tensor  # where their tokens lie in the flat batch; ALL: they are the batch
+    query_starts: Tensor  # int32 [rows + 1], cumulative
+    context_starts: Tensor  # int32 [rows + 1], cumulative
+    max_query_len: int
+    max_context_len: int
+    context_lens: Tensor  # int32 [rows]
+    block_tables: Tensor  # int32 [rows, max blocks]
+
+
+class Varlen(Protocol):
+    """Rows of any length, [num_tokens, num_heads, head_dim]. keys, values: the part's own, [num_tokens, num_kv_heads,
+    head_dim], or with is_paged those of the cache."""
+
+    def __call__(
+        self, part: Part, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool
+    ) -> Tensor: ...
+
+
+class Decode(Protocol):
+    """Rows of one token each, [rows, num_heads, head_dim]."""
+
+    def __call__(self, part: Part, query: Tensor, kv_cache: Tensor, options: Options) -> Tensor: ...
+
+
+def why_not_here(spec: AttentionSpec) -> str | None:
+    """Why no FlashAttention can run; None if one may."""
+    if spec.device.type != "cuda":
+        return f"it needs CUDA, the device is {spec.device.type}"
+    if spec.dtype not in HALF:
+        return f"it needs float16 or bfloat16, the dtype is {str(spec.dtype).removeprefix('torch.')}"
+    if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
+        return f"it needs a head size of at most {MAX_HEAD_DIM} and a multiple of 8, the model's is {spec.head_dim}"
+    if (found := torch.cuda.get_device_capability(spec.device)) < MIN_CAPABILITY:
+        return f"it needs compute capability 8.0 or later, the GPU's is {found[0]}.{found[1]}"
+    return None
+
+
+def takes_pages(spec: AttentionSpec) -> bool:
+    """Whether FlashAttention-2 itself reads such a cache."""
+    return spec.block_size % PAGE == 0 and spec.kv_dtype == "auto"
+
+
+class FlashProvider:
+    """A FlashAttention-2 under the name that it has here. decode: None leaves decodes to our kernels."""
+
+    def __init__(self, name: str, spec: AttentionSpec, varlen: Varlen, decode: Decode | None) -> None:
+        self.name = name
+        self.spec = spec
+        self.varlen, self.decode = varlen, decode
+        self.scoring: Scoring | None = None
+        self.slopes: Tensor | None = None
+        if triton_provider.why_not(spec) is None:
+            self.scoring = scoring_of(spec)
+        if spec.alibi_slopes is not None:
+            self.slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Without our kernels nobody leaves slots below 0 out."""
+        return self.scoring is not None
+
+    def prepare(self, metadata: AttentionMetadata) -> StepAttention:
+        if self.scoring is not None and metadata.are_bounds and max(metadata.query_lens) > 1:
+            return TritonStep(self.spec, self.scoring, metadata)
+        return FlashStep(self, metadata)
+
+    def options(self, max_context_len: int) -> Options:
+        window = self.spec.sliding_window
+        sides = (-1, 0) if window is None or window >= max_context_len else (window - 1, 0)
+        return Options(self.spec.scale, sides, self.slopes)
+
+
+class FlashStep:
+    """One step's attention; see StepAttention for the shapes."""
+
+    def __init__(self, provider: FlashProvider, metadata: AttentionMetadata) -> None:
+        spec, scoring = provider.spec, provider.scoring
+        self._spec, self._provider, self._metadata = spec, provider, metadata
+        self._options = provider.options(max(metadata.context_lens))
+        lens = list(zip(metadata.query_lens, metadata.context_lens, strict=True))
+        self._fresh = _part(metadata, [row for row, (num, context) in enumerate(lens) if num > 1 and num == context])
+        self._cached = self._decodes = self._paged = None
+        self.slots = None if scoring is None else KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
+        if takes_pages(spec):
+            self._cached = _part(metadata, [row for row, (num, context) in enumerate(lens) if 1 < num < context])
+            if provider.decode is not None:
+                self._decodes = _part(metadata, [row for row, (num, _) in enumerate(lens) if num == 1])
+                return
+        assert scoring is not None, "why_not asks for our kernels"
+        self._paged = PagedRows(spec, scoring, metadata, Takes.DECODES if takes_pages(spec) else Takes.CACHED)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+    ) -> Tensor:
+        if self.slots is None:
+            store_kv(key, value, kv_cache, self._metadata.slot_mapping)
+        elif not is_stored:
+            store(key, value, kv_cache, self.slots)
+        decode, varlen, options = self._provider.decode, self._provider.varlen, self._options
+        if self._decodes is not None and decode is not None and self._decodes.tokens is ALL:  # nothing to put together
+            return decode(self._decodes, query, kv_cache, options)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if self._paged is not None:
+            self._paged.attend(query, kv_cache, output)
+        if self._fresh is not None:
+            key, value = as_stored(key, value, kv_cache.dtype, self._spec.k_scale, self._spec.v_scale)
+            tokens = self._fresh.tokens
+            output[tokens] = varlen(
+                self._fresh, query[tokens], key[tokens], value[tokens], options, is_paged=False
+            )  # fmt: skip
+        if self._cached is not None:
+            tokens = self._cached.tokens
+            output[tokens] = varlen(self._cached, query[tokens], kv_cache[0], kv_cache[1], options, is_paged=True)
+        if self._decodes is not None and decode is not None:
+            tokens = self._decodes.tokens
+            output[tokens] = decode(self._decodes, query[tokens], kv_cache, options)
+        return output
+
+
+def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
+    """None without rows. For the whole batch nothing is sent to the device."""
+    if not rows:
+        return None
+    query_lens, context_lens = ([lens[row] for row in rows] for lens in (metadata.query_lens, metadata.context_lens))
+    longest = max(query_lens), max(context_lens)
+    if len(rows) == metadata.num_rows:
+        return Part(
+            ALL, metadata.query_starts, metadata.context_starts, *longest,
+            metadata.context_lens_tensor, metadata.block_tables,
+        )  # fmt: skip
+    device = metadata.block_tables.device
+    query_starts, context_starts = (
+        send_array(np.array([0, *accumulate(lens)], dtype=np.int32), device) for lens in (query_lens, context_lens)
+    )
+    first_tokens = [0, *accumulate(metadata.query_lens)]
+    if rows[-1] - rows[0] == len(rows) - 1:  # side by side: views, no copies
+        tokens: slice | Tensor = slice(first_tokens[rows[0]], first_tokens[rows[-1] + 1])
+        chosen: slice | Tensor = slice(rows[0], rows[-1] + 1)
+    else:
+        spans = [np.arange(first_tokens[row], first_tokens[row + 1]) for row in rows]
+        tokens, chosen = send_array(np.concatenate(spans), device), send_array(np.array(rows), device)
+    own_lens, own_tables = metadata.context_lens_tensor[chosen], metadata.block_tables[chosen]
+    return Part(tokens, query_starts, context_starts, *longest, own_lens, own_tables)

@@ -96,13 +96,14 @@ def simulated_pools(config: RunConfig) -> Pools:
 
 
 def _largest_captured(config: RunConfig) -> int:
-    """Rows of the largest decode that an engine captures: what the cost model says of graphs, else what it does when
+    """Tokens of the largest step that an engine captures: what the cost model says of graphs, else what it does when
     nothing is said. 0: none."""
     said, usual, bounds = config.raw["cost"], RealConfig(), limits(config)
     if config.device.kind != "cuda" or not said.get("cuda_graphs", usual.cuda_graphs):
         return 0
-    largest: int = said.get("max_captured_size", usual.max_captured_size)
-    return min(largest, bounds.max_num_seqs, bounds.max_num_batched_tokens)
+    num_decodes: int = said.get("max_captured_size", usual.max_captured_size)
+    num_tokens: int = said.get("max_captured_tokens", usual.max_captured_tokens)
+    return min(max(min(num_decodes, bounds.max_num_seqs), num_tokens), bounds.max_num_batched_tokens)
 
 
 def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:

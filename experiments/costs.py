@@ -125,7 +125,9 @@ def unread_settings(config: RunConfig) -> list[str]:
         )
     if is_cpu or not values.get("cuda_graphs", True):
         why = "a CPU, which has no graphs" if is_cpu else "cost.cuda_graphs=false"
-        notes += _changed(values, RooflineConfig(), ("max_captured_size", "graph_launch_ns"), why)
+        notes += _changed(
+            values, RooflineConfig(), ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why
+        )
     if config.tensor_parallel_size == 1:
         notes += _changed(values, RooflineConfig(), ("logits",), "device.tensor_parallel_size=1")
     return notes

@@ -18,6 +18,7 @@ _SHOWN = (
     "device.tensor_parallel_size", "cache.num_gpu_blocks", "cache.block_size", "scheduler.max_num_seqs",
     "scheduler.max_num_batched_tokens", "device.step_overhead_ns",
 )  # fmt: skip
+_CAPTURING = ("roofline", "tables")  # cost models that know captured steps
 
 
 def variant(words: str) -> list[str]:
@@ -46,9 +47,12 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Both as one list of overrides: of a key that both have, the user's value; options of groups come first."""
-    keys = {item.partition("=")[0] for item in overrides}
-    kept = [item for item in settings if item.partition("=")[0] not in keys]
+    """Both as one list of overrides: of a key that both have, the user's value; options of groups come first. What the
+    run says for a cost model goes where the user chooses one that does not read it."""
+    given = {key: value for key, _, value in (item.partition("=") for item in overrides)}
+    kept = [item for item in settings if item.partition("=")[0] not in given]
+    if given.get("cost", "roofline") not in _CAPTURING:
+        kept = [item for item in kept if not item.startswith("cost.")]
     return sorted([*kept, *overrides], key=lambda item: item.partition("=")[0] not in GROUPS)
 
 

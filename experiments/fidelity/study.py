@@ -26,6 +26,7 @@ OURS = "this simulator"  # among the predictors; those of --beside are called so
 MAX_REQUESTS = 2_000_000  # of a run: a simulation keeps them all
 WHOLE = "all"  # of a run, beside its stages
 _ASYNC_SINCE = (0, 14)  # vLLM plans ahead by default
+_MAX_CAPTURED = 512  # tokens of a step that vLLM captures by default, if twice max_num_seqs are not fewer
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
 
 
@@ -143,7 +144,9 @@ def _settings(values: Mapping[str, Any], engine: str, place: str, given: list[st
     ):  # fmt: skip
         if values.get(field) is not None:
             settings.append(f"{key}={count(values, field, place)}")
-    return settings
+    max_num_seqs = values.get("max_num_seqs")
+    captured = _MAX_CAPTURED if max_num_seqs is None else min(_MAX_CAPTURED, 2 * max_num_seqs)
+    return [*settings, f"cost.max_captured_tokens={captured}"]
 
 
 def _preset(engine: str) -> str:

@@ -20,8 +20,9 @@ class RooflineConfig:
     the others the tokens (as vLLM V0 and nano-vllm).
     """
 
-    cuda_graphs: bool = True  # decode-only batches replay a captured graph, padded to its batch size
-    max_captured_size: int = 512  # larger batches run eagerly; sizes are 1, 2, 4, then multiples of 8
+    cuda_graphs: bool = True  # steps replay a captured graph, padded to its size; larger ones run eagerly
+    max_captured_size: int = 512  # rows of decodes alone; sizes are 1, 2, 4, then multiples of 8
+    max_captured_tokens: int = 2048  # of any other step, as backend.max_captured_tokens; 0: none of these is captured
     graph_launch_ns: int = 20_000  # host time to replay a graph: an estimate
     kernel_launch_ns: int = 5_000  # host time of one eager launch: an estimate; it counts where the device waits for it
     logits: str = "all_gather"
@@ -29,6 +30,7 @@ class RooflineConfig:
     def __post_init__(self) -> None:
         for name, least, most in (
             ("max_captured_size", 1, MAX_SIZE),
+            ("max_captured_tokens", 0, MAX_SIZE),
             ("graph_launch_ns", 0, MAX_PART_NS),
             ("kernel_launch_ns", 0, MAX_PART_NS),
         ):

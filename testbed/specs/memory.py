@@ -18,7 +18,7 @@ def num_kv_blocks(
     """How many KV blocks fit: `(memory x utilization - weights - activations - graphs) // block`. Both backends ask
     here.
 
-    graph_bytes: of captured decodes; 0: none are captured. Raises DeviceError if not even one fits.
+    graph_bytes: of captured steps; 0: none are captured. Raises DeviceError if not even one fits.
     """
     usable = int(memory_bytes * utilization) - weight_bytes - activation_bytes - graph_bytes
     num_blocks = usable // block_bytes
@@ -45,7 +45,7 @@ def activation_bytes(
 
 
 def graph_bytes(model: ModelSpec, largest: int, tensor_parallel_size: int = 1) -> int:
-    """What captured decodes of up to `largest` rows hold on one rank, estimated: the temporaries of the largest, in
+    """What captured steps of up to `largest` tokens hold on one rank, estimated: the temporaries of the largest, in
     which the smaller ones work too, and their result.
 
     What the driver keeps of each graph, which an engine measures, is left out: no data sheet says it.

@@ -11,7 +11,7 @@ from hypothesis import given
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality, curve_at
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration, save_calibration
-from sim.cost.config import CalibratedConfig, LinearConfig
+from sim.cost.config import CalibratedConfig, LinearConfig, RooflineConfig
 from sim.cost.linear import LinearCost, fit_linear
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
@@ -92,19 +92,21 @@ def test_what_a_block_copy_costs_is_found_again_whoever_priced_it():
         assert fit.coefficients.copied_block == pytest.approx(expected_ns, rel=0.05)
 
 
-def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen():
+@pytest.mark.parametrize(("max_captured_tokens", "seen", "unseen"), [(0, 0.02, 0.03), (2048, 0.06, 0.07)])
+def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen(max_captured_tokens, seen, unseen):
+    """Less well where steps with prompts are padded: their stairs are a line to a fit."""
     spec = ModelSpec("8b", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
-    truth = RooflineCost(spec, DeviceSpec("h100"))
+    truth = RooflineCost(spec, DeviceSpec("h100"), RooflineConfig(max_captured_tokens=max_captured_tokens))
     profile = Profile(manifest(), measured(truth, grid()))
     fit = calibrate(profile)
     linear = fit_linear([(step.shape, step.total_ns) for step in profile.steps])
-    assert fit.quality["all"].p90 < 0.02 < 0.1 < linear.p90_relative_error
+    assert fit.quality["all"].p90 < seen < 0.1 < linear.p90_relative_error
     assert set(fit.quality) == {"all", "decode", "prefill", "mixed"}
     errors = sorted(
         abs(CalibratedCost(fit).price(shape).total_ns / truth.price(shape).total_ns - 1) for shape in grid(seed=8)
     )
     assert errors[len(errors) // 2] < 0.01
-    assert errors[int(0.9 * len(errors))] < 0.03
+    assert errors[int(0.9 * len(errors))] < unseen
 
 
 def test_the_error_of_a_noisy_fit_is_that_of_the_noise_and_it_is_not_biased():

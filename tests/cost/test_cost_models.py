@@ -101,12 +101,26 @@ def test_a_smaller_kv_cache_reads_less():
 
 def test_a_graph_is_padded_to_a_captured_size():
     cost = RooflineCost(MODEL, DEVICE)
-    assert [cost._padded(n) for n in (1, 2, 3, 4, 5, 8, 9, 505, 512)] == [1, 2, 4, 4, 8, 8, 16, 512, 512]
+    rows = [cost.num_rows(decode(n)) for n in (1, 2, 3, 4, 5, 8, 9, 505, 512, 513)]
+    assert rows == [1, 2, 4, 4, 8, 8, 16, 512, 512, 513]
     small = RooflineCost(MODEL, DEVICE, RooflineConfig(max_captured_size=6))
-    assert [small._padded(n) for n in (3, 5, 6)] == [4, 6, 6]
+    assert [small.num_rows(decode(n)) for n in (3, 5, 6, 7)] == [4, 6, 6, 7]
     padded, exact = cost.breakdown(decode(9)), cost.breakdown(decode(16))
     assert padded["gate_up"] == exact["gate_up"]
     assert padded["attention_decode"] < exact["attention_decode"]
+
+
+def test_a_graph_of_a_step_with_prompts_is_padded_by_its_tokens():
+    cost, beside = RooflineCost(MODEL, DEVICE), RooflineCost(MODEL, DEVICE, RooflineConfig(max_captured_tokens=200))
+    padded = {2: 16, 16: 16, 17: 32, 113: 128, 129: 192, 449: 512, 513: 640, 1921: 2048, 2048: 2048, 2049: 2049}
+    for num_tokens, rows in padded.items():
+        assert cost.num_rows(prefill(num_tokens)) == rows
+        mixed = BatchShape(1, 50, (PrefillChunk(0, num_tokens - 1),), 2)
+        assert cost.num_rows(mixed) == (
+            2 if num_tokens == 2 else rows
+        )  # the engine asks whether each row has one token
+    assert [beside.num_rows(prefill(n)) for n in (100, 193, 200, 201)] == [112, 200, 200, 201]
+    assert [beside.num_rows(decode(n)) for n in (201, 512)] == [208, 512]  # decodes alone have bounds of their own
 
 
 def test_graphs_spare_the_launches():
@@ -114,7 +128,12 @@ def test_graphs_spare_the_launches():
     assert graph.breakdown(decode(8))["launch"] == 20_000
     assert eager.breakdown(decode(8))["launch"] > 20_000
     assert graph.price(decode(600)) == eager.price(decode(600))  # above the captured sizes
-    assert graph.price(prefill(64)) == eager.price(prefill(64))
+    assert graph.breakdown(prefill(64))["launch"] == 20_000
+    assert eager.breakdown(prefill(64))["launch"] > 20_000
+    assert graph.price(prefill(2049)) == eager.price(prefill(2049))
+    alone = RooflineCost(MODEL, DEVICE, RooflineConfig(max_captured_tokens=0))
+    assert alone.price(prefill(64)) == eager.price(prefill(64))
+    assert alone.price(decode(8)) == graph.price(decode(8))
 
 
 def test_launches_hide_behind_long_kernels():
@@ -332,6 +351,7 @@ def test_more_work_never_takes_less_time(num, context):
     ("values", "message"),
     [
         ({"max_captured_size": 0}, r"cost\.max_captured_size is 0; it must be from 1 to "),
+        ({"max_captured_tokens": -1}, r"cost\.max_captured_tokens is -1; it must be from 0 to "),
         ({"graph_launch_ns": -1}, r"cost\.graph_launch_ns is -1"),
         ({"kernel_launch_ns": -1}, r"cost\.kernel_launch_ns is -1"),
         ({"logits": "none"}, r"cost\.logits is 'none'; choose one of all_gather, gather"),

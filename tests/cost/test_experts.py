@@ -121,6 +121,13 @@ def test_rows_that_pad_a_graph_are_one_more_token_to_the_router():
     assert padded["experts_gate_up"] == pytest.approx(3 * (weights + rows), abs=1)
 
 
+def test_tokens_that_pad_a_step_with_prompts_are_one_more_token_to_the_router():
+    """A prompt of 20 tokens is padded to 32, and touches the experts of 21."""
+    padded = RooflineCost(MODEL, MEMORY, RooflineConfig()).breakdown(prompt(20))
+    weights, rows = touched_experts(16, 4, 21) * 48 * 48 * 2, 32 * 4 * (48 + 48) * 2
+    assert padded["experts_gate_up"] == pytest.approx(3 * (weights + rows), abs=1)
+
+
 def test_every_kernel_of_a_layer_with_experts_is_launched():
     at_once = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e30, **EXACT)
     config = RooflineConfig(cuda_graphs=False, kernel_launch_ns=1000)

@@ -19,8 +19,8 @@ TOKEN = 2 * 32 * 8 * 128 * 2  # K and V, layers, KV heads, head size, bfloat16
 LAYER = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
 EMBEDDINGS = 2 * 128256 * 4096
 ACTIVATIONS = 2 * 2048 * (4 * 4096 + 3 * 14336) + 4 * 256 * 128256
-GRAPHS = 2 * 256 * (5 * 4096 + 3 * 14336)  # captured decodes of up to 256 rows
-INNER_ROWS = 2 * (2048 + 256) * 3 * 14336  # of both: what the ranks share out
+GRAPHS = 2 * 2048 * (5 * 4096 + 3 * 14336)  # captured steps of up to 2048 tokens
+INNER_ROWS = 2 * (2048 + 2048) * 3 * 14336  # of both: what the ranks share out
 
 
 def blocks(*overrides: str) -> build.Pools:
@@ -31,7 +31,7 @@ def price(*overrides: str) -> CostModel:
     return costs.build_cost(compose_config([*LLAMA, *overrides]))
 
 
-def test_the_blocks_are_what_weights_activations_and_captured_decodes_leave():
+def test_the_blocks_are_what_weights_activations_and_captured_steps_leave():
     usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - ACTIVATIONS - GRAPHS
     assert blocks() == build.Pools(usable // (16 * TOKEN), 4 * 2**30 // (16 * TOKEN))
 
@@ -104,18 +104,22 @@ def test_fp8_weights_leave_room_and_keep_two_byte_activations():
 
 
 @pytest.mark.parametrize(
-    ("setting", "largest"),
+    ("settings", "largest"),
     [
-        ("cost.cuda_graphs=false", 0),
-        ("cost.max_captured_size=64", 64),
-        ("scheduler.max_num_seqs=16", 16),
-        ("cost=linear", 256),
+        (["cost.cuda_graphs=false"], 0),
+        (["cost.max_captured_tokens=0"], 256),
+        (["cost.max_captured_tokens=0", "cost.max_captured_size=64"], 64),
+        (["cost.max_captured_tokens=0", "scheduler.max_num_seqs=16"], 16),
+        (["cost.max_captured_tokens=1000"], 1000),
+        (["cost.max_captured_tokens=100"], 256),  # decodes alone are the larger ones
+        (["cost.max_captured_tokens=4096"], 2048),  # the budget
+        (["cost=linear"], 2048),
     ],
 )
-def test_captured_decodes_are_those_that_an_engine_would_have(setting, largest):
+def test_captured_steps_are_those_that_an_engine_would_have(settings, largest):
     activations = ACTIVATIONS - 4 * (256 - 16) * 128256 if largest == 16 else ACTIVATIONS
-    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - activations - GRAPHS // 256 * largest
-    assert blocks(setting).num_gpu_blocks == usable // (16 * TOKEN)
+    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - activations - GRAPHS // 2048 * largest
+    assert blocks(*settings).num_gpu_blocks == usable // (16 * TOKEN)
 
 
 def test_what_is_given_is_taken():

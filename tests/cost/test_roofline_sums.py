@@ -173,6 +173,23 @@ def test_an_eager_step_waits_for_the_launch_of_every_kernel(model, size):
         assert cost.price(shape).forward_ns == 1000 * len(launches)
 
 
+def test_a_captured_step_with_prompts_computes_the_tokens_that_pad_it_and_attends_from_its_own():
+    """Three decodes and a chunk of 20: 23 tokens, 32 rows in the products, one logit for each sequence."""
+    shape = BatchShape(3, 90, (PrefillChunk(8, 20),), 4)
+    found = RooflineCost(QWEN, ARITHMETIC, RooflineConfig(graph_launch_ns=7)).breakdown(shape)
+    sizes = {"qkv": (48, 128 + 2 * 32), "o": (128, 48), "gate_up": (48, 2 * 80), "down": (80, 48)}
+    for name, (num_in, num_out) in sizes.items():
+        assert found[name] == 3 * 2 * 32 * num_in * num_out
+    assert found["lm_head"] == 2 * 4 * 48 * 1000
+    assert found["launch"] == 7
+    eager = RooflineCost(QWEN, ARITHMETIC, BARE).breakdown(shape)
+    for name in ("attention_prefill", "attention_decode", "lm_head", "sampler"):
+        assert found[name] == eager[name]
+    moved = RooflineCost(QWEN, MEMORY, RooflineConfig()).breakdown(shape)
+    assert moved["qkv"] == 3 * 2 * (48 * 192 + 32 * (48 + 192))
+    assert moved["embedding"] == 2 * 32 * 2 * 48
+
+
 @pytest.mark.parametrize("num_samples", [1, 5, 64])
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_0_tells_the_others_each_sampled_token(num_samples, size):

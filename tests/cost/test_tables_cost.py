@@ -276,18 +276,18 @@ def test_collectives_come_from_tables_of_as_many_ranks():
 def test_small_operators_come_from_tables_that_have_them_all():
     kernels = {"layernorm": 1024, "rotary_emb": 1280, "act_fn": 2048}
     rows = [
-        table("elementwise", {"m": [1, 100]}, [1000.0, 5000.0], kernel=kernel, dtype="bfloat16", n=width)
+        table("elementwise", {"m": [1, 96]}, [1000.0, 5000.0], kernel=kernel, dtype="bfloat16", n=width)
         for kernel, width in kernels.items()
     ]
     sampler = table("sampler", {"m": [1, 64]}, [7000.0, 70_000.0], kernel="sampler", dtype="bfloat16", n=4096)
     cost = priced(*rows, sampler)
-    assert cost.breakdown(prefill(100))["elementwise"] == 3 * 4 * 5000
+    assert cost.breakdown(prefill(96))["elementwise"] == 3 * 4 * 5000
     assert cost.breakdown(decode(64))["sampler"] == 70_000
     qwen = replace(MODEL, architecture="Qwen3ForCausalLM")
-    norm = table("elementwise", {"m": [1, 100]}, [500.0, 900.0], kernel="qk_norm", dtype="bfloat16", n=1280)
-    assert priced(*rows, norm, model=qwen).breakdown(prefill(100))["elementwise"] == 3 * (4 * 5000 + 900)
+    norm = table("elementwise", {"m": [1, 96]}, [500.0, 900.0], kernel="qk_norm", dtype="bfloat16", n=1280)
+    assert priced(*rows, norm, model=qwen).breakdown(prefill(96))["elementwise"] == 3 * (4 * 5000 + 900)
     part = priced(*rows[:2])
-    assert part.breakdown(prefill(100))["elementwise"] == roofline().breakdown(prefill(100))["elementwise"]
+    assert part.breakdown(prefill(96))["elementwise"] == roofline().breakdown(prefill(96))["elementwise"]
 
 
 # --- grids ---

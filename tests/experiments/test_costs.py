@@ -201,6 +201,8 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (roofline, ["cost.graph_launch_ns has no effect with cost.cuda_graphs=false",
                     "cost.logits has no effect with device.tensor_parallel_size=1",
                     "backend.router has no effect with backend.num_replicas=1"]),
+        (["cost.cuda_graphs=false", "cost.max_captured_tokens=64"],
+         ["cost.max_captured_tokens has no effect with cost.cuda_graphs=false"]),
         (["device=cpu", "cost.cuda_graphs=false"],
          ["cost.cuda_graphs has no effect with a CPU, which launches nothing"]),
     )):  # fmt: skip

@@ -182,7 +182,7 @@ def test_link_is_fitted_beside_host(tmp_path):
     given = [f"device.step_overhead_ns={GIVEN_NS}", "device.interconnect_factor=1"]
     assert fidelity(run.path, *given, "--fit", "host,link", "--out", tmp_path / "out") == 0
     found = result(tmp_path / "out")
-    assert found["fit"]["losses"][1] < 1e-4 * found["fit"]["losses"][0]
+    assert found["fit"]["losses"][1] < 1e-3 * found["fit"]["losses"][0]
     for row in found["loads"][0]["second_half"]["fitted"]:
         if row["metric"] in ("tpot_s.mean", "e2e_s.mean"):
             assert abs(row["error"]) < 0.02  # on one small load each stands in for the other; as given it is 0.2

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments.fidelity.page import BEGIN, END
-from experiments.fidelity.study import OURS
+from experiments.fidelity.simulating import composed
+from experiments.fidelity.study import OURS, read_study
 from experiments.fidelity.study_report import Score
 from experiments.fidelity.study_text import lowest_lines
 from tests.experiments.fidelity_kit import error_line, fidelity, ran, result
@@ -181,6 +182,26 @@ def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
     file.write_text(json.dumps(study()))
     assert fidelity(file) == 0
     assert "scheduler=vllm_v1_async " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "overrides", "expected"),
+    [
+        (64, [], 128),
+        (300, [], 512),
+        (None, [], 512),
+        (64, ["cost=tables"], 128),
+        (64, ["cost.max_captured_tokens=0"], 0),
+        (64, ["cost=tables", "cost=linear"], None),  # of another cost model: a --beside, say
+    ],
+)
+def test_a_study_captures_steps_with_prompts_as_vllm_does(tmp_path, max_num_seqs, overrides, expected):
+    runs = study()
+    del runs[0]["max_num_seqs"]
+    if max_num_seqs is not None:
+        runs[0]["max_num_seqs"] = max_num_seqs
+    (run,) = read_study(runs, tmp_path / "study.json", [])
+    assert composed(run.settings, overrides).raw["cost"].get("max_captured_tokens") == expected
 
 
 @pytest.mark.parametrize(

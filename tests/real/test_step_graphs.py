@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from real.backend import RealBackend
+from real.config import RealConfig
 from real.device import Placement
 from real.graphs import (
     Captured,
@@ -22,7 +23,7 @@ from real.max_load import BatchLimits, capture_steps
 from real.staging import layout, views, write
 from sim.cost.config import RooflineConfig
 from sim.cost.roofline import RooflineCost
-from testbed.core.plan import ScheduledSequence
+from testbed.core.plan import BatchShape, PrefillChunk, ScheduledSequence
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import TOLERANCE, row, step_logits, tiny_backend
@@ -126,7 +127,22 @@ def test_sizes_are_those_that_the_simulator_pads_to():
     cost = RooflineCost(ModelSpec("any"), DeviceSpec("h100"), RooflineConfig(max_captured_size=64))
     sizes = captured_sizes(64)
     for num in range(1, 65):
-        assert cost._padded(num) == min(size for size in sizes if size >= num)
+        assert cost.num_rows(BatchShape(num, 9 * num, (), num)) == min(size for size in sizes if size >= num)
+
+
+@pytest.mark.parametrize("most", [2, 100, 128, 500, 1000, 2048])
+def test_steps_with_prompts_have_the_sizes_that_the_simulator_pads_to(most):
+    cost = RooflineCost(ModelSpec("any"), DeviceSpec("h100"), RooflineConfig(max_captured_tokens=most))
+    counts = captured_token_counts(most)
+    for num in range(2, most + 1):
+        rows = cost.num_rows(BatchShape(0, 0, (PrefillChunk(0, num),), 1))
+        assert rows == min(count for count in counts if count >= num)
+
+
+def test_the_simulator_captures_what_the_engine_does_where_nothing_is_said():
+    engine, simulator = RealConfig(), RooflineConfig()
+    for name in ("cuda_graphs", "max_captured_size", "max_captured_tokens"):
+        assert getattr(engine, name) == getattr(simulator, name)
 
 
 def test_shapes_of_steps_with_prompts_pad_by_less_than_a_tile_of_rows():

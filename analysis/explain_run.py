@@ -53,7 +53,7 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
     causes = [f"{share(ns / total)} for {CAUSES.get(str(cause), str(cause))}" for cause, ns in sums.head(3).items()]
     first = f"{num:,} requests waited {seconds(total / 1e9)} in all, {share(total / max(1, life))} of their time"
     first += " in the system"
-    lines = [f"{first}: {listing(causes)}." if total else f"{num:,} requests, and none waited."]
+    lines = [f"{first}: {listing(causes)}." if total else f"{num:,} request{'s' * (num != 1)}, and none waited."]
     if len(preemptions):
         modes = listing([f"{n:,} by {mode}" for mode, n in preemptions["mode"].value_counts().items()])
         gone = int(lost.sum())

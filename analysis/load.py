@@ -98,7 +98,7 @@ class Run:
     def _summarise(self, slo: SLO | None) -> dict[str, Any]:
         """From the files, gone through in batches: neither a long run nor a sweep need fit in memory."""
         requests, steps = FileRows(self.path / "requests.parquet", STRINGS), FileRows(self.path / "steps.parquet")
-        return summarise(requests, steps, self.manifest, slo)
+        return summarise(requests, steps, self.manifest, slo, self.flat_config.get("report.warmup_s", 0.0))
 
     def summarise(self) -> dict[str, Any]:
         """The summary from the records, whatever summary.json says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -178,8 +179,10 @@ class ReportConfig:
     baseline: str | None = None  # the arm that the others are compared with; null: the first
     margin: float = 0.02  # relative change that counts as none
     replicates: tuple[str, ...] = ()  # keys of the trace whose values are replicates and no loads: [trace.transforms]
+    warmup_s: float = 0.0  # requests that arrive in the first seconds after the first one are left out of all numbers
 
     def __post_init__(self) -> None:
+        require("report.warmup_s", self.warmup_s, 0 <= self.warmup_s < math.inf, "seconds, 0 or more")
         require("report.margin", self.margin, 0 < self.margin < 1, "above 0 and below 1, as 0.02 for 2 %")
         for key in self.replicates:
             if not key.startswith("trace."):

@@ -79,6 +79,23 @@ def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, capsys: pytes
     assert "decides nothing of a run" in sweep(capsys, tmp_path / "s", "slo.ttft_s=1,2").error()
 
 
+def test_a_warm_up_is_cut_off_afterwards_and_the_report_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(capsys, tmp_path / "s", POINTS)
+    before, whole = stamps(tmp_path / "s"), [run.summary for run in load_sweep(tmp_path / "s").runs]
+    cut_s = whole[0]["duration_s"] / 2
+    said = sweep(capsys, tmp_path / "s", POINTS, f"report.warmup_s={cut_s}")
+    assert "restated     3 of them" in said.out
+    assert stamps(tmp_path / "s") == before
+    for run, uncut in zip(load_sweep(tmp_path / "s").runs, whole, strict=True):
+        assert run.summary["num_in_warmup"] > 0
+        assert run.summary["num_requests"] == uncut["num_requests"] - run.summary["num_in_warmup"]
+        assert run.summary["duration_s"] == pytest.approx(uncut["duration_s"] - cut_s)
+        assert f"without the first {cut_s:g} s" in run.summary["time_base"]
+    assert "report.warmup_s is -1" in sweep(capsys, tmp_path / "s", POINTS, "report.warmup_s=-1").error()
+
+
 def test_a_partial_point_is_set_aside_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(capsys, tmp_path / "s", POINTS)
     cut = point(tmp_path / "s", 1)

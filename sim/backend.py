@@ -37,7 +37,7 @@ class SchedulerTime(Value):
         return time_ns + num_tokens * self.ns_per_1k_tokens // 1024
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class SimWork(Value):
     """What a step costs. It lasts at least 1 ns, also one that only preempts."""
 

@@ -29,7 +29,7 @@ Event = Arrive | Abort
 # --- commands ---
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class WaitUntil(Value):
     """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
 
@@ -45,7 +45,7 @@ class WaitUntil(Value):
         self.is_stuck = is_stuck
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class Execute(Value):
     """Launch the plan, if there is one, behind those in flight; then answer with the result of the oldest in flight.
 
@@ -60,7 +60,7 @@ class Execute(Value):
         self.is_ahead = is_ahead
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class Resume(Value):
     """The driver's answer to a command: the time, and a result if it waited for one, or one came during a wait."""
 
@@ -75,7 +75,7 @@ class Resume(Value):
 # --- what watches see ---
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class StepView(Value):
     """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
 

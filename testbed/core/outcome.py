@@ -45,7 +45,6 @@ class PromptLogprobs(NamedTuple):
     tokens: tuple[TokenLogprobs, ...]
 
 
-@mypyc_attr(acyclic=True)
 class Outcome(Value):
     """What a backend says of one sequence that was not forced.
 
@@ -67,7 +66,7 @@ class Outcome(Value):
         self.dropped, self.logprobs, self.fork_stops = dropped, logprobs, fork_stops
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class Spans(Value):
     """Where the time of a step went, in ns. What the parts do not cover is idle or overlap."""
 
@@ -85,7 +84,7 @@ class Spans(Value):
         return self.schedule_ns + self.prepare_ns + self.swap_ns + self.forward_ns + self.sample_ns
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class StepResult(Value):
     """The end of an executed step (absolute ns), and what came out.
 

@@ -66,7 +66,6 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
-@mypyc_attr(acyclic=True)
 class ScheduledSequence(Value):
     """One sequence's share of a step.
 
@@ -104,7 +103,7 @@ class ScheduledSequence(Value):
         return self.start >= self.num_prompt_tokens and list(self.tokens) == [PLACEHOLDER]
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class BatchShape(Value):
     """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
 
@@ -179,7 +178,7 @@ class MadeRows(Rows):
         return [(name, row.num_tokens) for name, row in zip(self._names, self._rows, strict=True)]
 
 
-@mypyc_attr(acyclic=True, free_list_len=1)
+@mypyc_attr(free_list_len=1)
 class BatchPlan(Value):
     """One step, decided. step: how many were planned before it.
 

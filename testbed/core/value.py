@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
-from mypy_extensions import mypyc_attr
 
-
-@mypyc_attr(acyclic=True)
 class Value:
     """A class of fields that nobody changes once it is made (to refuse it would cost more than to make one).
 
-    FIELDS: their names, in the order of its constructor. Compiled: `acyclic`, as no value leads back to itself, and of
-    those that come and go with each step the last one's memory is the next one's (`free_list_len`).
+    FIELDS: their names, in the order of its constructor. Compiled, of those that come and go with each step the last
+    one's memory is the next one's (`free_list_len`).
     """
 
     __slots__ = ()

@@ -7,12 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from mypy_extensions import mypyc_attr
+
 from testbed.core.commands import StepView
 from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class NoRecords:
     """A `Recorder` that keeps nothing; a subclass keeps what it says."""
 

@@ -146,6 +146,7 @@ class Drive(Generic[Result]):
         self.is_waiting = False
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
         self._catch_up = catch_up or (lambda: None)
+        self._failure: Exception | None = None
         self._last_ns, self._schedule_ns = 0, 0
         self._in_flight: deque[_Launched] = deque()
         self._is_begun = False  # whether the next command's plan is launched
@@ -159,14 +160,13 @@ class Drive(Generic[Result]):
             self.begin()
             self._go_on(self._answer(self._command))
         else:
-            self._catch_up()
+            self.catch_up()
             self._go_on(_wait(self._command, self._clock, self._last_ns))
 
     def wake(self) -> None:
         """A loop that waits goes on: from the end of a step at that very instant, as the loop of a closed inbox does;
         else now, as something came, or it is to look again."""
         assert isinstance(self._command, WaitUntil), "only a loop that waits is woken"
-        self._catch_up()
         until_ns = self._command.until_ns
         self._go_on(Resume(max(self._clock.now_ns() if until_ns is None else until_ns, self._last_ns)))
 
@@ -179,6 +179,13 @@ class Drive(Generic[Result]):
         launch_ns = self._clock.now_ns() - began_ns
         self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns))
         self._is_begun = True
+        try:
+            self._catch_up()
+        except Exception as error:  # noqa: BLE001  (raised once the step is done, so that none is left in flight)
+            self._failure = error
+
+    def catch_up(self) -> None:
+        """Does now what was to wait for a launch: there is none."""
         self._catch_up()
 
     @property
@@ -213,6 +220,8 @@ class Drive(Generic[Result]):
             return Resume(max(clock.now_ns(), self._last_ns + 1))
         launched = self._in_flight.popleft()
         outcomes, spans = launched.work.wait()
+        if self._failure is not None:
+            raise self._failure
         now_ns = max(clock.now_ns(), self._last_ns + 1)
         spans = spans.replace(schedule_ns=launched.schedule_ns)
         if self._log is not None:

@@ -101,6 +101,8 @@ class Fleet:
 
     def _rest(self) -> None:
         """Until an engine has an answer or something is due, but not for long: Ctrl-C is heard when a loop goes on."""
+        for drive in self._drives:
+            drive.catch_up()
         next_ns = self._dispatcher.next_ns()
         busy = [backend for drive, backend in zip(self._drives, self._backends, strict=True) if drive.awaits_result]
         if busy:

@@ -51,5 +51,12 @@ class LateRecords:
             self._events.popleft()()
 
     def close(self) -> None:
-        """Nothing more will come."""
-        self.catch_up()
+        """Nothing more will come: all that is kept is seen. Raises what the recorder raised first."""
+        failure: Exception | None = None
+        while self._events:
+            try:
+                self.catch_up()
+            except Exception as error:  # noqa: BLE001  (raised when the rest has been seen)
+                failure = failure or error
+        if failure is not None:
+            raise failure

@@ -2,7 +2,8 @@
 
 A model without layers answers at once, and captured steps are replayed by doing nothing; all else is the engine as it
 runs: the core's plan, its inputs, the launches around the model, sampling over a vocabulary of 32, commit and records.
-What a launch costs on a GPU is not in it, nor what attention prepares. Beside that, torch's operators in sampling and
+What a launch costs on a GPU is not in it, nor what attention prepares; records are in `schedule`, which a run on a GPU
+writes while the next step runs. Beside that, torch's operators in sampling and
 the bytes that they read and write, counted at the vocabulary of a real model. Compare numbers of one run only.
 """
 

@@ -1,6 +1,9 @@
 """FlashAttention-3 (Shah et al. 2024), through the package flash_attn_3: one call a layer for all rows of a step,
-whatever their lengths, over pages of any size. It reads lengths, tables and cumulative lengths on the device, so every
-step can be captured.
+whatever their lengths, over pages of any size.
+
+It reads lengths, tables and cumulative lengths on the device, and so could be captured for any step; but how it splits
+the work goes by the bounds that a captured step with prompts gives, each row as long as any may be: it would launch
+a grid for all of them. Such steps are our Triton kernels', as with FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from real.attention.interface import (
     StepAttention,
     store_kv,
 )
-from real.attention.triton_provider import store
+from real.attention.triton_provider import TritonStep, scoring_of, store
 
 HOPPER = 9  # major compute capability
 ASKED = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size")
@@ -64,6 +67,8 @@ class Flash3Attention:
         return self.has_triton
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
+        if metadata.are_bounds and max(metadata.query_lens) > 1:
+            return TritonStep(self.spec, scoring_of(self.spec), metadata)
         return Flash3Step(self, metadata)
 
 

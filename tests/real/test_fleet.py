@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.fleet import Fleet
+from real.late_records import LateRecords
 from real.replay import HostTimes
+from testbed.core.commands import StepView
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
@@ -104,10 +106,13 @@ def go(
     fleet = Fleet(inbox, router, engines, clock, HostTimes())
     schedulers = schedulers or [make_scheduler() for _ in engines]
     logs = [Log() for _ in engines]
+    lates = [LateRecords().of(log) for log in logs]
     loops = [
-        serve(inbox, scheduler, log) for inbox, scheduler, log in zip(fleet.inboxes, schedulers, logs, strict=True)
+        serve(inbox, scheduler, late) for inbox, scheduler, late in zip(fleet.inboxes, schedulers, lates, strict=True)
     ]
-    fleet.run(loops, schedulers)
+    fleet.run(loops, schedulers, [late.catch_up for late in lates])
+    for late in lates:
+        late.close()
     for scheduler in schedulers:
         scheduler.check_invariants()
         assert not scheduler.has_work
@@ -196,3 +201,20 @@ def test_work_that_nothing_will_move_is_a_livelock(readable: int) -> None:
     engines = [Engine(clock, 10_000, readable) for _ in range(2)]
     with pytest.raises(LivelockError, match="1 requests wait: r1"):
         go(RoundRobin(), Sessions(ones, [], {}), engines, clock, [make_scheduler(), make_scheduler(Lazy())])
+
+
+def test_a_replica_s_step_is_recorded_while_its_next_one_runs(readable: int) -> None:
+    clock = Clock()
+    engine = Engine(clock, 1_000, readable)
+    launched: list[int] = []  # plans by the time that each step was recorded
+
+    class Noting(Log):
+        def committed(self, step: StepView) -> None:
+            launched.append(len(engine.plans))
+
+    inbox = Sessions([Request("r", (1, 2), forced_output=(3,) * 6)], [], {})
+    fleet = Fleet(inbox, RoundRobin(), [engine], clock, HostTimes())
+    scheduler, late = make_scheduler(), LateRecords().of(Noting())
+    fleet.run([serve(fleet.inboxes[0], scheduler, late)], [scheduler], [late.catch_up])
+    late.close()
+    assert launched == [2, 3, 4, 5, 6, 6], "the last one has none behind it"

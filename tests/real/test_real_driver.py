@@ -216,15 +216,17 @@ def test_a_step_is_recorded_when_the_next_one_is_launched_and_everything_in_its_
     assert notes[-1] == ("committed", "third")
 
 
-def test_what_a_late_recorder_raises_ends_the_run_and_the_rest_is_recorded_when_it_is_closed():
+class Full(Seen):
+    """Has room for nothing of these steps, and says so each time."""
+
+    def committed(self, step):
+        if step in ("first", "third"):
+            raise OSError(f"no space left for the {step}")
+        super().committed(step)
+
+
+def test_what_a_late_recorder_raises_ends_the_run_when_the_step_is_done():
     notes: list = []
-
-    class Full(Seen):
-        def committed(self, step):
-            if step == "first":
-                raise OSError("no space left")
-            super().committed(step)
-
     late, clock = LateRecords().of(Full(notes)), FakeClock()
 
     def loop():
@@ -233,8 +235,19 @@ def test_what_a_late_recorder_raises_ends_the_run_and_the_rest_is_recorded_when_
         late.ended(["r"], 10)
         yield Execute(PLAN)
 
-    with pytest.raises(OSError, match="no space"):
-        run(loop(), FakeBackend(clock, 10), RealConfig(), clock, catch_up=late.catch_up)
-    assert notes == []
+    with pytest.raises(OSError, match="no space left for the first"):
+        run(loop(), NotingBackend(clock, notes), RealConfig(), clock, catch_up=late.catch_up)
+    assert notes == ["launched", "waited", "launched", "waited"]
     late.close()
-    assert notes == [("ended", ["r"], 10)]
+    assert notes[4:] == [("ended", ["r"], 10)]
+
+
+def test_all_late_records_are_seen_when_they_are_closed_also_after_failures():
+    notes: list = []
+    late = LateRecords().of(Full(notes))
+    for step in ("first", "second", "third"):
+        late.committed(step)
+    late.arrived("r", 0, 3)
+    with pytest.raises(OSError, match="the first"):
+        late.close()
+    assert notes == [("committed", "second"), ("arrived", "r", 0, 3)]

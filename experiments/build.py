@@ -302,11 +302,6 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
     there. Raises ConfigError for what it, or this testbed in it, cannot do."""
     assert isinstance(config.backend, VllmConfig)
     check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
-    if config.scheduler.async_scheduling:
-        raise ConfigError(
-            "scheduler.async_scheduling=true is not driven from here with backend=vllm: serve vLLM with "
-            "scheduler_cls=real.vllm.TestbedScheduler, or set it to false"
-        )
     if config.model.path is None:
         raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
     if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:
@@ -320,6 +315,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
         kv_dtype=config.cache.kv_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         prefix_caching=config.cache.prefix_caching,
+        is_async=config.scheduler.async_scheduling,
         observe=None if observe is None else str(observe),
     )
 
@@ -339,7 +335,9 @@ def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
 
 
 def computes_beside(config: RunConfig) -> bool:
-    """Whether a device computes the steps of this testbed's engine while this process does something else."""
+    """Whether a device computes steps while this process does something else."""
+    if isinstance(config.backend, VllmConfig):
+        return config.scheduler.async_scheduling  # else a plan is launched on the way to waiting for it
     if not isinstance(config.backend, RealConfig):
         return False
     from real.device import resolve_device

@@ -1,14 +1,15 @@
 """vLLM as a backend of this testbed: its engine runs in this process, and every step computes a plan of ours.
 
 The ordinary loop and driver (testbed.core.serve, real.driver) run unchanged: a plan is handed to vLLM's scheduler seat,
-and one step of vLLM's engine carries it out.
+and one turn of vLLM's engine carries it out; where vLLM schedules asynchronously, a turn launches a plan and waits for
+the one before it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections import deque
 from typing import Any, NoReturn
 
 from real.vllm.config import VllmConfig
@@ -22,12 +23,17 @@ from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
 
 
 class VllmWork:
-    """A step that vLLM carries out when it is waited for."""
+    """A plan that vLLM was given, or is about to be. `wait` may be called once, and in the order of the plans."""
 
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
-    def __init__(self, run: Callable[[], tuple[tuple[Outcome, ...] | None, Spans]]) -> None:
-        self.wait = run
+    def __init__(self, backend: VllmBackend) -> None:
+        self._backend = backend
+        self.prepare_ns = 0
+        self.launched_ns = 0  # on the process's clock
+
+    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        return self._backend.result_of_oldest()
 
 
 class VllmBackend:
@@ -40,7 +46,8 @@ class VllmBackend:
     def __init__(
         self, model_path: str, config: VllmConfig, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int,
         max_model_len: int, num_gpu_blocks: int | None, gpu_memory_utilization: float, kv_dtype: str | None, seed: int,
-        tensor_parallel_size: int = 1, prefix_caching: bool = False, observe: str | None = None,
+        tensor_parallel_size: int = 1, prefix_caching: bool = False, is_async: bool = False,
+        observe: str | None = None,
     ) -> None:  # fmt: skip
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
@@ -54,13 +61,14 @@ class VllmBackend:
         from real.vllm.seated import SeatedScheduler
 
         clock = "cpu" if config.pace == "cpu_time" else "wall"
+        observed = "real.vllm.ObservedAsyncScheduler" if is_async else "real.vllm.ObservedScheduler"
         options: dict[str, Any] = {
             "model": model_path, "skip_tokenizer_init": True, "load_format": config.load_format,
             "enforce_eager": config.enforce_eager, "block_size": block_size, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
             "gpu_memory_utilization": gpu_memory_utilization, "seed": seed,
-            "scheduler_cls": SeatedScheduler if observe is None else "real.vllm.ObservedScheduler",
-            "async_scheduling": False, "tensor_parallel_size": tensor_parallel_size,
+            "scheduler_cls": SeatedScheduler if observe is None else observed,
+            "async_scheduling": is_async, "tensor_parallel_size": tensor_parallel_size,
             "enable_prefix_caching": prefix_caching and observe is not None,  # where it is ours, vLLM need not hash
             **({} if num_gpu_blocks is None else {"num_gpu_blocks_override": num_gpu_blocks + 1}),
             **({} if config.dtype is None else {"dtype": config.dtype}),
@@ -76,6 +84,16 @@ class VllmBackend:
             raise DeviceError(f"vLLM {vllm.__version__} did not start: {_first_line(error)}") from error
         self._engine = self._llm.llm_engine
         scheduler = self._engine.engine_core.engine_core.scheduler
+        if bool(scheduler.vllm_config.scheduler_config.async_scheduling) != is_async:
+            self.close()
+            raise ConfigError(
+                f"scheduler.async_scheduling is {str(is_async).lower()}, and vLLM has turned it "
+                f"{'off' if is_async else 'on'} on this platform: set it to {str(not is_async).lower()}"
+            )
+        self.is_async = is_async
+        self._in_flight: deque[VllmWork] = deque()
+        self._results: deque[tuple[tuple[Outcome, ...] | None, Spans]] = deque()  # not waited for yet
+        self._taken_ns = 0  # when the last result came
         self._scheduler: Any = scheduler
         self._seat = scheduler.seat if isinstance(scheduler, SeatedScheduler) else Seat()
         self.num_gpu_blocks, self.num_cpu_blocks = int(scheduler.kv_cache_config.num_blocks) - 1, 0
@@ -88,21 +106,39 @@ class VllmBackend:
         return VllmInbox(source, self)
 
     def start(self, plan: BatchPlan) -> VllmWork:
+        """Where vLLM schedules asynchronously, a plan is launched at once; with another in flight vLLM launches it on
+        its way to waiting for that one."""
+        work = VllmWork(self)
+        self._in_flight.append(work)
         self._seat.plan = plan
-        return VllmWork(self._step)
+        if self.is_async and len(self._in_flight) == 1:
+            self._turn()
+        return work
 
-    def _step(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        """One step of the engine. Its outputs are the loop's outcomes: vLLM's clients here are we."""
+    def result_of_oldest(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+        """What came of the oldest plan in flight, and when; for VllmWork."""
+        while not self._results:
+            self._turn()
+        return self._results.popleft()
+
+    def _turn(self) -> None:
+        """One turn of vLLM's engine: it launches the plan that lies in the seat, if any, and waits for the oldest in
+        flight unless it may launch another before. Its outputs are the loop's outcomes: vLLM's clients here are we."""
+        seat, newest = self._seat, self._in_flight[-1]
+        is_launched = seat.plan is not None
         began_ns = time.perf_counter_ns()
-        self._seat.outcomes = ()
         self._engine.step()
-        ended_ns, scheduler = time.perf_counter_ns(), self._scheduler
-        spans = Spans(
-            prepare_ns=max(0, scheduler.planned_ns - began_ns),
-            forward_ns=max(0, scheduler.taken_ns - scheduler.planned_ns),
-            sample_ns=max(0, ended_ns - scheduler.taken_ns),
-        )
-        return self._seat.outcomes or None, spans
+        ended_ns = time.perf_counter_ns()
+        if is_launched:
+            newest.launched_ns, newest.prepare_ns = seat.planned_ns, seat.planned_ns - began_ns
+        if seat.outcomes is None:
+            return
+        outcomes, seat.outcomes = seat.outcomes, None
+        oldest, taken_ns = self._in_flight.popleft(), seat.taken_ns
+        forward_ns = taken_ns - max(oldest.launched_ns, self._taken_ns)  # a device computes one step at a time
+        self._taken_ns = taken_ns
+        spans = Spans(prepare_ns=oldest.prepare_ns, forward_ns=max(0, forward_ns), sample_ns=ended_ns - taken_ns)
+        self._results.append((outcomes or None, spans))
 
     def add(self, request: Request) -> None:
         self._seat.expected = request.request_id

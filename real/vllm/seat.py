@@ -14,7 +14,8 @@ class Seat:
     def __init__(self) -> None:
         self.expected = ""  # our id of the request that is being added
         self.plan: BatchPlan | None = None
-        self.outcomes: tuple[Outcome, ...] = ()
+        self.outcomes: tuple[Outcome, ...] | None = None  # of the oldest plan in flight; None: it still is
+        self.planned_ns = self.taken_ns = 0  # when a plan was last told, and when a result last came
 
     def added(self, name: str, request: Any) -> None: ...
     def aborted(self, name: str) -> None: ...

@@ -12,9 +12,7 @@ from real.vllm.seat import Seat
 
 
 class SeatedScheduler(CoreInVllm):
-    """Made by vLLM; steered by a VllmBackend. planned_ns, taken_ns: of the last step."""
-
-    planned_ns = taken_ns = 0
+    """Made by vLLM; steered by a VllmBackend."""
 
     def make_steering(self) -> Steering:
         self.seat = Seat()
@@ -25,15 +23,16 @@ class SeatedScheduler(CoreInVllm):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output = super().schedule(throttle_prefills)
-        self.planned_ns = time.perf_counter_ns()
+        self.seat.planned_ns = time.perf_counter_ns()
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self.taken_ns = time.perf_counter_ns()
+        self.seat.taken_ns = time.perf_counter_ns()
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def has_unfinished_requests(self) -> bool:
-        return self.seat.plan is not None or super().has_unfinished_requests()
+    def has_requests(self) -> bool:
+        """Whether there is a step to plan: never one without a plan of ours."""
+        return self.seat.plan is not None
 
     def abort(self, name: str) -> None:
         """Ends a request of ours, if it is live."""

@@ -301,36 +301,3 @@ def test_while_new_requests_are_paused_those_that_are_there_end_and_others_are_k
     assert served.run() == {"a": "length", "b": "length"}
     assert later.output_token_ids == tokens_alone(later)
     assert served.num_hit_tokens == 0
-
-
-# --- the seat of backend=vllm ---
-
-
-def test_plans_that_are_laid_into_the_seat_are_carried_out() -> None:
-    from real.vllm.seated import SeatedScheduler
-    from testbed.core.outcome import StepResult
-    from tests.real.vllm_stub_engine import Engine, _request_of, engine_config
-
-    scheduler = SeatedScheduler(*engine_config(), None, BLOCK_SIZE, BLOCK_SIZE)
-    seat, core = scheduler.seat, Setup(num_cpu_blocks=0).scheduler()
-    engine = Engine(
-        scheduler, OlderRunner(Memory(BLOCK_SIZE, 17, reads_own_step=False), is_async=False), is_async=False
-    )
-    requests = {name: vllm.Request(f"{name}-7f", [1, 2, len(name)], vllm.SamplingParams(4)) for name in ("a", "bb")}
-    for name, request in requests.items():
-        seat.expected = name
-        scheduler.add_request(request)
-        core.add(_request_of(name, request, 0))
-    for number in range(4):
-        if number == 2:
-            scheduler.abort("bb")
-            core.abort("bb", 0)
-        seat.plan = core.plan(number)
-        assert scheduler.has_unfinished_requests()
-        engine.step()
-        core.commit(StepResult(number, seat.outcomes), number)
-        assert scheduler.taken_ns >= scheduler.planned_ns > 0
-    assert requests["a"].output_token_ids == tokens_alone(requests["a"])
-    assert requests["bb"].status == vllm.RequestStatus.FINISHED_ABORTED
-    assert not core.has_work
-    assert not scheduler.has_unfinished_requests()

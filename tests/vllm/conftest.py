@@ -6,7 +6,8 @@ import gc
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,25 @@ OPTIONS = {
     "skip_tokenizer_init": True, "enforce_eager": True, "block_size": BLOCK_SIZE, "max_num_seqs": 16,
     "max_num_batched_tokens": 256, "max_model_len": 512, "dtype": "float32",
 }  # fmt: skip
+
+
+@contextmanager
+def no_veto() -> Iterator[None]:
+    """vLLM's CPU platform turns asynchronous scheduling off; with its veto lifted it runs."""
+    from vllm.platforms import cpu
+
+    own = cpu.CpuPlatform.__dict__["check_and_update_config"]
+
+    def check(cls: Any, config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        own.__func__(cls, config)
+        config.scheduler_config.async_scheduling = wanted
+
+    cpu.CpuPlatform.check_and_update_config = classmethod(check)
+    try:
+        yield
+    finally:
+        cpu.CpuPlatform.check_and_update_config = own
 
 
 @pytest.fixture(scope="session")

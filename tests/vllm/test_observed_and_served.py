@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,28 +20,10 @@ from experiments.parity import check_parity
 from real.vllm.scheduler import check_engine, unknown_to_us
 from real.vllm.versions import check_version
 from testbed.errors import ConfigError
+from tests.vllm.conftest import no_veto
 
 pytestmark = pytest.mark.vllm
 TIGHT = 40
-
-
-@contextmanager
-def no_veto() -> Iterator[None]:
-    """vLLM's CPU platform turns asynchronous scheduling off; with its veto lifted it runs."""
-    from vllm.platforms import cpu
-
-    own = cpu.CpuPlatform.__dict__["check_and_update_config"]
-
-    def check(cls: Any, config: Any) -> None:
-        wanted = config.scheduler_config.async_scheduling
-        own.__func__(cls, config)
-        config.scheduler_config.async_scheduling = wanted
-
-    cpu.CpuPlatform.check_and_update_config = classmethod(check)
-    try:
-        yield
-    finally:
-        cpu.CpuPlatform.check_and_update_config = own
 
 
 def served(

@@ -1,0 +1,194 @@
+"""`backend=vllm` without vLLM: the ordinary loop and driver over a stub of its engine, one step at a time and ahead."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments.build import Pools, build_scheduler, build_vllm_backend
+from experiments.compose import compose_config
+from real.driver import run
+from testbed.core.commands import Abort, Event, StepView
+from testbed.core.outcome import Spans
+from testbed.core.request import Request, SamplingParams
+from testbed.core.serve import serve
+from testbed.errors import ConfigError
+from tests.real import vllm_stub_types as vllm
+from tests.real.test_engine_under_core import Requests, TickingClock
+from tests.real.vllm_stub import stub_vllm
+from tests.real.vllm_stub_worker import Memory, OlderRunner
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 14
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8, "hidden_size": 16,
+    "intermediate_size": 32, "max_position_embeddings": 64, "num_attention_heads": 2, "num_hidden_layers": 1,
+    "num_key_value_heads": 1, "torch_dtype": "float32", "vocab_size": 64,
+}  # fmt: skip
+LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+
+
+class LLM:
+    """vllm.LLM and what hangs below it. platform: what this machine's makes of asynchronous scheduling; None: as is."""
+
+    platform: bool | None = None
+
+    def __init__(self, *, scheduler_cls: Any, async_scheduling: bool, **options: Any) -> None:
+        from tests.real.vllm_stub_engine import Engine, engine_config
+
+        is_async = async_scheduling if self.platform is None else self.platform
+        num_blocks, block_size = options["num_gpu_blocks_override"], options["block_size"]
+        config = engine_config(
+            max_model_len=options["max_model_len"], num_blocks=num_blocks,
+            scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        )  # fmt: skip
+        scheduler = scheduler_cls(*config, None, block_size, block_size)
+        worker = OlderRunner(Memory(block_size, num_blocks, reads_own_step=True), is_async=is_async)
+        self.engine = Engine(scheduler, worker, is_async=is_async)
+        self.is_shut_down = False
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler), shutdown=self._shut_down)
+        self.llm_engine = self
+        self.requests: dict[str, vllm.Request] = {}
+
+    def _shut_down(self) -> None:
+        self.is_shut_down = True
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: vllm.SamplingParams, priority: int) -> None:
+        request = vllm.Request(f"{name}-7f", prompt["prompt_token_ids"], params, priority=priority)
+        self.requests[name] = request
+        self.engine.scheduler.add_request(request)
+
+    def step(self) -> list[Any]:
+        return self.engine.step()
+
+
+class Aborting(Requests):
+    """Aborts some requests, at instants of its own."""
+
+    def __init__(self, requests: list[Request], aborts: list[tuple[int, str]]) -> None:
+        super().__init__(requests)
+        self._aborts = aborts
+        self.spans: list[Spans] = []
+
+    def due(self, now_ns: int) -> list[Event]:
+        ready = [name for at_ns, name in self._aborts if at_ns <= now_ns]
+        self._aborts = [one for one in self._aborts if one[0] > now_ns]
+        return [*super().due(now_ns), *map(Abort, ready)]
+
+    def committed(self, step: StepView) -> None:
+        super().committed(step)
+        self.spans.append(step.result.spans)
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with stub_vllm():
+        from real.vllm import observer
+
+        monkeypatch.setattr(observer, "device_name", lambda: "a stub")
+        module = sys.modules["vllm"]
+        monkeypatch.setattr(module, "LLM", LLM, raising=False)
+        monkeypatch.setattr(
+            module, "SamplingParams", lambda **given: vllm.SamplingParams(given["max_tokens"]), raising=False
+        )
+        yield
+
+
+def settings(folder: Path, *, is_async: bool) -> list[str]:
+    return [
+        "backend=vllm", "device=cpu", f"model.path={folder}", f"cache.block_size={BLOCK_SIZE}",
+        f"cache.num_gpu_blocks={NUM_BLOCKS}", "cache.watermark=0", "scheduler=vllm_v1",
+        f"scheduler.async_scheduling={str(is_async).lower()}", "scheduler.max_num_seqs=8",
+        "scheduler.max_num_batched_tokens=16", "scheduler.max_model_len=40",
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+
+def start(folder: Path, *, is_async: bool) -> Any:
+    return build_vllm_backend(compose_config(settings(folder, is_async=is_async)))
+
+
+def random_requests(rng: random.Random) -> list[Request]:
+    at_ns, made = 0, []
+    for number in range(rng.randrange(4, 24)):
+        at_ns += rng.choice((0, 0, 400_000, 5_000_000))
+        prompt = [1, 2, 3, 4][: rng.choice((0, 4))] + [rng.randrange(8) for _ in range(rng.randrange(1, 14))]
+        sampling = SamplingParams(max_tokens=rng.randrange(1, 20), ignore_eos=True)
+        made.append(Request(f"r{number}", prompt, arrival_ns=at_ns, sampling=sampling))
+    return made
+
+
+@LOOPS
+@pytest.mark.parametrize("seed", range(25))
+def test_every_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path, seed: int, is_async: bool) -> None:
+    from tests.real.vllm_stub_engine import written
+
+    rng = random.Random(f"backend/{seed}")
+    requests = random_requests(rng)
+    aborts = [(rng.randrange(1, 30) * 1_000_000, rng.choice(requests).request_id) for _ in range(rng.randrange(3))]
+    backend = start(tmp_path, is_async=is_async)
+    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=is_async)), Pools(NUM_BLOCKS, 0))
+    source = Aborting(requests, aborts)
+    run(serve(backend.inbox(source), scheduler, source), backend, SimpleNamespace(pace="real_time"), TickingClock())
+    llm = backend._llm
+    aborted = {name for name, request in llm.requests.items() if request.status == vllm.RequestStatus.FINISHED_ABORTED}
+    assert aborted <= {name for _, name in aborts}
+    for name in set(llm.requests) - aborted:
+        assert llm.requests[name].output_token_ids == written(llm.requests[name], 40) == source.outputs[name]
+    assert not scheduler.has_work
+    assert not llm.engine.queue, "a step is left in flight"
+    assert len(source.spans) == scheduler.num_steps
+    assert all(min(one.prepare_ns, one.forward_ns, one.sample_ns) >= 0 for one in source.spans)
+
+
+@LOOPS
+def test_a_pool_that_is_too_small_preempts(tmp_path: Path, is_async: bool) -> None:
+    backend = start(tmp_path, is_async=is_async)
+    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=is_async)), Pools(NUM_BLOCKS, 0))
+    source = Requests([
+        Request(f"r{i}", [i] * 6, sampling=SamplingParams(max_tokens=24, ignore_eos=True)) for i in range(6)
+    ])  # fmt: skip
+    run(serve(backend.inbox(source), scheduler, source), backend, SimpleNamespace(pace="real_time"), TickingClock())
+    assert source.num_preemptions > 0
+    assert [len(source.outputs[f"r{i}"]) for i in range(6)] == [24] * 6
+
+
+def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(tmp_path: Path) -> None:
+    """So that vLLM's device computes while this process decides."""
+    backend = start(tmp_path, is_async=True)
+    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=True)), Pools(NUM_BLOCKS, 0))
+    source = Requests([Request("a", [1, 2, 3], sampling=SamplingParams(max_tokens=9, ignore_eos=True))])
+    num_queued: list[int] = []
+    take = LLM.step
+
+    def step(llm: LLM) -> list[Any]:
+        made = take(llm)
+        num_queued.append(len(llm.engine.queue))
+        return made
+
+    backend._engine.step = lambda: step(backend._llm)
+    run(serve(backend.inbox(source), scheduler, source), backend, SimpleNamespace(pace="real_time"), TickingClock())
+    assert num_queued[:-1] == [1] * (len(num_queued) - 1)
+    assert num_queued[-1] == 0
+    assert (len(num_queued), scheduler.num_steps) == (10, 9)  # the last turn waits alone
+
+
+@pytest.mark.parametrize(("asked", "platform", "said"), [(True, False, "off"), (False, True, "on")])
+def test_a_platform_that_plans_otherwise_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, platform: bool, said: str
+) -> None:
+    monkeypatch.setattr(LLM, "platform", platform)
+    with pytest.raises(
+        ConfigError, match=f"^scheduler.async_scheduling is {str(asked).lower()}, and vLLM has turned it {said}.*"
+    ):
+        start(tmp_path, is_async=asked)

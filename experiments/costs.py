@@ -26,6 +26,7 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
+from testbed.policies.config import resolve_limits
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
@@ -151,6 +152,14 @@ def _changed(values: dict[str, Any], standard: object, names: tuple[str, ...], w
 
 
 def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
+    """Of graphs that end at the scheduler's limits, as the engine's do."""
+    bounds = resolve_limits(config.scheduler, config.model.max_length)
+    num_tokens = bounds.max_num_batched_tokens
+    options = replace(
+        options,
+        max_captured_size=min(options.max_captured_size, bounds.max_num_seqs, num_tokens),
+        max_captured_tokens=min(options.max_captured_tokens, num_tokens),
+    )
     return kind(
         config.model,
         config.device,

@@ -190,8 +190,7 @@ class RooflineCost:
         return layers * (_KERNELS_PER_LAYER + own) + 4 + (2 * layers + 2 if self._size > 1 else 0)
 
     def _captured_rows(self, num_tokens: int, num_seqs: int) -> int:
-        """Rows of the graph that a step is replayed in, as real/graphs.py pads; 0: it is launched kernel by kernel. The
-        largest graph ends at the configured bound; the engine's also at the scheduler's limits.
+        """Rows of the graph that a step is replayed in, as real/graphs.py pads; 0: it is launched kernel by kernel.
 
         One token of each sequence: 1, 2, 4, then multiples of 8. Other steps: multiples of 16 up to 128, of 64 up to
         512, then of 128. The largest is itself captured.

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from real.backend import RealBackend
+from experiments.compose import compose_config
+from experiments.costs import build_cost
+from real.backend import RealBackend, _shapes_to_capture
 from real.config import RealConfig
 from real.device import Placement
 from real.graphs import (
@@ -137,6 +139,18 @@ def test_steps_with_prompts_have_the_sizes_that_the_simulator_pads_to(most):
     for num in range(2, most + 1):
         rows = cost.num_rows(BatchShape(0, 0, (PrefillChunk(0, num),), 1))
         assert rows == min(count for count in counts if count >= num)
+
+
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(100, 20), (24, 64), (4096, 600)])
+def test_the_largest_graph_ends_at_the_schedulers_limits_in_engine_and_simulator(budget, max_num_seqs):
+    settings = [f"scheduler.max_num_batched_tokens={budget}", f"scheduler.max_num_seqs={max_num_seqs}", "device=h100"]
+    cost = build_cost(compose_config(settings))
+    shapes = _shapes_to_capture(RealConfig(), BatchLimits(16, budget, max_num_seqs, 8192))
+    for is_decode in (True, False):
+        sizes = sorted(shape.num_tokens for shape in shapes if shape.is_decode == is_decode)
+        for num in range(2, min(budget, max_num_seqs) + 1 if is_decode else budget + 1):
+            step = BatchShape(num, 9 * num, (), num) if is_decode else BatchShape(0, 0, (PrefillChunk(0, num),), 1)
+            assert cost.num_rows(step) == min((size for size in sizes if size >= num), default=num)
 
 
 def test_the_simulator_captures_what_the_engine_does_where_nothing_is_said():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -21,3 +22,38 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with fake_cuda(monkeypatch, FakeGPU()) as made:
         fake_kernels(monkeypatch, made)
         yield made
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for the package flash_attn."""
+    from tests.real.fake_flash import FakeFlash
+
+    module = FakeFlash()
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return module
+
+
+@pytest.fixture
+def flash3(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for the package flash_attn_interface."""
+    from tests.real.fake_flash import FakeFlash3
+
+    module = FakeFlash3()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    return module
+
+
+@pytest.fixture
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from real.attention import triton_provider
+
+    monkeypatch.setattr(triton_provider, "why_not", lambda spec: "no Triton here")
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would say of a GPU."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

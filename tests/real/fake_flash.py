@@ -191,6 +191,7 @@ class FakeFlash3(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("flash_attn_interface")
         self.calls: list[tuple[str, int]] = []
+        self.longest: list[int] = []  # of each call, the most tokens that a row may have
         self.__spec__ = importlib.machinery.ModuleSpec(self.__name__, None)
 
     def flash_attn_with_kvcache(
@@ -238,6 +239,7 @@ class FakeFlash3(types.ModuleType):
         assert int(cu_seqlens_q[-1]) <= len(q)
         assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q <= len(q)
         self.calls.append(("step", num_rows))
+        self.longest.append(max_seqlen_q)
         output = torch.full_like(q, 7.0)
         for row, (num_keys, table) in enumerate(zip(cache_seqlens.tolist(), page_table.long(), strict=True)):
             own = slice(int(cu_seqlens_q[row]), int(cu_seqlens_q[row + 1]))

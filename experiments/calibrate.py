@@ -114,12 +114,15 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
 
     assert isinstance(config.backend, RealConfig)
     is_cpu = resolve_device(config.backend.device).type == "cpu"
+    captured_decodes, captured_tokens = backend.largest_captured
     return ProfileManifest(
         device="cpu" if is_cpu else device_named(backend.device_description) or config.device.name,
         device_description=backend.device_description,
         driver="" if is_cpu else describe_driver(),
         versions=describe_versions(),
         attention=backend.attention_name,
+        captured_decodes=captured_decodes,
+        captured_tokens=captured_tokens,
         model={name: value for name, value in asdict(config.model).items() if name != "path"},
         block_size=config.cache.block_size,
         dtype="fp8" if config.model.dtype == "fp8" else config.backend.dtype or config.model.dtype,

@@ -216,6 +216,12 @@ class RealBackend:
         """Puts the parts of steps into these ranges, by name; into none again."""
         self._part = ranges
 
+    @property
+    def largest_captured(self) -> tuple[int, int]:
+        """Rows of decodes alone, and tokens of other steps, up to which steps are replayed as graphs; 0: none are."""
+        graphs = self.runner.graphs
+        return (0, 0) if graphs is None else graphs.largest
+
     def close(self) -> None:
         """Forgets captured steps, whose collectives belong to the group. The engine is of no use after it."""
         self.runner.graphs = None

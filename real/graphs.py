@@ -225,6 +225,12 @@ class StepGraphs:
             self._hidden = hidden.new_empty((self._most_tokens, *hidden.shape[1:]))
         return self._hidden[: inputs.shape.num_tokens].copy_(hidden)
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Tokens of the largest graph of decodes alone, and of other steps; 0: there is none."""
+        most = [own[-1].inputs.shape.num_tokens if own else 0 for own in (self._captured[True], self._captured[False])]
+        return most[0], most[1]
+
     def find(self, batch: FlatBatch) -> Captured | None:
         """The smallest graph that the batch runs in; None: it has too many tokens, a row is too long, or steps of its
         kind are not captured."""

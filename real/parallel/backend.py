@@ -118,6 +118,11 @@ class RankedBackend:
         self._ending.is_in_step = False
         return result
 
+    @property
+    def largest_captured(self) -> tuple[int, int]:
+        """As RealBackend; the same on all ranks."""
+        return self._local.largest_captured
+
     def close(self) -> None:
         """Ends the other ranks. May be called again; the engine is of no use after it."""
         self._end()

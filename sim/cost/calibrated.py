@@ -1,9 +1,10 @@
 """A step's time by a fit to measured steps: curves over the number of tokens, and coefficients for all else.
 
 The form is the roofline's with its numbers measured instead of looked up. What all rows share (projections, MLP, norms,
-launches) is a curve over the number of tokens, piecewise linear and never falling: one for steps of decodes only, which
-an engine may replay as graphs, and one for steps with prefills. Attention is linear in decode context and in how far
-contexts lie below the longest (both apart for steps with prefills), in prefill context and in (query, key) pairs.
+launches) is a curve over them, piecewise linear and never falling: over the tokens of a step, or as many as the graph
+has in which the profiled engine replays it; one for steps of decodes only, and one for steps with prefills. Attention
+is linear in decode context and in how far contexts lie below the longest (both apart for steps with prefills), in
+prefill context and in (query, key) pairs.
 Prices are integers from plain arithmetic; sim/cost/calibration.py fits them.
 """
 
@@ -15,13 +16,13 @@ from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
-from sim.cost.base import decode_skew, pairs_doubled, to_ns
+from sim.cost.base import Captured, decode_skew, pairs_doubled, to_ns
 from sim.cost.profiled_range import Ranges, RangeWatch
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.specs.profiles import ProfileManifest
 
-Curve = tuple[tuple[int, float], ...]  # (tokens, ns): knots, tokens ascending
+Curve = tuple[tuple[int, float], ...]  # (rows, ns): knots, rows ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Quality(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A fit. decode_curve, prefill_curve: ns over tokens of the step. quality: by region, and of `all`."""
+    """A fit. decode_curve, prefill_curve: ns over the rows of a step. quality: by region, and of `all`."""
 
     manifest: ProfileManifest
     decode_curve: Curve
@@ -87,7 +88,8 @@ class CalibratedCost:
         self._outside = outside
         self._window = calibration.manifest.sliding_window
         self._c = calibration.coefficients
-        self._dense: dict[tuple[int, bool], int] = {}  # (tokens, whether there are prefills) -> ns
+        self._captured = captured_by(calibration.manifest)
+        self._dense: dict[tuple[int, bool], int] = {}  # (rows, whether there are prefills) -> ns
 
     def watch(self) -> RangeWatch:
         """A recorder that sees which steps of a run leave the profiled range."""
@@ -104,7 +106,7 @@ class CalibratedCost:
             swap_ns += to_ns(shape.num_blocks_copied * c.copied_block)
         num_tokens, forward_ns = num_decodes + num_prefill_tokens, 0
         if num_tokens:
-            forward_ns = self._dense_ns(num_tokens, has_prefills) + prefill_ns
+            forward_ns = self._dense_ns(self._captured.rows_of(shape), has_prefills) + prefill_ns
             forward_ns += self._decode_ns(shape, has_prefills)
             forward_ns += to_ns(num_samples * c.logits_row)
         sample_ns = to_ns(c.sampler + num_samples * c.sampled_row) if num_samples else 0
@@ -121,7 +123,7 @@ class CalibratedCost:
         }
         num_tokens = num_decodes + num_prefill_tokens
         if num_tokens:
-            parts["dense"] = self._dense_ns(num_tokens, has_prefills)
+            parts["dense"] = self._dense_ns(self._captured.rows_of(shape), has_prefills)
             parts["attention_decode"] = self._decode_ns(shape, has_prefills)
             parts["attention_prefill"] = prefill_ns
             parts["lm_head"] = to_ns(num_samples * self._c.logits_row)
@@ -163,28 +165,33 @@ class CalibratedCost:
             len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs * (c.prefill_pair / 2)
         )
 
-    def _dense_ns(self, num_tokens: int, has_prefills: bool) -> int:
-        found = self._dense.get((num_tokens, has_prefills))
+    def _dense_ns(self, num_rows: int, has_prefills: bool) -> int:
+        found = self._dense.get((num_rows, has_prefills))
         if found is None:
             curve = self.calibration.prefill_curve if has_prefills else self.calibration.decode_curve
-            found = self._dense[num_tokens, has_prefills] = to_ns(curve_at(curve, num_tokens))
+            found = self._dense[num_rows, has_prefills] = to_ns(curve_at(curve, num_rows))
         return found
 
 
-def curve_at(curve: Curve, num_tokens: int) -> float:
+def captured_by(manifest: ProfileManifest) -> Captured:
+    """By the engine that was profiled."""
+    return Captured(manifest.captured_decodes, manifest.captured_tokens)
+
+
+def curve_at(curve: Curve, num_rows: int) -> float:
     """The value of a curve: level before its first knot; beyond its last as its last rising piece goes on."""
-    if num_tokens <= curve[0][0] or len(curve) == 1:
+    if num_rows <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
-    right = min(bisect_right(curve, (num_tokens, float("inf"))), len(curve) - 1)
+    right = min(bisect_right(curve, (num_rows, float("inf"))), len(curve) - 1)
     left = right - 1
-    if num_tokens > curve[-1][0]:
+    if num_rows > curve[-1][0]:
         while left and curve[left][1] >= curve[-1][1]:
             left -= 1
         right = len(curve) - 1
     (x0, y0), (x1, y1) = curve[left], curve[right]
-    if num_tokens == x1:
+    if num_rows == x1:
         return y1
-    return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
+    return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0)
 
 
 COEFFICIENTS = tuple(item.name for item in fields(Coefficients))

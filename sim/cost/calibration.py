@@ -9,7 +9,7 @@ and a run is a sum of steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import ceil
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.base import attention_pairs_doubled, decode_skew
-from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality
+from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality, captured_by
 from sim.cost.profiled_range import REGIONS, profiled_ranges
 from testbed.core.plan import BatchShape
 from testbed.errors import ProfileError
@@ -100,11 +100,12 @@ def _fit(
     shapes = [step.shape for step in steps]
     total = np.array([step.total_ns for step in steps], dtype=np.float64)  # [num_steps]
     targets = np.array([_parts(step) for step in steps], dtype=np.float64)  # [num_steps, num_parts]
-    knots = {mode: _knots(shapes, mode == "prefill") for mode in ("decode", "prefill")}
+    num_rows = captured_by(manifest).rows_of
+    knots = {mode: _knots(shapes, mode == "prefill", num_rows) for mode in ("decode", "prefill")}
     matrices = [  # one a part, [num_steps, num_columns], in the order of _parts
         np.array([_host(shape) for shape in shapes], dtype=np.float64),
         np.array([_swap(shape) for shape in shapes], dtype=np.float64),
-        np.array([_forward(shape, knots, manifest.sliding_window) for shape in shapes], dtype=np.float64),
+        np.array([_forward(shape, knots, num_rows, manifest.sliding_window) for shape in shapes], dtype=np.float64),
         np.array([_sampler(shape) for shape in shapes], dtype=np.float64),
     ]
     expected = total
@@ -159,13 +160,15 @@ def _sampler(shape: BatchShape) -> tuple[int, ...]:
     return int(shape.num_samples > 0), shape.num_samples
 
 
-def _forward(shape: BatchShape, knots: dict[str, list[int]], window: int | None) -> list[float]:
+def _forward(
+    shape: BatchShape, knots: dict[str, list[int]], num_rows: Callable[[BatchShape], int], window: int | None
+) -> list[float]:
     """Shares of both curves' pieces, then what each forward coefficient multiplies."""
     has_prefills, num_tokens = bool(shape.prefills), shape.num_tokens
     row: list[float] = []
     for mode, own in knots.items():
         is_mode = num_tokens > 0 and has_prefills == (mode == "prefill")
-        row += _pieces(own, num_tokens) if is_mode else [0.0] * len(own)
+        row += _pieces(own, num_rows(shape)) if is_mode else [0.0] * len(own)
     return [
         *row,
         0 if has_prefills else shape.decode_context_tokens,
@@ -180,40 +183,40 @@ def _forward(shape: BatchShape, knots: dict[str, list[int]], window: int | None)
     ]
 
 
-def _pieces(knots: list[int], num_tokens: int) -> list[float]:
-    """1 for the curve's value at its first knot, then how much of each piece lies below num_tokens, from 0 to 1."""
+def _pieces(knots: list[int], num_rows: int) -> list[float]:
+    """1 for the curve's value at its first knot, then how much of each piece lies below num_rows, from 0 to 1."""
     parts = [1.0]
     for low, high in pairwise(knots):
-        parts.append(min(1.0, max(0.0, (num_tokens - low) / (high - low))))
+        parts.append(min(1.0, max(0.0, (num_rows - low) / (high - low))))
     return parts
 
 
-def _knots(shapes: Sequence[BatchShape], has_prefills: bool) -> list[int]:
-    """Token counts at which a curve may bend: so that each piece has enough different shapes."""
+def _knots(shapes: Sequence[BatchShape], has_prefills: bool, num_rows: Callable[[BatchShape], int]) -> list[int]:
+    """Rows at which a curve may bend: so that each piece has enough different shapes."""
     distinct = dict.fromkeys(shape for shape in shapes if shape.num_tokens and bool(shape.prefills) == has_prefills)
-    counts = Counter(shape.num_tokens for shape in distinct)
+    counts = Counter(map(num_rows, distinct))
     if not counts:
         return []
     wanted = max(MIN_SHAPES_OF_PIECE, ceil(len(distinct) / MAX_PIECES))
-    tokens = sorted(counts)
-    knots, in_piece = [tokens[0]], 0
-    for value in tokens[1:]:
+    ascending = sorted(counts)
+    knots, in_piece = [ascending[0]], 0
+    for value in ascending[1:]:
         in_piece += counts[value]
         if in_piece >= wanted:
             knots.append(value)
             in_piece = 0
-    if knots[-1] != tokens[-1]:
+    if knots[-1] != ascending[-1]:
         if len(knots) > 1:
             knots.pop()
-        knots.append(tokens[-1])
+        knots.append(ascending[-1])
     return knots
 
 
 def _curve(knots: list[int], increments: list[float]) -> Curve:
     points, value = [], 0.0
-    for tokens, increment in zip(knots, increments, strict=True):
+    for num_rows, increment in zip(knots, increments, strict=True):
         value += increment
-        points.append((tokens, value))
+        points.append((num_rows, value))
     return tuple(points)
 
 

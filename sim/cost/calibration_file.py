@@ -102,15 +102,15 @@ def _pair(path: str | Path, field: str, value: Any) -> list[Any]:
 def _curve(path: str | Path, key: str, document: dict[str, Any]) -> Curve:
     points = document[key]
     if not isinstance(points, list) or not points:
-        raise _refused(path, key, points, "a list of (tokens, ns)")
+        raise _refused(path, key, points, "a list of (rows, ns)")
     curve: list[tuple[int, float]] = []
     for index, point in enumerate(points):
         field = f"{key}[{index}]"
-        tokens, ns = _pair(path, field, point)
-        tokens, ns = _whole(path, f"{field}[0]", tokens), _ns(path, f"{field}[1]", ns)
-        if curve and (tokens <= curve[-1][0] or ns < curve[-1][1]):
-            raise _refused(path, field, point, f"more tokens, and no less ns, than {list(curve[-1])} before it")
-        curve.append((tokens, ns))
+        rows, ns = _pair(path, field, point)
+        rows, ns = _whole(path, f"{field}[0]", rows), _ns(path, f"{field}[1]", ns)
+        if curve and (rows <= curve[-1][0] or ns < curve[-1][1]):
+            raise _refused(path, field, point, f"more rows, and no less ns, than {list(curve[-1])} before it")
+        curve.append((rows, ns))
     return tuple(curve)
 
 

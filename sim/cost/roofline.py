@@ -17,7 +17,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from sim.cost.base import to_ns
+from sim.cost.base import Captured, to_ns
 from sim.cost.collectives import collectives_of
 from sim.cost.config import RooflineConfig
 from sim.cost.experts import expert_products
@@ -107,8 +107,8 @@ class RooflineCost:
         self._host_ns = max(1, device.step_overhead_ns)
         on_cpu = device.kind == "cpu"
         has_graphs = self.config.cuda_graphs and not on_cpu
-        self._max_captured_size = self.config.max_captured_size if has_graphs else 0
-        self._max_captured_tokens = self.config.max_captured_tokens if has_graphs else 0
+        most = (self.config.max_captured_size, self.config.max_captured_tokens) if has_graphs else (0, 0)
+        self._captured = Captured(*most)
         self._graph_launch_ns = self.config.graph_launch_ns
         self._launch_ns = 0 if on_cpu else self.config.kernel_launch_ns * self._num_kernels()
         self._dense: dict[int, int] = {}  # tokens in the batch -> ns of all that depends on nothing else
@@ -130,7 +130,7 @@ class RooflineCost:
             swap_ns += to_ns(shape.num_blocks_copied * self._copy_ns_per_block)
         if num_tokens == 0:
             return Spans(0, self._host_ns, swap_ns, 0, 0)
-        captured = self._captured_rows(num_tokens, num_decodes + len(prefills))
+        captured = self._captured.rows(num_tokens, num_decodes + len(prefills))
         rows = captured or num_tokens
         rest_ns, sampler_ns = self._rest_ns(rows, shape.num_samples)
         device_ns = rest_ns + attention
@@ -164,7 +164,7 @@ class RooflineCost:
         parts["block_copy"] = to_ns(shape.num_blocks_copied * self._copy_ns_per_block)
         if shape.num_tokens == 0:
             return parts
-        captured = self._captured_rows(shape.num_tokens, num_decodes + len(prefills))
+        captured = self._captured.rows(shape.num_tokens, num_decodes + len(prefills))
         rows = captured or shape.num_tokens
         operators = self._dense_parts(rows) | self._expert_parts(shape.num_tokens, rows)
         if prefills:  # one kernel: what the decodes add to it is theirs
@@ -181,25 +181,12 @@ class RooflineCost:
 
     def num_rows(self, shape: BatchShape) -> int:
         """Rows of the products: a graph's are padded."""
-        num_tokens = shape.num_tokens
-        return self._captured_rows(num_tokens, shape.num_decodes + len(shape.prefills)) or num_tokens
+        return self._captured.rows_of(shape)
 
     def _num_kernels(self) -> int:
         """Eager launches of a step: the layers', embedding, last norm, LM head, sampler; collectives between ranks."""
         layers, own = self._model.num_hidden_layers, 0 if self._experts is None else 1 + _EXPERT_KERNELS
         return layers * (_KERNELS_PER_LAYER + own) + 4 + (2 * layers + 2 if self._size > 1 else 0)
-
-    def _captured_rows(self, num_tokens: int, num_seqs: int) -> int:
-        """Rows of the graph that a step is replayed in, as real/graphs.py pads; 0: it is launched kernel by kernel.
-
-        One token of each sequence: 1, 2, 4, then multiples of 8. Other steps: multiples of 16 up to 128, of 64 up to
-        512, then of 128. The largest is itself captured.
-        """
-        if num_tokens == num_seqs:
-            most, part = self._max_captured_size, 8 if num_tokens > 4 else 4 if num_tokens > 2 else 1
-        else:
-            most, part = self._max_captured_tokens, 16 if num_tokens <= 128 else 64 if num_tokens <= 512 else 128
-        return min(-(-num_tokens // part) * part, most) if num_tokens <= most else 0
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
         """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""

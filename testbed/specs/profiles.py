@@ -71,7 +71,8 @@ class MeasuredStep(NamedTuple):
 class ProfileManifest:
     """What was measured. device: its name in the device library, which a simulation must choose; device_description:
     what the engine calls it. model: the fields of ModelSpec. dtype: of weights as they ran. kv_dtype, sliding_window:
-    None is the model's, and all."""
+    None is the model's, and all. captured_decodes, captured_tokens: up to which steps of decodes alone, and any other,
+    the engine replayed as graphs, padded; 0: none, or not known."""
 
     device: str
     model: dict[str, Any]
@@ -80,6 +81,8 @@ class ProfileManifest:
     tensor_parallel_size: int = 1
     kv_dtype: str | None = None
     sliding_window: int | None = None
+    captured_decodes: int = 0
+    captured_tokens: int = 0
     attention: str = ""
     device_description: str = ""
     driver: str = ""
@@ -95,6 +98,7 @@ class ProfileManifest:
             raise ProfileError(f"{place}: the manifest is {shown(raw)}; expected a JSON object")
         if raw.get("format") != FORMAT:
             raise ProfileError(f"{place}: 'format' is {shown(raw.get('format'))}; expected {FORMAT}")
+        raw = {"captured_decodes": 0, "captured_tokens": 0, **raw}  # not said before there were such
         hints = get_type_hints(cls)
         for item in fields(cls):
             if item.name not in raw:
@@ -107,6 +111,9 @@ class ProfileManifest:
         for name in ("block_size", "tensor_parallel_size", "sliding_window"):
             if raw[name] is not None and not whole(1, MAX_SIZE)(raw[name]):
                 raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 1 to {MAX_SIZE:,}")
+        for name in ("captured_decodes", "captured_tokens"):
+            if not whole(0, MAX_SIZE)(raw[name]):
+                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 0 to {MAX_SIZE:,}")
         for name, choices in (("dtype", [*DTYPE_BYTES]), ("kv_dtype", [None, *KV_DTYPE_BYTES])):
             if raw[name] not in choices:
                 names = ", ".join(map(_text, choices))

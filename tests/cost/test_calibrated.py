@@ -92,21 +92,24 @@ def test_what_a_block_copy_costs_is_found_again_whoever_priced_it():
         assert fit.coefficients.copied_block == pytest.approx(expected_ns, rel=0.05)
 
 
-@pytest.mark.parametrize(("max_captured_tokens", "seen", "unseen"), [(0, 0.02, 0.03), (2048, 0.06, 0.07)])
-def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen(max_captured_tokens, seen, unseen):
-    """Less well where steps with prompts are padded: their stairs are a line to a fit."""
+@pytest.mark.parametrize("max_captured_tokens", [0, 500, 2048])
+def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen(max_captured_tokens):
+    """Also where steps are padded: the profile says how far the engine captures them."""
     spec = ModelSpec("8b", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
     truth = RooflineCost(spec, DeviceSpec("h100"), RooflineConfig(max_captured_tokens=max_captured_tokens))
-    profile = Profile(manifest(), measured(truth, grid()))
+    said = manifest(captured_decodes=512, captured_tokens=max_captured_tokens)
+    profile = Profile(said, measured(truth, grid()))
     fit = calibrate(profile)
     linear = fit_linear([(step.shape, step.total_ns) for step in profile.steps])
-    assert fit.quality["all"].p90 < seen < 0.1 < linear.p90_relative_error
+    assert fit.quality["all"].p90 < 0.02 < 0.1 < linear.p90_relative_error
     assert set(fit.quality) == {"all", "decode", "prefill", "mixed"}
     errors = sorted(
         abs(CalibratedCost(fit).price(shape).total_ns / truth.price(shape).total_ns - 1) for shape in grid(seed=8)
     )
     assert errors[len(errors) // 2] < 0.01
-    assert errors[int(0.9 * len(errors))] < unseen
+    assert errors[int(0.9 * len(errors))] < 0.03
+    unsaid = calibrate(Profile(manifest(), profile.steps))
+    assert 2 * fit.quality["all"].p90 < unsaid.quality["all"].p90 or not max_captured_tokens
 
 
 def test_the_error_of_a_noisy_fit_is_that_of_the_noise_and_it_is_not_biased():
@@ -205,11 +208,11 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
         ),
         (["coefficients_ns", "prefill"], "2", "coefficients_ns.prefill is '2'"),
         (["coefficients_ns"], {}, "'coefficients_ns' must hold exactly decode_context_token, "),
-        (["decode_curve"], [], r"decode_curve is \[\]; expected a list of \(tokens, ns\)"),
+        (["decode_curve"], [], r"decode_curve is \[\]; expected a list of \(rows, ns\)"),
         (
             ["decode_curve", 1],
             [1, 5],
-            r"decode_curve\[1\] is \[1, 5\]; expected more tokens, and no less ns, than \[1, ",
+            r"decode_curve\[1\] is \[1, 5\]; expected more rows, and no less ns, than \[1, ",
         ),
         (["decode_curve", 1], [9], r"decode_curve\[1\] is \[9\]; expected a pair of numbers"),
         (["coefficients_ns", "host"], 10**400, r"coefficients_ns.host is 1000\d*\.\.\.0*; expected a number of ns"),

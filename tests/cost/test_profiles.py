@@ -100,6 +100,8 @@ def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(tmp_
         ({"format": 1}, "'format' is 1; expected 2"),
         ({"block_size": "16"}, "'block_size' is '16'; expected int"),
         ({"block_size": 0}, "'block_size' is 0; expected from 1 to "),
+        ({"captured_tokens": -1}, "'captured_tokens' is -1; expected from 0 to "),
+        ({"captured_decodes": None}, "'captured_decodes' is None; expected int"),
         ({"kv_dtype": 3}, "'kv_dtype' is 3; expected str or null"),
         ({"dtype": "int4"}, "'dtype' is 'int4'; expected one of float32, "),
         ({"model": manifest().model | {"rope_scaling": {"factor": 2}}}, "model.rope_scaling is .*; expected null, or "),
@@ -120,6 +122,16 @@ def test_a_bad_manifest_is_named(tmp_path, change, message):
     pq.write_table(table.replace_schema_metadata({METADATA_KEY: json.dumps(document)}), file)
     with pytest.raises(ProfileError, match=f"p.parquet: {METADATA_KEY}: {message}"):
         read_profile(file)
+
+
+def test_a_manifest_from_before_there_were_captured_steps_with_prompts_says_none(tmp_path):
+    file = tmp_path / "p.parquet"
+    write_profile(file, manifest(captured_decodes=8, captured_tokens=64), STEPS[:1])
+    document = {key: value for key, value in asdict(manifest()).items() if not key.startswith("captured_")}
+    assert read_profile(file).manifest.captured_tokens == 64
+    table = pq.read_table(file).replace_schema_metadata({METADATA_KEY: json.dumps(document)})
+    pq.write_table(table, file)
+    assert read_profile(file).manifest == manifest()
 
 
 def test_what_is_no_profile_is_refused(tmp_path):

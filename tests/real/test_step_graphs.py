@@ -153,6 +153,12 @@ def test_the_largest_graph_ends_at_the_schedulers_limits_in_engine_and_simulator
             assert cost.num_rows(step) == min((size for size in sizes if size >= num), default=num)
 
 
+def test_an_engine_says_how_far_it_captures():
+    assert graphed([*DECODES, *MIXED]).largest_captured == (8, 40)
+    assert graphed(MIXED).largest_captured == (0, 40)
+    assert tiny_backend().largest_captured == (0, 0)
+
+
 def test_the_simulator_captures_what_the_engine_does_where_nothing_is_said():
     engine, simulator = RealConfig(), RooflineConfig()
     for name in ("cuda_graphs", "max_captured_size", "max_captured_tokens"):

@@ -89,7 +89,7 @@ class CalibratedCost:
         self._window = calibration.manifest.sliding_window
         self._c = calibration.coefficients
         self._captured = captured_by(calibration.manifest)
-        self._dense: dict[tuple[int, bool], int] = {}  # (rows, whether there are prefills) -> ns
+        self._dense: dict[tuple[int, bool, bool], int] = {}  # (tokens, as many as sequences, with prefills) -> ns
 
     def watch(self) -> RangeWatch:
         """A recorder that sees which steps of a run leave the profiled range."""
@@ -106,7 +106,7 @@ class CalibratedCost:
             swap_ns += to_ns(shape.num_blocks_copied * c.copied_block)
         num_tokens, forward_ns = num_decodes + num_prefill_tokens, 0
         if num_tokens:
-            forward_ns = self._dense_ns(self._captured.rows_of(shape), has_prefills) + prefill_ns
+            forward_ns = self._dense_ns(num_tokens, shape) + prefill_ns
             forward_ns += self._decode_ns(shape, has_prefills)
             forward_ns += to_ns(num_samples * c.logits_row)
         sample_ns = to_ns(c.sampler + num_samples * c.sampled_row) if num_samples else 0
@@ -123,7 +123,7 @@ class CalibratedCost:
         }
         num_tokens = num_decodes + num_prefill_tokens
         if num_tokens:
-            parts["dense"] = self._dense_ns(self._captured.rows_of(shape), has_prefills)
+            parts["dense"] = self._dense_ns(num_tokens, shape)
             parts["attention_decode"] = self._decode_ns(shape, has_prefills)
             parts["attention_prefill"] = prefill_ns
             parts["lm_head"] = to_ns(num_samples * self._c.logits_row)
@@ -165,11 +165,14 @@ class CalibratedCost:
             len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs * (c.prefill_pair / 2)
         )
 
-    def _dense_ns(self, num_rows: int, has_prefills: bool) -> int:
-        found = self._dense.get((num_rows, has_prefills))
+    def _dense_ns(self, num_tokens: int, shape: BatchShape) -> int:
+        """num_tokens: of the shape, on which with its kind alone this depends."""
+        has_prefills = bool(shape.prefills)
+        kind = num_tokens, num_tokens == shape.num_decodes + len(shape.prefills), has_prefills
+        found = self._dense.get(kind)
         if found is None:
             curve = self.calibration.prefill_curve if has_prefills else self.calibration.decode_curve
-            found = self._dense[num_rows, has_prefills] = to_ns(curve_at(curve, num_rows))
+            found = self._dense[kind] = to_ns(curve_at(curve, self._captured.rows_of(shape)))
         return found
 
 

@@ -23,7 +23,6 @@ from experiments.config import RunConfig
 from experiments.costs import sliding_window
 from experiments.environment import describe_driver, describe_versions
 from experiments.names import device_named
-from experiments.recorders import NoRecords, Recorders
 from real.config import RealConfig
 from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
@@ -37,6 +36,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.policies.config import SchedulerConfig
 from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import NoRecords, Recorders
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
 from testbed.specs.profiles import Profile, ProfileManifest, number_repeats, write_profile

@@ -22,7 +22,6 @@ from experiments.environment import describe_machine
 from experiments.observe.importing import MODEL_FOLDER, manifest_in_vllm
 from experiments.on_device import check_hits
 from experiments.policies import make_policy
-from experiments.recorders import NoRecords, together
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
 from real.vllm.observer import describe
 from real.vllm.own_loop import OwnLoop
@@ -33,6 +32,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import NoRecords, together
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
 from testbed.traces.fingerprint import fingerprint

@@ -12,7 +12,6 @@ from analysis.load import read_json
 from experiments import build
 from experiments.config import RunConfig, read_config
 from experiments.forcing import forcing
-from experiments.recorders import NoRecords, together
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView
@@ -21,6 +20,7 @@ from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
+from testbed.records.recorders import NoRecords, together
 from testbed.records.schema import decision, num_scheduled
 from testbed.records.tape import Tape, TapeInbox, read_tape, tape_names
 from testbed.traces.fingerprint import fingerprint

@@ -22,7 +22,7 @@ from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
 from experiments.origin import UNKNOWN, Origin
-from experiments.recorders import Progress, together
+from experiments.progress import Progress
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
@@ -40,6 +40,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
+from testbed.records.recorders import together
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter, tape_names
 from testbed.seeds import SeededInbox, needs_seed

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from experiments import build
 from experiments.config import RunConfig
 from experiments.foreign import PolicyError, own_classes
-from experiments.recorders import NoRecords
 from testbed.core.commands import StepView
 from testbed.core.interfaces import Recorder
 from testbed.core.limits import Limits
 from testbed.core.scheduler import Scheduler
+from testbed.records.recorders import NoRecords
 
 if TYPE_CHECKING:
     from real.text.status import CacheHits, StatusLine

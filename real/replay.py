@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from testbed.core.commands import StepView
-from testbed.core.outcome import Finished, Spans
+from testbed.core.outcome import Spans
 from testbed.core.request import Request
+from testbed.records.recorders import NoRecords
 
 MAX_LAG_NS = 10_000_000  # a replay keeps pace if 99 % of its arrivals lag by less
 
 
-class ReplayLag:
+class ReplayLag(NoRecords):
     """Lag and boundary wait of every arrival: 16 bytes each. A `Recorder`."""
 
     def __init__(self) -> None:
@@ -43,9 +44,6 @@ class ReplayLag:
 
     def committed(self, step: StepView) -> None:
         self._last_commit_ns = step.end_ns
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
     def describe(self) -> dict[str, Any]:
         """For the manifest, in seconds; numbers are null before anything arrived."""

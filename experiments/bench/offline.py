@@ -187,10 +187,10 @@ class Ours:
         self._backend = build.build_real_backend(self._config)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        from experiments.recorders import NoRecords
         from real.driver import run
         from testbed.core.request import Request, SamplingParams
         from testbed.core.serve import serve
+        from testbed.records.recorders import NoRecords
 
         settings = self._config.backend
         assert isinstance(settings, RealConfig)

@@ -24,10 +24,10 @@ from experiments import build
 from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
-from experiments.recorders import NoRecords
 from sim.driver import run as drive
 from testbed.core.commands import StepView
 from testbed.core.serve import serve
+from testbed.records.recorders import NoRecords
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import arrivals, stream
 from testbed.traces.inbox import TraceInbox

@@ -10,6 +10,7 @@ from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
+from testbed.records.recorders import NoRecords
 from testbed.records.schema import COMPLETED
 
 
@@ -29,7 +30,7 @@ class _Open:
         self.has_failed = False
 
 
-class SloWatch:
+class SloWatch(NoRecords):
     """A `Recorder` that raises LostError when more than `max_failed` requests have failed.
 
     A request has failed when that is certain: its first token is overdue, or it ended beyond a limit. The arithmetic is
@@ -52,8 +53,6 @@ class SloWatch:
         self._open[request.request_id] = self._without_token[request.request_id] = one
         if self._slo.ttft_s is not None:
             self._due.append(one)
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
 
     def committed(self, step: StepView) -> None:
         self._end_ns = now = step.end_ns

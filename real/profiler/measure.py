@@ -31,6 +31,7 @@ from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
+from testbed.records.recorders import NoRecords
 
 Measured = tuple[BatchShape, Spans, int]  # of a step, and the ns from its plan to its commit
 
@@ -136,7 +137,7 @@ class _NoWork:
         return None, Spans()
 
 
-class _Stage:
+class _Stage(NoRecords):
     """One episode: sends the requests (an Inbox), executes or skips the plans (a backend), keeps steps (a Recorder)."""
 
     is_open = False
@@ -245,7 +246,3 @@ class _Stage:
     def committed(self, step: StepView) -> None:
         if self._is_kept:
             self.measured.append((self._shape, step.result.spans, step.end_ns - step.plan_ns))
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from testbed.core.commands import StepView
 from testbed.core.outcome import Finished
-from testbed.core.request import Request
+from testbed.records.recorders import NoRecords
 
 BAR_INTERVAL_NS = 200_000_000  # rates of the bar are of about this long
 
@@ -21,7 +21,7 @@ class CacheHits(NamedTuple):
     num_hit: int
 
 
-class StatusLine:
+class StatusLine(NoRecords):
     """Says one line about the steps of the last `interval_s` seconds of the run's clock.
 
     pools: how many GPU and CPU blocks there are. cache_hits: asked when a line is due. say: takes the line.
@@ -41,10 +41,6 @@ class StatusLine:
         self._hits = cache_hits()
         self._since_ns: int | None = None
         self._num_prompt = self._num_generated = 0
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
     def committed(self, step: StepView) -> None:
         if self._since_ns is None:
@@ -68,7 +64,7 @@ class StatusLine:
         )
 
 
-class ThroughputBar:
+class ThroughputBar(NoRecords):
     """Finished requests, with live prefill and decode rates; silent when standard error is no terminal."""
 
     def __init__(self, total: int, label: str = "generate") -> None:
@@ -77,9 +73,6 @@ class ThroughputBar:
         )
         self._since_ns: int | None = None
         self._num_prompt = self._num_generated = 0
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
 
     def committed(self, step: StepView) -> None:
         if self._bar.disable:

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from testbed.core.commands import StepView
-from testbed.core.outcome import Finished
 from testbed.core.plan import BatchShape
-from testbed.core.request import Request
 from testbed.errors import ConfigError
+from testbed.records.recorders import NoRecords
 
 REGIONS = ("decode", "prefill", "mixed", "moves")  # the kinds of a shape
 
@@ -97,7 +96,7 @@ def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
     return found
 
 
-class RangeWatch:
+class RangeWatch(NoRecords):
     """Counts the steps of a run whose price is extrapolated, as a `Recorder`. policy: one of OUTSIDE."""
 
     def __init__(self, ranges: Ranges, policy: str) -> None:
@@ -135,7 +134,3 @@ class RangeWatch:
             f"EXTRAPOLATED PRICES: {self.num_outside:,} of {self.num_steps:,} steps leave the profiled range: "
             f"{'; '.join(parts)}; profile such steps before trusting this run"
         ]
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

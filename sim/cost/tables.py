@@ -19,10 +19,9 @@ from sim.cost.config import RooflineConfig
 from sim.cost.grid import Grid
 from sim.cost.roofline import LOGIT_BYTES, KVLayout, RooflineCost
 from testbed.core.commands import StepView
-from testbed.core.outcome import Finished
 from testbed.core.plan import BatchShape, PrefillChunk
-from testbed.core.request import Request
 from testbed.core.value import Value
+from testbed.records.recorders import NoRecords
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 
@@ -226,7 +225,7 @@ def _origin(part: Part | None, point: tuple[float, ...]) -> str:
     return MEASURED if part.is_exact and (not point or part.grid.clamped(point) == point) else SCALED
 
 
-class OriginWatch:
+class OriginWatch(NoRecords):
     """Adds up, over every 64th step of a run, how much of the prices came from where. A `Recorder`."""
 
     def __init__(self, cost: TablesCost) -> None:
@@ -258,7 +257,3 @@ class OriginWatch:
             f"{share[SCALED]} scaled from other sizes, {share[ROOFLINE]} the roofline's"
             + (f" ({', '.join(filled)})" if filled else "")
         ]
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed.core.commands import StepView
-from testbed.core.outcome import Finished, Spans
+from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
-from testbed.core.request import Request
+from testbed.records.recorders import NoRecords
 
 FORMAT = 1
 OPERATORS_FILE = "operators.json"
@@ -29,7 +29,7 @@ PHASES = ("prefill", "decode", "mixed", "moves")  # the kinds of a shape, as the
 Itemise = Callable[[BatchShape, Spans], dict[str, int]]
 
 
-class OperatorLedger:
+class OperatorLedger(NoRecords):
     """Sums the parts of every step by phase. itemise: from a step's shape and spans to its parts, which must add up to
     the spans; None: the parts are the spans."""
 
@@ -55,10 +55,6 @@ class OperatorLedger:
         parts = "spans" if self._itemise is None else "operators"
         document = {"format": FORMAT, "parts": parts, "phases": phases}
         self._file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
 
 def _by_span(spans: Spans) -> dict[str, int]:

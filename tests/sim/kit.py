@@ -12,7 +12,6 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from analysis.frames import as_frame
-from experiments.recorders import Recorders
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.config import ConstantConfig
@@ -26,6 +25,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.errors import LivelockError
 from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import Recorders
 from testbed.traces.arrange import arrange
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest

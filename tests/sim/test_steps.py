@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from experiments.recorders import Recorders
 from sim.backend import SimBackend
 from sim.driver import run
 from testbed.blocks.config import KVRules
@@ -21,6 +20,7 @@ from testbed.core.plan import BlockedBy
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import Recorders
 from tests.properties.policies import COMPOSITIONS
 from tests.properties.setups import VOCAB_SIZE, Setup, presets, random_setup
 from tests.sim.kit import constant

@@ -1,0 +1,44 @@
+"""How far a run is. Compiled: it is told of each step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, ClassVar
+
+from testbed.core.outcome import Finished
+from testbed.records.recorders import NoRecords
+
+
+class Progress(NoRecords):
+    """Finished requests, with rate and time left: a bar on a terminal, elsewhere a line every LINE_S seconds on
+    standard error. A `Recorder`."""
+
+    LINE_S: ClassVar[float] = 30.0
+
+    def __init__(self, total: int | None, label: str) -> None:
+        self._total, self._label, self._num = total, label, 0
+        self._began = time.monotonic()
+        self._next = self._began + self.LINE_S
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm  # not at the top: nobody may look
+
+            self._bar = tqdm(total=total, desc=label, unit="req", leave=False, delay=0.5)
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        self._num += len(finished)
+        if self._bar is not None:
+            self._bar.update(len(finished))
+        elif time.monotonic() >= self._next:
+            self._next += self.LINE_S
+            print(self._line(time.monotonic() - self._began), file=sys.stderr, flush=True)
+
+    def _line(self, spent_s: float) -> str:
+        of = "" if self._total is None else f" of {self._total:,}"
+        left = "" if self._total is None else f", {(self._total - self._num) * spent_s / self._num:.0f} s left"
+        return f"{self._label}: {self._num:,}{of} requests in {spent_s:.0f} s, {self._num / spent_s:,.0f} req/s{left}"
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

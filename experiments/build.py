@@ -360,7 +360,7 @@ def _real_packages() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"backend=real needs the package {error.name!r}: pip install 'llm-serving-testbed[real]' (or `make demo`)"
+            f"backend=real needs the package {error.name!r}: pip install '.[real]' in the repository (or `make demo`)"
         ) from None
 
 

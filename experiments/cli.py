@@ -21,7 +21,7 @@ USAGE = """usage: testbed <command> ...
   run from=<folder>            repeat a run; more key=value pairs change it
   list [group]                 what there is to choose from
   parity <run folder>          replay a real run's tape through the simulator and compare every decision
-  conform <cases file>         run a preset on decisions that a real scheduler logged, and compare every step
+  conform <cases file> …       run a preset on decisions that a real scheduler logged, and compare every step
   observe import <log>         make a run folder of what vLLM's own scheduler did (docs/vllm.md)
   generate --model <folder> "..."  text from a local model; --model tiny needs none
   capacity [key=value ...]     the highest request rate at which each policy keeps slo.* (docs/capacity.md)
@@ -109,16 +109,18 @@ def _parity(arguments: list[str]) -> int:
 
 
 def _conform(arguments: list[str]) -> int:
-    from experiments.conform import check_file
+    from experiments.conform import check_files
 
     parser = argparse.ArgumentParser(
         "testbed conform", description="Run presets on decisions that real schedulers logged, compare every step."
     )
-    parser.add_argument("file", type=Path, help="cases, one JSON object a line (.jsonl, .jsonl.gz): docs/conform.md")
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="cases, one JSON object a line (.jsonl, .jsonl.gz): docs/conform.md"
+    )
     parser.add_argument("--case", help="only the case of this name")
     parser.add_argument("--preset", help="this preset instead of the one that mirrors the case's system")
     options = parser.parse_args(arguments)
-    return check_file(options.file, options.case, options.preset)
+    return check_files(options.files, options.case, options.preset)
 
 
 def _report(arguments: list[str]) -> int:

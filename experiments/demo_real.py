@@ -68,7 +68,7 @@ def _make_model(folder: Path) -> Path:
     try:
         from real.checkpoint import make_checkpoint
     except ModuleNotFoundError as error:
-        raise TestbedError(f"the real half needs {error.name!r}: pip install 'llm-serving-testbed[real]'") from None
+        raise TestbedError(f"the real half needs {error.name!r}: pip install '.[real]' in the repository") from None
     return make_checkpoint(folder, compose_config(["model=tiny"]).model, seed=0)
 
 

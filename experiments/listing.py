@@ -97,8 +97,9 @@ def _first_line(maker: Any) -> str:
 
 
 def print_summary(result: RunResult) -> None:
-    """Prints the headline numbers of a run and where it is."""
+    """Prints what ran, the headline numbers, and where the run is."""
     summary = result.summary
+    print(_what(result.manifest))
     ended = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items() if count)
     print(f"requests     {summary['num_requests']:,} sent: {ended or 'none'}")
     throughput = summary["throughput"]
@@ -124,6 +125,15 @@ def print_summary(result: RunResult) -> None:
     for note in result.notes:
         print(f"note         {note}")
     print(f"{result.status:<12} {result.folder}")
+
+
+def _what(manifest: dict[str, Any]) -> str:
+    """Which model ran where, under which scheduler, on which trace; of a simulation also whose prices it had."""
+    on, trace = f"{manifest['model']} on {manifest['device']}", manifest["trace"]["name"]
+    by = f"scheduler={manifest['scheduler']}, trace {trace}"
+    if manifest["backend"] == "sim":
+        return f"simulated    {on}, cost={manifest['cost']}, {by}"
+    return f"measured     {on}{', in vLLM' if manifest['backend'] == 'vllm' else ''}, {by}"
 
 
 def _time(seconds: float | None) -> str:

@@ -30,6 +30,12 @@ def device_named(*said: str) -> str | None:
     return None
 
 
+def device_of_run(description: str) -> str | None:
+    """The library's device for what a manifest says of where a run was measured; None: no such device is known."""
+    is_cpu = description == "cpu" or re.search(r", \d+ threads?$", description)
+    return "cpu" if is_cpu else device_named(description)
+
+
 def model_named(name: str) -> str | None:
     """The library's model that goes by this name, its own or Hugging Face's (`meta-llama/Llama-3.1-8B-Instruct`)."""
     entries = options("model")

@@ -215,7 +215,7 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
         if group == "hydra/launcher" and option not in names and option in _EXTRAS:
             raise ConfigError(
                 f"{item.input_line} needs a package that is not installed: "
-                f"pip install 'llm-serving-testbed[{_EXTRAS[option]}]'"
+                f"pip install '.[{_EXTRAS[option]}]' in the repository"
             )
         if names and option not in names and library.file(group, option) is None:
             raise ConfigError(unknown(f"{group} has no option {value!r}", value, names))

@@ -21,6 +21,7 @@ from experiments.forcing import ForcedInbox, check_simulated_output
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
+from experiments.names import device_of_run
 from experiments.origin import UNKNOWN, Origin
 from experiments.progress import Progress
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
@@ -374,8 +375,11 @@ def _close(
 def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
     notes = [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
-    if is_auto and config.device.kind == "cuda" and "thread" in str(manifest["device"]):
-        notes.append(f"ran on {manifest['device']}: device={config.device.name} is what policies are told of prices")
+    if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
+        notes.append(
+            f"it ran on {manifest['device']}; a policy that asks what a step costs is told of device="
+            f"{config.device.name}: set device=cpu"
+        )
     if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:
         notes.append(
             f"record.profile={config.record.profile} traced nothing: the run had {manifest['num_steps']} steps"

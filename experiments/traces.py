@@ -156,7 +156,7 @@ def load_tokenizer(path: str) -> Callable[[str], list[int]]:
 
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except ImportError:
-        raise ConfigError("trace.tokenizer needs transformers: pip install 'llm-serving-testbed[real]'") from None
+        raise ConfigError("trace.tokenizer needs transformers: pip install '.[real]' in the repository") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"trace.tokenizer: no tokenizer at {path} ({str(error).splitlines()[0]})") from None
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))

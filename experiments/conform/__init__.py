@@ -9,6 +9,6 @@
 What a field means to another system is known here and nowhere else: the core has one vocabulary, its own.
 """
 
-from experiments.conform.report import check_file
+from experiments.conform.report import check_files
 
-__all__ = ["check_file"]
+__all__ = ["check_files"]

@@ -1,8 +1,9 @@
-"""Checks a file of cases and prints a line for each: `ok`, or the first step that differs with both its sides."""
+"""Checks files of cases and prints a line for each: `ok`, or the first step that differs with both its sides."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,21 @@ from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import unknown
 
 
-def check_file(file: Path, case_name: str | None = None, preset: str | None = None) -> int:
+def check_files(files: Sequence[Path], case_name: str | None = None, preset: str | None = None) -> int:
     """Prints what each case came to, then `N passed, M failed`; returns the exit status.
 
     case_name: only that case. preset: used for every case instead of its system's own. Raises TraceError for a
     malformed file and ConfigError for a case or a preset that does not exist.
     """
-    cases = read_cases(file)
+    cases = [case for file in files for case in read_cases(file)]
     if case_name is not None:
         names = [case.name for case in cases]
         if case_name not in names:
-            raise ConfigError(_unknown_case(file, case_name, names))
+            raise ConfigError(_unknown_case(files, case_name, names))
         cases = [case for case in cases if case.name == case_name]
     _check_choices(cases, preset)
     num_failed = 0
-    for case in tqdm(cases, desc=file.name, disable=None, leave=False):
+    for case in tqdm(cases, desc="conform", disable=None, leave=False):
         system = SYSTEMS[case.system]
         mismatch = replay_case(case, system, preset or system.preset)
         num_failed += mismatch is not None
@@ -40,11 +41,12 @@ def check_file(file: Path, case_name: str | None = None, preset: str | None = No
     return 1 if num_failed else 0
 
 
-def _unknown_case(file: Path, name: str, names: list[str]) -> str:
+def _unknown_case(files: Sequence[Path], name: str, names: list[str]) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(name, names, n=3, cutoff=0.5) or names[:3]
-    return f"{file} has no case {name!r} among its {len(names)}; close to it: {', '.join(near)}"
+    where = " ".join(map(str, files))
+    return f"{where}: no case {name!r} among {len(names)}; close to it: {', '.join(near)}"
 
 
 def _check_choices(cases: list[Case], preset: str | None) -> None:

@@ -18,7 +18,7 @@ from experiments.fidelity.fitting import Fit, fit, halves
 from experiments.fidelity.loads import Load, grouped
 from experiments.fidelity.scalars import overrides_of
 from experiments.fidelity.simulating import described, replaced, simulate
-from experiments.names import device_named
+from experiments.names import device_of_run
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,20 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     noise = real_noise([(first, _named(again.measured, load.key)) for again in group[1:]])
     return Compared(
         load, tuple(again.name for again in group[1:]), sim, described(config), error_table(sim, load.measured),
-        request_errors(matched), matched, noise, step_errors(sim, load.measured), _other_device(load, config),
+        request_errors(matched), matched, noise, step_errors(sim, load.measured), _of_device(load, config),
     )  # fmt: skip
 
 
-def _other_device(load: Load, config: RunConfig) -> tuple[str, ...]:
-    """A note where the run's device is another than the one that is simulated, by its name."""
+def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
+    """A note where the run's device is another than the one that is simulated, by its name, or has no data sheet."""
     said, device = load.measured.manifest.get("device"), config.device
-    known = None if said is None else device_named(str(said))
-    if said is None or known == device.name or (known is None and (device.kind == "cpu" or device.path is not None)):
-        return ()
-    return (f"measured on {said!r}, and simulated as device={device.name}: say which it is with device=…",)
+    known = None if said is None else device_of_run(str(said))
+    is_own = device.kind == "cpu" or device.path is not None  # of which no driver says a name that we know
+    if said is not None and known != device.name and (known is not None or not is_own):
+        return (f"measured on {said!r}, and simulated as device={device.name}: say which it is with device=…",)
+    if device.kind == "cpu" and config.raw["cost"].get("name") == "roofline":
+        return ("no data sheet knows a CPU's prices: `testbed calibrate` measures them (cost=calibrated cost.path=…)",)
+    return ()
 
 
 def _second_half(

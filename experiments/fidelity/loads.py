@@ -23,6 +23,7 @@ from experiments.config import RunConfig
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
+from experiments.names import device_of_run
 from experiments.run_folder import TRACE_FILE, write_json
 from experiments.traces import build_trace
 from testbed.errors import RunFolderError
@@ -62,7 +63,9 @@ class Load:
         """The simulation's configuration. Raises ConfigError in one line."""
         if self.saved is None:
             return composed((*_RECORDED, *self.settings), overrides)
-        return compose_from(self.saved, [*self.settings, *_carried(self.saved, overrides), *overrides, *_RECORDED])
+        keys = {item.partition("=")[0] for item in overrides}
+        own = [item for item in self.settings if item.partition("=")[0] not in keys]
+        return compose_from(self.saved, [*own, *_carried(self.saved, [*own, *overrides]), *overrides, *_RECORDED])
 
 
 def _carried(saved: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -137,12 +140,15 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     trace = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
     vocab_size = run.config["trace"].get("vocab_size")
     kept_trace = {"name": "jsonl", "path": str(run.path / TRACE_FILE), "vocab_size": vocab_size, "forced": "lengths"}
-    pool = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
+    settings = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
             if run.manifest.get(name) is not None]  # fmt: skip
+    there = None if run.manifest.get("backend") == "sim" else device_of_run(str(run.manifest.get("device")))
+    if there not in (None, run.config["device"]["name"]):
+        settings.append(f"device={there}")
     target = folder / name / "measured"
     _write(run, kept, trace, target)
     return Load(
-        name, f"backend={run.manifest.get('backend')}", trace, load_run(target), tuple(pool),
+        name, f"backend={run.manifest.get('backend')}", trace, load_run(target), tuple(settings),
         {**saved, "trace": kept_trace},
         f"{run.fingerprint} {run.config['backend'].get('speed', 1.0)}", _policy(run), tuple(notes),
     )  # fmt: skip

@@ -138,7 +138,7 @@ def systems_folder(given: Path | None = None) -> Path:
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     if not places:
         raise ConfigError(
-            f"the package {PACKAGE} is not installed; install the extra: pip install 'llm-serving-testbed[tables]'"
+            f"the package {PACKAGE} is not installed; install the extra: pip install '.[tables]' in the repository"
         )
     return systems_folder(Path(places[0]))
 

@@ -150,7 +150,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except ImportError as error:
         raise ConfigError(
             f"the tokenizer at {path} needs the package {error.name or 'transformers'!r}: "
-            "pip install 'llm-serving-testbed[real]'"
+            "pip install '.[real]' in the repository"
         ) from None
     except Exception as error:  # noqa: BLE001  # a damaged file raises anything, a bare Exception included
         raise ModelError(f"the tokenizer at {path} cannot be read: {_first_line(error)}") from None

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from experiments.compose import compose_config
-from experiments.fidelity.comparing import _other_device
+from experiments.fidelity.comparing import _of_device
 from experiments.fidelity.loads import Load
-from experiments.names import device_named, model_named
+from experiments.names import device_named, device_of_run, model_named
 from experiments.options import options
 from experiments.tables.llmservingsim import read
 from tests.experiments import tables_on_the_spot as spot
@@ -85,7 +85,29 @@ def test_a_profile_is_of_the_model_that_a_study_finds(tmp_path: Path) -> None:
     assert tables.select("gemm", kernel="qkv_proj", m=8)["k"].to_pylist() == [5120]
 
 
-@pytest.mark.parametrize(("simulated", "num_notes"), [("rtx_pro_6000_server", 0), ("rtx_pro_6000", 1)])
-def test_a_run_on_another_card_is_noted(simulated: str, num_notes: int) -> None:
-    measured: Any = SimpleNamespace(measured=SimpleNamespace(manifest={"device": SERVER}))
-    assert len(_other_device(cast(Load, measured), compose_config([f"device={simulated}"]))) == num_notes
+CPU = "AMD EPYC, 2 threads"
+
+
+@pytest.mark.parametrize(
+    ("ran_on", "simulated", "said"),
+    [
+        (SERVER, ["device=rtx_pro_6000_server"], ""),
+        (SERVER, ["device=rtx_pro_6000"], "simulated as device=rtx_pro_6000"),
+        (CPU, ["device=h100"], "simulated as device=h100"),
+        (CPU, ["device=cpu"], "no data sheet knows a CPU's prices"),
+        (CPU, ["device=cpu", "cost=linear"], ""),
+    ],
+)
+def test_a_run_on_another_device_is_noted_and_one_that_no_data_sheet_knows(
+    ran_on: str, simulated: list[str], said: str
+) -> None:
+    measured: Any = SimpleNamespace(measured=SimpleNamespace(manifest={"device": ran_on}))
+    notes = _of_device(cast(Load, measured), compose_config(simulated))
+    assert said in "".join(notes)
+    assert bool(notes) == bool(said)
+
+
+def test_where_a_run_was_measured_is_a_device_of_the_library() -> None:
+    assert device_of_run(CPU) == device_of_run("Some CPU, 1 thread") == device_of_run("cpu") == "cpu"
+    assert device_of_run(SERVER) == "rtx_pro_6000_server"
+    assert device_of_run("A card, that nobody knows") is None

@@ -162,7 +162,7 @@ def test_a_launcher_that_is_not_installed_names_what_to_install(
 ) -> None:
     monkeypatch.setattr("experiments.options.Library.names", lambda library, group: ["basic"])
     error = say(capsys, "run", "-m", f"hydra/launcher={launcher}", "seed=0,1").error()
-    assert error.endswith(f"needs a package that is not installed: pip install 'llm-serving-testbed[{extra}]'")
+    assert error.endswith(f"needs a package that is not installed: pip install '.[{extra}]' in the repository")
 
 
 def test_a_value_may_be_taken_from_what_is_given_whole() -> None:

@@ -34,7 +34,7 @@ def test_an_absent_package_is_one_line(capsys: pytest.CaptureFixture[str], monke
         ("import", "aiconfigurator", "--device", "h200", "--out", "x.parquet"),
     ):
         said = say(capsys, *arguments, status=1)
-        assert "not installed; install the extra: pip install 'llm-serving-testbed[tables]'" in said
+        assert "not installed; install the extra: pip install '.[tables]' in the repository" in said
 
 
 def test_import_writes_one_file_and_says_what_it_doubts(

@@ -170,9 +170,9 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     if abs(changes[worst]) <= margin:
         return []
     return [
-        "The start is part of all numbers: without its own first requests, those that MSER-5 takes for warm-up, mean "
-        f"TTFT of {worst} moves by {fmt.change(100 * changes[worst])} against itself (this compares no arms). A longer "
-        "trace weakens it."
+        f"The start, when the system is still empty, is part of all numbers: without it (MSER-5's cut) mean TTFT "
+        f"of {worst} would be {fmt.change(100 * changes[worst])} off what is shown. A longer trace helps, or "
+        "report.warmup_s."
     ]
 
 

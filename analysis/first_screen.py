@@ -159,7 +159,7 @@ def _subjects(group: Compared) -> list[tuple[str, list[Comparison], str]]:
             first = effects[0]
             change = f"{fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
             uneven = [effect.comparison.metric.label for effect in effects if effect.interaction is not None]
-            hidden = f" (how much depends on the other factors in {fmt.listing(uneven)})" if uneven else ""
+            hidden = f" (in {fmt.listing(uneven)} the effect depends on the other factors)" if uneven else ""
             subject = f"on average over the other factors, {factor_name(first.factor)} {change}"
             found.append((subject, [effect.comparison for effect in effects], hidden))
         return found

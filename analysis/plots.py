@@ -222,7 +222,8 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
 
 def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
     """Relative change to the baseline, in percent, one panel a metric, one bar an arm, with intervals. A change to or
-    from 0, which has no percentage, is written out. Axes `[num_metrics]`.
+    from 0, which has no percentage, is written out. A panel is at least _LEAST wide; one with an arm far off goes by
+    the ratio's logarithm, so that half as much and twice as much are as long, and says so. Axes `[num_metrics]`.
     """
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     with style.styled():
@@ -230,7 +231,7 @@ def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
         for axes, label in zip(panels, labels, strict=False):
             _bar_panel(axes, {arms.index(row.arm): row for row in rows if row.metric.label == label})
             axes.set_title(label)
-            axes.set_xlabel("change (%)")
+            axes.set_xlabel("change (%)" if axes.get_xscale() == "linear" else "change (%), log")
         panels[0].set_yticks(range(len(arms)), arms)
         panels[0].set_ylim(max(len(arms), 1) - 0.4, -0.6)
         seen = {_kind(row) for row in rows if row.estimate is not None and row.estimate.scale == "log_ratio"}
@@ -239,7 +240,9 @@ def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
     return cast(AxesArray, panels)
 
 
-_FAR = 500.0  # percent
+_FAR = 250.0  # percent
+_LEAST = 2.0  # percent, to each side of 0: else noise would look like an effect
+_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0)  # percent, beside 0
 _BARS: dict[str, dict[str, Any]] = {
     "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
     "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},
@@ -270,14 +273,39 @@ def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08)
-    widest = max(abs(limit) for limit in axes.get_xlim())
-    if widest > _FAR:  # one arm far off would leave the others no length
-        axes.set_xscale("symlog", linthresh=100.0)
-        axes.set_xticks([tick for tick in (-100.0, 0.0, 100.0, 1e3, 1e4, 1e5, 1e6) if abs(tick) <= widest])
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value < 1e3 else f"{value / 1e3:,.0f}k")
-        axes.minorticks_off()
+    low, high = axes.get_xlim()
+    if high > _FAR:  # one arm far off would leave the others no length
+        _go_by_ratio(axes, high)
         return
-    axes.xaxis.set_major_locator(MaxNLocator(3 if 1 <= widest < 1000 else 2))  # long labels: two steps fit a panel
+    low, high = min(low, -_LEAST), max(high, _LEAST)
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+
+
+def _go_by_ratio(axes: Axes, high: float) -> None:
+    """Percent over an axis of logarithms of the ratio; high: the end of the axis."""
+    low = max(axes.dataLim.x0, -99.9)
+    ends = [np.log1p(end / 100.0) for end in (min(low, -5.0), high)]
+    room = 0.05 * (ends[1] - ends[0])
+    axes.set_xscale(
+        "function", functions=(lambda x: np.log1p(np.maximum(x, -99.99) / 100.0), lambda y: np.expm1(y) * 100.0)
+    )
+    axes.set_xlim(*(100.0 * np.expm1([ends[0] - room, ends[1] + room])))
+    ticks = [0.0]
+    for tick in _RATIO_TICKS:  # the outermost first, as many as do not touch
+        place = np.log1p(tick / 100.0)
+        if ends[0] <= place <= ends[1] and all(abs(place - np.log1p(one / 100.0)) > 7.0 * room for one in ticks):
+            ticks.append(tick)
+    axes.set_xticks(ticks, [*map(_signed, ticks)])
+    axes.minorticks_off()
+
+
+def _signed(percent: float) -> str:
+    """With a sign, and thousands as k: +900, −50."""
+    if percent == 0.0:
+        return "0"
+    size = f"{abs(percent):.0f}" if abs(percent) < 1e4 else f"{abs(percent) / 1e3:.0f}k"
+    return f"{'+' if percent > 0 else '−'}{size}"
 
 
 def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> AxesArray:

@@ -43,6 +43,7 @@ from testbed.errors import RunFolderError
 
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
 _MAX_CURVES = 8
+_MAX_RAN = 4  # models and devices that are named at the top
 
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
@@ -128,13 +129,14 @@ def report_from_folders(
 
 
 def _main_figure(sections: Sections) -> Plot | None:
-    """Of the heaviest load that some arm kept up with; of the heaviest where none did."""
-    kept = [
-        group
-        for group, known in zip(sections.ablation, sections.compared, strict=True)
-        if any(not is_outrun(run) for arm in known.arms for run in arm.runs)
+    """Of the load at which most arms are compared, of several the heaviest; of those that some arm kept up with, if
+    there is one."""
+    drawn = [
+        (any(not is_outrun(run) for arm in known.arms for run in arm.runs), len(known.arms), place)
+        for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True))
+        if group["plots"]
     ]
-    return next((plot for group in reversed(kept or sections.ablation) for plot in group["plots"]), None)
+    return sections.ablation[max(drawn)[2]]["plots"][0] if drawn else None
 
 
 def _comparable_groups(
@@ -229,7 +231,10 @@ def _said(
 
 def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
     figure = plots.ablation_bars([row for row in rows if row.metric.path in _HEADLINE])
-    caption = "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's."
+    caption = (
+        "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
+        "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."
+    )
     title = f"Change against the baseline{f' at {load}' if load else ''}"
     return sections.plot(figure, f"ablation_{index}", title, caption)
 
@@ -289,6 +294,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
     return {
         "title": report.title,
         "question": report.question or _default_question(report.arms, baseline),
+        "ran": _what_ran(everything),
         "baseline": _baseline_text(report, baseline),
         "cautions": [*findings.failed_checks(links, everything), *findings.too_noisy(noise), *report.cautions],
         "findings": sections.findings,
@@ -306,6 +312,19 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
         "runs": tables.runs_table(report.arms, links),
         "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
     }
+
+
+def _what_ran(runs: Sequence[Run]) -> str:
+    """Which models ran where, simulated or measured."""
+    said: dict[str, None] = {}
+    for run in runs:
+        on = f"{run.manifest.get('model')} on {run.manifest.get('device')}"
+        is_simulated = run.manifest.get("backend") == "sim"
+        said[f"simulated: {on}, cost={run.manifest.get('cost')}" if is_simulated else f"measured: {on}"] = None
+    shown = [*said][:_MAX_RAN]
+    more = f"; and {len(said) - len(shown)} more" if len(said) > len(shown) else ""
+    text = "; ".join(shown) + more
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _baseline_text(report: ReportInput, baseline: Arm) -> str:

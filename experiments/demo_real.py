@@ -44,7 +44,7 @@ def run_point(overrides: list[str], folder: Path) -> Run:
 
 def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) -> Fidelity:
     """Replays the shortened trace under each policy ({name: overrides}); a small model is made on the spot."""
-    base = _real_overrides(_make_model(out / "model"), quick=quick)
+    base = _real_overrides(_make_model(out / "small_qwen3"), quick=quick)
     config = compose_config(base)
     extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 24, max_s=30 if quick else 90)
     before = profile(config, extent)

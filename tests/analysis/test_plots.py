@@ -80,6 +80,31 @@ def test_every_figure_writes_png_and_svg(runs, tmp_path):
     assert texts == ["not comparable", "from 2\u00a0req/s to 0\u00a0req/s"]
 
 
+def bars_of(*ratios: float):
+    estimates = [mean_t(np.log([ratio * 0.99, ratio * 1.01]), "log_ratio") for ratio in ratios]
+    rows = [Comparison(str(arm), LATENCY[0], 1.0, one, "higher", base=2.0) for arm, one in enumerate(estimates)]
+    (axes,) = plots.ablation_bars(rows)
+    axes.figure.canvas.draw()
+    return axes
+
+
+def test_a_panel_of_bars_with_one_far_off_goes_by_the_ratio_and_says_so(tmp_path):
+    axes = bars_of(13.0, 2.0, 0.5)
+    assert axes.get_xlabel() == "change (%), log"
+    place = axes.get_xaxis_transform().transform
+    zero, double, half, far = (place((percent, 0))[0] for percent in (0.0, 100.0, -50.0, 1200.0))
+    assert double - zero == pytest.approx(zero - half)
+    assert axes.bbox.x0 < half < zero < double < far < axes.bbox.x1
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "+900"]
+    saved(np.array([axes]), tmp_path, "far")
+
+
+def test_a_panel_of_small_changes_is_not_blown_up():
+    axes = bars_of(1.0001, 0.9999)
+    assert axes.get_xlabel() == "change (%)"
+    assert axes.get_xlim()[0] <= -2 < 2 <= axes.get_xlim()[1]
+
+
 def test_poor_data_draws_without_a_warning(poor, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -58,10 +58,12 @@ class FoundModel(NamedTuple):
 
 
 def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundModel:
-    """Raises ModelError if there is no such model, ConfigError if there is no such tokenizer."""
+    """A folder that is no checkpoint hides no model that needs none. Raises ModelError if there is no such model,
+    ConfigError if there is no such tokenizer."""
     path = Path(model)
     given = None if tokenizer is None else read_tokenizer(tokenizer)
-    if path.exists():
+    needs_no_files = model == TINY or (load_format == "dummy" and model in options("model"))
+    if path.is_file() or (path / "config.json").is_file() or (path.exists() and not needs_no_files):
         folder = path if path.is_dir() else path.parent
         load_hf_config(path)  # first: a tokenizer reads it too, and would be blamed
         own = load_tokenizer(folder) if given is None and has_tokenizer(folder) else None
@@ -74,7 +76,7 @@ def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundMode
         trained = given or train_tokenizer()
         size = f"model.vocab_size={trained.num_tokens}"
         return FoundModel(TINY, ["model=tiny", size, "backend.load_format=dummy"], None, trained)
-    if load_format == "dummy" and model in options("model"):
+    if needs_no_files:
         return FoundModel(model, [f"model={model}"], None, given)
     raise ModelError(
         f"no model at {model}: expected a local folder with config.json and safetensors. 'tiny' needs none (random "

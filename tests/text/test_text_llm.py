@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.llm_settings import find_model
 from experiments.text import LLM
 from real.text.outputs import CompletionOutput, Piece
 from real.text.sampling import SamplingParams
 from testbed.core.commands import StepView
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, ModelError
 from tests.text.kit import (
     PROMPTS,
     ROOMY,
@@ -318,6 +319,18 @@ def test_without_a_tokenizer_token_ids_work_and_texts_are_empty(tmp_path: Path, 
     given = LLM(folder, tokenizer=llm.tokenizer.inner, **ROOMY)
     assert given.generate(PROMPTS[0], greedy())[0].outputs == wanted.outputs
     assert LLM(folder, tokenizer=llm.tokenizer.inner.backend_tokenizer, **ROOMY).tokenizer is not None
+
+
+@pytest.mark.parametrize(("model", "load_format"), [("tiny", None), ("qwen3_0.6b", "dummy")])
+def test_a_folder_that_is_no_checkpoint_hides_no_model_that_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, load_format: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(model).mkdir()  # say, of `testbed calibrate --out tiny`
+    assert find_model(model, None, load_format).folder is None
+    Path(model, "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        find_model(model, None, load_format)
 
 
 def test_a_newcomer_needs_nothing() -> None:

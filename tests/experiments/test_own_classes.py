@@ -236,13 +236,12 @@ def _names(key: str, arguments: tuple[str, ...]) -> bool:
     return any(argument.partition("=")[0] == key.partition("=")[0] for argument in arguments)
 
 
-@pytest.mark.parametrize("arguments", documented_commands(), ids=lambda words: words[1].partition("=")[0])
-def test_a_documented_command_runs(
-    examples: None, capsys: pytest.CaptureFixture[str], rows: Path, arguments: list[str]
+@pytest.mark.parametrize("arguments", documented_commands(), ids=lambda words: words[-1].partition("=")[0])
+def test_a_documented_command_runs_as_it_stands(
+    examples: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str]
 ) -> None:
-    command, *options = arguments
-    assert command == "run"
-    Ran(capsys, rows, *options, "cache.num_cpu_blocks=16")
+    said = say(capsys, *arguments, f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.status == 0, said.err
 
 
 def test_an_order_that_is_a_key(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:

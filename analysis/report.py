@@ -178,7 +178,9 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     sections.comparisons += rows
     num = num_replicates(arms)
     inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for arm in arms for run in arm.runs) else ()))
-    group: dict[str, Any] = {"load": load, "method": findings.interval_method(rows, num) if len(arms) > 1 else ""}
+    method = findings.interval_method(rows, num) if len(arms) > 1 else ""
+    is_new = all(method != other["method"] for other in sections.ablation)  # said once
+    group: dict[str, Any] = {"load": load, "method": method if is_new else ""}
     args = (arms, baseline)
     group["tables"] = [
         tables.ablation_table(f"Latency{at_load}", *args, LATENCY, rows, report.margin, slo),
@@ -190,9 +192,14 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
     sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
     if effects:
-        caption = f"Main effects{at_load}: one factor changed, averaged over the levels of the others"
-        parts = [[effect for effect in effects if effect.comparison.metric in part] for part in (LATENCY, rates)]
-        group["tables"] = [tables.effects_table(caption, part, report.margin) for part in parts] + group["tables"]
+        parts = {"latency": LATENCY, "throughput": rates}
+        group["tables"] = [
+            tables.effects_table(
+                f"Main effects on {what}{at_load}: one factor changed, averaged over the levels of the others",
+                [effect for effect in effects if effect.comparison.metric in part], report.margin,
+            )
+            for what, part in parts.items()
+        ] + group["tables"]  # fmt: skip
     if len(arms) > 1:
         group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
         said = _said(rows, effects, arms, baseline, report.margin, num)

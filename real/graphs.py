@@ -75,11 +75,6 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def call_again(work: Work) -> Work:
-    """Captures nothing: the work is done anew. For devices without graphs; the results are the same."""
-    return work
-
-
 class GraphShape(NamedTuple):
     """Of a captured step: the most tokens and rows that it holds. is_decode: each row has one token, and no other."""
 

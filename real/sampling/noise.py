@@ -31,21 +31,6 @@ def mix(*values: int) -> int:
     return state
 
 
-def draw_key(row: ScheduledSequence, run_seed: int, index: int = 0) -> int:
-    """The key of a row's draw, as a signed 64-bit integer. The position drawn is the one after the row's last token.
-
-    index: which of the row's `num_samples` draws. A seeded request draws the same in every run, whatever the ids of its
-    sequences; so what tells its samples apart is the member, counted from the group's first sequence (whose id is
-    the group's). The sequence that starts with draw j is member j if the core numbers a group's sequences in a row.
-    """
-    sampling = row.sampling
-    position = row.start + row.num_tokens
-    if sampling.seed is None:
-        return signed(mix(UNSEEDED, run_seed, row.seq_id, position, *([index] if index else [])))
-    member = index + (row.seq_id - row.group_id if sampling.num_seqs > 1 else 0)
-    return signed(mix(SEEDED, sampling.seed, position, *([member] if member else [])))
-
-
 class Streams(NamedTuple):
     """What draws depend on besides their positions: the same from step to step."""
 
@@ -54,7 +39,12 @@ class Streams(NamedTuple):
 
 
 def streams_of(rows: Sequence[ScheduledSequence], indices: Sequence[int], run_seed: int) -> Streams:
-    """Of many draws at once. indices: which of its row's draws each is."""
+    """Of many draws at once. indices: which of its row's draws each is.
+
+    A seeded request draws the same in every run, whatever the ids of its sequences; so what tells its samples apart is
+    the member, counted from the group's first sequence (whose id is the group's). The sequence that starts with draw j
+    is member j if the core numbers a group's sequences in a row.
+    """
     begin_unseeded, begin_seeded = mix(UNSEEDED, run_seed), mix(SEEDED)
     columns = np.array(
         [_words(row, index, begin_unseeded, begin_seeded) for row, index in zip(rows, indices, strict=True)],
@@ -65,7 +55,7 @@ def streams_of(rows: Sequence[ScheduledSequence], indices: Sequence[int], run_se
 
 
 def draw_keys(streams: Streams, positions: np.ndarray) -> np.ndarray:
-    """`draw_key` of many draws at once, int64 [n]. positions: that are drawn, int64 [n]."""
+    """The hash key of each draw, int64 [n]. positions: that are drawn, int64 [n]."""
     states = _mixed(streams.states, positions.view(np.uint64))
     keys: np.ndarray = np.where(streams.members > 0, _mixed(states, streams.members), states)
     return keys.view(np.int64)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from real.attention.triton_provider import is_interpreted
-from real.kernels.step_shapes import step_shapes
+from tests.kernels.step_shapes import step_shapes
 
 if TYPE_CHECKING:
     from real.kernels.attend import Tiling

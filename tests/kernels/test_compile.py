@@ -38,7 +38,7 @@ def test_main_shapes_compile_without_spills(target, tmp_path):
 
 
 def test_the_kernels_around_attention_compile_without_spills(tmp_path):
-    from real.kernels.step_shapes import step_shapes
+    from tests.kernels.step_shapes import step_shapes
 
     names = [shape.name for shape in step_shapes()]
     done = compile_by(["--filter", "^({})$".format("|".join(names))], tmp_path)

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
 from real.sampling.inputs import Source, sample_inputs
-from real.sampling.noise import SEEDED, UNSEEDED, draw_key, draw_keys, log_exponential, mix, signed, streams_of
+from real.sampling.noise import SEEDED, UNSEEDED, draw_keys, log_exponential, mix, signed, streams_of
 from real.sampling.sampler import choose, draws_of
 from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import row
@@ -146,14 +146,24 @@ def draws_at(logits: torch.Tensor, seed: int | None) -> list[int]:
     return sample(logits, [group_row(0, 7, SamplingParams(temperature=1.0, seed=seed))]).tolist()
 
 
+def draw_key(line, run_seed: int, index: int = 0) -> int:
+    """The key of one draw, written from what it is to depend on."""
+    sampling, position = line.sampling, line.start + line.num_tokens
+    if sampling.seed is None:
+        return signed(mix(UNSEEDED, run_seed, line.seq_id, position, *([index] if index else [])))
+    member = index + (line.seq_id - line.group_id if sampling.num_seqs > 1 else 0)
+    return signed(mix(SEEDED, sampling.seed, position, *([member] if member else [])))
+
+
 def test_the_keys_of_first_draws_are_a_contract():
     """Tapes and seeds of earlier versions stay good."""
     unseeded, seeded = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=8, n=2)
-    assert draw_key(group_row(3, 7, unseeded), 5) == signed(mix(UNSEEDED, 5, 3, 7))
-    assert draw_key(group_row(3, 7, seeded, 2, group_id=3), 5) == signed(mix(SEEDED, 8, 7))
+    rows = [group_row(3, 7, unseeded), group_row(3, 7, seeded, 2, group_id=3)]
+    keys = draw_keys(streams_of(rows, [0, 0], 5), np.array([7, 7]))
+    assert keys.tolist() == [signed(mix(UNSEEDED, 5, 3, 7)), signed(mix(SEEDED, 8, 7))]
 
 
-def test_keys_made_together_are_those_made_one_by_one():
+def test_keys_made_together_are_those_of_each_draw_by_itself():
     rows, indices = [], []
     for number in range(60):
         seed = (None, 0, 7, -3, 2**63, 2**70 + 5)[number % 6]

@@ -16,7 +16,6 @@ from real.device import Placement
 from real.graphs import (
     Captured,
     GraphShape,
-    call_again,
     captured_shapes,
     captured_sizes,
     captured_token_counts,
@@ -43,7 +42,9 @@ def graphed(shapes: list[GraphShape], device: str = "cpu", **options: object) ->
         limits = BatchLimits(options.get("block_size", 4), 64, 8, MAX_MODEL_LEN)
         placement = Placement(torch.device("cpu"), torch.float32)
         shapes = sorted(shapes, reverse=True)
-        backend.runner.graphs = capture_steps(backend.runner, backend.cache, placement, limits, shapes, call_again)
+        backend.runner.graphs = capture_steps(
+            backend.runner, backend.cache, placement, limits, shapes, lambda work: work
+        )
     return backend
 
 

@@ -1,4 +1,4 @@
-"""The kernels around attention, each in the shapes that it is compiled in ahead of time (tests/kernels/compile.py)."""
+"""The kernels around attention, each in the shapes that it is compiled in ahead of time (compile.py)."""
 
 from __future__ import annotations
 

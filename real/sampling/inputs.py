@@ -91,7 +91,7 @@ class SampleInputs(NamedTuple):
     that draw several times.
     """
 
-    num_rows: int
+    forks: list[tuple[int, ...]]  # places in the output of each sampled row's tokens after the first
     num_draws: int
     needs_argmax: bool  # whether any row takes the largest logit as it is
     groups: tuple[DrawGroup, ...]
@@ -100,32 +100,31 @@ class SampleInputs(NamedTuple):
     beams: BeamInputs | None
 
 
-def is_random(row: ScheduledSequence) -> bool:
-    return row.sampling.temperature > 0.0 and not row.sampling.beam_width
-
-
 def sample_inputs(rows: Sequence[ScheduledSequence], source: Source) -> SampleInputs:
     """What is to be chosen for the rows of a plan. Raises RequestError for a bias of a token that the model lacks."""
     sampled = [row for row in rows if row.samples]
     groups: dict[Kind, list[Draw]] = {}
-    further: list[tuple[int, ScheduledSequence]] = []
+    forks: list[tuple[int, ...]] = []
+    num_draws = len(sampled)
     for number, row in enumerate(sampled):
         kind = kind_of(row, source)
-        groups.setdefault(kind, []).append(Draw(number, number, row))
+        group = groups.setdefault(kind, [])
+        group.append(Draw(number, number, row))
+        own: tuple[int, ...] = ()
         if row.num_samples > 1 and kind.is_random:
-            further.append((number, row))
-    num_draws = len(sampled)
-    for number, row in further:
-        group = groups[kind_of(row, source)]
-        group += [Draw(num_draws + i - 1, number, row, i) for i in range(1, row.num_samples)]
-        num_draws += row.num_samples - 1
+            own = tuple(range(num_draws, num_draws + row.num_samples - 1))
+            group += [Draw(place, number, row, member) for member, place in enumerate(own, 1)]
+            num_draws += len(own)
+        elif row.num_samples > 1 and not row.sampling.beam_width:
+            own = (number,) * (row.num_samples - 1)
+        forks.append(own)
     needs_argmax = groups.pop(GREEDY, None) is not None
     return SampleInputs(
-        len(sampled),
+        forks,
         num_draws,
         needs_argmax,
         tuple([_group(kind, draws, source) for kind, draws in groups.items()]),
-        _logprob_inputs(sampled),
+        _logprob_inputs(sampled, forks),
         _prompt_inputs(rows, source.vocab_size),
         beam_inputs(sampled),
     )
@@ -237,23 +236,18 @@ def _floats(values: list[float]) -> Tensor:
 # --- log-probabilities ---
 
 
-def _logprob_inputs(sampled: list[ScheduledSequence]) -> LogprobInputs | None:
-    """Of every token that a row emits: each of its draws. A forced row emits none; beams bring their own."""
-    rows: list[int] = []
-    targets: list[int] = []
-    num_top: list[int] = []
-    next_further = len(sampled)
-    for number, row in enumerate(sampled):
-        num_further = row.num_samples - 1 if is_random(row) else 0
-        if row.sampling.needs_logprobs and not row.forced and not row.sampling.beam_width:
-            own = [number, *range(next_further, next_further + num_further)]
-            targets += own
-            rows += [number] * len(own)
-            num_top += [row.sampling.logprobs or 0] * len(own)
-        next_further += num_further
-    if not rows:
+def _logprob_inputs(sampled: list[ScheduledSequence], forks: list[tuple[int, ...]]) -> LogprobInputs | None:
+    """Of every token that a row emits. A forced row emits none; beams bring their own."""
+    wanted = [
+        (number, place, row.sampling.logprobs or 0)
+        for number, row in enumerate(sampled)
+        if row.sampling.needs_logprobs and not row.forced and not row.sampling.beam_width
+        for place in (number, *forks[number])
+    ]
+    if not wanted:
         return None
-    return LogprobInputs(torch.tensor(rows), torch.tensor(targets), tuple(num_top))
+    rows, targets, num_top = zip(*wanted, strict=True)
+    return LogprobInputs(torch.tensor(rows), torch.tensor(targets), num_top)
 
 
 def _prompt_inputs(rows: Sequence[ScheduledSequence], vocab_size: int) -> PromptInputs | None:

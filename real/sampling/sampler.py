@@ -19,7 +19,7 @@ from torch import Tensor
 
 from real import kernels
 from real.beams import Candidates, advance, best_continuations, is_beam
-from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, is_random
+from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs
 from real.sampling.logprobs import Scored, score, to_lists
 from real.sampling.noise import log_exponential
 from real.sampling.shaping import Edits, Filters, Penalties, edit, filter_, penalise
@@ -69,8 +69,8 @@ def choose(logits: Tensor, inputs: SampleInputs) -> Tensor:
     """Logits float32 [num_rows, vocab] -> ids int64 [num_draws]."""
     if inputs.needs_argmax:
         token_ids = logits.argmax(dim=-1)
-        if inputs.num_draws > inputs.num_rows:
-            token_ids = torch.cat([token_ids, token_ids.new_empty(inputs.num_draws - inputs.num_rows)])
+        if inputs.num_draws > len(token_ids):
+            token_ids = torch.cat([token_ids, token_ids.new_empty(inputs.num_draws - len(token_ids))])
     else:
         token_ids = torch.empty(inputs.num_draws, dtype=torch.int64, device=logits.device)
     draw = _draw_by_kernels if _has_kernels(logits.device) else _draw_by_torch
@@ -193,23 +193,22 @@ def outcomes(
     sampled: Sequence[ScheduledSequence], inputs: SampleInputs, drawn: Drawn, eos_token_id: int | None
 ) -> tuple[Outcome, ...]:
     """One for each row that samples and is not forced, in the order of the rows. Waits for the device."""
-    draws = draws_of(sampled, drawn.token_ids.tolist())
+    token_ids = drawn.token_ids.tolist()
     beams = [row for row in sampled if is_beam(row)]
     found = iter(advance(beams, drawn.beams, eos_token_id) if drawn.beams is not None else [])
     scored: Iterator[TokenLogprobs] = iter(())
     if drawn.logprobs is not None and inputs.logprobs is not None:
         scored = iter(to_lists(drawn.logprobs, inputs.logprobs.num_top))
     result: list[Outcome] = []
-    for row, tokens in zip(sampled, draws, strict=True):
+    for row, first, forks in zip(sampled, token_ids, inputs.forks, strict=False):  # draws of forks stand behind
         if row.forced:
             continue
         if is_beam(row):
             result.append(next(found))
             continue
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if row.sampling.needs_logprobs:
-            logprobs = tuple([next(scored) for _ in tokens]) if is_random(row) else (next(scored),) * len(tokens)
-        result.append(Outcome(row.seq_id, tokens[:1], forks=tokens[1:], logprobs=logprobs))
+        further = tuple([token_ids[place] for place in forks]) if forks else ()
+        logprobs = tuple([next(scored) for _ in (first, *further)]) if row.sampling.needs_logprobs else ()
+        result.append(Outcome(row.seq_id, (first,), forks=further, logprobs=logprobs))
     return tuple(result)
 
 
@@ -224,20 +223,3 @@ def prompt_logprobs(inputs: SampleInputs, drawn: Drawn) -> tuple[PromptLogprobs,
             for seq_id, start, num in inputs.prompts.parts
         ]
     )
-
-
-def draws_of(rows: Sequence[ScheduledSequence], token_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """The `num_samples` tokens of each row, from what `choose` gave."""
-    drawn: list[tuple[int, ...]] = []
-    taken = len(rows)
-    for row, first in zip(rows, token_ids, strict=False):
-        num_further = row.num_samples - 1
-        if not num_further or row.sampling.beam_width:
-            drawn.append((first,))
-        elif is_random(row):
-            drawn.append((first, *token_ids[taken : taken + num_further]))
-            taken += num_further
-        else:
-            drawn.append((first,) * row.num_samples)
-    assert taken == len(token_ids), "every draw belongs to a row"
-    return drawn

@@ -10,6 +10,8 @@ import torch
 from real.backend import RealBackend
 from real.checkpoint import make_checkpoint
 from real.config import RealConfig
+from real.sampling.inputs import SampleInputs
+from real.sampling.sampler import choose
 from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.specs.model import ModelSpec, RopeScaling
@@ -116,3 +118,9 @@ def checkpoint(folder: Path, spec: ModelSpec) -> ModelSpec:
     """The spec, now with the path of a fresh random checkpoint of its shape."""
     path = make_checkpoint(folder / spec.name, spec, seed=11)
     return ModelSpec(**{name: getattr(spec, name) for name in ModelSpec.__dataclass_fields__} | {"path": str(path)})
+
+
+def drawn_by_row(logits: torch.Tensor, inputs: SampleInputs) -> list[tuple[int, ...]]:
+    """The draws of each row, from logits [num_rows, vocab]."""
+    token_ids = choose(logits, inputs).tolist()
+    return [tuple(token_ids[place] for place in (row, *forks)) for row, forks in enumerate(inputs.forks)]

@@ -9,9 +9,9 @@ from scipy.stats import chi2_contingency, chisquare, kstest
 
 from real.sampling.inputs import Source, sample_inputs
 from real.sampling.noise import SEEDED, UNSEEDED, draw_keys, log_exponential, mix, signed, streams_of
-from real.sampling.sampler import choose, draws_of
+from real.sampling.sampler import choose
 from testbed.core.request import SamplingParams
-from tests.real.engine_helpers import row
+from tests.real.engine_helpers import drawn_by_row, row
 
 
 def sample(logits: torch.Tensor, rows, run_seed: int = 5) -> torch.Tensor:
@@ -110,7 +110,7 @@ def group_row(seq_id: int, position: int, sampling: SamplingParams, num_samples:
 
 def all_draws(logits: torch.Tensor, rows, run_seed: int = 5) -> list[tuple[int, ...]]:
     """The draws of each row, from logits [num_rows, vocab], as the engine makes them."""
-    return draws_of(rows, sample(logits, rows, run_seed).tolist())
+    return drawn_by_row(logits, sample_inputs(rows, Source(logits.shape[-1], run_seed)))
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(1.0, 0), (0.5, 123), (2.0, None)])

@@ -24,6 +24,7 @@ from real.sampling.sampler import choose, shape
 from testbed.core.plan import ScheduledSequence
 from testbed.core.request import SamplingParams
 from testbed.errors import RequestError
+from tests.real.engine_helpers import drawn_by_row
 
 VOCAB_SIZE = 24
 EOS = 3
@@ -166,8 +167,7 @@ def test_a_draw_depends_on_nothing_else_in_the_batch(batch, random, max_elements
 
     def drawn(order: list[int]) -> dict[int, tuple[int, ...]]:
         chosen = [rows[i] for i in order]
-        token_ids = choose(logits[order], sample_inputs(chosen, source)).tolist()
-        return dict(zip(order, sampler.draws_of(chosen, token_ids), strict=True))
+        return dict(zip(order, drawn_by_row(logits[order], sample_inputs(chosen, source)), strict=True))
 
     alone = {i: drawn([i])[i] for i in range(len(rows))}
     order = random.sample(range(len(rows)), len(rows))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from real import kernels
+from real.attention.interface import as_bytes
 from real.device import Placement
 from real.staging import send_array
 from testbed.core.plan import BatchPlan
@@ -75,7 +76,7 @@ class CacheEngine:
 
     `GPU` is the core's word for the device's pool, also where the device is a CPU. It has one block more than the core
     knows, `scratch_block`: rows that only pad a batch write there. Memory starts as zeros: positions that are masked
-    out are multiplied by 0, so they must be finite. dtype: of K and V; None is the placement's.
+    out are multiplied by 0, so they must be finite.
     """
 
     def __init__(
@@ -86,12 +87,11 @@ class CacheEngine:
         block_size: int,
         num_gpu_blocks: int,
         num_cpu_blocks: int,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
         self.scratch_block = num_gpu_blocks
-        dtype = dtype or placement.dtype
         tail = (block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)
         is_cuda = placement.device.type == "cuda"
         layers = spec.num_hidden_layers
@@ -161,7 +161,7 @@ class CacheEngine:
             move_blocks(planes, planes, send_array(np.array(pairs), whole.device))
             return
         ids = send_array(np.array([sources, destinations]), whole.device)
-        raw = _raw(whole)
+        raw = as_bytes(whole)
         raw.index_copy_(2, ids[1], raw.index_select(2, ids[0]))
 
 
@@ -214,10 +214,5 @@ def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Pair
     source_ids = torch.tensor([source for source, _ in pairs], device=sources[0].device)
     destination_ids = torch.tensor([destination for _, destination in pairs], device=destinations[0].device)
     for source, destination in zip(sources, destinations, strict=True):
-        blocks = _raw(source).index_select(1, source_ids)  # [2, num_pairs, block_size, num_kv_heads, head_dim]
-        _raw(destination).index_copy_(1, destination_ids, blocks.to(destination.device))
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """FP8 as bytes: torch gathers and scatters those."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        blocks = as_bytes(source).index_select(1, source_ids)  # [2, num_pairs, block_size, num_kv_heads, head_dim]
+        as_bytes(destination).index_copy_(1, destination_ids, blocks.to(destination.device))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -91,26 +91,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__context__ is not None and is_out_of_memory(error.__context__)
 
 
-class Stopwatch(Protocol):
-    """Marks instants on the device's own time line. One measurement at a time; used again after `restart`."""
-
-    def restart(self) -> None:
-        """Forgets the marks."""
-        ...
-
-    def mark(self) -> None: ...
-
-    def is_done(self) -> bool:
-        """Whether the device has passed the last mark."""
-        ...
-
-    def finish(self) -> list[int]:
-        """Waits for the device once; the ns between consecutive marks."""
-        ...
-
-
 class CpuStopwatch:
-    """The monotonic clock: CPU work is done when its call returns."""
+    """Marks instants of the monotonic clock: CPU work is done when its call returns. As CudaStopwatch."""
 
     def __init__(self) -> None:
         self._marks: list[int] = []
@@ -129,7 +111,8 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """CUDA events on the current stream: no wait until `finish`, and no event is made that an earlier use has made."""
+    """Marks instants of a GPU's own time line, by events on the current stream. One measurement at a time; used again
+    after `restart`, with the events that it has."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -145,12 +128,17 @@ class CudaStopwatch:
         self._num_marks += 1
 
     def is_done(self) -> bool:
+        """Whether the device has passed the last mark."""
         return bool(self._events[self._num_marks - 1].query())
 
     def finish(self) -> list[int]:
+        """Waits for the device once; the ns between consecutive marks."""
         marked = self._events[: self._num_marks]
         marked[-1].synchronize()
         return [round(before.elapsed_time(after) * 1e6) for before, after in pairwise(marked)]  # ms -> ns
+
+
+Stopwatch = CpuStopwatch | CudaStopwatch
 
 
 def stopwatch(device: torch.device) -> Stopwatch:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from real.attention.interface import AttentionMetadata
-from real.cache_engine import CacheEngine, LayerCaches, block_bytes
+from real.cache_engine import CacheEngine, block_bytes
 from real.device import Placement, memory_named
 from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
 from real.runner import EagerInputs, ModelRunner, StepInputs
@@ -50,12 +50,12 @@ def fitting_num_blocks(
     weights, temporaries = _measure(runner, spec, placement, limits, cache_dtype)
     graphs = 0
     if captured is not None:
-        caches = _few_blocks(spec, placement, limits.block_size, cache_dtype)
+        cache = _small_cache(spec, placement, limits.block_size, cache_dtype)
         with memory_named(
             "captured steps do not fit: lower backend.max_captured_tokens or backend.max_captured_size, or set "
             "cuda_graphs=false"
         ):
-            graphs = _measure_graphs(runner, caches, placement, limits, *captured)
+            graphs = _measure_graphs(runner, cache, placement, limits, *captured)
     return num_kv_blocks(
         memory_bytes=torch.cuda.mem_get_info(placement.device)[1],
         utilization=gpu_memory_utilization,
@@ -85,7 +85,7 @@ def _measure(
     device = placement.device
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device)
-    kv_caches = _few_blocks(spec, placement, block_size, cache_dtype)
+    cache = _small_cache(spec, placement, block_size, cache_dtype)
     torch.cuda.reset_peak_memory_stats(device)
     chunk = min(max_num_batched_tokens, max_model_len)
     loads = [
@@ -98,7 +98,7 @@ def _measure(
     ):
         for load in loads:
             inputs = _synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
-            _run(runner, inputs, kv_caches)
+            _run(runner, inputs, cache.gpu)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - weights
     torch.cuda.empty_cache()
@@ -107,11 +107,9 @@ def _measure(
     return weights, activations + others
 
 
-def _few_blocks(spec: ModelSpec, placement: Placement, block_size: int, dtype: torch.dtype) -> LayerCaches:
-    """KV memory of two blocks: one that all rows of a synthetic load share, and a scratch block."""
-    tail = (block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)
-    shape = (spec.num_hidden_layers, 2, 2, *tail)
-    return LayerCaches(torch.zeros(shape, device=placement.device, dtype=dtype))
+def _small_cache(spec: ModelSpec, placement: Placement, block_size: int, dtype: torch.dtype) -> CacheEngine:
+    """Of two blocks: one that all rows of a synthetic load share, and a scratch block."""
+    return CacheEngine(spec, placement, block_size=block_size, num_gpu_blocks=1, num_cpu_blocks=0, dtype=dtype)
 
 
 class _Metered:
@@ -139,7 +137,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def _measure_graphs(
     runner: ModelRunner,
-    caches: LayerCaches,
+    cache: CacheEngine,
     placement: Placement,
     limits: BatchLimits,
     shapes: list[GraphShape],
@@ -152,7 +150,7 @@ def _measure_graphs(
     """
     probes = sorted({shapes[0], shapes[len(shapes) // 2], shapes[-1]}, reverse=True)
     metered = _Metered(capture, placement.device)
-    _captured(runner, caches, placement, limits, probes, metered, scratch_block=1)
+    capture_steps(runner, cache, placement, limits, probes, metered)
     capture.begin_anew()
     first, *others = (max(0, num_bytes) for num_bytes in metered.taken)
     per_graph = min(others, default=0)  # the other may have more in it: kernels loaded, another process's memory
@@ -184,6 +182,7 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
     return loads
 
 
+@torch.inference_mode()
 def capture_steps(
     runner: ModelRunner,
     cache: CacheEngine,
@@ -191,33 +190,20 @@ def capture_steps(
     limits: BatchLimits,
     shapes: list[GraphShape],
     capture: Capture,
-) -> StepGraphs:  # fmt: skip
-    """Steps of these shapes over the cache, ready to be replayed; the KV memory is zeros again."""
-    return _captured(runner, cache.gpu, placement, limits, shapes, capture, cache.scratch_block)
-
-
-@torch.inference_mode()
-def _captured(
-    runner: ModelRunner,
-    caches: LayerCaches,
-    placement: Placement,
-    limits: BatchLimits,
-    shapes: list[GraphShape],
-    capture: Capture,
-    scratch_block: int,
 ) -> StepGraphs:
+    """Steps of these shapes over the cache, ready to be replayed; the KV memory is zeros again."""
     graphs = StepGraphs(
         runner.model,
         runner.attention,
-        caches,
+        cache.gpu,
         shapes=shapes,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
-        scratch_block=scratch_block,
+        scratch_block=cache.scratch_block,
         device=placement.device,
         capture=capture,
     )
-    caches.whole[:, :, scratch_block].zero_()
+    cache.gpu.whole[:, :, cache.scratch_block].zero_()
     return graphs
 
 

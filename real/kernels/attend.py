@@ -13,7 +13,6 @@ from torch import Tensor
 from real.kernels.formats import widen
 
 LOG2_E = 1.4426950408889634
-MAX_HEAD_DIM = 256
 MAX_WINDOW = 2**30  # no context is longer; positions are int32
 
 # The least with which keys and values are loaded while something is computed. Triton shares all stages but two out

@@ -12,7 +12,7 @@ import torch
 from real.cache_engine import LayerCaches
 from real.device import Placement
 from real.graphs import CudaCapture
-from real.max_load import _few_blocks
+from real.max_load import _small_cache
 from real.staging import Staging, send_array
 from tests.real.engine_helpers import plan_of, row, tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES, GRAPH_BYTES
@@ -144,5 +144,5 @@ def test_memory_of_graphs_is_what_the_largest_takes_and_the_drivers_of_each(gpu)
 
 
 def test_the_small_cache_of_a_measurement_has_all_layers(gpu):
-    caches = _few_blocks(tiny_spec(), Placement(torch.device("cuda", 0), torch.float32), 4, torch.float32)
-    assert caches.whole.shape == (2, 2, 2, 4, 2, 16)
+    cache = _small_cache(tiny_spec(), Placement(torch.device("cuda", 0), torch.float32), 4, torch.float32)
+    assert cache.gpu.whole.shape == (2, 2, 2, 4, 2, 16)

@@ -14,17 +14,9 @@ import inspect
 import torch
 from torch import Tensor
 
-from real.attention import triton_provider
 from real.attention.flash_provider import load
-from real.attention.flash_step import why_not_here
-from real.attention.interface import (
-    AttentionMetadata,
-    AttentionSpec,
-    KVSlots,
-    StepAttention,
-    store_kv,
-)
-from real.attention.triton_provider import TritonStep, scoring_of, store
+from real.attention.flash_step import FlashProvider, store_step, why_not_here
+from real.attention.interface import AttentionMetadata, AttentionSpec
 
 HOPPER = 9  # major compute capability
 ASKED = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size")
@@ -52,34 +44,18 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-class Flash3Attention:
-    """One paged call for a whole step."""
-
-    name = "flash_attn_3"
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.spec = spec
-        self.has_triton = triton_provider.why_not(spec) is None
-
-    @property
-    def supports_graphs(self) -> bool:
-        """Slots below 0 are left out by our own kernel alone."""
-        return self.has_triton
-
-    def prepare(self, metadata: AttentionMetadata) -> StepAttention:
-        if metadata.are_bounds and max(metadata.query_lens) > 1:
-            return TritonStep(self.spec, scoring_of(self.spec), metadata)
-        return Flash3Step(self, metadata)
+def create(spec: AttentionSpec) -> FlashProvider:
+    return FlashProvider("flash_attn_3", spec, Flash3Step)
 
 
 class Flash3Step:
-    """One step's attention; see StepAttention for the shapes."""
+    """One step's attention in one paged call; see StepAttention for the shapes."""
 
-    def __init__(self, provider: Flash3Attention, metadata: AttentionMetadata) -> None:
-        spec, window = provider.spec, provider.spec.sliding_window
-        self._spec, self._metadata = spec, metadata
-        self._window = (-1, -1) if window is None or window >= max(metadata.context_lens) else (window - 1, 0)
-        self.slots = KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale) if provider.has_triton else None
+    def __init__(self, provider: FlashProvider, metadata: AttentionMetadata) -> None:
+        self._scale, self._metadata = provider.spec.scale, metadata
+        window = provider.window(metadata)
+        self._window = (-1, -1) if window is None else (window - 1, 0)
+        self.slots = provider.slots(metadata)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
@@ -87,10 +63,7 @@ class Flash3Step:
         from flash_attn_interface import flash_attn_with_kvcache
 
         metadata = self._metadata
-        if self.slots is None:
-            store_kv(key, value, kv_cache, metadata.slot_mapping)
-        elif not is_stored:
-            store(key, value, kv_cache, self.slots)
+        store_step(key, value, kv_cache, metadata, self.slots, is_stored=is_stored)
         output: Tensor = flash_attn_with_kvcache(
             query,  # [num_tokens, num_heads, head_dim]
             kv_cache[0],
@@ -99,7 +72,7 @@ class Flash3Step:
             page_table=metadata.block_tables,
             cu_seqlens_q=metadata.query_starts,
             max_seqlen_q=min(max(metadata.query_lens), metadata.num_tokens),
-            softmax_scale=self._spec.scale,
+            softmax_scale=self._scale,
             causal=True,
             window_size=self._window,
         )

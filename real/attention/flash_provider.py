@@ -8,13 +8,14 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from real.attention import triton_provider
-from real.attention.flash_step import PAGE, FlashProvider, Options, Part, takes_pages, why_not_here
+from real.attention.flash_step import PAGE, FlashProvider, FlashStep, Options, Part, takes_pages, why_not_here
 from real.attention.interface import AttentionSpec
 
 
@@ -70,7 +71,7 @@ def _why_no_pages(spec: AttentionSpec) -> str:
 
 
 def create(spec: AttentionSpec) -> FlashProvider:
-    return FlashProvider("flash_attn", spec, _varlen, _decode)
+    return FlashProvider("flash_attn", spec, partial(FlashStep, varlen=_varlen, decode=_decode))
 
 
 def _arguments(options: Options) -> dict[str, Any]:

@@ -5,12 +5,12 @@ that follow cached positions are its business; elsewhere our kernels take them. 
 prompts) attend to the step's own keys and values by a plain varlen call, at any block size.
 
 Its launches depend on which rows are prompts, which a captured step may not ask: captured steps with prompts are our
-kernels' altogether, where those can run.
+kernels' altogether, where those can run. What any FlashAttention shares, FlashAttention-3 too, stands here as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -95,14 +95,14 @@ def takes_pages(spec: AttentionSpec) -> bool:
 
 
 class FlashProvider:
-    """A FlashAttention-2 under the name that it has here. decode: None leaves decodes to our kernels."""
+    """Somebody's FlashAttention under the name that it has here. step: what computes steps with it."""
 
-    def __init__(self, name: str, spec: AttentionSpec, varlen: Varlen, decode: Decode | None) -> None:
+    def __init__(self, name: str, spec: AttentionSpec, step: MakeStep) -> None:
         self.name = name
         self.spec = spec
-        self.varlen, self.decode = varlen, decode
-        self.scoring: Scoring | None = None
+        self.scoring: Scoring | None = None  # of our kernels, where they can run
         self.slopes: Tensor | None = None
+        self._step = step
         if triton_provider.why_not(spec) is None:
             self.scoring = scoring_of(spec)
         if spec.alibi_slopes is not None:
@@ -116,28 +116,48 @@ class FlashProvider:
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         if self.scoring is not None and metadata.are_bounds and max(metadata.query_lens) > 1:
             return TritonStep(self.spec, self.scoring, metadata)
-        return FlashStep(self, metadata)
+        return self._step(self, metadata)
 
-    def options(self, max_context_len: int) -> Options:
+    def slots(self, metadata: AttentionMetadata) -> KVSlots | None:
+        """None: no kernel of ours stores."""
+        spec = self.spec
+        return None if self.scoring is None else KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
+
+    def window(self, metadata: AttentionMetadata) -> int | None:
+        """None: it cuts nothing off."""
         window = self.spec.sliding_window
-        sides = (-1, 0) if window is None or window >= max_context_len else (window - 1, 0)
-        return Options(self.spec.scale, sides, self.slopes)
+        return None if window is None or window >= max(metadata.context_lens) else window
+
+
+MakeStep = Callable[[FlashProvider, AttentionMetadata], StepAttention]
+
+
+def store_step(
+    key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, slots: KVSlots | None, *, is_stored: bool
+) -> None:
+    """Before a step of somebody else's attends; without slots by torch, in the model's format."""
+    if slots is None:
+        store_kv(key, value, kv_cache, metadata.slot_mapping)
+    elif not is_stored:
+        store(key, value, kv_cache, slots)
 
 
 class FlashStep:
-    """One step's attention; see StepAttention for the shapes."""
+    """One step's attention; see StepAttention for the shapes. decode: None leaves decodes to our kernels."""
 
-    def __init__(self, provider: FlashProvider, metadata: AttentionMetadata) -> None:
-        spec, scoring = provider.spec, provider.scoring
-        self._spec, self._provider, self._metadata = spec, provider, metadata
-        self._options = provider.options(max(metadata.context_lens))
+    def __init__(
+        self, provider: FlashProvider, metadata: AttentionMetadata, *, varlen: Varlen, decode: Decode | None = None
+    ) -> None:
+        spec, scoring, window = provider.spec, provider.scoring, provider.window(metadata)
+        self._spec, self._metadata, self._varlen, self._decode = spec, metadata, varlen, decode
+        self._options = Options(spec.scale, (-1, 0) if window is None else (window - 1, 0), provider.slopes)
         lens = list(zip(metadata.query_lens, metadata.context_lens, strict=True))
         self._fresh = _part(metadata, [row for row, (num, context) in enumerate(lens) if num > 1 and num == context])
         self._cached = self._decodes = self._paged = None
-        self.slots = None if scoring is None else KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
+        self.slots = provider.slots(metadata)
         if takes_pages(spec):
             self._cached = _part(metadata, [row for row, (num, context) in enumerate(lens) if 1 < num < context])
-            if provider.decode is not None:
+            if decode is not None:
                 self._decodes = _part(metadata, [row for row, (num, _) in enumerate(lens) if num == 1])
                 return
         assert scoring is not None, "why_not asks for our kernels"
@@ -146,11 +166,8 @@ class FlashStep:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
-        if self.slots is None:
-            store_kv(key, value, kv_cache, self._metadata.slot_mapping)
-        elif not is_stored:
-            store(key, value, kv_cache, self.slots)
-        decode, varlen, options = self._provider.decode, self._provider.varlen, self._options
+        store_step(key, value, kv_cache, self._metadata, self.slots, is_stored=is_stored)
+        decode, varlen, options = self._decode, self._varlen, self._options
         if self._decodes is not None and decode is not None and self._decodes.tokens is ALL:  # nothing to put together
             return decode(self._decodes, query, kv_cache, options)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from real.attention import first_step, flash3_provider, flash_provider, triton_provider, varlen_provider
-from real.attention.flash3_provider import Flash3Attention
 from real.attention.interface import AttentionProvider, AttentionSpec
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention
@@ -26,7 +25,7 @@ class Entry(NamedTuple):
 
 
 PROVIDERS: dict[str, Entry] = {
-    "flash_attn_3": Entry(flash3_provider.why_not, Flash3Attention),
+    "flash_attn_3": Entry(flash3_provider.why_not, flash3_provider.create),
     "flash_attn": Entry(flash_provider.why_not, flash_provider.create),
     "varlen": Entry(varlen_provider.why_not, varlen_provider.create),
     "triton": Entry(triton_provider.why_not, TritonAttention, triton_provider.only_by_name),

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from real.attention import triton_provider
-from real.attention.flash_step import FlashProvider, Options, Part, why_not_here
+from real.attention.flash_step import FlashProvider, FlashStep, Options, Part, why_not_here
 from real.attention.interface import AttentionSpec
 
 ASKED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")  # what is handed over by name
@@ -39,7 +40,7 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def create(spec: AttentionSpec) -> FlashProvider:
-    return FlashProvider("varlen", spec, _varlen, None)
+    return FlashProvider("varlen", spec, partial(FlashStep, varlen=_varlen))
 
 
 def _varlen(part: Part, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool) -> Tensor:

@@ -18,7 +18,6 @@ from real.attention import (
     triton_provider,
     varlen_provider,
 )
-from real.attention.flash3_provider import Flash3Attention
 from real.attention.flash_provider import why_not
 from real.attention.flash_step import ALL, FlashProvider, Options, Part
 from real.attention.registry import PROVIDERS, Choice, choose_attention, choose_together
@@ -148,7 +147,7 @@ def chosen_by_auto(spec, monkeypatch) -> Choice:
 
 
 def make_without_gpu(monkeypatch) -> None:
-    for provider in (Flash3Attention, TorchAttention, triton_provider.TritonAttention):
+    for provider in (TorchAttention, triton_provider.TritonAttention):
         monkeypatch.setattr(provider, "__init__", lambda self, spec: None)
     monkeypatch.setattr(FlashProvider, "__init__", lambda self, name, *_: setattr(self, "name", name))
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.attention import (
+    flash3_provider,
     flash_provider,
     torch_provider,
 )
-from real.attention.flash3_provider import Flash3Attention
 from real.attention.torch_provider import TorchAttention
 from tests.kernels.paged_batches import Batch, make_spec
 
@@ -120,6 +120,6 @@ def test_flash_attention_is_called_as_its_documentation_asks(flash, rows, calls,
 def test_flash_attention_3_computes_a_step_in_one_call(flash3, rows, block_size, window):
     spec = make_spec(block_size=block_size, window=window)
     batch = Batch(spec, rows, seed=3, released=0)
-    output = Flash3Attention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+    output = flash3_provider.create(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     torch.testing.assert_close(output.double(), batch.expected(), atol=2e-6, rtol=0)
     assert flash3.calls == [("step", len(rows))]

@@ -49,6 +49,12 @@ def as_stored(kv_cache: Tensor, capability: tuple[int, int] | None, k_scale: flo
     return Stored(raw[0], raw[1], bits, k_scale * factor, v_scale * factor)
 
 
+def for_writing(kv_cache: Tensor) -> tuple[Tensor, int]:
+    """The KV memory of a layer, and its format: FP8 is written as bits."""
+    bits = BITS.get(kv_cache.dtype)
+    return (kv_cache, 0) if bits is None else (kv_cache.view(torch.uint8), bits)
+
+
 @cache
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a GPU; None for a CPU."""
@@ -72,6 +78,15 @@ def narrow(x, kv_format: tl.constexpr):
     if kv_format == E4M3_BITS:
         return round_to_bits(x, 3, 7, 448.0)
     return round_to_bits(x, 2, 15, 57344.0)
+
+
+@triton.jit
+def store_as(cache, x, mask, inverse_scale, kv_format: tl.constexpr):
+    """Puts x into the cache, at pointers, in the format that it holds."""
+    if kv_format == PLAIN:
+        tl.store(cache, x.to(cache.dtype.element_ty), mask=mask)
+    else:
+        tl.store(cache, narrow(x.to(tl.float32) * inverse_scale, kv_format), mask=mask)
 
 
 @triton.jit

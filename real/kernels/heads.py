@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from real.kernels.formats import BITS, PLAIN, narrow
+from real.kernels.formats import for_writing, store_as
 
 
 @triton.jit
@@ -30,14 +29,6 @@ def load_turned(x, weight, cos, sin, eps, HALF: tl.constexpr, HALF_PAD: tl.const
     c = tl.load(cos + dims, mask=is_part, other=0.0).to(tl.float32)
     s = tl.load(sin + dims, mask=is_part, other=0.0).to(tl.float32)
     return (first * c - second * s).to(x.dtype.element_ty), (second * c + first * s).to(x.dtype.element_ty)
-
-
-@triton.jit
-def store_half(cache, half, dims, is_part, inverse_scale, KV_FORMAT: tl.constexpr):
-    if KV_FORMAT == PLAIN:
-        tl.store(cache + dims, half.to(cache.dtype.element_ty), mask=is_part)
-    else:
-        tl.store(cache + dims, narrow(half.to(tl.float32) * inverse_scale, KV_FORMAT), mask=is_part)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -74,8 +65,8 @@ def heads_kernel(
             tl.store(place + HALF + dims, second, mask=is_part)
             if slot >= 0:
                 to = key_cache + cached + kv_head * stride_kv_head
-                store_half(to, first, dims, is_part, inverse_k_scale, KV_FORMAT)
-                store_half(to + HALF, second, dims, is_part, inverse_k_scale, KV_FORMAT)
+                store_as(to + dims, first, is_part, inverse_k_scale, KV_FORMAT)
+                store_as(to + HALF + dims, second, is_part, inverse_k_scale, KV_FORMAT)
         else:
             kv_head = head - NUM_HEADS - NUM_KV_HEADS
             place = value + token * stride_value_token + kv_head * 2 * HALF
@@ -83,8 +74,8 @@ def heads_kernel(
                 to = value_cache + cached + kv_head * stride_kv_head
                 first = tl.load(place + dims, mask=is_part, other=0.0)
                 second = tl.load(place + HALF + dims, mask=is_part, other=0.0)
-                store_half(to, first, dims, is_part, inverse_v_scale, KV_FORMAT)
-                store_half(to + HALF, second, dims, is_part, inverse_v_scale, KV_FORMAT)
+                store_as(to + dims, first, is_part, inverse_v_scale, KV_FORMAT)
+                store_as(to + HALF + dims, second, is_part, inverse_v_scale, KV_FORMAT)
 
 
 class HeadNorm(NamedTuple):
@@ -117,8 +108,7 @@ def turn_and_store(
         assert heads.stride()[1:] == (head_dim, 1), "the heads of a token lie side by side"
     assert cos.is_contiguous()
     assert sin.is_contiguous()
-    kv_format = BITS.get(kv_cache.dtype, 0)
-    cache = kv_cache.view(torch.uint8) if kv_format else kv_cache
+    cache, kv_format = for_writing(kv_cache)
     query_weight, key_weight, eps = norm or (None, None, 0.0)
     heads_kernel[(num_tokens, num_heads + 2 * num_kv_heads)](
         query, key, value, query_weight, key_weight, cos, sin, cache[0], cache[1], slot_mapping,

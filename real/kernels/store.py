@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from real.kernels.formats import BITS, PLAIN, narrow
+from real.kernels.formats import for_writing, store_as
 
 MAX_TILE = 2048  # elements of the keys of one program
 
@@ -31,14 +30,8 @@ def store_kernel(
     key = tl.load(keys + token * stride_key_token + heads * stride_key_head + dims, mask=is_part, other=0.0)
     value = tl.load(values + token * stride_value_token + heads * stride_value_head + dims, mask=is_part, other=0.0)
     place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot + heads * stride_kv_head + dims
-    if KV_FORMAT == PLAIN:
-        tl.store(key_cache + place, key.to(key_cache.dtype.element_ty), mask=is_part)
-        tl.store(value_cache + place, value.to(value_cache.dtype.element_ty), mask=is_part)
-    else:
-        key_bits = narrow(key.to(tl.float32) * inverse_k_scale, KV_FORMAT)
-        value_bits = narrow(value.to(tl.float32) * inverse_v_scale, KV_FORMAT)
-        tl.store(key_cache + place, key_bits, mask=is_part)
-        tl.store(value_cache + place, value_bits, mask=is_part)
+    store_as(key_cache + place, key, is_part, inverse_k_scale, KV_FORMAT)
+    store_as(value_cache + place, value, is_part, inverse_v_scale, KV_FORMAT)
 
 
 def store_kv(
@@ -53,8 +46,7 @@ def store_kv(
     assert key.stride(-1) == value.stride(-1) == kv_cache.stride(-1) == 1, "the elements of a head lie side by side"
     head_pad = triton.next_power_of_2(head_dim)
     heads_tile = min(triton.next_power_of_2(num_heads), max(1, MAX_TILE // head_pad))
-    kv_format = BITS.get(kv_cache.dtype, 0)
-    cache = kv_cache.view(torch.uint8) if kv_format else kv_cache
+    cache, kv_format = for_writing(kv_cache)
     store_kernel[(num_tokens, triton.cdiv(num_heads, heads_tile))](
         key, value, cache[0], cache[1], slot_mapping, 1.0 / k_scale, 1.0 / v_scale,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),

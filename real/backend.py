@@ -133,7 +133,7 @@ class RealBackend:
         check_supported(spec, sliding_window, group.size, max_model_len)
         attention = _attention_spec(spec, config, block_size, placement, sliding_window, kv_dtype)
         with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
-            choice = choose_together(config.attention, attention, lambda index: _latest(index, placement))
+            choice = choose_together(config.attention, attention, lambda index: int(_of_ranks(index, placement).max()))
         self.attention_name = choice.provider.name
         self.attention_reasons = choice.reasons
         if config.attention == "auto" and placement.device.type == "cuda" and group.rank == 0:
@@ -161,7 +161,7 @@ class RealBackend:
                 self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization,
                 config.cpu_kv_bytes, captured,
             )  # fmt: skip
-            num_gpu_blocks = _least(num_gpu_blocks, placement)
+            num_gpu_blocks = int(_of_ranks(num_gpu_blocks, placement).min())  # they hold parts of the same blocks
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks or 0
         require_whole("num_gpu_blocks", self.num_gpu_blocks, 1)
@@ -251,14 +251,9 @@ def _shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphSha
     )
 
 
-def _least(count: int, placement: Placement) -> int:
-    """The smallest of the ranks' counts: they hold parts of the same blocks."""
-    return int(placement.group.all_gather(torch.tensor([count], device=placement.device)).min())
-
-
-def _latest(index: int, placement: Placement) -> int:
-    """The largest of the ranks' indices."""
-    return int(placement.group.all_gather(torch.tensor([index], device=placement.device)).max())
+def _of_ranks(number: int, placement: Placement) -> torch.Tensor:
+    """What each rank says."""
+    return placement.group.all_gather(torch.tensor([number], device=placement.device))
 
 
 def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: int) -> tuple[CausalLM, str]:

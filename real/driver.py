@@ -145,7 +145,7 @@ class Drive(Generic[Result]):
         self.is_over = False
         self.is_waiting = False
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
-        self._catch_up = catch_up or (lambda: None)
+        self.catch_up = catch_up or (lambda: None)  # does now what was to wait for a launch, where there is none
         self._failure: Exception | None = None
         self._last_ns, self._schedule_ns = 0, 0
         self._in_flight: deque[_Launched] = deque()
@@ -180,13 +180,9 @@ class Drive(Generic[Result]):
         self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns))
         self._is_begun = True
         try:
-            self._catch_up()
+            self.catch_up()
         except Exception as error:  # noqa: BLE001  (raised once the step is done, so that none is left in flight)
             self._failure = error
-
-    def catch_up(self) -> None:
-        """Does now what was to wait for a launch: there is none."""
-        self._catch_up()
 
     @property
     def awaits_result(self) -> bool:

@@ -105,10 +105,6 @@ class ModelRunner:
         token_ids, positions, metadata = inputs.forward
         return self.model.hidden_states(token_ids, positions, kv_caches, self.attention.prepare(metadata))
 
-    def logits(self, inputs: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
-        """One forward pass: float32 logits of the rows that sample, [num_samples, vocab]."""
-        return self.token_logits(self.hidden_states(inputs, kv_caches), inputs.sample_tokens)
-
     def token_logits(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Float32 logits [m, vocab] at `places` int64 [m] of the final hidden states [num_tokens, hidden]."""
         return self.model.logits(hidden.index_select(0, places))

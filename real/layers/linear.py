@@ -114,41 +114,27 @@ class Linear(nn.Module):
         return self.method.slots(self, name, parameter)
 
 
-class MergedColumnParallel(Linear):
-    """Several projections of the same input, of which each rank computes some output features.
+class ColumnParallel(Linear):
+    """One projection, or several of the same input, of which each rank computes some output features.
 
-    parts: by the checkpoint's name of each, its output features, shared out evenly among the ranks; or a Part.
+    out_features: shared out evenly among the ranks; of several, by the checkpoint's name of each, or a Part.
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int | Part],
+        out_features: int | Mapping[str, int | Part],
         placement: Placement,
         *,
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        rows = {name: even_part(part, placement) if isinstance(part, int) else part for name, part in parts.items()}
+        sizes = {"": out_features} if isinstance(out_features, int) else out_features
+        rows = {name: even_part(size, placement) if isinstance(size, int) else size for name, size in sizes.items()}
         super().__init__(in_features, rows, placement, bias=bias, method=method)
 
 
-class ColumnParallel(MergedColumnParallel):
-    """One projection, of which each rank computes some output features."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        placement: Placement,
-        *,
-        bias: bool = False,
-        method: LinearMethod | None = None,
-    ) -> None:
-        super().__init__(in_features, {"": out_features}, placement, bias=bias, method=method)
-
-
-class QKVParallel(MergedColumnParallel):
+class QKVParallel(ColumnParallel):
     """The query, key and value projections of grouped-query attention in one multiplication.
 
     The arguments count the heads of the whole model, the attributes those of this rank. Where there are more ranks than

@@ -19,7 +19,7 @@ from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
 from real.layers.fp8 import linear_method
 from real.layers.heads import turn_and_store_heads, turned_heads
-from real.layers.linear import MergedColumnParallel, QKVParallel, RowParallel
+from real.layers.linear import ColumnParallel, QKVParallel, RowParallel
 from real.layers.norm import RMSNorm
 from real.layers.rotary import RotaryEmbedding
 from real.models.interface import CausalLM
@@ -70,7 +70,7 @@ class LlamaMLP(nn.Module):
         super().__init__()
         inner, bias, method = spec.intermediate_size, spec.mlp_bias, linear_method(scheme)
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = MergedColumnParallel(spec.hidden_size, parts, placement, bias=bias, method=method)
+        self.gate_up_proj = ColumnParallel(spec.hidden_size, parts, placement, bias=bias, method=method)
         self.down_proj = RowParallel(inner, spec.hidden_size, placement, bias=bias, method=method)
 
     def forward(self, hidden: Tensor) -> Tensor:

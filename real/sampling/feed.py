@@ -25,22 +25,23 @@ class SampleFeed:
     def __init__(self, source: Source, device: torch.device) -> None:
         self._source = source
         self._staging, self._key_staging = Staging(device), Staging(device)
-        self._batch: Batch | None = None  # whose inputs these are, if others may have them
-        self._host: SampleInputs | None = None
-        self._there: SampleInputs | None = None  # on the device, with the keys of the step that sent them
+        # a batch whose inputs the next step may have too: on the host, and on the device without keys
+        self._kept: tuple[Batch, SampleInputs, SampleInputs] | None = None
 
     def inputs(self, rows: Sequence[ScheduledSequence]) -> SampleInputs:
         """`sample_inputs` on the device; does not wait. Raises RequestError as that does."""
         batch = _batch_of(rows)
-        if batch == self._batch and self._host is not None and self._there is not None:
-            return self._with_keys(self._there, _new_keys(self._host, rows))
-        self._batch = None  # where the next line raises, nothing is known
+        if self._kept is not None and batch == self._kept[0]:
+            _, host, there = self._kept
+            return self._with_keys(there, _new_keys(host, rows))
+        self._kept = None  # where the next line raises, nothing is known
         host = sample_inputs(rows, self._source)
         keys = [group.keys.numpy() for group in host.groups if group.keys is not None]
         keyless = host._replace(groups=tuple([group._replace(keys=None) for group in host.groups]))
-        self._host, self._there = host, sent(keyless, self._staging.send)
-        self._batch = batch if all(_is_constant(row) for row in rows) else None
-        return self._with_keys(self._there, keys)
+        there = sent(keyless, self._staging.send)
+        if all(_is_constant(row) for row in rows):
+            self._kept = batch, host, there
+        return self._with_keys(there, keys)
 
     def _with_keys(self, there: SampleInputs, keys: list[np.ndarray]) -> SampleInputs:
         if not keys:

@@ -44,20 +44,21 @@ class Log:
                 f"{VARIABLE}=log.jsonl"
             )
         self._ids = settings.get("tokens", "ids") == "ids"
-        self._now_ns = time.process_time_ns if settings.get("clock") == "cpu" else time.monotonic_ns
+        # the log's clock: "cpu" is the process's CPU time, for a shared host
+        self.now_ns = time.process_time_ns if settings.get("clock") == "cpu" else time.monotonic_ns
         self._file: Any = open(path, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
         self._scheduler = scheduler
         self._num_plans = self._num_commits = 0
         self._in_flight: deque[int] = deque()
         self._is_in: set[str] = set()  # requests that run, as far as plans say
-        self._write({"kind": "observed", "version": VERSION, **describe(scheduler), "ns": self._now_ns()})
+        self._write({"kind": "observed", "version": VERSION, **describe(scheduler), "ns": self.now_ns()})
 
     def added(self, request: Any) -> None:
         prompt = request.prompt_token_ids or []
         sampling = request.sampling_params
         self._write(
             {
-                "kind": "add", "id": request.request_id, "ns": self._now_ns(),
+                "kind": "add", "id": request.request_id, "ns": self.now_ns(),
                 "arrival_unix_ns": round(request.arrival_time * 1e9), "plans": self._num_plans,
                 "commits": self._num_commits, "prompt": list(prompt) if self._ids else len(prompt),
                 "max_tokens": request.max_tokens, "priority": request.priority, "salt": request.cache_salt or "",
@@ -80,7 +81,7 @@ class Log:
         num_running, num_waiting = scheduler.get_request_counts()
         self._write(
             {
-                "kind": "plan", "step": self._num_plans, "began_ns": began_ns, "ns": self._now_ns(),
+                "kind": "plan", "step": self._num_plans, "began_ns": began_ns, "ns": self.now_ns(),
                 "committed": self._num_commits, "scheduled": tokens, "admitted": starts, "preempted": preempted,
                 "free_blocks": free_blocks(scheduler), "num_running": num_running, "num_waiting": num_waiting,
             }
@@ -103,7 +104,7 @@ class Log:
         self._num_commits += 1
         self._write(
             {
-                "kind": "commit", "step": self._in_flight.popleft(), "began_ns": began_ns, "ns": self._now_ns(),
+                "kind": "commit", "step": self._in_flight.popleft(), "began_ns": began_ns, "ns": self.now_ns(),
                 "emitted": emitted, "ended": ended, "free_blocks": free_blocks(self._scheduler),
             }
         )  # fmt: skip
@@ -112,15 +113,11 @@ class Log:
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happens between plans and commits."""
         place = {"plans": self._num_plans, "commits": self._num_commits}
-        self._write({"kind": kind, "ns": self._now_ns(), **place, **fields})
+        self._write({"kind": kind, "ns": self.now_ns(), **place, **fields})
 
     def aborted(self, request_id: str) -> None:
         self._is_in.discard(request_id)
         self.event("abort", id=request_id)
-
-    def now_ns(self) -> int:
-        """The log's clock: monotonic, or the process's CPU time (`"clock": "cpu"`, for a shared host)."""
-        return self._now_ns()
 
     def close(self) -> None:
         try:

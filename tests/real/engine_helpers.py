@@ -108,7 +108,9 @@ def step_logits(backend: RealBackend, *rows: ScheduledSequence, **moves: tuple[t
     """Logits of the rows that sample, [num_samples, vocab], after the plan's block moves."""
     with torch.inference_mode():
         backend.cache.execute(plan_of(*rows, **moves))
-        logits = backend.runner.logits(backend.runner.prepare(rows), backend.cache.gpu)
+        inputs = backend.runner.prepare(rows)
+        hidden = backend.runner.hidden_states(inputs, backend.cache.gpu)
+        logits = backend.runner.token_logits(hidden, inputs.sample_tokens)
     if logits.is_cuda:  # as every step is waited for: the next one's inputs take the place of this one's
         torch.cuda.synchronize()
     return logits

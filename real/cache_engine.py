@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
-from typing import overload
 
 import numpy as np
 import torch
@@ -34,30 +33,20 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, num_ranks:
     return per_token * block_size * dtype.itemsize
 
 
-class LayerCaches(Sequence[Tensor]):
-    """The KV tensor of each layer. Taking one makes the current stream wait for the swaps of that layer."""
+class LayerCaches:
+    """The KV tensor of each layer, one after the other: taking one makes the current stream wait for the swaps of that
+    layer."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
-        self._layers = list(whole.unbind(0))
+        self._layers = whole.unbind(0)
         self._moved: list[torch.cuda.Event] | None = None  # by layer; None: nothing is on its way
 
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self[layer] for layer in range(*index.indices(len(self)))]
-        if self._moved is not None:
-            self._moved[index].wait()
-        return self._layers[index]
-
     def __iter__(self) -> Iterator[Tensor]:
-        return (self[layer] for layer in range(len(self)))
+        for index, layer in enumerate(self._layers):
+            if self._moved is not None:
+                self._moved[index].wait()
+            yield layer
 
     def will_be_moved(self, events: list[torch.cuda.Event]) -> None:
         """events: by layer, each is recorded behind the layer's swaps. Valid until `wait`."""
@@ -123,8 +112,8 @@ class CacheEngine:
         if plan.swap_out or plan.swap_in:
             assert self.num_cpu_blocks, "this engine was made for plans that never swap"
             if self._swaps is None:
-                self.swap_out(plan.swap_out)
-                self.swap_in(plan.swap_in)
+                _move(list(self.gpu), self.cpu, plan.swap_out)
+                _move(self.cpu, list(self.gpu), plan.swap_in)
             else:
                 moved, swap_ns = self._swaps.launch(self.gpu.whole, self.cpu, plan.swap_out, plan.swap_in)
                 self.gpu.will_be_moved(moved)
@@ -141,14 +130,6 @@ class CacheEngine:
             moved, _ = self._swaps.launch(self.gpu.whole, self.cpu, [(scratch, 0)], [(0, scratch)])
             self.gpu.will_be_moved(moved)
             self.gpu.wait()
-
-    def swap_out(self, pairs: Pairs) -> None:
-        """(GPU block, CPU block): moves blocks to the host."""
-        _move(list(self.gpu), self.cpu, pairs)
-
-    def swap_in(self, pairs: Pairs) -> None:
-        """(CPU block, GPU block): moves blocks back."""
-        _move(self.cpu, list(self.gpu), pairs)
 
     def copy(self, pairs: Pairs) -> None:
         """(GPU block, GPU block): copies on write. All sources are read before any destination is written."""

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +25,7 @@ from real.models.interface import CausalLM
 from real.staging import layout, twofold_memory, views, write
 
 Work = Callable[[], Tensor]  # on fixed memory; its result lies in the same place each time
-
-
-class Capture(Protocol):
-    """Turns work into something that is launched at once. Called from the largest to the smallest."""
-
-    def __call__(self, work: Work) -> Work: ...
+Capture = Callable[[Work], Work]  # gives what is launched at once; called from the largest shape to the smallest
 
 
 class CudaCapture:

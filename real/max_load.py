@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -207,7 +207,7 @@ def capture_steps(
     return graphs
 
 
-def _run(runner: ModelRunner, inputs: StepInputs, kv_caches: Sequence[torch.Tensor]) -> None:
+def _run(runner: ModelRunner, inputs: StepInputs, kv_caches: Iterable[torch.Tensor]) -> None:
     hidden = runner.hidden_states(inputs, kv_caches)
     runner.draw(hidden, runner.token_logits(hidden, inputs.sample_tokens), inputs)
 

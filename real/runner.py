@@ -4,7 +4,7 @@ tokens that it drew, for plans that were made before those were known, and what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class ModelRunner:
         sampled = tuple([row.seq_id for row in rows if row.samples])
         return StepInputs(forward, sample_tokens_tensor, sampling, sampled, batch.placeholders)
 
-    def hidden_states(self, inputs: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+    def hidden_states(self, inputs: StepInputs, kv_caches: Iterable[Tensor]) -> Tensor:
         """One forward pass: final hidden states of every token, [at least num_tokens, hidden]."""
         if inputs.placeholders:
             self._fill_in(inputs)

@@ -70,10 +70,8 @@ class Varlen(Protocol):
     ) -> Tensor: ...
 
 
-class Decode(Protocol):
-    """Rows of one token each, [rows, num_heads, head_dim]."""
-
-    def __call__(self, part: Part, query: Tensor, kv_cache: Tensor, options: Options) -> Tensor: ...
+# (part, query [rows, num_heads, head_dim], KV memory, options) -> as the query, of rows of one token each
+Decode = Callable[[Part, Tensor, Tensor, Options], Tensor]
 
 
 def why_not_here(spec: AttentionSpec) -> str | None:

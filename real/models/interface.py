@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ class CausalLM(nn.Module):
 
     @abstractmethod
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
     ) -> Tensor:
         """Ids and positions [num_tokens], one KV tensor a layer -> final hidden states [num_tokens, hidden]."""
 

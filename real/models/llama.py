@@ -7,7 +7,7 @@ follow Hugging Face's, so that its checkpoints load by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(spec, placement.device)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
     ) -> Tensor:
         hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden]
         rotation = self.rotary(positions, hidden.dtype)
@@ -141,7 +141,7 @@ class LlamaForCausalLM(CausalLM):
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to)
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
     ) -> Tensor:
         output: Tensor = self.model(token_ids, positions, kv_caches, attention)
         return output

@@ -6,7 +6,7 @@ dimensions than the layers have. Module names follow those of Hugging Face, so t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -86,7 +86,7 @@ class OPTDecoder(nn.Module):
         self.project_out = Linear(wide, narrow, placement) if narrow != wide else None
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
     ) -> Tensor:
         hidden: Tensor = self.embed_tokens(token_ids)  # [num_tokens, embedding_size]
         if self.project_in is not None:
@@ -117,7 +117,7 @@ class OPTForCausalLM(CausalLM):
         self.lm_head = LMHead(spec.vocab_size, spec.embedding_size, placement, tied_to)
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], attention: StepAttention
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
     ) -> Tensor:
         output: Tensor = self.model.decoder(token_ids, positions, kv_caches, attention)
         return output

@@ -100,7 +100,7 @@ def test_a_step_without_samples_has_no_outcomes():
 def test_a_plan_without_rows_moves_blocks_only():
     backend = tiny_backend()
     backend.start(plan_of(row(0, PROMPTS[0], [3, 1]))).wait()
-    kept = backend.cache.gpu[1][:, 3].clone()
+    kept = backend.cache.gpu.whole[1][:, 3].clone()
     preempted = (Preemption(0, "a", PreemptionMode.SWAP, 7),)
     outcomes, spans = backend.start(plan_of(preempted=preempted, swap_out=((3, 5),))).wait()
     assert outcomes is None
@@ -113,12 +113,12 @@ def test_moves_go_out_then_in_then_copy():
     backend = tiny_backend(num_gpu_blocks=4, num_cpu_blocks=4)
     for layer in range(2):
         for block in range(4):
-            backend.cache.gpu[layer][:, block] = block + 1
+            backend.cache.gpu.whole[layer][:, block] = block + 1
             backend.cache.cpu[layer][:, block] = 10 * (block + 1)
     # block 0 goes out and is filled from outside in the same step; what came in is copied on
     backend.start(plan_of(swap_out=((0, 1), (3, 2)), swap_in=((3, 0), (1, 3)), copies=((0, 2), (3, 1)))).wait()
     for layer in range(2):
-        assert backend.cache.gpu[layer][0, :4, 0, 0, 0].tolist() == [40, 1, 40, 1]
+        assert backend.cache.gpu.whole[layer][0, :4, 0, 0, 0].tolist() == [40, 1, 40, 1]
         assert backend.cache.cpu[layer][1, :, 0, 0, 0].tolist() == [10, 1, 4, 40]
 
 

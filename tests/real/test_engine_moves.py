@@ -29,7 +29,7 @@ def backend(request) -> RealBackend:
 
 def unshared(backend: RealBackend, tokens: list[int]) -> torch.Tensor:
     """Logits of a run of its own: the prompt in one piece, then a token a step, in blocks that nobody else has."""
-    alone = tiny_backend(device=backend.cache.gpu[0].device.type)
+    alone = tiny_backend(device=backend.cache.gpu.whole.device.type)
     table = list(range(12))
     logits = step_logits(alone, row(0, tokens[: len(PROMPT)], table))
     for start in range(len(PROMPT), len(tokens)):
@@ -56,7 +56,7 @@ def test_a_swapped_sequence_goes_on_as_if_it_had_stayed(backend, back):
     step_logits(backend, row(0, PROMPT, TABLE))
     stayed = [step_logits(backend, row(0, known, TABLE, start=start, end=start + 1)) for start in (18, 19, 20)]
 
-    moved = tiny_backend(device=backend.cache.gpu[0].device.type)
+    moved = tiny_backend(device=backend.cache.gpu.whole.device.type)
     step_logits(moved, row(0, PROMPT, TABLE))
     moved.start(plan_of(swap_out=pairs(TABLE[:5], CPU_BLOCKS))).wait()
     step_logits(moved, row(1, OTHER, TABLE))  # its blocks are overwritten meanwhile
@@ -236,7 +236,7 @@ def test_any_moves_are_those_of_blocks_with_names(small, plans):
     gpu, cpu = list(range(NUM_BLOCKS)), list(range(100, 100 + NUM_BLOCKS))
     for layer in range(2):
         for block in range(NUM_BLOCKS):
-            small.cache.gpu[layer][:, block] = gpu[block] + layer / 4
+            small.cache.gpu.whole[layer][:, block] = gpu[block] + layer / 4
             small.cache.cpu[layer][:, block] = cpu[block] + layer / 4
     for swap_out, swap_in, copies in plans:
         small.start(plan_of(swap_out=swap_out, swap_in=swap_in, copies=copies)).wait()
@@ -245,7 +245,7 @@ def test_any_moves_are_those_of_blocks_with_names(small, plans):
             for name, (_, destination) in zip(read, moves, strict=True):
                 destinations[destination] = name
     for layer in range(2):
-        for tensor, names in ((small.cache.gpu[layer], gpu), (small.cache.cpu[layer], cpu)):
+        for tensor, names in ((small.cache.gpu.whole[layer], gpu), (small.cache.cpu[layer], cpu)):
             expected = torch.tensor(names, dtype=torch.float32) + layer / 4
             known = tensor[:, :NUM_BLOCKS].cpu()  # behind them lies the scratch block
             assert torch.equal(known, expected[None, :, None, None, None].expand(known.shape))

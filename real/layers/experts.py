@@ -17,9 +17,9 @@ from torch.nn import functional
 from real.device import Placement
 from real.kernels import why_not
 from real.layers.activation import silu_and_mul
-from real.layers.fp8 import Fp8Layout, Matrix, fp8_matrix, register_fp8
-from real.layers.linear import Linear, Part, dense_slots, even_part, whole_part
-from real.layers.slots import Slot, empty_parameter
+from real.layers.fp8 import Matrix, fp8_matrix, linear_method
+from real.layers.linear import Kept, Linear, even_part, whole_part
+from real.layers.slots import Slot
 from testbed.errors import DeviceError
 from testbed.specs.model import ExpertsShape, ModelSpec
 from testbed.specs.quantization import Fp8Scheme
@@ -27,32 +27,25 @@ from testbed.specs.quantization import Fp8Scheme
 
 class ExpertProjection(nn.Module):
     """One or several projections of every expert: `weight` [num_experts, out_features, in_features], with scales where
-    it is FP8. rows, columns: of one expert, as those of a Linear."""
+    it is FP8. kept: of one expert."""
 
-    def __init__(
-        self, num: int, rows: Mapping[str, Part], columns: Part, placement: Placement, scheme: Fp8Scheme | None
-    ) -> None:
+    weight: Tensor
+
+    def __init__(self, num: int, kept: Kept, placement: Placement, scheme: Fp8Scheme | None) -> None:
         super().__init__()
-        self._rows, self._columns, self._scheme = rows, columns, scheme
-        if scheme is None:
-            num_out = sum(part.kept for part in rows.values())
-            self.weight = empty_parameter((num, num_out, columns.kept), placement)
-        else:
-            register_fp8(self, scheme, rows, columns, placement.device, (num,))
+        self._kept, self._scheme, self._method = kept, scheme, linear_method(scheme)
+        self._method.create_weights(self, kept, placement, (num,))
 
     @property
     def matrix(self) -> Matrix:
         return Matrix(self.weight) if self._scheme is None else fp8_matrix(self, self._scheme)
 
     def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        found: dict[str, Slot] = {}
-        for expert, one in enumerate(parameter):
-            if self._scheme is not None and name == self._scheme.scale_name:
-                slots: Mapping[str, Slot] = Fp8Layout(self._scheme, self._rows, self._columns).slots(one)
-            else:
-                slots = dense_slots(self._rows, self._columns, one)
-            found |= {f"{expert}.{part}": slot for part, slot in slots.items()}
-        return found
+        return {
+            f"{expert}.{part}": slot
+            for expert, one in enumerate(parameter)
+            for part, slot in self._method.slots(self._kept, name, one).items()
+        }
 
 
 class Experts(nn.Module):
@@ -64,8 +57,8 @@ class Experts(nn.Module):
         super().__init__()
         hidden, inner = whole_part(hidden_size), even_part(shape.inner_size, placement)
         gate_up = {"gate_proj": inner, "up_proj": inner}  # gate above up
-        self.gate_up_proj = ExpertProjection(shape.num, gate_up, hidden, placement, scheme)
-        self.down_proj = ExpertProjection(shape.num, {"down_proj": hidden}, inner, placement, scheme)
+        self.gate_up_proj = ExpertProjection(shape.num, Kept(gate_up, hidden), placement, scheme)
+        self.down_proj = ExpertProjection(shape.num, Kept({"down_proj": hidden}, inner), placement, scheme)
 
     def forward(self, x: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """x [num_tokens, hidden]; shares and experts [num_tokens, per_token] -> [num_tokens, hidden], of this rank."""

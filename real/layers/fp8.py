@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from real.device import Placement
 from real.layers.compiled import FP8_CAPABILITY, compiled_on_cuda
-from real.layers.linear import Linear, LinearMethod, Part, Unquantized, dense_slots, multiply
+from real.layers.linear import Kept, LinearMethod, Part, Unquantized, dense_slots, multiply
 from real.layers.slots import Slot, shared
 from testbed.specs.quantization import Fp8Scheme
 
@@ -49,12 +49,12 @@ class Matrix(NamedTuple):
 
 
 class Fp8Layout:
-    """Which scales a rank keeps of a weight of which it has these rows and columns."""
+    """Which scales a rank keeps of a weight of which it keeps a part."""
 
-    def __init__(self, scheme: Fp8Scheme, rows: Mapping[str, Part], columns: Part) -> None:
-        self._scheme, self._rows, self._columns = scheme, rows, columns
-        self._num = {name: num_groups(part, scheme.rows) for name, part in rows.items()}
-        self.shape = sum(self._num.values()), num_groups(columns, scheme.columns)
+    def __init__(self, scheme: Fp8Scheme, kept: Kept) -> None:
+        self._scheme, (self._rows, self._columns) = scheme, kept
+        self._num = {name: num_groups(part, scheme.rows) for name, part in kept.rows.items()}
+        self.shape = sum(self._num.values()), num_groups(kept.columns, scheme.columns)
 
     def groups(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of each row and each column the group that it is in, int32."""
@@ -79,49 +79,36 @@ class Fp8Layout:
         return shared(view, 0, rows.start // scheme.rows, -(-rows.size // scheme.rows))
 
 
-def register_fp8(
-    layer: nn.Module,
-    scheme: Fp8Scheme,
-    rows: Mapping[str, Part],
-    columns: Part,
-    device: torch.device,
-    num: tuple[int, ...] = (),
-) -> None:
-    """Gives a layer `weight`, its scales under the scheme's name, `row_groups` and `column_groups`. num: of weights of
-    the same shape, if there are several."""
-    layout = Fp8Layout(scheme, rows, columns)
-    weight = torch.empty((*num, sum(part.kept for part in rows.values()), columns.kept), device=device, dtype=STORED)
-    scales = torch.empty((*num, *layout.shape), device=device, dtype=torch.float32)
-    layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-    layer.register_parameter(scheme.scale_name, nn.Parameter(scales, requires_grad=False))
-    row_groups, column_groups = layout.groups(device)
-    layer.register_buffer("row_groups", row_groups, persistent=False)
-    layer.register_buffer("column_groups", column_groups, persistent=False)
-
-
 def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme) -> Matrix:
-    """What `register_fp8` gave it."""
+    """What `Fp8.create_weights` gave it."""
     weight, scales = layer.get_parameter("weight"), layer.get_parameter(scheme.scale_name)
     return Matrix(weight, Scales(scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups")))
 
 
 class Fp8:
-    """A LinearMethod: `weight` [out_features, in_features] in e4m3, and its scales, float32, by the scheme's name,
-    [groups of rows, groups of columns]."""
+    """A LinearMethod: `weight` [out_features, in_features] in e4m3; its scales, float32, by the scheme's name, [groups
+    of rows, groups of columns]; `row_groups` and `column_groups`."""
 
     def __init__(self, scheme: Fp8Scheme) -> None:
         self.scheme = scheme
 
-    def create_weights(self, layer: Linear, placement: Placement) -> None:
-        register_fp8(layer, self.scheme, layer.rows, layer.columns, placement.device)
+    def create_weights(self, layer: nn.Module, kept: Kept, placement: Placement, num: tuple[int, ...] = ()) -> None:
+        layout, device = Fp8Layout(self.scheme, kept), placement.device
+        weight = torch.empty((*num, *kept.shape), device=device, dtype=STORED)
+        scales = torch.empty((*num, *layout.shape), device=device, dtype=torch.float32)
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        layer.register_parameter(self.scheme.scale_name, nn.Parameter(scales, requires_grad=False))
+        row_groups, column_groups = layout.groups(device)
+        layer.register_buffer("row_groups", row_groups, persistent=False)
+        layer.register_buffer("column_groups", column_groups, persistent=False)
 
-    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         return multiply(x, fp8_matrix(layer, self.scheme).dense(x.dtype), bias)
 
-    def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+    def slots(self, kept: Kept, name: str, parameter: Tensor) -> Mapping[str, Slot]:
         if name == self.scheme.scale_name:
-            return Fp8Layout(self.scheme, layer.rows, layer.columns).slots(parameter)
-        return dense_slots(layer.rows, layer.columns, parameter)
+            return Fp8Layout(self.scheme, kept).slots(parameter)
+        return dense_slots(kept, parameter)
 
 
 def linear_method(scheme: Fp8Scheme | None) -> LinearMethod:

@@ -31,16 +31,30 @@ class Part(NamedTuple):
         return self.kept == self.size
 
 
+class Kept(NamedTuple):
+    """What a rank keeps of a weight [out_features, in_features], or of several of one shape. rows: of each projection
+    that is packed into it, by the checkpoint's name."""
+
+    rows: Mapping[str, Part]
+    columns: Part
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.kept for part in self.rows.values()), self.columns.kept
+
+
 class LinearMethod(Protocol):
-    """How a linear layer stores its weight and multiplies by it."""
+    """How a layer stores its weight and multiplies by it."""
 
-    def create_weights(self, layer: Linear, placement: Placement) -> None: ...
+    def create_weights(self, layer: nn.Module, kept: Kept, placement: Placement, num: tuple[int, ...] = ()) -> None:
+        """num: of weights, if there are several."""
+        ...
 
-    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features], of this rank."""
         ...
 
-    def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+    def slots(self, kept: Kept, name: str, parameter: Tensor) -> Mapping[str, Slot]:
         """As HasSlots; also of the bias."""
         ...
 
@@ -48,19 +62,19 @@ class LinearMethod(Protocol):
 class Unquantized:
     """A dense `weight` [out_features, in_features] in the model's own number format."""
 
-    def create_weights(self, layer: Linear, placement: Placement) -> None:
-        num_out = sum(part.kept for part in layer.rows.values())
-        layer.register_parameter("weight", empty_parameter((num_out, layer.columns.kept), placement))
+    def create_weights(self, layer: nn.Module, kept: Kept, placement: Placement, num: tuple[int, ...] = ()) -> None:
+        layer.register_parameter("weight", empty_parameter((*num, *kept.shape), placement))
 
-    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         return multiply(x, layer.get_parameter("weight"), bias)
 
-    def slots(self, layer: Linear, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        return dense_slots(layer.rows, layer.columns, parameter)
+    def slots(self, kept: Kept, name: str, parameter: Tensor) -> Mapping[str, Slot]:
+        return dense_slots(kept, parameter)
 
 
-def dense_slots(rows: Mapping[str, Part], columns: Part, parameter: Tensor) -> Mapping[str, Slot]:
-    """Of a weight or a bias that has these rows and columns of the whole; one or the other is shared out."""
+def dense_slots(kept: Kept, parameter: Tensor) -> Mapping[str, Slot]:
+    """Of a weight or a bias; of rows and columns one or the other is shared out."""
+    rows, columns = kept
     views = torch.split(parameter, [part.kept for part in rows.values()])
     pairs = zip(rows.items(), views, strict=True)
     if parameter.dim() == 2 and not columns.is_whole:
@@ -100,18 +114,19 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.group = placement.group
-        self.columns = whole_part(in_features) if isinstance(in_features, int) else in_features
-        self.rows = {"": whole_part(out_features)} if isinstance(out_features, int) else out_features
+        self.kept = Kept(
+            {"": whole_part(out_features)} if isinstance(out_features, int) else out_features,
+            whole_part(in_features) if isinstance(in_features, int) else in_features,
+        )
         self.method = method or Unquantized()
-        self.method.create_weights(self, placement)
-        num_out = sum(part.kept for part in self.rows.values())
-        self.register_parameter("bias", empty_parameter((num_out,), placement) if bias else None)
+        self.method.create_weights(self, self.kept, placement)
+        self.register_parameter("bias", empty_parameter(self.kept.shape[:1], placement) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(self, x, self.bias)
 
     def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        return self.method.slots(self, name, parameter)
+        return self.method.slots(self.kept, name, parameter)
 
 
 class ColumnParallel(Linear):

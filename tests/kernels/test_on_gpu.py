@@ -13,7 +13,7 @@ from real.attention.interface import AttentionMetadata, AttentionSpec
 from real.attention.registry import PROVIDERS, choose_attention
 from real.layers.experts import choose_experts, run_experts_one_by_one
 from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
-from real.layers.linear import whole_part
+from real.layers.linear import Kept, whole_part
 from testbed.specs.quantization import PER_BLOCK, PER_TENSOR
 from tests.kernels.paged_batches import Batch, make_spec
 from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
@@ -301,7 +301,7 @@ def test_experts_give_what_each_gives_by_itself(num_tokens, scheme):
         weight = torch.randn(16, num_out, num_in, generator=generator) * num_in**-0.5
         if scheme is None:
             return Matrix(weight.bfloat16())
-        layout = Fp8Layout(scheme, {"a": whole_part(num_out)}, whole_part(num_in))
+        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, whole_part(num_in)))
         scales = (1 + torch.rand(16, *layout.shape, generator=generator)) / 64
         return Matrix((weight * 32).to(STORED), Scales(scales, *layout.groups(torch.device("cpu"))))
 

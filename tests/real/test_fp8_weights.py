@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from real.checkpoint import make_checkpoint
 from real.layers.fp8 import STORED, Fp8Layout
-from real.layers.linear import Part, whole_part
+from real.layers.linear import Kept, Part, whole_part
 from real.loader import SINGLE_FILE
 from testbed.errors import ModelError
 from testbed.specs.hf_config import load_hf_config
@@ -114,7 +114,7 @@ def test_a_rank_keeps_the_scales_of_the_groups_that_it_touches(size, group, num_
     size *= num_ranks
     for rank in range(num_ranks):
         part = Part(size, rank * size // num_ranks, size // num_ranks)
-        layout = Fp8Layout(Fp8Scheme(group, group), {"one": part, "other": part}, whole_part(1))
+        layout = Fp8Layout(Fp8Scheme(group, group), Kept({"one": part, "other": part}, whole_part(1)))
         own = [place // group for place in range(part.start, part.start + part.kept)]
         num = len(set(own))
         expected = [place - own[0] for place in own]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from real.kernels.experts import MAX_TILE, MIN_TILE, routes, run_experts
 from real.layers.experts import choose_experts, run_experts_one_by_one
 from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
-from real.layers.linear import whole_part
+from real.layers.linear import Kept, whole_part
 from testbed.specs.quantization import Fp8Scheme
 
 
@@ -62,7 +62,7 @@ def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, 
     scheme = Fp8Scheme(*groups)
 
     def draw(num_out: int, num_in: int) -> Matrix:
-        layout = Fp8Layout(scheme, {"a": whole_part(num_out)}, whole_part(num_in))
+        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, whole_part(num_in)))
         weight = (64 * num_in**-0.5 * torch.randn(4, num_out, num_in, generator=generator)).to(STORED)
         scales = torch.rand(4, *layout.shape, generator=generator) / 32
         return Matrix(weight, Scales(scales, *layout.groups(torch.device("cpu"))))

@@ -84,11 +84,11 @@ class Log:
                 "kind": "plan", "step": self._num_plans, "began_ns": began_ns, "ns": self.now_ns(),
                 "committed": self._num_commits, "scheduled": tokens, "admitted": starts, "preempted": preempted,
                 "free_blocks": free_blocks(scheduler), "num_running": num_running, "num_waiting": num_waiting,
-            }
+            },
+            is_last=True,
         )  # fmt: skip
         self._in_flight.append(self._num_plans)
         self._num_plans += 1
-        self._flush()
 
     def committed(self, began_ns: int, output: Any, results: Any) -> None:
         if not output.total_num_scheduled_tokens and not output.preempted_req_ids:
@@ -106,9 +106,9 @@ class Log:
             {
                 "kind": "commit", "step": self._in_flight.popleft(), "began_ns": began_ns, "ns": self.now_ns(),
                 "emitted": emitted, "ended": ended, "free_blocks": free_blocks(self._scheduler),
-            }
+            },
+            is_last=True,
         )  # fmt: skip
-        self._flush()
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happens between plans and commits."""
@@ -127,19 +127,15 @@ class Log:
             self._give_up(error)
         self._file = None
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any], *, is_last: bool = False) -> None:
+        """is_last: of those that belong together, which go to the file now."""
         if self._file is None:
             return
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except (OSError, ValueError) as error:
-            self._give_up(error)
-
-    def _flush(self) -> None:
-        try:
-            if self._file is not None:
+            if is_last:
                 self._file.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

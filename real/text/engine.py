@@ -96,10 +96,9 @@ class TextEngine:
         if sampling.stop and self.tokenizer is None:
             raise RequestError(f"{where} has stop strings, and there is no tokenizer to find them; pass tokenizer=")
         blocks, seq = self.scheduler.blocks, CoreSequence(0, request, limits.max_model_len)
-        if blocks.never_fits(seq):
+        if reason := blocks.never_fits_reason(seq):
             raise RequestError(
-                f"{where} can never fit: {blocks.never_fits_reason(seq)}; shorten it, or raise num_gpu_blocks or "
-                "gpu_memory_utilization"
+                f"{where} can never fit: {reason}; shorten it, or raise num_gpu_blocks or gpu_memory_utilization"
             )
 
     def serve(

@@ -72,18 +72,9 @@ class GPUBlocks:
 
     def check_invariants(self, tables: list[list[int]]) -> None:
         """free + referenced + cached-and-unreferenced = total; counts equal the tables' references."""
-        self.pool.check_invariants()
-        self.cache.check_invariants()
-        references = [0] * self.pool.num_blocks
-        for table in tables:
-            held = [block for block in table if block != RELEASED]
-            assert len(set(held)) == len(held), "a table names a block twice"
-            for block in held:
-                references[block] += 1
-        assert references == self.pool.ref_counts, "reference counts differ from the tables"
-        num_referenced = sum([1 for count in references if count])
         num_evictable = len(self.evictable)
+        self.pool.check_invariants(tables, num_evictable)
+        self.cache.check_invariants()
         assert self.num_free == self.pool.num_free + num_evictable
-        assert self.num_free + num_referenced == self.pool.num_blocks
         assert all(self.cache.content_of[block] is None for block in self.pool.free_blocks())
         assert self._is_one_queue or self.cache.num_cached_blocks >= num_evictable

@@ -51,7 +51,7 @@ class BlockManager:
         self._gpu = GPUBlocks(num_gpu_blocks, rules, evictor(eviction), key_source)
         self.prefixes = Prefixes(self._gpu, key_source, rules, isolate_tenants=isolate_tenants)
         self._copies = CopyOnWrite(self._gpu, block_size)
-        self._cpu = SwapSpace(num_cpu_blocks, by_content=self.prefixes.merged is not None)
+        self._cpu = SwapSpace(num_cpu_blocks)
         self.swapping = Swapping(
             self._gpu, self._cpu, self.prefixes, self._copies, self._demand,
             watermark_blocks=self.watermark_blocks if rules.watermark_for_swapped_in else 0,
@@ -81,13 +81,11 @@ class BlockManager:
 
     # --- admission ---
 
-    def never_fits(self, seq: KVSequence) -> bool:
-        """Whether the known tokens and the watermark exceed the pool itself."""
-        least = self.watermark_blocks if self.rules.watermark_when_idle else 0
-        return self.num_gpu_blocks - self._demand.num_held_at_most(seq.num_tokens) < least
-
     def never_fits_reason(self, seq: KVSequence) -> str:
+        """How the known tokens and the watermark exceed the pool itself; empty: they do not."""
         num_blocks = self._demand.num_held_at_most(seq.num_tokens)
+        if self.num_gpu_blocks - num_blocks >= (self.watermark_blocks if self.rules.watermark_when_idle else 0):
+            return ""
         return (
             f"{seq.num_tokens} tokens need {num_blocks} KV blocks beside a watermark of "
             f"{self.watermark_blocks}, and the pool has {self.num_gpu_blocks}"
@@ -95,7 +93,7 @@ class BlockManager:
 
     def can_admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:
         """Whether blocks for the sequence's first `num_tokens` tokens leave the watermark free."""
-        if self.never_fits(seq):
+        if self.never_fits_reason(seq):
             return Verdict.NEVER
         rules = self.rules
         watermark = self.watermark_blocks
@@ -209,8 +207,7 @@ class BlockManager:
         if seq.cpu_table:
             self._cpu.drop(seq)
         self._gpu.note_last_step(seq)
-        if self._copies.pairs:
-            self._copies.take_back([seq.block_table])
+        self._copies.take_back([seq.block_table])
         self._gpu.release_table(seq.block_table)
         seq.block_table = []
         if seq.chain is not None:
@@ -229,6 +226,6 @@ class BlockManager:
 
     def check_invariants(self, seqs: list[KVSequence]) -> None:
         """seqs: all live ones."""
-        self._gpu.check_invariants([seq.block_table for seq in seqs])
-        self._cpu.check_invariants()
         assert not any(seq.block_table and seq.cpu_table for seq in seqs), "a sequence is on both sides"
+        self._gpu.check_invariants([seq.block_table for seq in seqs])
+        self._cpu.check_invariants([seq.cpu_table for seq in seqs])

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from testbed.blocks.chain import CacheEntry, Chain
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.keys import KeySource
-from testbed.blocks.prefix_cache import Content
 
 
 class MergedContent:
@@ -81,10 +80,10 @@ class MergedContent:
 
     def num_computed_blocks(self, chain: Chain, max_blocks: int) -> int:
         """Blocks of the prefix that an earlier step has made, by bisection: where a deeper one is, so are others."""
-        entries, counts = self._cache, self._gpu.pool.ref_counts
+        counts = self._gpu.pool.ref_counts
         parents: list[CacheEntry | None] = [None]
         for index in range(max_blocks):  # entries of a prefix outlive their blocks while deeper ones exist
-            entry = entries.standing(chain.keys[index], chain.contents[index], parents[-1])
+            entry = self._cache.standing(chain, index, parents[-1])
             if entry is None:
                 break
             parents.append(entry)
@@ -96,19 +95,16 @@ class MergedContent:
 
         return bisect_left(range(max_blocks), True, key=is_missing)
 
-    def num_referenced(self, contents: list[Content]) -> int:
-        """How many of these full blocks others reference on the GPU, where a swap in takes those."""
-        keys, values = [key for key, _ in contents], [value for _, value in contents]
+    def num_referenced(self, chain: Chain, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks others reference on the GPU, where a swap in takes those."""
         counts = self._gpu.pool.ref_counts
-        return sum(1 for entry in self._cache.match(keys, values, len(keys)) if counts[entry.blocks[0]])
+        return sum([1 for entry in self._cache.match(chain, num_blocks) if counts[entry.blocks[0]]])
 
     def _find(self, index: int, chain: Chain) -> CacheEntry | None:
-        if chain.is_broken:
-            return None
-        return self._cache.find(chain.keys[index], chain.contents[index], chain.entry)
+        return None if chain.is_broken else self._cache.find(chain, index, chain.entry)
 
     def _publish(self, block: int, index: int, chain: Chain) -> CacheEntry | None:
-        entry = self._cache.publish(block, chain.keys[index], chain.contents[index], chain.entry)
+        entry = self._cache.publish(block, chain, index, chain.entry)
         if entry is not None:
             entry.is_computed = False
             self._fresh.append(entry)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from testbed.blocks.kv_sequence import RELEASED
+
 Pair = tuple[int, int]  # (source, destination) blocks
 
 
@@ -52,10 +54,19 @@ class BlockPool:
         assert self.ref_counts[block] == 0, "a referenced block is put back"
         self._free.append(block)
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, tables: list[list[int]], num_kept: int) -> None:
+        """tables: all that reference blocks. num_kept: blocks that somebody keeps unreferenced."""
+        references = [0] * self.num_blocks
+        for table in tables:
+            held = [block for block in table if block != RELEASED]
+            assert len(set(held)) == len(held), "a table names a block twice"
+            for block in held:
+                references[block] += 1
+        assert references == self.ref_counts, "reference counts differ from the tables"
         assert len(set(self._free)) == len(self._free), "a block is free twice"
-        assert all(self.ref_counts[block] == 0 for block in self._free), "a free block is referenced"
-        assert all(count >= 0 for count in self.ref_counts)
+        assert not any(references[block] for block in self._free), "a free block is referenced"
+        num_referenced = sum([1 for count in references if count])
+        assert self.num_free + num_kept + num_referenced == self.num_blocks, "a block is lost"
 
     def free_blocks(self) -> tuple[int, ...]:
         """For checks and tests."""

@@ -17,8 +17,6 @@ from mypy_extensions import i64
 from testbed.blocks.chain import CacheEntry, Chain, UnlistedPrefix
 from testbed.blocks.keys import KeySource
 
-Content = tuple[int, bytes]  # key and content of a full block
-
 
 class PrefixCache:
     """Content of blocks, by key. is_newest_found: a block takes the place of an older one of the same content, which is
@@ -52,22 +50,24 @@ class PrefixCache:
             self.list_prefix(prefix)
         return key in self.entries
 
-    def find(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
-        """The entry of this content after `parent`, if a block holds it."""
-        entry = self.standing(key, content, parent)
+    def find(self, chain: Chain, index: int, parent: CacheEntry | None) -> CacheEntry | None:
+        """The entry of the chain's block `index` after `parent`, if a block holds it. The chain must have its key."""
+        entry = self.standing(chain, index, parent)
         return entry if entry is not None and entry.blocks else None
 
-    def standing(self, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
+    def standing(self, chain: Chain, index: int, parent: CacheEntry | None) -> CacheEntry | None:
         """The same, whether or not a block holds it still."""
-        entry = self.entries.get(key)
-        return entry if entry is not None and entry.parent is parent and entry.content == content else None
+        entry = self.entries.get(chain.keys[index])
+        if entry is None or entry.parent is not parent or entry.content != chain.contents[index]:
+            return None
+        return entry
 
-    def match(self, keys: list[int], contents: list[bytes], max_blocks: int) -> list[CacheEntry]:
-        """The entries of the longest cached prefix, at most `max_blocks` of them."""
+    def match(self, chain: Chain, max_blocks: int) -> list[CacheEntry]:
+        """The entries of the longest cached prefix, at most `max_blocks` of them, of which the chain must have keys."""
         matched: list[CacheEntry] = []
         parent: CacheEntry | None = None
         for index in range(max_blocks):
-            parent = self.find(keys[index], contents[index], parent)
+            parent = self.find(chain, index, parent)
             if parent is None:
                 break
             matched.append(parent)
@@ -90,24 +90,25 @@ class PrefixCache:
             chain.make_keys(source, index + 1)
             entry = self.entry(block)  # others that share the block may have come first
             if entry is None:
-                entry = self.publish(block, chain.keys[index], chain.contents[index], chain.entry)
+                entry = self.publish(block, chain, index, chain.entry)
             if entry is None:
                 return False
             chain.entry = entry
         chain.num_published = index + 1
         return True
 
-    def publish(self, block: int, key: int, content: bytes, parent: CacheEntry | None) -> CacheEntry | None:
-        """Says that `block` holds this content. None if another content has the key: the block stays uncached."""
+    def publish(self, block: int, chain: Chain, index: int, parent: CacheEntry | None) -> CacheEntry | None:
+        """Says that `block` holds the content of the chain's block `index`, after `parent`. None if another content has
+        the key: the block stays uncached."""
         assert self.content_of[block] is None, "a block is published twice"
         if self._is_newest_found and parent is not None:
             parent = self._alive(parent)
             if parent is None:
                 return None
-        entry = self.entries.get(key)
+        entry = self.entries.get(chain.keys[index])
         if entry is None:
-            entry = self._make(key, content, parent)
-        elif entry.parent is not parent or entry.content != content:
+            entry = self._make(chain.keys[index], chain.contents[index], parent)
+        elif entry.parent is not parent or entry.content != chain.contents[index]:
             self._drop(parent)  # it may have been made for this block
             return None
         elif self._is_newest_found and entry.blocks:
@@ -132,7 +133,7 @@ class PrefixCache:
         for index, block in enumerate([int(block) for block in prefix.blocks]):
             self.content_of[block] = None
             if not is_broken:
-                entry = self.publish(block, chain.keys[index], chain.contents[index], entry)
+                entry = self.publish(block, chain, index, entry)
                 is_broken = entry is None
         if chain.unlisted is prefix:
             chain.unlisted, chain.entry, chain.is_broken = None, entry, chain.is_broken or is_broken

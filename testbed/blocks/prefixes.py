@@ -12,7 +12,6 @@ from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.keys import KeySource
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.blocks.merged_content import MergedContent
-from testbed.blocks.prefix_cache import Content
 
 
 class PrefixHit(NamedTuple):
@@ -81,10 +80,7 @@ class Prefixes:
         if not max_blocks or not self._gpu.cache.is_known(chain.keys[0]):
             return NO_HIT
         chain.make_keys(self.source, max_blocks)
-        entries = self._gpu.cache.match(chain.keys, chain.contents, max_blocks)
-        if not entries:
-            return NO_HIT
-        blocks = [entry.blocks[0] for entry in entries]
+        blocks = [entry.blocks[0] for entry in self._gpu.cache.match(chain, max_blocks)]
         counts = self._gpu.pool.ref_counts
         num_hit = min(len(blocks) * self._block_size, num_tokens - 1)
         return PrefixHit(num_hit, blocks, sum([1 for block in blocks if not counts[block]]))
@@ -112,23 +108,20 @@ class Prefixes:
     def publish(self, seq: KVSequence, num_tokens: i64) -> None:
         """The full blocks of the first `num_tokens` tokens may be hit from now on."""
         chain = seq.chain
-        if chain is None or chain.is_broken or num_tokens < (chain.num_published + 1) * self._block_size:
+        if chain is None:
             return
-        for index in range(chain.num_published, num_tokens // self._block_size):
+        while not chain.is_broken and num_tokens >= (chain.num_published + 1) * self._block_size:
             if self.merged is not None:
-                is_published = self.merged.publish_next(chain, seq.block_table)
+                chain.is_broken = not self.merged.publish_next(chain, seq.block_table)
             else:
-                is_published = self._gpu.cache.publish_next(chain, seq.block_table[index])
-            if not is_published:
-                chain.is_broken = True
-                return
+                chain.is_broken = not self._gpu.cache.publish_next(chain, seq.block_table[chain.num_published])
 
     def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
         """Only the first `num_tokens` tokens are computed after all: the rest may not be hit."""
         chain, table, cache = seq.chain, seq.block_table, self._gpu.cache
         if chain is None:
             return
-        self._gpu.cache.list_chain(chain)
+        cache.list_chain(chain)
         for index in range(chain.num_published - 1, num_tokens // self._block_size - 1, -1):
             block = table[index]
             if self.merged is not None and self._gpu.pool.ref_counts[block] > 1:
@@ -145,13 +138,14 @@ class Prefixes:
             self._gpu.cache.list_chain(parent.chain)
             child.chain = parent.chain.copy_of(child)
 
-    def full_contents(self, seq: KVSequence) -> list[Content]:
-        """Keys and contents of the full blocks that hold computed tokens; without caching of no meaning."""
+    def num_merged_blocks(self, seq: KVSequence) -> int:
+        """How many blocks, from its first on, equal ones of others may stand for: the full ones with computed tokens,
+        of which its chain has the keys now. 0 where equal blocks are not one."""
+        if self.source is None or self.merged is None:
+            return 0
         num_full = seq.num_computed_tokens // self._block_size
-        if self.source is None:
-            return []
-        chain = self.chain_of(seq, self.source, num_full)
-        return list(zip(chain.keys[:num_full], chain.contents[:num_full], strict=True))
+        self.chain_of(seq, self.source, num_full)
+        return num_full
 
     def forget(self, seq: KVSequence) -> None:
         """The sequence will not come back; what it published may stay."""

@@ -12,7 +12,7 @@ from testbed.blocks.demand import Demand
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.kv_sequence import RELEASED, KVSequence
 from testbed.blocks.pool import BlockPool, Pair
-from testbed.blocks.prefix_cache import Content, PrefixCache
+from testbed.blocks.prefix_cache import PrefixCache
 from testbed.blocks.prefixes import Prefixes
 from testbed.blocks.verdict import Verdict
 
@@ -20,36 +20,28 @@ Unit = tuple[KVSequence, ...]  # sequences that are scheduled together
 
 
 class SwapSpace:
-    """CPU blocks of swapped-out sequences.
+    """CPU blocks of swapped-out sequences. Where equal blocks are one, so they are here, whenever they came."""
 
-    by_content: full blocks of equal prefixes share a CPU block, also when they came at different times.
-    """
-
-    def __init__(self, num_blocks: int, *, by_content: bool) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self._leaving: list[int] = []  # blocks that the step being planned empties: not to be filled by it
-        self._cache = PrefixCache(num_blocks) if by_content else None
-        self._tables: dict[int, list[int]] = {}  # of the sequences that are here, by seq_id: for checks
+        self._cache = PrefixCache(num_blocks)
 
-    def num_held(self, contents: list[Content]) -> int:
-        """How many of these full blocks, the first of a sequence, are here already."""
-        if self._cache is None:
-            return 0
-        return len(self._cache.match([key for key, _ in contents], [value for _, value in contents], len(contents)))
+    def num_held(self, seq: KVSequence, num_merged: int) -> int:
+        """How many of its first `num_merged` blocks, by content, are here already."""
+        return 0 if seq.chain is None else len(self._cache.match(seq.chain, num_merged))
 
-    def put(self, seq: KVSequence, table: list[int], contents: list[Content], moved: dict[int, int]) -> None:
-        """Takes a sequence in. moved: by GPU block, what those that leave with it have taken; grows. There must be
-        room."""
+    def put(self, seq: KVSequence, table: list[int], num_merged: int, moved: dict[int, int]) -> None:
+        """Takes a sequence in, for which there must be room; its first `num_merged` blocks are shared by content.
+        moved: by GPU block, what those that leave with it have taken; grows."""
         parent: CacheEntry | None = None
-        is_broken = False  # a key collision: what follows is not shared
         seq.cpu_table = []
-        self._tables[seq.seq_id] = seq.cpu_table
         for index, block in enumerate(table):
             if block == RELEASED:
                 seq.cpu_table.append(RELEASED)
                 continue
-            cache = self._cache if not is_broken and index < len(contents) else None
-            found = cache.find(*contents[index], parent) if cache is not None else None
+            chain = seq.chain if index < num_merged else None
+            found = self._cache.find(chain, index, parent) if chain is not None else None
             if block in moved:
                 self.pool.share(moved[block])
             elif found is not None:
@@ -57,21 +49,20 @@ class SwapSpace:
                 self.pool.share(moved[block])
             else:
                 moved[block] = self.pool.allocate()
-                if cache is not None:
-                    found = cache.publish(moved[block], *contents[index], parent)
+                if chain is not None:
+                    found = self._cache.publish(moved[block], chain, index, parent)
+            if found is None:
+                num_merged = 0  # a key collision, or the end of them
             parent = found
-            is_broken = found is None
             seq.cpu_table.append(moved[block])
 
     def drop(self, seq: KVSequence) -> list[int]:
         """The sequence leaves; returns its CPU table, whose blocks are handed out again once the step is planned: a
         device moves out before it moves in."""
         table, seq.cpu_table = seq.cpu_table, []
-        del self._tables[seq.seq_id]
         for block in reversed(table):
             if block != RELEASED and self.pool.drop(block):
-                if self._cache is not None:
-                    self._cache.forget(block)
+                self._cache.forget(block)
                 self._leaving.append(block)
         return table
 
@@ -82,16 +73,9 @@ class SwapSpace:
                 self.pool.put_back(block)
             self._leaving = []
 
-    def check_invariants(self) -> None:
-        self.pool.check_invariants()
-        references = [0] * self.pool.num_blocks
-        for table in self._tables.values():
-            for block in table:
-                if block != RELEASED:
-                    references[block] += 1
-        assert references == self.pool.ref_counts, "CPU reference counts differ from the tables"
-        num_held = sum([1 for count in references if count])
-        assert self.pool.num_free + len(self._leaving) + num_held == self.pool.num_blocks
+    def check_invariants(self, tables: list[list[int]]) -> None:
+        self.pool.check_invariants(tables, len(self._leaving))
+        self._cache.check_invariants()
 
 
 class Swapping:
@@ -118,16 +102,14 @@ class Swapping:
 
     def swap_out(self, unit: Unit) -> tuple[Pair, ...]:
         """Moves the blocks of these sequences to the CPU; the (GPU, CPU) pairs to copy."""
-        by_content = self._prefixes.merged is not None
-        contents = [self._prefixes.full_contents(one) if by_content else [] for one in unit]
         tables = [one.block_table for one in unit]
         origins = self._copies.take_back(tables)
         for one in unit:
             self._gpu.release_table(one.block_table)
             one.block_table = []
         moved: dict[int, int] = {}
-        for one, table, own in zip(unit, tables, contents, strict=True):
-            self._cpu.put(one, table, own, moved)
+        for one, table in zip(unit, tables, strict=True):
+            self._cpu.put(one, table, self._prefixes.num_merged_blocks(one), moved)
         return tuple([(origins.get(gpu, gpu), cpu) for gpu, cpu in moved.items()])
 
     # --- in ---
@@ -154,8 +136,8 @@ class Swapping:
 
     def _bring(self, seq: KVSequence, moved: dict[int, int], unmoved: list[int]) -> None:
         """One of them. Where equal blocks are one, it takes those that are there, and publishes the others at once."""
+        num_merged = self._prefixes.num_merged_blocks(seq)
         merged, chain = self._prefixes.merged, seq.chain
-        num_full = 0 if merged is None else len(self._prefixes.full_contents(seq))
         seq.block_table = []
         if chain is not None:
             chain.start(0, None)
@@ -166,13 +148,13 @@ class Swapping:
             elif block is not None:
                 self._gpu.pool.share(block)
             else:
-                if merged is not None and chain is not None and index < num_full:
+                if merged is not None and chain is not None and index < num_merged:
                     block = merged.block_of(chain, index)
                 if block is None:
                     block = self._take_but(unmoved)
                 moved[cpu_block] = block
             seq.block_table.append(block)
-            if index < num_full:
+            if index < num_merged:
                 self._prefixes.publish(seq, (index + 1) * self._demand.block_size)
         if chain is not None and seq.block_table[:1] == [RELEASED]:
             chain.is_broken = True  # a hit needs the whole prefix
@@ -207,12 +189,13 @@ class Swapping:
         return num_new + sum(writers.values()) - len(writers)
 
     def _num_on_cpu(self, seq: KVSequence) -> int:
-        return self._cpu.num_held(self._prefixes.full_contents(seq))
+        return self._cpu.num_held(seq, self._prefixes.num_merged_blocks(seq))
 
     def _num_on_gpu(self, seq: KVSequence) -> int:
         """Full blocks whose content others reference on the GPU: swapping in takes those."""
-        merged = self._prefixes.merged
-        return 0 if merged is None else merged.num_referenced(self._prefixes.full_contents(seq))
+        num_merged = self._prefixes.num_merged_blocks(seq)
+        merged, chain = self._prefixes.merged, seq.chain
+        return 0 if merged is None or chain is None else merged.num_referenced(chain, num_merged)
 
 
 def num_distinct(tables: list[list[int]]) -> int:

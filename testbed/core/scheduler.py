@@ -132,7 +132,7 @@ class Scheduler:
         """Why no step could ever admit the sequence; empty: one may."""
         if seq.num_prompt_tokens > self.limits.max_model_len:
             return self.limits.too_long_reason(seq.num_prompt_tokens)
-        return self.blocks.never_fits_reason(seq) if self.blocks.never_fits(seq) else ""
+        return self.blocks.never_fits_reason(seq)
 
     def abort(self, request_id: str, now_ns: int) -> Finished | None:
         """Ends a request in any state and frees all it held. None if it is not live (it may have just finished)."""

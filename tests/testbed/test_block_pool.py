@@ -82,7 +82,7 @@ def test_a_block_that_is_free_twice_is_found() -> None:
     pool = BlockPool(2)
     pool.put_back(0)
     with pytest.raises(AssertionError, match="free twice"):
-        pool.check_invariants()
+        pool.check_invariants([], 0)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 512])

@@ -15,7 +15,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def _setup(given: dict[str, Any]) -> Setup:
 def _container(config: Any) -> dict[str, Any]:
     """The fields that differ from their defaults; of limits, which have none, all."""
     if isinstance(config, Limits):
-        return config.as_dict()
+        return asdict(config)
     default = type(config)()
     found: dict[str, Any] = {}
     for item in fields(config):
@@ -65,7 +65,8 @@ def _draw_setup(number: int) -> Setup:
     setup = random_setup(random.Random(f"golden/{number}/setup"))
     if number % 3:
         return setup
-    limits = setup.limits.replace(
+    limits = replace(
+        setup.limits,
         max_num_seqs=max(4, setup.limits.max_num_seqs),
         max_num_batched_tokens=max(16, setup.limits.max_num_batched_tokens),
         max_model_len=max(60, setup.limits.max_model_len),

@@ -178,7 +178,7 @@ def ahead(rng: random.Random) -> Setup:
     while True:
         setup = random_setup(rng)
         if setup.rules.duplicates != "merged" and setup.window is None:
-            return replace(setup, limits=setup.limits.replace(max_num_plans=2))
+            return replace(setup, limits=replace(setup.limits, max_num_plans=2))
 
 
 def lived(setup: Setup, rng: random.Random, num_operations: int = 80) -> AsyncLife:
@@ -208,7 +208,7 @@ def test_long_lives_see_preemptions_surprises_and_aborts_while_a_plan_is_in_flig
 
 # --- by hand ---
 
-ROOMY = Setup(limits=Setup().limits.replace(max_num_plans=2), num_blocks=40)
+ROOMY = Setup(limits=replace(Setup().limits, max_num_plans=2), num_blocks=40)
 
 
 def one(max_tokens: int, *, forced: int | None = None, name: str = "a") -> Request:

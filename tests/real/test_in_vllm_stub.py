@@ -48,7 +48,7 @@ def setup_in_vllm(rng: random.Random, *, is_async: bool) -> Setup:
         return replace(
             setup,
             rules=replace(setup.rules, hits_frozen=False),
-            limits=setup.limits.replace(max_num_plans=1 + is_async),
+            limits=replace(setup.limits, max_num_plans=1 + is_async),
             num_cpu_blocks=0,
             preemption="recompute",
             window=None,

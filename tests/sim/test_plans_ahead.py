@@ -26,7 +26,7 @@ from tests.properties.setups import EOS, VOCAB_SIZE, Setup, random_setup
 from tests.sim.worlds import Log, Sessions, emitted, price, world
 
 MS = 1_000_000
-ROOMY = Setup(limits=Setup().limits.replace(max_num_plans=2), num_blocks=40)
+ROOMY = Setup(limits=replace(Setup().limits, max_num_plans=2), num_blocks=40)
 
 
 class Parts:
@@ -43,7 +43,7 @@ def served(parts: Parts, max_num_plans: int, *, num_tokens: int = 5) -> Log:
     request = Request(
         "a", array("i", [1, 2, 3]), forced_output=array("i", [0] * num_tokens), sampling=SamplingParams(ignore_eos=True)
     )
-    setup, log = replace(ROOMY, limits=ROOMY.limits.replace(max_num_plans=max_num_plans)), Log()
+    setup, log = replace(ROOMY, limits=replace(ROOMY.limits, max_num_plans=max_num_plans)), Log()
     run(serve(Sessions([request], [], {}), setup.scheduler(), log), SimBackend(parts))
     return log
 
@@ -83,7 +83,7 @@ def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_pat
     """And a tape of them, replayed, decides the same at the same instants."""
     rng = random.Random(seed)
     setup = random_setup(rng)
-    setup = replace(setup, limits=setup.limits.replace(max_num_plans=2))
+    setup = replace(setup, limits=replace(setup.limits, max_num_plans=2))
     requests, aborts, turns = world(seed)
     scheduler = setup.scheduler()
     log = Checked(scheduler.check_invariants)
@@ -127,5 +127,5 @@ class Tee:
 
 @pytest.mark.parametrize("max_num_plans", [1, 2])
 def test_an_empty_inbox_ends_at_once(max_num_plans: int) -> None:
-    setup = replace(ROOMY, limits=ROOMY.limits.replace(max_num_plans=max_num_plans))
+    setup = replace(ROOMY, limits=replace(ROOMY.limits, max_num_plans=max_num_plans))
     assert run(serve(Sessions([], [], {}), setup.scheduler(), Log()), SimBackend(Parts(1, 1, 1))) == 0

@@ -36,15 +36,15 @@ class CacheEntry:
 
 
 class UnlistedPrefix:
-    """A prefix that begins with a block that nobody else has asked for: its blocks have no keys and no entries yet.
+    """A prefix that begins with a block that nobody else has asked for: but for the first, its blocks have no keys yet,
+    and none has an entry.
 
-    blocks: those that hold it, from the first on.
+    blocks: those that hold it, from the first on. chain: of the sequence that published it.
     """
 
-    __slots__ = ("blocks", "chain", "key")
+    __slots__ = ("blocks", "chain")
 
-    def __init__(self, key: int, chain: Chain) -> None:
-        self.key = key  # of its first block
+    def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.blocks: vec[i64] = vec[i64]()
 

@@ -81,7 +81,7 @@ class PrefixCache:
         assert source is not None, "a chain is published without keys"
         chain.make_keys(source, 1)
         if index == 0 and self._lists_late and not self.is_known(chain.keys[0]):
-            chain.unlisted = self.unlisted[chain.keys[0]] = UnlistedPrefix(chain.keys[0], chain)
+            chain.unlisted = self.unlisted[chain.keys[0]] = UnlistedPrefix(chain)
         if chain.unlisted is not None:
             assert self.content_of[block] is None, "a block is published twice"
             chain.unlisted.blocks = append(chain.unlisted.blocks, i64(block))
@@ -125,8 +125,8 @@ class PrefixCache:
     def list_prefix(self, prefix: UnlistedPrefix) -> None:
         """Publishes the blocks of a prefix one by one."""
         assert self._source is not None
-        del self.unlisted[prefix.key]
         chain = prefix.chain
+        del self.unlisted[chain.keys[0]]
         chain.make_keys(self._source, len(prefix.blocks))
         entry: CacheEntry | None = None
         is_broken = False  # a collision of keys
@@ -184,7 +184,7 @@ class PrefixCache:
 
     def _give_up(self, prefix: UnlistedPrefix) -> None:
         """Nothing is left of the prefix."""
-        del self.unlisted[prefix.key]
+        del self.unlisted[prefix.chain.keys[0]]
         if prefix.chain.unlisted is prefix:
             prefix.chain.unlisted = None
 
@@ -203,7 +203,7 @@ class PrefixCache:
             assert all(self.content_of[block] is entry for block in entry.blocks)
             assert entry.parent is None or self.entries.get(entry.parent.key) is entry.parent, "a lost parent"
         for key, prefix in self.unlisted.items():
-            assert prefix.key == key
+            assert prefix.chain.keys[0] == key
             assert key not in self.entries, "listed and unlisted"
             assert len(prefix.blocks) or prefix.chain.unlisted is prefix, "nothing is left of it"
             assert all(self.content_of[block] is prefix for block in prefix.blocks)

@@ -56,24 +56,19 @@ class Digest:
             self._add(5, seq_id)
         self._aborted = []
         for admission in step.admitted:
-            self._add(1, admission.seq_id)
-            self._add(admission.num_cached_tokens, int(admission.is_resumed))
+            self._add(1, admission.seq_id, admission.num_cached_tokens, admission.is_resumed)
         for preemption in step.preempted:
-            self._add(2, preemption.seq_id)
-            self._add(preemption.num_computed_tokens, _MODES.index(preemption.mode))
-        for ignored in step.leaving.ignored:
+            self._add(2, preemption.seq_id, preemption.num_computed_tokens, _MODES.index(preemption.mode))
+        for ignored in step.ignored:
             self._add(3, ignored.seq_id)
         if step.leaving.swap_out or step.swap_in:
-            self._add(6, len(step.leaving.swap_out))
-            write_i64_le(self._numbers, len(step.swap_in))
+            self._add(6, len(step.leaving.swap_out), len(step.swap_in))
 
     def forked(self, parent_id: int, seq_id: int) -> None:
-        self._add(7, parent_id)
-        write_i64_le(self._numbers, seq_id)
+        self._add(7, parent_id, seq_id)
 
     def finished(self, seq_id: int, reason: FinishReason) -> None:
-        self._add(4, seq_id)
-        write_i64_le(self._numbers, _REASONS.index(reason))
+        self._add(4, seq_id, _REASONS.index(reason))
 
     def aborted(self, seq_id: int) -> None:
         """Between two steps; counts with the next."""
@@ -82,9 +77,9 @@ class Digest:
     def end(self) -> None:
         self.value = self._hash()
 
-    def _add(self, first: int, second: int) -> None:
-        write_i64_le(self._numbers, first)
-        write_i64_le(self._numbers, second)
+    def _add(self, *numbers: int) -> None:
+        for number in numbers:
+            write_i64_le(self._numbers, number)
 
     def _hash(self) -> bytes:
         """Of the numbers, of which none is left."""

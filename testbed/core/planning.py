@@ -12,7 +12,7 @@ def make_plan(step: Step) -> BatchPlan:
     has_beams = any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs)
     return BatchPlan(
         step.number, shape, step.batch, step.admitted, step.preempted, step.leaving.swap_out, swap_in, step.swapped_in,
-        copies, step.leaving.ignored, step.blocked_by, has_beams, step.leaving.preempted_for,
+        copies, step.ignored, step.blocked_by, has_beams, step.leaving.preempted_for,
     )  # fmt: skip
 
 

@@ -31,13 +31,11 @@ class Preempting:
         self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
         self._batch, self._blocks, self._running, self._waiting = batch, blocks, running, waiting
         self._policies, self._holds = policies, holds
-        self._grower: str | None = None
 
     def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows.
         grower: who finds none without them."""
         blocks = self._blocks
-        self._grower = None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)
         self._running.stop(seq)
         wish = self._policies.mode(seq, blocks.num_held_blocks(seq))
@@ -46,9 +44,9 @@ class Preempting:
         # what was merged in this step is computed after the swap out, by others
         can_swap = not (was_scheduled and blocks.prefixes.merged is not None)
         if (wants_swap or not can_recompute) and can_swap and blocks.swapping.can_swap_out(seq.together) is Verdict.OK:
-            self._swap_out(seq)
+            self._swap_out(seq, grower)
         elif can_recompute:
-            self._recompute(seq)
+            self._recompute(seq, grower)
         else:
             self._free_and_end(seq, _lost_beams_reason(seq, blocks))
 
@@ -88,10 +86,10 @@ class Preempting:
                 was_scheduled = True
         return was_scheduled
 
-    def _recompute(self, seq: Sequence) -> None:
+    def _recompute(self, seq: Sequence, grower: Sequence | None) -> None:
         """Several members are recomputed as so many sequences, each from its own first token."""
         for one in reversed(seq.together):
-            self._note(one, PreemptionMode.RECOMPUTE)
+            self._note(one, PreemptionMode.RECOMPUTE, grower)
             self._blocks.free(one)
             one.restart()
             one.enter(SequenceState.WAITING)
@@ -101,17 +99,17 @@ class Preempting:
             else:
                 self._waiting.push_back(one)
 
-    def _swap_out(self, seq: Sequence) -> None:
+    def _swap_out(self, seq: Sequence, grower: Sequence | None) -> None:
         for one in seq.together:
             if one.may_part:  # who parts from it would not be there; it draws again
                 one.give_up_flight()
-            self._note(one, PreemptionMode.SWAP)
+            self._note(one, PreemptionMode.SWAP, grower)
         self.swap_out += self._blocks.swapping.swap_out(seq.together)
         self._running.swap_out(seq)
 
-    def _note(self, seq: Sequence, mode: PreemptionMode) -> None:
+    def _note(self, seq: Sequence, mode: PreemptionMode, grower: Sequence | None) -> None:
         self.preempted += (Preemption(seq.seq_id, seq.request_id, mode, seq.num_computed_tokens),)
-        self.preempted_for += (self._grower,)
+        self.preempted_for += (None if grower is None else grower.request_id,)
         seq.num_preemptions += 1
 
     def _free_and_end(self, seq: Sequence, reason: str) -> None:

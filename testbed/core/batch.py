@@ -44,10 +44,6 @@ class Batch(Rows):
     def num_tokens_of(self, seq: Sequence) -> int:
         return sum([self.counts[index] for index, other in enumerate(self.seqs) if other is seq])
 
-    def advance_ahead(self) -> None:
-        """It is in flight, and the counts of its sequences go on: the next step is planned before it is committed."""
-        self.samples = [seq.advance_ahead(self.counts[index]) for index, seq in enumerate(self.seqs)]
-
     def rows(self) -> list[Row]:
         return [(seq, seq.num_computed_tokens, self.counts[index]) for index, seq in enumerate(self.seqs)]
 

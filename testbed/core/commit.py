@@ -36,7 +36,7 @@ class Commit:
 
     def plan_ahead(self, batch: Batch) -> None:
         """The batch is in flight; the next step is decided as if it were executed."""
-        batch.advance_ahead()
+        batch.samples = [seq.advance_ahead(batch.counts[index]) for index, seq in enumerate(batch.seqs)]
         for seq in batch.seqs:
             if seq.is_prefilling and seq.num_placeholders:
                 self._running.prefilled(seq)
@@ -120,7 +120,7 @@ class Commit:
             child = parent.fork(self._new_member_id(group), token, logprobs[index : index + 1])
             self._blocks.fork(parent, child)
             siblings = (*siblings, child)
-            group.add(child)
+            group.members.append(child)
             self.emitters.append(child)
             self._digest.forked(parent.seq_id, child.seq_id)
             stop = _end_of(child, token, outcome.fork_stops[index] if outcome.fork_stops else None)

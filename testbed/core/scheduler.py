@@ -44,7 +44,6 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.limits = limits
         self.blocks = blocks
-        self.num_plans = 0  # that were not empty
         self.num_steps = 0  # committed
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
         self.free_cpu_blocks = blocks.num_free_cpu_blocks
@@ -112,24 +111,18 @@ class Scheduler:
         seq_id = self._commit.new_seq_ids(1 if is_beam else request.sampling.num_seqs)  # of parallel samples too
         seq = Sequence(seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
         self._live[request.request_id] = seq
-        reason = self._exceeds_limits(seq)
-        if not reason and self.blocks.rules.never_fits_at == "add":
-            reason = self._never_runs(seq)
-        if reason:
+        if reason := self._never_runs(seq):
             self._rejected.append((seq, reason))
         else:
             self._waiting.push(seq)
 
-    def _exceeds_limits(self, seq: Sequence) -> str:
-        """Why a group is too large to be ever in a batch, which would block the queue; empty: it is not."""
-        limits = self.limits
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if seq.num_seqs > (limit := getattr(limits, name)):
-                return f"{seq.num_seqs} sequences that run together exceed {name} ({limit})"
-        return ""
-
     def _never_runs(self, seq: Sequence) -> str:
-        """Why no step could ever admit the sequence; empty: one may."""
+        """Why no step could ever admit the sequence, as far as that is to be asked now; empty: one may."""
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if seq.num_seqs > (limit := getattr(self.limits, name)):
+                return f"{seq.num_seqs} sequences that run together exceed {name} ({limit})"
+        if self.blocks.rules.never_fits_at == "head":
+            return ""
         if seq.num_prompt_tokens > self.limits.max_model_len:
             return self.limits.too_long_reason(seq.num_prompt_tokens)
         return self.blocks.never_fits_reason(seq)
@@ -169,8 +162,8 @@ class Scheduler:
         """Decides the next step. An empty plan means that nothing can be done before something else happens."""
         assert len(self._steps) < self.limits.max_num_plans, "commit before planning more"
         step = Step(
-            self.num_plans, now_ns, self.limits, self.blocks, self._running, self._waiting, self._policies,
-            is_ahead=bool(self._steps),
+            self.num_steps + len(self._steps), now_ns, self.limits, self.blocks, self._running, self._waiting,
+            self._policies, is_ahead=bool(self._steps),
         )  # fmt: skip
         self._policies.tell_time(now_ns)
         for seq, reason in self._rejected:
@@ -182,7 +175,6 @@ class Scheduler:
         self._late += step.close()
         plan = make_plan(step)
         if not plan.is_empty:
-            self.num_plans += 1
             self._steps += (step,)
             if self.limits.max_num_plans > 1:
                 self._commit.plan_ahead(step.batch)

@@ -24,17 +24,12 @@ class SequenceGroup:
     """All sequences of one request that asks for several. It finishes with its last member."""
 
     def __init__(self, first: Sequence) -> None:
-        self.request = first.request
         self.group_id = first.seq_id
         self.num_seqs = first.sampling.num_seqs  # wanted
         self.members: list[Sequence] = [first]  # live ones, in the order they came to be
         self.finished: list[Sequence] = []
         self.has_parted = False  # whether the prompt's end has made the members
-        self.is_beam = self.request.sampling.beam_width > 1
-
-    def add(self, member: Sequence) -> None:
-        """It parted from another."""
-        self.members.append(member)
+        self.is_beam = first.sampling.beam_width > 1
 
     def leave(self, member: Sequence, reason: FinishReason) -> None:
         """It has ended; what was dropped is forgotten."""
@@ -177,11 +172,9 @@ class Sequence(KVSequence):
     def awaits_outcome(self) -> bool:
         """Whether only what a plan in flight brings says how it goes on: it may end with it, or part into several; or
         its next draw wants to know all tokens before."""
-        if not self.num_placeholders:
-            return False
-        if self.num_tokens >= self.foreseen_end or (self.needs_history and not self.is_forced):
-            return True
-        return self.may_part
+        return self.num_placeholders > 0 and (
+            self.num_tokens >= self.foreseen_end or self.may_part or (self.needs_history and not self.is_forced)
+        )
 
     def emit(self, token: int) -> None:
         """One more known token; a forced sequence has it already."""
@@ -217,19 +210,16 @@ class Sequence(KVSequence):
     def finished(self, message: str) -> Finished:
         """What to say, once, of its request, of which it was the last sequence to end."""
         assert self.finish_reason is not None
-        prompt = tuple(self.prompt_logprobs or ())
-        if self.group is None:
-            one = self.completion
-            return Finished(
-                self.request, self.finish_reason, message, len(one.token_ids), one.token_ids,
-                completions=(one,), prompt_logprobs=prompt,
-            )  # fmt: skip
-        done = tuple([member.completion for member in self.group.finished])
-        outputs = tuple([one.token_ids for one in done])
-        reason = done[-1].reason if done else self.finish_reason
-        first = outputs[0] if outputs else ()
-        self.group.finished = []  # its members know it: a circle, and collections are few
-        return Finished(self.request, reason, message, sum(map(len, outputs)), first, outputs, done, prompt)
+        ended = [self]
+        if self.group is not None:
+            ended, self.group.finished = self.group.finished, []  # its members know it: no circle is left behind
+        done = tuple([one.completion for one in ended])
+        outputs = [one.token_ids for one in done]
+        return Finished(
+            self.request, done[-1].reason if done else self.finish_reason, message, sum(map(len, outputs)),
+            outputs[0] if outputs else (), () if self.group is None else tuple(outputs), done,
+            tuple(self.prompt_logprobs or ()),
+        )  # fmt: skip
 
     # --- groups ---
 

@@ -50,7 +50,6 @@ class BlockPool:
         return count == 0
 
     def put_back(self, block: int) -> None:
-        """A block without references becomes free."""
         assert self.ref_counts[block] == 0, "a referenced block is put back"
         self._free.append(block)
 

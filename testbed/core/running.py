@@ -40,7 +40,6 @@ class Running:
                 self.prefilling[one.seq_id] = one
 
     def stop(self, seq: Sequence) -> None:
-        """A unit runs no more."""
         del self.units[seq.unit_id]
         self._num_groups -= seq.group is not None
         self.prefilling.pop(seq.seq_id, None)
@@ -69,7 +68,6 @@ class Running:
         self.swapped.pop(seq.unit_id, None)
 
     def prefilled(self, seq: Sequence) -> None:
-        """The sequence is done with its prefill."""
         seq.is_prefilling = False
         self.prefilling.pop(seq.seq_id, None)
 

@@ -17,14 +17,12 @@ class Value:
     FIELDS: ClassVar[tuple[str, ...]] = ()
 
     def values(self) -> tuple[Any, ...]:
-        """The fields, in order."""
         return tuple([getattr(self, name) for name in self.FIELDS])
 
     def as_dict(self) -> dict[str, Any]:
         return dict(zip(self.FIELDS, self.values(), strict=True))
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other values of some fields."""
         return type(self)(**(self.as_dict() | changes))
 
     def __iter__(self) -> Iterator[Any]:

@@ -23,7 +23,6 @@ class Waiting:
         self._long_from = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
 
     def push(self, seq: Sequence) -> None:
-        """A new sequence waits."""
         self._count(seq, 1)
         self._queue.push(seq)
 
@@ -36,7 +35,6 @@ class Waiting:
         return self._queue.head(now_ns) if self.num_seqs else None
 
     def remove(self, seq: Sequence) -> None:
-        """The sequence waits no more."""
         self._count(seq, -1)
         self._queue.remove(seq)
 

@@ -84,11 +84,12 @@ class BlockManager:
     def never_fits_reason(self, seq: KVSequence) -> str:
         """How the known tokens and the watermark exceed the pool itself; empty: they do not."""
         num_blocks = self._demand.num_held_at_most(seq.num_tokens)
-        if self.num_gpu_blocks - num_blocks >= (self.watermark_blocks if self.rules.watermark_when_idle else 0):
+        watermark = self.watermark_blocks if self.rules.watermark_when_idle else 0
+        if self.num_gpu_blocks - num_blocks >= watermark:
             return ""
         return (
-            f"{seq.num_tokens} tokens need {num_blocks} KV blocks beside a watermark of "
-            f"{self.watermark_blocks}, and the pool has {self.num_gpu_blocks}"
+            f"{seq.num_tokens} tokens need {num_blocks} KV blocks beside a watermark of {watermark}, and the pool has "
+            f"{self.num_gpu_blocks}"
         )
 
     def can_admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:

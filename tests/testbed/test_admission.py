@@ -94,6 +94,14 @@ def test_hit_blocks_need_no_room_but_stop_counting_as_free() -> None:
     assert blocks.can_admit(longer, 13, blocks.lookup(longer), is_idle=False) is Verdict.NEVER  # 4 blocks and 1 kept
 
 
+def test_a_watermark_that_does_not_hold_for_a_request_alone_is_no_reason_against_it() -> None:
+    rules = KVRules(watermark_when_idle=False)
+    scheduler = make_scheduler("unified", num_blocks=10, block_size=4, watermark=0.2, rules=rules)
+    add(scheduler, make_request("too long", 41, 1))
+    _, finished = step(scheduler)
+    assert finished[0].message == "41 tokens need 11 KV blocks beside a watermark of 0, and the pool has 10"
+
+
 @pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])
 def test_what_can_never_fit_ends_at_once_and_says_why(composition: str) -> None:
     scheduler = make_scheduler(composition, num_blocks=10, block_size=4, watermark=0.2)

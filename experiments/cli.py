@@ -13,6 +13,7 @@ from pathlib import Path
 
 from experiments.arguments import folder_named, words
 from experiments.collector import THRESHOLD
+from experiments.streams import go_on_unheard
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
 USAGE = """usage: testbed <command> ...
@@ -53,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
 
             raise ConfigError(unknown(f"there is no command {name!r}", name, list(COMMANDS)))
         command = COMMANDS[name]
-        return int((import_module(command).main if isinstance(command, str) else command)(rest))
+        status = int((import_module(command).main if isinstance(command, str) else command)(rest))
+        sys.stdout.flush()  # here, where a reader that has left is no error
+        return status
     except TestbedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -61,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        go_on_unheard()
         return 0
     except (OSError, MemoryError) as error:
         from experiments.run_folder import describe_failure

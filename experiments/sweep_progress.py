@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from experiments.points import Board, Outcome
+from experiments.streams import go_on_unheard
 
 _EVERY_S = 0.2
 
@@ -72,7 +73,10 @@ class Followed:
     def _say(self, line: str) -> None:
         if self._bar is not None:
             self._bar.clear()
-        print(line, flush=self._bar is not None)
+        try:
+            print(line, flush=self._bar is not None)
+        except BrokenPipeError:  # `| head`: the points are run all the same
+            go_on_unheard()
 
 
 def _line(outcome: Outcome) -> str:

@@ -1,0 +1,31 @@
+"""What reads standard output may be gone, or know fewer characters: nothing that a command does is lost by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.experiments.kit import SHORT, TINY
+
+
+def said_to(reader: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`testbed <arguments> | <reader>`; the exit status is the command's own."""
+    command = ["bash", "-c", f'"$@" | {reader}; exit ${{PIPESTATUS[0]}}', "-", sys.executable, "-m", "experiments"]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def test_a_sweep_whose_reader_has_left_runs_all_its_points(tmp_path: Path) -> None:
+    folder = tmp_path / ("sweep" * 40)  # long lines: they do not fit into a pipe's buffer
+    said = said_to("head -1", "run", "-m", "seed=range(0,40)", *TINY, *SHORT, f"hydra.sweep.dir={folder}")
+    assert said.stderr == ""
+    assert said.returncode == 0
+    assert len(list(folder.glob("*/done"))) == 40
+
+
+def test_a_command_whose_reader_has_left_ends_in_silence() -> None:
+    said = said_to("true", "list")
+    assert (said.returncode, said.stderr) == (0, "")

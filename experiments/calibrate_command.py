@@ -66,9 +66,10 @@ def _fit(options: argparse.Namespace, command: str) -> int:
 
     require_whole("--folds", options.folds, 2, 20)
     calibration = calibrate(read_profile(options.profile), options.folds)
-    print(describe(calibration))
     if options.out is not None:
         save_calibration(calibration, options.out)
+    print(describe(calibration))
+    if options.out is not None:
         print(f"wrote {options.out}; use it with cost=calibrated cost.path={options.out}")
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments.arguments import folder_named, words
 from experiments.collector import THRESHOLD
-from experiments.streams import go_on_unheard
+from experiments.streams import go_on_unheard, take_any_character
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
 USAGE = """usage: testbed <command> ...
@@ -41,6 +41,7 @@ USAGE = """usage: testbed <command> ...
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
+    take_any_character()
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")

@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> int:
     lines = _lines(found)
     if found.tolerance < options.tolerance:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
-    print("\n".join(lines))
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
+    print("\n".join(lines))
     print(f"\nwrote {folder / TEXT}, {FIGURE}.png, {TABLE}")
     missing = [reason for one in found.found if (reason := without_capacity(one))]
     if missing:
@@ -91,7 +91,8 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     write_json(out / RESULT, result)
     found.points.to_csv(out / TABLE, index=False)
     (out / TEXT).write_text(
-        f"# Capacity\n\n`{command}`\n\n" + "\n".join(lines) + f"\n\n![goodput and attainment]({FIGURE}.png)\n"
+        f"# Capacity\n\n`{command}`\n\n" + "\n".join(lines) + f"\n\n![goodput and attainment]({FIGURE}.png)\n",
+        encoding="utf-8",
     )
     units = " or ".join(dict.fromkeys(one.arm.unit for one in found.found))
     curves = {

@@ -107,13 +107,13 @@ def _loads(
     found = compare(loads, overrides, options.names, runs, scratch, options.command)
     lines = comparison_lines(found)
     text = "\n".join(lines)
-    print(text)
     if options.page is not None:
         write_page(options.page, options.arguments, lines)
     if options.out is not None:
         panels = {one.load.name: (one.errors, one.noise, one.matched) for one in found.loads}
         _write(options, text, as_json(found), fidelity_figure(panels, metric_name))
-        print(f"\nwrote {options.out / TEXT}, {FIGURE}.png; the runs: testbed report {options.out / RUNS}")
+        text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png; the runs: testbed report {options.out / RUNS}"
+    print(text)
     return 0
 
 
@@ -154,14 +154,14 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
     runs = beside(runs, overrides, options.beside, options.command)
     found = simulate_study(runs, overrides, options.command)
     text = "\n".join(study_lines(found, fits))
-    print(text)
     if options.page is not None:
         write_page(options.page, options.arguments, page_lines(found, fits))
     if options.out is not None:
         signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
         _write(options, text, {**as_json(found), "fits": fits_json(fits)}, study_figure(signed, errors, NAMES))
-        print(f"\nwrote {options.out / TEXT}, {FIGURE}.png")
+        text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png"
+    print(text)
     return 0
 
 
@@ -171,5 +171,7 @@ def _write(options: argparse.Namespace, text: str, result: dict[str, Any], figur
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RESULT, {"command": options.command, **result})
-    (out / TEXT).write_text(f"# Fidelity\n\n`{options.command}`\n\n{text}\n\n![errors]({FIGURE}.png)\n")
+    (out / TEXT).write_text(
+        f"# Fidelity\n\n`{options.command}`\n\n{text}\n\n![errors]({FIGURE}.png)\n", encoding="utf-8"
+    )
     save(figure, out / FIGURE)

@@ -19,14 +19,14 @@ def check_page(page: Path | None) -> None:
         return
     if not page.is_file():
         raise ConfigError(f"--page {page}: no such file; expected a document with the marks {BEGIN} and {END}")
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ConfigError(f"--page {page}: expected the marks {BEGIN} and {END} once each, in this order")
 
 
 def write_page(page: Path, arguments: Sequence[str], lines: Sequence[str]) -> None:
     """Replaces what stands between the marks. arguments: of the command; its files are named without their folders."""
-    before, rest = page.read_text().split(BEGIN)
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     after = rest.split(END)[1]
     words = [Path(word).name if Path(word).exists() and word != str(page) else word for word in arguments]
     machine = describe_machine()
@@ -35,4 +35,4 @@ def write_page(page: Path, arguments: Sequence[str], lines: Sequence[str]) -> No
         f"{describe_versions()['llm-serving-testbed']}:",
         "",
     ]
-    page.write_text("\n".join([before + BEGIN, *head, *lines, END]) + after)
+    page.write_text("\n".join([before + BEGIN, *head, *lines, END]) + after, encoding="utf-8")

@@ -29,3 +29,11 @@ def test_a_sweep_whose_reader_has_left_runs_all_its_points(tmp_path: Path) -> No
 def test_a_command_whose_reader_has_left_ends_in_silence() -> None:
     said = said_to("true", "list")
     assert (said.returncode, said.stderr) == (0, "")
+
+
+def test_a_terminal_that_lacks_a_character_loses_no_result(tmp_path: Path) -> None:
+    search = ("capacity", *TINY, *SHORT, "slo.ttft_s=1", "--tolerance", "0.5", "--out", str(tmp_path / "é"))
+    said = said_to("cat", *search, PYTHONIOENCODING="ascii")
+    assert "TTFT \\u2264 1" in said.stdout, said.stderr
+    assert "≤" in (tmp_path / "é" / "capacity.md").read_text(encoding="utf-8")
+    assert "\\u2026" in said_to("cat", "list", PYTHONIOENCODING="ascii").stdout

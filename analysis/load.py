@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
 _POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
 _AGAIN = "the run did not get to its end: run its command, or that of its sweep, again"
+_SAID: dict[str, dict[str, type]] = {  # what these files have of every run, whichever version wrote them
+    "config.yaml": dict.fromkeys(("backend", "scheduler", "cache", "trace"), dict),
+    "manifest.json": {"status": str, "backend": str, "trace": dict, "num_gpu_blocks": object},
+}
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 
@@ -209,7 +213,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         if (folder / "done").exists():
             raise
         raise RunFolderError(f"{folder}: its records end in the middle; {_AGAIN}") from error
-    return Run(folder, read_yaml(folder / "config.yaml"), read_json(folder / "manifest.json"))
+    return Run(folder, read_said(folder / "config.yaml"), read_said(folder / "manifest.json"))
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
@@ -314,6 +318,17 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
         return places[run.path.parent], is_point, number or 0, str(said) if is_point else ""
 
     return sorted(runs, key=place)
+
+
+def read_said(file: Path) -> dict[str, Any]:
+    """config.yaml or manifest.json of a run's folder. Raises RunFolderError naming what is missing of it."""
+    tree = read_yaml(file) if file.suffix == ".yaml" else read_json(file)
+    missing = [key for key, kind in _SAID[file.name].items() if key not in tree or not isinstance(tree[key], kind)]
+    if missing:
+        raise RunFolderError(
+            f"{file}: {', '.join(missing)} missing; it is damaged: copy it again, or make the run again"
+        )
+    return tree
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

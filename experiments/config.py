@@ -280,9 +280,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.yaml"
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: config.yaml is missing")
-    from analysis.load import read_yaml  # not at the top: Arrow is slow to import
+    from analysis.load import read_said  # not at the top: Arrow is slow to import
 
-    raw = read_yaml(file)
+    raw = read_said(file)
     for key in GONE:
         group, _, name = key.partition(".")
         if isinstance(raw.get(group), dict):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.load import read_json
+from analysis.load import read_said
 from experiments import build
 from experiments.config import RunConfig, read_config
 from experiments.forcing import forcing
@@ -231,4 +231,4 @@ def _manifest(folder: Path) -> dict[str, Any]:
     file = folder / "manifest.json"
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: manifest.json is missing")
-    return read_json(file)
+    return read_said(file)

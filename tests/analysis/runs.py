@@ -228,8 +228,9 @@ def write_folder(
 ) -> Path:
     """A run folder as the writer makes it, without summary.json."""
     folder.mkdir(parents=True, exist_ok=True)
+    config = config | {group: {} for group in ("backend", "scheduler", "cache", "trace") if group not in config}
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps({"num_gpu_blocks": None, **manifest}))
     pq.write_table(requests, folder / "requests.parquet")
     pq.write_table(steps, folder / "steps.parquet")
     (folder / "run.log").write_text("")
@@ -243,7 +244,7 @@ def write_run(folder: Path, backend: str = "sim", **options: Any) -> Path:
     requests, steps, manifest = simulate(**options)
     composition = "decode_first" if options.get("chunked", True) else "prefill_first"
     config = {
-        "backend": backend,
+        "backend": {"name": backend},
         "seed": options.get("seed", 0),
         "scheduler": {"name": composition, "max_num_seqs": 32},
         "cache": {"watermark": options.get("watermark", 0.01), "prefix_caching": options.get("prefix_caching", True)},

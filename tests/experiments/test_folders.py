@@ -97,3 +97,27 @@ def test_a_folder_s_name_has_spaces(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert manifest_of(tmp_path / f"{name} again")["digest"] == manifest_of(folder)["digest"]
     assert say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra.sweep.dir={quotes}{folder}s{quotes}").status == 0
     assert len(load_sweep(tmp_path / f"{name}s").runs) == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "command",
+    [("explain", "{}"), ("parity", "{}"), ("run", "from={}"), ("fidelity", "{}"), ("report", "{}"), ("timeline", "{}")],
+    ids=lambda command: command[0],
+)
+def test_every_command_names_what_is_missing_of_a_damaged_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, str],
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert say(capsys, "run", *TINY, *SHORT, "hydra.run.dir=a").status == 0
+    (tmp_path / "a" / name).write_text("{}")
+    said = say(capsys, *(word.format("a") for word in command))
+    if command[0] == "run" and name == "manifest.json":
+        assert said.status == 0, "a configuration is enough to run it again"
+    else:
+        assert f"a/{name}: " in said.error()
+        assert "missing; it is damaged" in said.error()

@@ -77,7 +77,7 @@ def _fit(options: argparse.Namespace, command: str) -> int:
 def _profile(options: argparse.Namespace, command: str) -> int:
     from testbed.specs.profiles import write_profile
 
-    measurement = _measure(options, command)
+    measurement = _measure(options, command, _extent(options), options.out.parent)
     write_profile(options.out, *measurement.profile)
     print(_written(options.out, measurement.profile))
     return _ending(measurement)
@@ -94,7 +94,7 @@ def _all(options: argparse.Namespace, command: str) -> int:
     folder: Path = options.out or _default_folder(options.overrides)
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not options.overwrite:
         raise RunFolderError(f"{folder} is not empty; choose another --out or pass --overwrite")
-    measurement = _measure(options, command, extent)
+    measurement = _measure(options, command, extent, folder)
     file = folder / PROFILE_FILE
     write_profile(file, *measurement.profile)  # before the fit, which may refuse a part of a profile
     print(_written(file, measurement.profile))
@@ -131,15 +131,16 @@ def _extent(options: argparse.Namespace) -> Extent:
     return Extent(base.is_quick, repeats, num_requests, max_s)
 
 
-def _measure(options: argparse.Namespace, command: str, extent: Extent | None = None) -> Measurement:
-    """Raises ConfigError if there is nothing to measure, or nothing was."""
+def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: Path) -> Measurement:
+    """folder: of what is measured. Raises ConfigError if there is nothing to measure, or nothing was."""
     from experiments.calibrate import measure_profile
     from experiments.compose import compose_config
+    from experiments.run_folder import require_writable
 
-    extent = extent or _extent(options)
     config = compose_config(["backend=real", *options.overrides])
     if not config.is_real:
         raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")
+    require_writable(folder)
     weights_gb = config.model.weight_bytes(config.tensor_parallel_size) / 1e9
     print(
         f"profile      {config.model.name}, {weights_gb:.3g} GB of weights: they are made or read first, then steps "

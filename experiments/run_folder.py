@@ -12,8 +12,9 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import yaml
@@ -62,6 +63,14 @@ def named_folder(key: str, value: object) -> Path:
     if not str(value).strip():
         raise ConfigError(f"{key} is empty; name a folder, as {key}=runs/one, or leave it out")
     return Path(str(value))
+
+
+def require_writable(folder: Path) -> None:
+    """Raises OSError if nothing can be written there: before hours are spent on what would be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=folder).close()
+    with suppress(OSError):
+        folder.rmdir()  # whoever writes makes it again
 
 
 def claim(folder: Path, config: RunConfig) -> None:

@@ -42,6 +42,14 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert "is not empty; choose another --out or pass --overwrite" in again.error()
 
 
+@pytest.mark.parametrize("command", [("calibrate",), ("calibrate", "profile")], ids=" ".join)
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setattr(calibrate, "measure_profile", lambda *_, **__: pytest.fail("it measured"))
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "calibration" / "profile.parquet"
+    assert f"{tmp_path / 'file'}" in say(capsys, *command, *ENGINE, *FAST, "--out", str(out)).error()
+
+
 def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     calls = []
 

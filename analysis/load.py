@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
 _POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
-_AGAIN = "the run did not get to its end: run its command, or that of its sweep, again"
+_REPEAT = "run its command again with overwrite=true, or that of its sweep as it was"
+_AGAIN = f"the run did not get to its end: {_REPEAT}"
 _SAID: dict[str, dict[str, type]] = {  # what these files have of every run, whichever version wrote them
     "config.yaml": dict.fromkeys(("backend", "scheduler", "cache", "trace"), dict),
     "manifest.json": {"status": str, "backend": str, "trace": dict, "num_gpu_blocks": object},
@@ -238,7 +239,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
             incomplete.append(
                 (
                     folder,
-                    "the run is partial (interrupted or still going): run its command, or that of its sweep, again",
+                    f"the run is partial (interrupted or still going): {_REPEAT}",
                 )
             )
     if not runs:

@@ -55,7 +55,10 @@ def main(argv: list[str] | None = None) -> int:
 
             raise ConfigError(unknown(f"there is no command {name!r}", name, list(COMMANDS)))
         command = COMMANDS[name]
-        status = int((import_module(command).main if isinstance(command, str) else command)(rest))
+        from experiments.interrupt import ended_as_interrupted
+
+        with ended_as_interrupted():
+            status = int((import_module(command).main if isinstance(command, str) else command)(rest))
         sys.stdout.flush()  # here, where a reader that has left is no error
         return status
     except TestbedError as error:

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from experiments.config import GROUPS
-from experiments.interrupt import terminated_as_interrupted
 from experiments.llm_settings import SETTINGS
 from experiments.run_folder import is_same_file
 from real.text.generate import generate, sampling_of
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> int:
         print("note: tiny has random weights, made on the spot: its text is noise", file=sys.stderr)
     settings = _given(options, *ENGINE_FLAGS, *MORE_FLAGS)
     _refuse_both(settings, overrides)
-    with terminated_as_interrupted(), LLM(options.model, **settings, **overrides) as llm:
+    with LLM(options.model, **settings, **overrides) as llm:
         said = generate(llm, asked, sampling, output=options.output, stream=options.stream, chat=options.chat)
         print(f"{said}, {llm.config.scheduler.name}, attention {llm.attention}", file=sys.stderr)
     return 0

@@ -1,6 +1,6 @@
 """Ctrl-C at a step's boundary: what is recorded ends with a whole step, and the manifest's digest is that step's.
 
-SIGTERM, which a cluster sends, is taken as Ctrl-C is.
+What a cluster sends (SIGTERM) and a terminal that is closed (SIGHUP; not under nohup) is taken as Ctrl-C is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.serve import Loop
+
+_OTHERS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Presses:
@@ -58,9 +60,6 @@ _late = _Late()
 def undisturbed() -> Iterator[None]:
     """Within, Ctrl-C has no effect: records are being closed, and an impatient second press would lose them. Who goes
     on afterwards asks `was_pressed`."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     with _handled(_late.handle):
         yield
 
@@ -72,28 +71,28 @@ def was_pressed() -> bool:
 
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Within, SIGTERM does what Ctrl-C does, whatever that is; it ends the process where Ctrl-C is ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def ended_as_interrupted() -> Iterator[None]:
+    """Within, the other signals do what Ctrl-C does, whatever that is; they end the process where it is ignored."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if not callable(signal.getsignal(signal.SIGINT)):
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    former = signal.signal(signal.SIGTERM, handle)
-    try:
+    with _handled(handle, _OTHERS):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
 
 
 @contextmanager
-def _handled(handler: Any) -> Iterator[None]:
-    """Within, both signals are `handler`'s."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def _handled(handler: Any, numbers: tuple[signal.Signals, ...] = (signal.SIGINT, *_OTHERS)) -> Iterator[None]:
+    """Within, these signals are `handler`'s, but for a SIGHUP that is ignored. Outside the main thread: as before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    before = {
+        number: signal.signal(number, handler) for number in numbers if not (is_ignored and number is signal.SIGHUP)
+    }
     try:
         yield
     finally:

@@ -28,7 +28,6 @@ from experiments.compose import checked, compose_raw, literal
 from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
 from experiments.identity import identity_of
-from experiments.interrupt import terminated_as_interrupted
 from experiments.options import Library
 from experiments.origin import Origin, end_of_others
 from experiments.overrides import library_of, parsed, swept_values
@@ -203,11 +202,10 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
     returns: Iterable[JobReturn] = ()
     with Followed(board, len(todo)) as followed:
         try:
-            with terminated_as_interrupted():
-                launcher = Plugins.instance().instantiate_launcher(
-                    hydra_context=sweep.context, task_function=share, config=sweep.master
-                )
-                returns = launcher.launch([overrides] * num_jobs, initial_job_idx=0)
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=sweep.context, task_function=share, config=sweep.master
+            )
+            returns = launcher.launch([overrides] * num_jobs, initial_job_idx=0)
         except KeyboardInterrupt:
             followed.stop()
             raise _interrupted(len(todo) - followed.num_complete) from None

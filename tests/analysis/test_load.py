@@ -69,7 +69,10 @@ def test_records_that_end_in_the_middle_are_of_a_run_to_be_made_again(folder, na
     (folder / name).write_bytes((folder / name).read_bytes()[:-20])
     refused(lambda: load_run(folder), f"{name}: cannot be read as Parquet")
     (folder / "done").unlink()
-    refused(lambda: load_run(folder), "its records end in the middle; the run did not get to its end: run its command")
+    refused(
+        lambda: load_run(folder),
+        "its records end in the middle; the run did not get to its end: run its command again with overwrite=true",
+    )
 
 
 def test_missing_columns_are_named(folder):

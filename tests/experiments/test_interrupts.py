@@ -88,8 +88,12 @@ def test_ctrl_c_before_anything_is_written_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT,) * 3], ids=["SIGTERM", "impatient Ctrl-C"])
-def test_a_cluster_s_signal_and_an_impatient_user_lose_nothing(
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT,) * 3],
+    ids=["SIGTERM", "SIGHUP", "impatient Ctrl-C"],
+)
+def test_a_cluster_s_signal_a_closed_terminal_and_an_impatient_user_lose_nothing(
     tmp_path: Path, signals: tuple[signal.Signals, ...]
 ) -> None:
     folder = tmp_path / "run"
@@ -111,17 +115,25 @@ def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:
     assert manifest_of(cut)["status"] == "partial"
 
 
-def test_ctrl_c_before_anything_runs_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_any_command_is_ended_by_each_signal_as_by_ctrl_c_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     def press(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         time.sleep(1)
 
     monkeypatch.setattr("experiments.listing.print_listing", press)
     said = say(capsys, "list")
     assert said.status == 130
     assert said.error() == "interrupted"
+
+
+def test_a_command_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr("experiments.listing.print_listing", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    assert say(capsys, "list").status == 0
+    signal.signal(signal.SIGHUP, former)
 
 
 def test_a_press_while_records_are_closed_is_not_lost() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.interrupt import terminated_as_interrupted
+from experiments.interrupt import ended_as_interrupted
 from experiments.text import LLM
 from real.text import generate as text_generate
 from testbed.errors import RequestError
@@ -110,7 +110,7 @@ def test_sigterm_ends_where_ctrl_c_is_ignored() -> None:
     """As in the background job of a script."""
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
+        with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGINT, former)

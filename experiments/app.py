@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from contextlib import redirect_stderr, suppress
@@ -17,11 +16,11 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.compose import checked, compose_from, in_one_line, literal
+from experiments.compose import checked, compose_from, in_one_line
 from experiments.config import RunConfig, read_config, register
 from experiments.environment import ask_early
 from experiments.origin import Origin, kept_in
-from experiments.overrides import check, is_sweep
+from experiments.overrides import check, is_sweep, literal, parsed, readable
 from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, named_folder
 from hydra_plugins.testbed_sweeper import PointsSweeper
@@ -100,13 +99,13 @@ def _with_searched(arguments: list[str]) -> list[str]:
 
 
 def _with_quotes(argument: str) -> str:
-    """A folder as the shell gives it: Hydra's grammar has neither parentheses nor a comma outside quotes."""
+    """As the shell gives it: Hydra's grammar has few characters outside quotes, and a folder's comma is no sweep."""
     key, equals, value = argument.partition("=")
-    is_folder = key in ("hydra.run.dir", "hydra.sweep.dir")
-    if is_folder and equals:
+    if key in ("hydra.run.dir", "hydra.sweep.dir") and equals:
         named_folder(key, value.strip("'\""))
-    needs_quotes = is_folder and "${" not in value and re.match(r"[^'\"].*[^\w\s./-]", value)
-    return f"{key}={literal(value)}" if needs_quotes else argument
+        if "," in value and "${" not in value and value[0] not in "'\"":
+            return f"{key}={literal(value)}"
+    return argument if argument.startswith(("-", "from=")) else readable(argument)
 
 
 class _WithoutFraming:
@@ -247,11 +246,11 @@ def _run_from(source: str, overrides: list[str]) -> int:
     folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
     kept = []
     for item in overrides:
-        key, equals, value = item.partition("=")
+        key, equals, _ = item.partition("=")
         if not equals or key.startswith(("-", "+", "~")):
             raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
         if key == "hydra.run.dir":
-            folder = named_folder(key, value.strip("'\""))
+            folder = named_folder(key, parsed(item).value())
         else:
             kept.append(item)
     config = config_from(Path(source), kept)

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config import GROUPS, RunConfig, register
 from experiments.keys import PLAIN, too_large
 from experiments.options import options
-from experiments.overrides import check, is_value, library_of, parsed
+from experiments.overrides import check, is_value, library_of, literal, parsed
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
@@ -186,19 +186,3 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
         else:
             chosen.append(f"{key}={literal(value)}")
     return chosen + values
-
-
-def literal(value: Any) -> str:
-    """A Python value in the grammar of Hydra's overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(literal(item) for item in value) + "]"
-    if isinstance(value, str) and not value.replace("_", "").replace(".", "").isalnum():
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{escaped}'"
-    return str(value)

@@ -106,12 +106,43 @@ def _parser() -> OverridesParser:
 def parsed(override: str) -> Override:
     """Raises ConfigError if it is none."""
     try:
-        item = _parser().parse_override(override)
+        item = _parser().parse_override(readable(override))
         if item.key_or_group:
             return item
     except HydraException:
         pass
-    raise ConfigError(f"cannot read the override {override!r}: expected key=value (quote it for the shell)")
+    raise ConfigError(
+        f"cannot read the override {override!r}: expected key=value; a value that is a text with a comma, a bracket or "
+        "a quote has quotes of its own, as 'trace.path=\"a,b.jsonl\"'"
+    )
+
+
+def readable(override: str) -> str:
+    """The override as it is, or in quotes the plain text of its value, which Hydra's grammar cannot read: é, =, (1)."""
+    key, _, value = override.partition("=")
+    if not value or value[0] in "[{'\"" or "," in value:
+        return override
+    try:
+        _parser().parse_override(override)
+        return override
+    except HydraException:
+        return f"{key}={literal(value)}"
+
+
+def literal(value: Any) -> str:
+    """A Python value in the grammar of Hydra's overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(literal(item) for item in value) + "]"
+    if isinstance(value, str) and not (value.isascii() and value.replace("_", "").replace(".", "").isalnum()):
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+    return str(value)
 
 
 @cache

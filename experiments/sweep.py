@@ -24,13 +24,13 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments.compose import checked, compose_raw, literal
+from experiments.compose import checked, compose_raw
 from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.options import Library
 from experiments.origin import Origin, end_of_others
-from experiments.overrides import library_of, parsed, swept_values
+from experiments.overrides import library_of, literal, parsed, swept_values
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
 from experiments.run_folder import named_folder, refuse_run

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_run, load_sweep
+from experiments import simulate
 from experiments.run_folder import claimed, is_locked
-from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say
+from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
 from tests.experiments.test_sweeps import sweep
 
 HOLDS = """
@@ -86,8 +87,10 @@ def test_an_empty_folder_is_not_the_working_directory(
 
 
 @pytest.mark.parametrize("quotes", ["", "'", '"'])
-@pytest.mark.parametrize("name", ["two words", "words (and), a comma"])
-def test_a_folder_s_name_has_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str], quotes: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["two words", "words (and), a comma", "é=~#1"])
+def test_a_folder_s_name_has_any_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quotes: str, name: str
+) -> None:
     folder = tmp_path / name
     value = f"{quotes}{folder}{quotes}"
     assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={value}").status == 0
@@ -97,6 +100,22 @@ def test_a_folder_s_name_has_spaces(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert manifest_of(tmp_path / f"{name} again")["digest"] == manifest_of(folder)["digest"]
     assert say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra.sweep.dir={quotes}{folder}s{quotes}").status == 0
     assert len(load_sweep(tmp_path / f"{name}s").runs) == 2
+
+
+@pytest.mark.parametrize("name", ["é.jsonl", "rate=8.jsonl", "rows (1).jsonl", "~/#1.jsonl"])
+def test_a_file_s_name_has_any_characters_but_a_comma(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~").mkdir()
+    write_rows(tmp_path / name, [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
+    trace = (*TINY, "trace=jsonl", f"trace.path={name}")
+    assert say(capsys, "run", *trace, "hydra.run.dir=a").status == 0
+    assert say(capsys, "run", "-m", *trace, "seed=0,1", "hydra.sweep.dir=b").status == 0
+    assert simulate({"name": "jsonl", "path": name}, folder="c", model="tiny").is_complete
+    assert {run.config["trace"]["path"] for run in load_sweep("b").runs} == {name}
+    comma = say(capsys, "run", *TINY, "trace=jsonl", f"trace.path={name},b", "hydra.run.dir=d").error()
+    assert "has several values" in comma or "has quotes of its own" in comma
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.yaml"])

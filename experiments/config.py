@@ -68,6 +68,7 @@ COST_CONFIGS: dict[str, type] = {
 }  # fmt: skip
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
+FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
 JUDGING = ("slo", "report")  # groups that decide nothing of a run
 
 
@@ -276,15 +277,29 @@ def _model(values: dict[str, Any]) -> ModelSpec:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The resolved configuration of a run's folder. Raises RunFolderError if there is none, or it is damaged."""
+    """The resolved configuration of a run's folder, its files as they are found from here. Raises RunFolderError if
+    there is none, or it is damaged."""
     file = folder / "config.yaml"
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: config.yaml is missing")
     from analysis.load import read_said  # not at the top: Arrow is slow to import
+    from experiments.run_folder import read_manifest  # not at the top: it imports this module
 
     raw = read_said(file)
     for key in GONE:
         group, _, name = key.partition(".")
         if isinstance(raw.get(group), dict):
             raw[group].pop(name, None)
-    return raw
+    started_in = read_manifest(folder).get("started_in")
+    if not isinstance(started_in, str) or Path(started_in) == Path.cwd():
+        return raw
+    return {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
+
+
+def _from_here(tree: Any, started_in: Path) -> Any:
+    """The files of a configuration that are named from where its run was started, for whoever stands elsewhere."""
+    if not isinstance(tree, dict):
+        return [_from_here(item, started_in) for item in tree] if isinstance(tree, list) else tree
+    named = {key: tree[key] for key in FILE_KEYS if isinstance(tree.get(key), str) and tree[key]}
+    there = {key: str(started_in / name) for key, name in named.items() if (started_in / name).exists()}
+    return {key: _from_here(value, started_in) for key, value in tree.items()} | there

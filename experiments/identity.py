@@ -18,11 +18,10 @@ from typing import Any
 
 from xxhash import xxh64
 
-from experiments.config import JUDGING, RunConfig
+from experiments.config import FILE_KEYS, JUDGING, RunConfig
 from experiments.environment import describe_versions, source_hash
 from experiments.foreign import ROOMS
 
-FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
 _LARGE_BYTES = 2**28  # of a file in a folder (weights): above, size and time of change stand for its content
 
 

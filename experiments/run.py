@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -426,6 +427,7 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         "identity": identity_of(config).describe(),
         "machine": describe_machine(),
         "command": command or " ".join(sys.argv),
+        "started_in": os.getcwd(),
         "seed": config.seed,
         "trace": {
             "name": trace.name,

@@ -19,7 +19,7 @@ import yaml
 
 from analysis.load import Run, load_run, read_json
 from experiments.compose import compose_from
-from experiments.config import RunConfig
+from experiments.config import RunConfig, read_config
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
@@ -126,7 +126,7 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     if int(run.manifest.get("num_replicas") or 1) > 1 and run.manifest.get("backend") != "sim":
         raise RunFolderError(f"{run.path}: several engines served it; give the folder of a run of one")
     saved = {
-        **run.config,
+        **read_config(run.path),
         "backend": run.config["backend"] if run.manifest.get("backend") == "sim" else {"name": "sim"},
     }
     recorded = pq.read_table(run.path / "requests.parquet")

@@ -96,6 +96,7 @@ MANIFEST_KEYS = (
     "compiler",  # of a compiled core: mypyc 2.4.1, gcc 12.2.0
     "machine",  # {platform, cpu, num_cores, gpu}
     "command",  # the command line that made it
+    "started_in",  # the folder that it was given in: relative paths in it, and in the configuration, are from there
     "given",  # {key: value} of what it sets, as typed; null: not known
     "swept",  # those of them that its sweep varies; null: no sweep
     "point",  # its place in the sweep, from 0 on; null: no sweep

@@ -238,8 +238,12 @@ def test_a_run_of_a_file_is_repeated_from_anywhere(
     trace_of(tmp_path, [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
     monkeypatch.chdir(tmp_path)
     assert say(capsys, "run", *TINY, "trace=jsonl", "trace.path=rows.jsonl", "hydra.run.dir=run").status == 0
-    assert say(capsys, "run", "from=run", "hydra.run.dir=again").status == 0
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert say(capsys, "run", f"from={tmp_path / 'run'}", "hydra.run.dir=../again").status == 0
     assert manifest_of(tmp_path / "again")["digest"] == manifest_of(tmp_path / "run")["digest"]
+    assert say(capsys, "explain", "../run").status == 0
+    assert say(capsys, "fidelity", "../run").status == 0
 
 
 # --- nothing is chance ---

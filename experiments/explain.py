@@ -24,8 +24,10 @@ from experiments.engines import fleet_digest
 from experiments.parity import check_parity, num_tapes
 from experiments.run import INTERRUPTED, execute
 from experiments.run_folder import refuse_overwrite
+from testbed.core.commands import StepView
 from testbed.errors import RunFolderError
 from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import NoRecords
 
 
 def main(arguments: list[str]) -> int:
@@ -82,7 +84,8 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
 def _repeat(run: Run, target: Path) -> str:
     """Simulates it again, decisions recorded. Raises RunFolderError if it is not the same run."""
     changes = ["record.explain=true", "record.steps=true", "record.operators=false", "record.status_s=null"]
-    result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}")
+    cut = None if run.is_complete else _Until(pq.read_metadata(run.path / "steps.parquet").num_rows)
+    result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}", watch=cut)
     if result.exit_status == INTERRUPTED:
         raise KeyboardInterrupt
     if run.is_complete:
@@ -98,6 +101,18 @@ def _repeat(run: Run, target: Path) -> str:
             "since; make the run again with record.explain=true"
         )
     return f"the run was simulated again: the same decision digest ({run.manifest['digest'] or 'of every step'})"
+
+
+class _Until(NoRecords):
+    """Ends a simulation after so many steps: what was recorded of the run says nothing of more."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_left = num_steps
+
+    def committed(self, step: StepView) -> None:
+        self._num_left -= 1
+        if self._num_left == 0:
+            raise RunFolderError("the steps that were recorded are over")
 
 
 def _replay(run: Run, target: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from analysis.decisions import decided_steps
@@ -167,10 +168,12 @@ def test_an_interrupted_run_is_told_as_far_as_it_came(
         patch.setattr(RunRecorder, "ended", stop)
         execute(config_of((*TINY, *SHORT, *TIGHT)), cut)
     assert not (cut / "done").exists()
-    said = say(capsys, "explain", str(cut), "r15")
+    said = say(capsys, "explain", str(cut), "r15", "--keep", str(tmp_path / "kept"))
     assert said.status == 0, said.err
     assert "It had not ended when the run was interrupted." in said.out
     assert "the run was simulated again" in said.out
+    steps = [pq.read_metadata(folder / "steps.parquet").num_rows for folder in (cut, tmp_path / "kept")]
+    assert len((tmp_path / "kept" / "decisions.jsonl").read_text().splitlines()) == steps[0] == steps[1] > 0
 
 
 def test_a_run_that_decides_otherwise_now_is_refused(

@@ -5,6 +5,16 @@ compares replicates; `plots` draws; `fidelity` sets simulated against real runs;
 pandas and matplotlib are imported where they are needed.
 """
 
+from importlib import import_module
+from typing import Any
+
 from analysis.load import Run, Sweep, load  # the name is the function's; its module is imported from as before
 
 __all__ = ["Run", "Sweep", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """`analysis.plots` after `import analysis`, without loading matplotlib for every command."""
+    if name in ("fidelity", "plots", "report", "statistics", "summary"):
+        return import_module(f"analysis.{name}")
+    raise AttributeError(f"module 'analysis' has no attribute {name!r}")

@@ -24,8 +24,8 @@ from analysis.naming import as_cell
 from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
 from analysis.summary import SUMMARY_VERSION, summarise
-from testbed.errors import RunFolderError
-from testbed.foreign_text import not_yaml, parsed, some
+from testbed.errors import ConfigError, RunFolderError
+from testbed.foreign_text import not_yaml, parsed, shown, some
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Ru
 
     RunFolderError for a folder that holds no complete run. One that is found twice counts once.
     """
-    if isinstance(paths, str | os.PathLike):
-        folder = Path(paths)
+    if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
+        folder = require_path("the run folder", paths)
         return load_run(folder) if any((folder / mark).exists() for mark in _MARKS) else load_sweep(folder)
     sweeps = [load_sweep(path) for path in paths]
     if not sweeps:
@@ -195,9 +195,16 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Ru
     return Sweep(above, tuple(runs.values()), tuple(incomplete.values()))
 
 
+def require_path(name: str, value: object) -> Path:
+    """The path that an argument from Python names. Raises ConfigError if it is none."""
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name} is {shown(value)}; give a path, as a text or a pathlib.Path")
+    return Path(value)
+
+
 def load_run(path: str | os.PathLike[str]) -> Run:
     """The run in folder `path`; RunFolderError when it is none, lacks a file, or a file is not what it should be."""
-    folder = Path(path)
+    folder = require_path("the run folder", path)
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such run folder")
     missing = [name for name in FILES if not (folder / name).exists()]
@@ -223,7 +230,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     In path order; the points of one sweep by their places in it, those of several commands that share one by name. (Of
     points that do not say theirs: as they were begun.)
     """
-    root = Path(path)
+    root = require_path("the run folder", path)
     if not root.is_dir():
         raise RunFolderError(f"{root}: no such folder")
     runs, incomplete = [], []

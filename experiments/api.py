@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import shlex
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
@@ -12,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from analysis.checks import failures
-from analysis.load import Run
+from analysis.load import Run, require_path
 from experiments.compose import compose_config, to_overrides
 from experiments.origin import Origin
 from experiments.run import execute
 from testbed.errors import TestbedError, TraceError
+from testbed.foreign_text import shown
 from testbed.traces.readers.own import read_own
 from testbed.traces.schema import Trace
 from testbed.traces.stream import StreamedTrace, whole
@@ -28,9 +31,10 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
     """Simulates a trace and returns the finished run (`.requests`, `.steps`, `.summary`, `.path`).
 
     trace: a Trace; a file of our own schema (.jsonl, .csv, .parquet); rows of that schema as dicts; or the `trace`
-    group's keys as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's groups, by option
-    name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}. folder: where the run goes; a new
-    temporary folder by default. Raises TestbedError in one line; a check that the records fail is a RuntimeWarning.
+    group's keys as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's groups, by
+    option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}. folder: where the run
+    goes; by default a new temporary folder, which goes when Python ends. Raises TestbedError in one line; a check
+    that the records fail is a RuntimeWarning.
     """
     return _run(trace, folder, {"backend": "sim", **settings})
 
@@ -49,7 +53,7 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         rows = _rows(trace)
     overrides = to_overrides(settings)
     config = compose_config(overrides)
-    target = Path(tempfile.mkdtemp(prefix="testbed-")) / "run" if folder is None else Path(folder)
+    target = _until_the_end() if folder is None else require_path("folder", folder)
     command = shlex.join(["from", "Python:", *overrides])
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     if result.status != "complete":
@@ -57,6 +61,13 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     for sentence in failures(result.summary["checks"]):
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
     return Run(result.folder, result.config, result.manifest)
+
+
+def _until_the_end() -> Path:
+    """A folder for a run that goes when Python ends."""
+    made = tempfile.mkdtemp(prefix="testbed-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made, "run")
 
 
 def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:
@@ -70,5 +81,18 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
         )
     with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
         file = Path(scratch) / "rows.jsonl"
-        file.write_text("".join(json.dumps(dict(row)) + "\n" for row in trace))
+        file.write_text("".join(_line(row) for row in trace))
         return read_own(file)
+
+
+def _line(row: object) -> str:
+    """Raises TraceError for what is no row."""
+    if not isinstance(row, Mapping):
+        raise TraceError(
+            f"the trace has {shown(row)} where a row is expected; give rows as dicts, of a DataFrame "
+            "df.to_dict('records')"
+        )
+    try:
+        return json.dumps(dict(row)) + "\n"
+    except TypeError as error:
+        raise TraceError(f"the trace's row {shown(row)}: {error}; give numbers and texts of Python's own") from None

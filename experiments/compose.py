@@ -182,7 +182,7 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
             value = dict(value)
             if "name" in value:
                 chosen.append(f"{key}={value.pop('name')}")
-            values += [f"{key}.{name}={literal(item)}" for name, item in value.items()]
+            values += [f"{key}.{name}={literal(item, f'{key}.{name}')}" for name, item in value.items()]
         else:
-            chosen.append(f"{key}={literal(value)}")
+            chosen.append(f"{key}={literal(value, key)}")
     return chosen + values

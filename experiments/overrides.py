@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from numbers import Number
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from experiments.config import GROUPS
 from experiments.keys import PLAIN, Keys
 from experiments.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
 from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
+from testbed.foreign_text import shown, unknown
 
 _EXTRAS = {  # launchers, and what to install for each
     "joblib": "joblib", "ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"
@@ -129,20 +131,26 @@ def readable(override: str) -> str:
         return f"{key}={literal(value)}"
 
 
-def literal(value: Any) -> str:
-    """A Python value in the grammar of Hydra's overrides."""
+def literal(value: Any, key: str = "a value") -> str:
+    """A Python value in the grammar of Hydra's overrides. Raises ConfigError for one that it does not have."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{literal(item, f'{key}.{name}')}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(literal(item) for item in value) + "]"
-    if isinstance(value, str) and not (value.isascii() and value.replace("_", "").replace(".", "").isalnum()):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{escaped}'"
-    return str(value)
+        return "[" + ",".join(literal(item, key) for item in value) + "]"
+    if not isinstance(value, str | PathLike | Number):
+        raise ConfigError(
+            f"{key} is {shown(value)}; give a number, a text, a list or a dict. A class of your own goes by its "
+            "name, as {'_target_': 'mine.Order'} (docs/extending.md)"
+        )
+    text = str(value)
+    if isinstance(value, Number) or (text.isascii() and text.replace("_", "").replace(".", "").isalnum()):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 @cache

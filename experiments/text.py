@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
+from analysis.load import require_path
 from experiments.build import Pools, build_real_backend, build_scheduler
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
@@ -39,7 +40,11 @@ class LLM(llm.LLM):
         status_s: float | None = None,
         **settings: Any,
     ) -> None:
-        found = find_model(fspath(model), tokenizer, settings.get("load_format") or settings.get("backend.load_format"))
+        found = find_model(
+            str(require_path("model", model)),
+            tokenizer,
+            settings.get("load_format") or settings.get("backend.load_format"),
+        )
         preset = to_overrides({"scheduler": dict(scheduler) if isinstance(scheduler, Mapping) else scheduler})
         config = compose_config(["backend=real", *preset, *found.overrides, *settings_to_overrides(settings)])
         self.config: RunConfig = replace(config, model=replace(config.model, name=found.name))

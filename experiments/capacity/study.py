@@ -20,7 +20,7 @@ from joblib import Parallel, delayed
 from tqdm import tqdm
 
 from analysis.capacity import Load, max_failed, pooled
-from analysis.load import flatten, read_json
+from analysis.load import flatten, read_json, require_path
 from experiments.capacity.arms import Arm, parse
 from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, Search, search
@@ -92,8 +92,8 @@ def find_capacity(
     is_good = MIN_TOLERANCE <= tolerance <= MAX_TOLERANCE
     require("tolerance", tolerance, is_good, f"from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
     require_whole("jobs", jobs, 1)
+    target = require_path("folder", folder)
     arms, seeds = parse(overrides)
-    target = Path(folder)
     identity = _claim(target, arms, seeds)
     finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
     study = _Study(target, arms, seeds, finest, whole)

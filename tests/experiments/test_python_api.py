@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+import analysis
 from analysis.load import load_run
-from experiments import replay, simulate
+from experiments import find_capacity, replay, simulate
 from experiments.compose import _composed, compose_raw
 from testbed.errors import TestbedError
 from testbed.traces.generators import SyntheticConfig, generate
@@ -134,3 +140,40 @@ def test_replay_runs_the_engine(tmp_path: Path) -> None:
         assert real.requests[column].tolist() == sim.requests[column].tolist()
     recorded = simulate(ROWS, cost={"name": "recorded", "run": str(tmp_path / "real")}, **SMALL)
     assert recorded.manifest["digest"] == real.manifest["digest"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: simulate(pd.DataFrame(ROWS)), "df.to_dict('records')"),
+        (lambda: simulate([1]), "the trace has 1 where a row is expected"),  # type: ignore[list-item]
+        (lambda: simulate([{"arrival_time": object()}]), "the trace's row {'arrival_time': <object"),
+        (lambda: simulate(ROWS, folder=3), "folder is 3; give a path"),  # type: ignore[arg-type]
+        (lambda: simulate(ROWS, scheduler={"queue_order": min}), "scheduler.queue_order is <built-in function min>"),
+        (lambda: simulate(ROWS, cache={"watermark": object()}), "cache.watermark is <object"),
+        (lambda: find_capacity(folder=3), "folder is 3; give a path"),  # type: ignore[arg-type]
+        (lambda: analysis.load(None), "the run folder is None; give a path"),  # type: ignore[arg-type]
+        (lambda: analysis.load([3]), "the run folder is 3; give a path"),  # type: ignore[list-item]
+    ],
+)
+def test_an_argument_of_another_kind_is_named_in_one_line(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(TestbedError) as caught:
+        call()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_folder_nothing_is_left_when_python_ends(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    script = (
+        "from experiments import simulate; import analysis; print(simulate({'num_requests': 3}, model='tiny').path)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    made = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert made.stdout.startswith(str(tmp_path / "tmp" / "testbed-"))
+    assert not list((tmp_path / "tmp").glob("testbed-*"))
+
+
+def test_plots_are_there_after_import_analysis() -> None:
+    script = "import analysis, sys; assert 'matplotlib' not in sys.modules; analysis.plots.latency_cdf"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -47,7 +47,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a point. status: complete, failed (also one whose requests could never fit), interrupted."""
+    """What came of a point. status: complete, failed (also one whose requests could never fit), interrupted, elsewhere
+    (another process is running it)."""
 
     label: str
     status: str
@@ -191,7 +192,14 @@ def _run(point: Point) -> Outcome:
         if is_done(Path(folder), identity) and not config.overwrite:
             return Outcome(point.label, "complete", folder)
         with redirect_stderr(_NoTerminal(sys.stderr)):
-            result = execute(config, Path(folder), command=point.command, origin=point.origin)
+            try:
+                result = execute(config, Path(folder), command=point.command, origin=point.origin)
+            except RunFolderError:  # of another sweep, perhaps, into the same folder
+                if is_locked(Path(folder)):
+                    return Outcome(point.label, "elsewhere", folder)
+                if is_done(Path(folder), identity):
+                    return Outcome(point.label, "complete", folder)
+                raise
     except KeyboardInterrupt:
         return Outcome(point.label, "interrupted", folder, exit_status=INTERRUPTED)
     except (TestbedError, OSError, MemoryError) as error:

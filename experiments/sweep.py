@@ -12,9 +12,10 @@ import shlex
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -33,11 +34,12 @@ from experiments.origin import Origin, end_of_others
 from experiments.overrides import library_of, literal, parsed, swept_values
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
-from experiments.run_folder import named_folder, refuse_run
+from experiments.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweep_progress import Followed
 from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
 
+_EVERY_S = 0.2  # another process's point is looked after
 _FEW = 3  # points that are named one by one
 
 
@@ -220,7 +222,23 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
         raise _interrupted(len(todo) - followed.num_complete)
     if failure is not None:
         raise SweepError(_of_launcher(sweep.master, failure, len(todo) - followed.num_complete, len(todo)))
-    return followed.outcomes
+    return list(_settled(followed.outcomes))
+
+
+def _settled(outcomes: list[Outcome]) -> Iterator[Outcome]:
+    """Of a point that another process has begun, what came of it there; waits for that."""
+    for outcome in outcomes:
+        folder = Path(outcome.folder)
+        if outcome.status != "elsewhere":
+            yield outcome
+            continue
+        while is_locked(folder):
+            sleep(_EVERY_S)
+        if (folder / "done").exists():
+            yield replace(outcome, status="complete")
+        else:
+            message = f"another process began {folder} and did not finish it; the same command runs it"
+            yield replace(outcome, status="failed", message=message)
 
 
 def _interrupted(num_left: int) -> KeyboardInterrupt:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -54,16 +55,28 @@ def test_a_run_that_loses_the_race_for_a_folder_leaves_the_other_s_files(tmp_pat
         assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
 
 
-def test_a_point_that_another_process_is_running_is_left_to_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_two_sweeps_into_one_folder_at_once_share_its_points(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT[1:]]
+    command += ["trace.num_requests=1500", "seed=range(0,5)", f"hydra.sweep.dir={tmp_path / 's'}"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for said, errors in [process.communicate(timeout=120) for process in both]:
+        assert errors == ""
+        assert "complete     5 points" in said
+    assert len(load_sweep(tmp_path / "s").runs) == 5
+
+
+def test_a_point_that_another_process_is_running_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep(capsys, tmp_path / "s", "seed=0,1")
     run = load_sweep(tmp_path / "s").runs[0]
     (run.path / "done").unlink()
-    with (run.path / "run.log").open("ab"), claimed(run.path, config_of()):
+    with ExitStack() as other:
+        other.enter_context(claimed(run.path, config_of()))
         (run.path / "manifest.json").write_text("{}")
-        assert f"another process is writing a run to {run.path}" in sweep(capsys, tmp_path / "s", "seed=0,1").error()
-        assert run.path.is_dir()
+        monkeypatch.setattr("experiments.sweep.sleep", lambda _: other.close())
+        said = sweep(capsys, tmp_path / "s", "seed=0,1")
+        assert f"another process began {run.path} and did not finish it; the same command runs it" in said.error()
 
 
 @pytest.mark.parametrize(

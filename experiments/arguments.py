@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import NoReturn
 
 from testbed.errors import ConfigError
+from testbed.foreign_text import nearest
+
+
+class UsageError(ConfigError):
+    """A command line that its command does not take."""
+
+    exit_status = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's, whose every complaint is one line. Raises UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = next((word for word in message.split() if word.startswith("-")), "").partition("=")[0]
+        hint = nearest(flag, self._option_string_actions) if message.startswith("unrecognized") else ""
+        raise UsageError(f"{message}; {hint}`{self.prog} --help` lists what there is")
 
 
 def folder_named(text: str) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.arguments import Parser
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, RunFolderError
 
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     name = "testbed calibrate" if command == "all" else f"testbed calibrate {command}"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         name,
         description={
             "all": "Profile the real engine, fit cost models to it, write both into a folder.",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from experiments.arguments import folder_named, words
+from experiments.arguments import Parser, folder_named, words
 from experiments.collector import THRESHOLD
 from experiments.streams import go_on_unheard, take_any_character
 from testbed.errors import ConfigError, RunFolderError, TestbedError
@@ -90,7 +90,7 @@ def _run(arguments: list[str]) -> int:
 def _list(arguments: list[str]) -> int:
     from experiments.listing import print_listing
 
-    parser = argparse.ArgumentParser("testbed list", description="What there is to choose from, a line each.")
+    parser = Parser("testbed list", description="What there is to choose from, a line each.")
     parser.add_argument("group", nargs="?", help="only this group")
     print_listing(parser.parse_args(arguments).group)
     return 0
@@ -99,7 +99,7 @@ def _list(arguments: list[str]) -> int:
 def _parity(arguments: list[str]) -> int:
     from experiments.parity import check_parity, num_tapes, print_divergence
 
-    parser = argparse.ArgumentParser("testbed parity", description="Replay a real run's tape, compare every decision.")
+    parser = Parser("testbed parity", description="Replay a real run's tape, compare every decision.")
     parser.add_argument("run", type=folder_named, help="a run folder made with backend=real")
     options = parser.parse_args(arguments)
     num = num_tapes(options.run)
@@ -118,7 +118,7 @@ def _parity(arguments: list[str]) -> int:
 def _conform(arguments: list[str]) -> int:
     from experiments.conform import check_files
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "testbed conform", description="Run presets on decisions that real schedulers logged, compare every step."
     )
     parser.add_argument(
@@ -133,7 +133,7 @@ def _conform(arguments: list[str]) -> int:
 def _report(arguments: list[str]) -> int:
     from analysis.report import report_from_folders
 
-    parser = argparse.ArgumentParser("testbed report", description="One self-contained HTML page about runs or sweeps.")
+    parser = Parser("testbed report", description="One self-contained HTML page about runs or sweeps.")
     parser.add_argument("folders", nargs="+", type=folder_named, help="run or sweep folders")
     parser.add_argument("--out", type=folder_named, default=Path("report.html"), help="where to write it (report.html)")
     parser.add_argument("--title", help="the page's title")
@@ -181,7 +181,7 @@ def _limits(text: str | None) -> dict[str, float] | None:
 def _timeline(arguments: list[str]) -> int:
     from analysis.timeline_export import LATEST_S, Window, write_timeline
 
-    parser = argparse.ArgumentParser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
+    parser = Parser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
     parser.add_argument("run", type=folder_named, help="a run folder")
     parser.add_argument("other", nargs="?", type=folder_named, help="another of the same trace, side by side with it")
     parser.add_argument("--from", type=float, dest="from_s", metavar="S", help="draw from this second on")
@@ -216,7 +216,7 @@ def _costs(arguments: list[str]) -> int:
     from analysis.operators import format_operators, load_operators, operator_bars
     from analysis.style import save
 
-    parser = argparse.ArgumentParser("testbed costs", description="Where the time of a run went, by operator.")
+    parser = Parser("testbed costs", description="Where the time of a run went, by operator.")
     parser.add_argument("run", type=folder_named, help="a run folder made with record.operators=true")
     parser.add_argument("--plot", type=folder_named, metavar="STEM", help="draw it: writes STEM.png and STEM.svg")
     options = parser.parse_args(arguments)

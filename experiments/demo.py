@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import shlex
 import time
@@ -14,6 +13,7 @@ from tqdm import tqdm
 from analysis.arms import Arm
 from analysis.report import write_report
 from analysis.report_parts import ReportInput
+from experiments.arguments import Parser
 from experiments.demo_real import measure_fidelity, run_point
 from testbed.errors import RunFolderError
 
@@ -30,7 +30,7 @@ QUESTION = (
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("testbed demo", description=__doc__)
+    parser = Parser("testbed demo", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of runs and report (runs/demo-<time>)")
     parser.add_argument("--quick", action="store_true", help="two seeds, fewer requests: a minute instead of a few")
     options = parser.parse_args(arguments)

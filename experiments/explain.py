@@ -6,7 +6,6 @@ replayed, and the decision digest must be the same.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 from analysis.decisions import DECISIONS_FILE
 from analysis.load import Run, load_run, num_replicas
 from experiments.app import config_from
-from experiments.arguments import folder_named
+from experiments.arguments import Parser, folder_named
 from experiments.engines import fleet_digest
 from experiments.parity import check_parity, num_tapes
 from experiments.run import INTERRUPTED, execute
@@ -32,7 +31,7 @@ from testbed.records.recorders import NoRecords
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
-    parser = argparse.ArgumentParser("testbed explain", description="Why did this request wait?")
+    parser = Parser("testbed explain", description="Why did this request wait?")
     parser.add_argument("run", type=folder_named, help="a run folder")
     parser.add_argument("request", nargs="?", help="a request's id; without: all requests in sum")
     parser.add_argument(

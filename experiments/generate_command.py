@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from experiments.arguments import Parser
 from experiments.config import GROUPS
 from experiments.llm_settings import SETTINGS
 from experiments.run_folder import is_same_file
@@ -88,7 +89,7 @@ def _refuse_both(flags: dict[str, Any], overrides: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "testbed generate",
         description="Generate text with a local model, under any scheduler and settings.",
         epilog="key=value sets any key of `testbed run`, such as cache.block_size=32 or backend.num_threads=4. "

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments.arguments import Parser
 from experiments.run_folder import is_same_file
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
@@ -256,7 +257,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser(name: str, says: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(f"testbed trace {name}", description=says)
+    return Parser(f"testbed trace {name}", description=says)
 
 
 def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:

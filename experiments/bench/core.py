@@ -5,12 +5,12 @@ Compare numbers of one run only, as ratios: machines are noisy.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 from tqdm import tqdm
 
 from experiments import build
+from experiments.arguments import Parser
 from experiments.collector import fewer_collections
 from experiments.compose import compose_config
 from testbed.checks import require_whole
@@ -30,7 +30,7 @@ POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("testbed bench core", description=__doc__)
+    parser = Parser("testbed bench core", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="of the scheduler's measurements; the best counts (5)")
     options = parser.parse_args(arguments)
     require_whole("--repeats", options.repeats, 1)

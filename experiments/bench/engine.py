@@ -8,10 +8,10 @@ every attention provider that can run.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from typing import Any
 
+from experiments.arguments import Parser
 from experiments.bench import engine_steps as steps
 from experiments.bench import offline
 from experiments.tables.devices import model_spec
@@ -30,7 +30,7 @@ PROMPTS = (512, 2048, 8192)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("testbed bench engine", description=__doc__)
+    parser = Parser("testbed bench engine", description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--parts", default="decode,prefill,offline", help="comma-separated, of decode, prefill, offline"

@@ -9,7 +9,6 @@ the bytes that they read and write, counted at the vocabulary of a real model. C
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from experiments.arguments import Parser
 from testbed.checks import require_whole
 from testbed.core.commands import Arrive
 from testbed.core.outcome import Finished, Spans
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("testbed bench host", description=__doc__)
+    parser = Parser("testbed bench host", description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="that are measured of each batch; the median counts (60)")
     parser.add_argument("--filter", default="", help="only batches in whose name this is found")
     options = parser.parse_args(arguments)

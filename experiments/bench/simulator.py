@@ -10,7 +10,6 @@ one after the other in one process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.arguments import Parser
 from sim.cost.base import CostModel
 from testbed.checks import require_whole
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("testbed bench simulator", description=__doc__)
+    parser = Parser("testbed bench simulator", description=__doc__)
     parser.add_argument(
         "--trace", type=Path, help="the Azure 2023 conversation CSV; absent: requests that look like it"
     )

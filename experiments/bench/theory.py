@@ -21,6 +21,7 @@ from tqdm import tqdm
 from analysis.queueing import Service, cobham_waits, lindley_waits, pollaczek_khinchine_wait
 from analysis.statistics import Estimate, mean_t
 from experiments import build
+from experiments.arguments import Parser
 from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
@@ -75,7 +76,7 @@ CASES = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m experiments.bench.theory", description=__doc__)
+    parser = Parser("python -m experiments.bench.theory", description=__doc__)
     parser.add_argument("--replications", type=int, default=20, help="of each case (20)")
     parser.add_argument("--recursions", type=int, default=400, help="seeds of Lindley's recursion alone, cheap (400)")
     parser.add_argument("--requests", type=int, default=10_000, help="of each replication (10000); a tenth is cut")

@@ -9,7 +9,6 @@ and those that they are judged on come by turns.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,6 +22,7 @@ import numpy as np
 from analysis.fidelity import relative_error
 from analysis.load import Run, load_run
 from analysis.summary import summary_value
+from experiments.arguments import Parser
 from experiments.bench.offline import VLLM_VARIABLES
 from testbed.errors import ConfigError, TestbedError
 
@@ -79,7 +79,7 @@ class Bench:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("testbed bench vllm", description=__doc__.splitlines()[0])
+    parser = Parser("testbed bench vllm", description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=150, help="of each run (150)")
     parser.add_argument("--rounds", type=int, default=4, help="how often everything is run on vLLM (4)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-vllm"), help="folder of all runs; kept")

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.arguments import folder_named
+from experiments.arguments import Parser, folder_named
 from experiments.capacity.study import Capacity, find_capacity
 from experiments.capacity.words import setup_lines, summary_frame, table_lines, warnings, without_capacity
 from experiments.environment import describe_versions
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "testbed capacity",
         description="The highest request rate at which each policy keeps its SLO (docs/capacity.md).",
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from experiments.arguments import Parser
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.leftovers import refuse_inside, remove_runs
 from experiments.fidelity.loads import Load, file_loads, folder_load
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "testbed fidelity", description="Simulate measured runs again, and print and draw how far the simulator is off."
     )
     parser.add_argument(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from pathlib import Path
 
+from experiments.arguments import Parser
 from testbed.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
     from experiments.observe.importing import import_log
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "testbed observe import",
         description="Make a run folder of a log that vLLM left with scheduler_cls=real.vllm.ObservedScheduler.",
     )

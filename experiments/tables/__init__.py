@@ -7,6 +7,7 @@ import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
+from experiments.arguments import Parser
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import unknown
 from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _import(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("testbed tables import", description="Measured operators as one Parquet file.")
+    parser = Parser("testbed tables import", description="Measured operators as one Parquet file.")
     parser.add_argument("source", help=", ".join(SOURCES))
     parser.add_argument("folder", nargs="?", type=Path, help="of the source's files; aiconfigurator finds its own")
     parser.add_argument("--device", help="its name in the device library (testbed list device)")
@@ -96,7 +97,7 @@ def _read_source(options: argparse.Namespace) -> OperatorTables:
 def _list(arguments: list[str]) -> int:
     from experiments.tables.summary import coverage_lines, doubt_lines, engine_lines
 
-    parser = argparse.ArgumentParser("testbed tables list", description="Which tables there are.")
+    parser = Parser("testbed tables list", description="Which tables there are.")
     parser.add_argument("file", nargs="?", type=Path, help="of `testbed tables import`; without: the installed package")
     options = parser.parse_args(arguments)
     if options.file is None:
@@ -114,7 +115,7 @@ def _show(arguments: list[str]) -> int:
     from experiments.tables.summary import range_lines
     from testbed.specs.operator_tables import OPERATORS
 
-    parser = argparse.ArgumentParser("testbed tables show", description="What tables hold: ranges, and figures.")
+    parser = Parser("testbed tables show", description="What tables hold: ranges, and figures.")
     parser.add_argument("tables", help="a file of `testbed tables import`, or a device that the package covers")
     parser.add_argument("--operator", help=", ".join(OPERATORS))
     parser.add_argument("--model", help="draw the shapes of this model of the library (llama3.1_8b)")

@@ -132,6 +132,28 @@ def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hydra.run.dir" in page.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("report", "a", "--outt", "x"),
+            "unrecognized arguments: --outt x; did you mean '--out'? `testbed report --help`",
+        ),
+        (("explain", "a", "--kep=x"), "unrecognized arguments: --kep=x; did you mean '--keep'? `testbed explain"),
+        (("timeline",), "the following arguments are required: run"),
+        (("capacity", "--jobs", "abc"), "argument --jobs: invalid int value: 'abc'; `testbed capacity --help`"),
+        (("demo", "foo"), "unrecognized arguments: foo; `testbed demo --help`"),
+        (("generate", "--model", "tiny", "--max-tokens", "abc"), "argument --max-tokens: invalid int value: 'abc'"),
+    ],
+)
+def test_every_command_refuses_its_arguments_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    refused = say(capsys, *arguments)
+    assert refused.error().startswith(said)
+    assert refused.status == 2
+
+
 def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["run", "--bad"])

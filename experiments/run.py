@@ -26,7 +26,7 @@ from experiments.names import device_of_run
 from experiments.origin import UNKNOWN, Origin
 from experiments.progress import Progress
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
-from experiments.run_folder import TRACE_FILE, claimed, describe_failure, refuse_overwrite, write_json
+from experiments.run_folder import TRACE_FILE, claimed, describe_failure, describe_kept, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
 from experiments.watches import batch_limits, status_lines
 from real.config import RealConfig
@@ -398,8 +398,8 @@ def _failure_message(
     total = manifest["trace"]["num_requests"]
     after = f"after {records.num_finished} of {'an unknown number of' if total is None else total} requests"
     if isinstance(failure, KeyboardInterrupt):
-        return f"interrupted {after}; partial results kept in {folder}"
-    return f"failed {after}: {describe_failure(failure)}; partial results kept in {folder}"
+        return f"interrupted {after}; {describe_kept(folder)}"
+    return f"failed {after}: {describe_failure(failure)}; {describe_kept(folder)}"
 
 
 def _summarise(folder: Path, config: RunConfig, manifest: dict[str, Any]) -> dict[str, Any]:

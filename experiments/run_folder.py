@@ -193,3 +193,15 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory; lower trace.limit, or record.token_times=false"
     return str(error) or type(error).__name__
+
+
+def describe_kept(folder: Path) -> str:
+    """What of a run that did not get to its end can be read: nothing, where its records could not be closed."""
+    from analysis.load import load_run  # not at the top: Arrow is slow to import
+
+    try:
+        load_run(folder)
+    except RunFolderError:
+        tape = ", but its tape can (testbed parity)" if next(folder.glob("tape*.jsonl"), None) else ""
+        return f"its records in {folder} cannot be read{tape}; run it again with overwrite=true"
+    return f"partial results kept in {folder}"

@@ -192,6 +192,11 @@ class Keys:
         """What to say of a key that is not there: where it is, or what is."""
         if key in GONE:
             return ConfigError(f"{key} {GONE[key]}; leave it out")
+        if key.endswith("._target_") and place in GROUPS:
+            return ConfigError(
+                f"{key}: {place} is a whole group, so a class of your own for it goes into a file of your own folder, "
+                f"as my_conf/{place}/mine.yaml; choose it with --config-dir=my_conf {place}=mine (docs/extending.md)"
+            )
         top = key.partition(".")[0] if not place.startswith("hydra.") else place
         group = top.replace(".", "/")
         owners = [

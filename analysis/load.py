@@ -232,7 +232,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     """
     root = require_path("the run folder", path)
     if not root.is_dir():
-        raise RunFolderError(f"{root}: no such folder")
+        raise RunFolderError(f"{root}: {'a file, and no folder of runs' if root.is_file() else 'no such folder'}")
     runs, incomplete = [], []
     for folder in run_folders(root):
         try:

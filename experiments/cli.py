@@ -47,12 +47,19 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        from experiments.environment import describe_versions
+
+        print(describe_versions()["llm-serving-testbed"])
+        return 0
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own policy lies in a file beside them
     try:
         if name not in COMMANDS:
             from testbed.foreign_text import unknown
 
+            if name == "sweep":
+                raise ConfigError("there is no command 'sweep'; a sweep is `testbed run -m key=a,b`")
             raise ConfigError(unknown(f"there is no command {name!r}", name, list(COMMANDS)))
         command = COMMANDS[name]
         from experiments.interrupt import ended_as_interrupted

@@ -34,7 +34,7 @@ def check_importable(config: RunConfig) -> None:
         target = named.partition("=")[2]
         try:
             resolve_name(target)
-        except Exception as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise PolicyError(f"{named} cannot be imported ({what}); mend it, or name another class") from None
 

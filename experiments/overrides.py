@@ -42,8 +42,8 @@ def check(
     for item in items:
         if item.is_sweep_override() and not is_sweep:
             raise ConfigError(
-                f"{item.input_line} has several values: add -m to run each of them, or write a list as "
-                f"{item.get_key_element()}=[a,b]"
+                f"{item.input_line} has several values: add -m to run each of them, or put them in brackets if the "
+                "key's value is a list"
             )
     overlaid = [str(item.value()) for item in items if item.key_or_group == OVERLAYS and not item.is_delete()]
     if len(overlaid) > 1:

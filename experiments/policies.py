@@ -147,5 +147,7 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, TestbedError):
             raise error.__cause__ from None
-        reason = " ".join(str(error.__cause__ or error).split())
+        reason = " ".join(str(error.__cause__ or error).split()).partition(" Are you sure that module")[0]
         raise ConfigError(f"{key}: cannot make {node.get('_target_')!r}: {reason}") from None
+    except SystemExit as error:
+        raise ConfigError(f"{key}: {node.get('_target_')!r} ends Python (SystemExit {error}); mend it") from None

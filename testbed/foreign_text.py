@@ -76,7 +76,7 @@ def nearest(name: str, choices: Collection[str]) -> str:
     """'did you mean …? ', or nothing."""
     from difflib import get_close_matches  # seldom needed
 
-    near = get_close_matches(name, choices, n=1, cutoff=0.5)
+    near = get_close_matches(name, choices, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}? " if near else ""
 
 

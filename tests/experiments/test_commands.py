@@ -12,6 +12,7 @@ import pytest
 
 from experiments import demo_real
 from experiments.cli import main
+from experiments.environment import describe_versions
 from experiments.options import options
 from testbed import compiled
 from tests.experiments.kit import SHORT, TINY, say, write_rows
@@ -152,6 +153,40 @@ def test_every_command_refuses_its_arguments_in_one_line(
     refused = say(capsys, *arguments)
     assert refused.error().startswith(said)
     assert refused.status == 2
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(capsys, "--version").out == describe_versions()["llm-serving-testbed"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("sweep",), "there is no command 'sweep'; a sweep is `testbed run -m key=a,b`"),
+        (("reprot",), "there is no command 'reprot'; did you mean 'report'? valid: run, "),
+        (("compare",), "there is no command 'compare'; valid: run, "),  # nothing is near
+        (("report", "afile"), "afile: a file, and no folder of runs"),
+        (("run", "trace.rate=1,2"), "trace.rate=1,2 has several values: add -m to run each of them, or put them in "),
+        (("run", "trace=jsonl", "trace.path=afile"), "afile:1: not JSON: Unterminated string starting at column 7"),
+        (("run", "scheduler.victim={_target_: bad_syntax.X}"), "scheduler.victim: cannot make 'bad_syntax.X': "),
+        (("run", "scheduler.victim={_target_: leaves.X}"), "scheduler.victim: 'leaves.X' ends Python (SystemExit 3)"),
+    ],
+)
+def test_a_mistake_is_called_what_it_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "afile").write_text('{"a": "b\n')
+    (tmp_path / "bad_syntax.py").write_text("def x(:\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    error = say(capsys, *arguments).error()
+    assert error.startswith(said)
+    assert "installed?" not in error
 
 
 def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

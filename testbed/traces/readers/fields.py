@@ -151,7 +151,7 @@ def refuse_half_characters(value: object, place: str) -> None:
 def json_reason(error: ValueError | RecursionError) -> str:
     """Why json.loads refused a text, in a few words."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 

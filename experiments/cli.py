@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
         with ended_as_interrupted():
             status = int((import_module(command).main if isinstance(command, str) else command)(rest))
-        sys.stdout.flush()  # here, where a reader that has left is no error
+        print(end="", flush=True)  # here, where a reader that has left is no error
         return status
     except TestbedError as error:
         print(f"error: {error}", file=sys.stderr)

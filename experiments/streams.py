@@ -16,6 +16,7 @@ def take_any_character() -> None:
 
 def go_on_unheard() -> None:
     """After a BrokenPipeError: what is still said to standard output is dropped."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    if sys.stdout is not None:  # as where it was closed from the start
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tqdm import tqdm
 
 from analysis.fidelity import error_table, match_requests, part_errors, ranking_agreement, real_noise, request_errors
 from analysis.frames import json_safe
@@ -58,7 +59,7 @@ def compare(
         load.config(overrides)  # what is wrong is said before anything runs
     fitted = fit(firsts, names, overrides, scratch, command) if names else None
     compared = []
-    for group in groups:
+    for group in tqdm(groups, desc="fidelity", unit="run", disable=None, leave=False):
         one = _compare(group, overrides, folder, command)
         if fitted is not None:
             one = replace(one, second=_second_half(one, fitted, overrides, folder, command))

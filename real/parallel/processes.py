@@ -229,8 +229,8 @@ def spawn(theirs: socket.socket, environment: dict[str, str] | None = None) -> s
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """A process that is started within has Ctrl-C and SIGTERM blocked for good; here they come when it is over."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """What is started within has Ctrl-C, SIGTERM and SIGHUP blocked for good; here they come when it is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

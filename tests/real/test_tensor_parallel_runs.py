@@ -42,7 +42,8 @@ def kill_the_rank(driver: int, rank: int) -> None:
 
 def press_ctrl_c(driver: int, rank: int) -> None:
     """A terminal sends it to all, and some clusters SIGTERM: the driver alone may say where the run ends."""
-    os.kill(rank, signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(rank, number)
     os.killpg(driver, signal.SIGINT)
 
 

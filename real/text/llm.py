@@ -203,10 +203,13 @@ class LLM:
         engine = self._running()
         if sampling is None:
             sampling = self.get_default_sampling_params()
-        each = [sampling] * len(prompts) if isinstance(sampling, AnySamplingParams) else list(sampling)
+        each: list[Any] = [*sampling] if isinstance(sampling, list | tuple) else [sampling] * len(prompts)
         for one in each:
             if not isinstance(one, AnySamplingParams):
-                raise RequestError(f"sampling_params has a {type(one).__name__}; give SamplingParams")
+                what = f"{'is' if one is sampling else 'has'} a {type(one).__name__}"
+                raise RequestError(
+                    f"sampling_params {what}; give SamplingParams(temperature=0.8, …), for all or for each"
+                )
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all, or each")
         now_ns = engine.now_ns

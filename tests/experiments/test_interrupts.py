@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def interrupted(
     """Exit status and lines of standard error of a run that gets these signals, a moment apart, once it steps."""
     command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *arguments]
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=_default_sigint
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=_default_signals
     )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not _has_stepped(folder):
@@ -43,8 +44,17 @@ def interrupted(
     return process.returncode, [line for line in error.splitlines() if line.strip()]
 
 
-def _default_sigint() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+def _default_signals() -> None:
+    """What a shell's background job, or one under nohup, would ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def not_under_nohup() -> Iterator[None]:
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
 
 
 def _has_stepped(folder: Path) -> bool:
@@ -115,6 +125,7 @@ def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:
     assert manifest_of(cut)["status"] == "partial"
 
 
+@pytest.mark.usefixtures("not_under_nohup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_any_command_is_ended_by_each_signal_as_by_ctrl_c_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals

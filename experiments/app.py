@@ -17,12 +17,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.compose import checked, compose_from, in_one_line
-from experiments.config import RunConfig, read_config, register
+from experiments.config import RunConfig, register
 from experiments.environment import ask_early
 from experiments.origin import Origin, kept_in
 from experiments.overrides import check, is_sweep, literal, parsed, readable
 from experiments.run import INTERRUPTED, RunResult, execute
-from experiments.run_folder import TRACE_FILE, named_folder
+from experiments.run_folder import TRACE_FILE, named_folder, read_config
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError, TestbedError
 

@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from experiments.config import RunConfig, read_config
+from experiments.config import RunConfig
 from experiments.costs import block_bytes, build_cost, sliding_window, unread_settings
 from experiments.estimator import CostEstimator
 from experiments.foreign import policy_failure
 from experiments.on_device import check_hits, check_plans_ahead
 from experiments.policies import make_policy
+from experiments.run_folder import read_config
 from experiments.settings import (
     RecordedConfig,
     SimConfig,

@@ -10,8 +10,9 @@ from typing import Any
 
 from analysis.load import read_said
 from experiments import build
-from experiments.config import RunConfig, read_config
+from experiments.config import RunConfig
 from experiments.forcing import forcing
+from experiments.run_folder import read_config
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView

@@ -19,12 +19,20 @@ from typing import Any, TextIO
 
 from hydra.core.hydra_config import HydraConfig
 
-from experiments.config import RunConfig, read_config
+from experiments.config import RunConfig
 from experiments.identity import Identity, identity_of
 from experiments.interrupt import was_pressed
 from experiments.origin import Origin
 from experiments.run import INTERRUPTED, execute
-from experiments.run_folder import SET_ASIDE, describe_failure, has_run, is_locked, read_manifest, set_aside
+from experiments.run_folder import (
+    SET_ASIDE,
+    describe_failure,
+    has_run,
+    is_locked,
+    read_manifest,
+    saved_config,
+    set_aside,
+)
 from testbed.errors import RunFolderError, TestbedError
 
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # of a point's folder: Identity.name
@@ -93,7 +101,7 @@ def holds_another(folder: Path, config: RunConfig) -> bool:
     if not (folder / "done").exists():
         return False
     try:
-        return identity_of(RunConfig.from_container(read_config(folder))).config != identity_of(config).config
+        return identity_of(RunConfig.from_container(saved_config(folder))).config != identity_of(config).config
     except TestbedError:
         return True
 

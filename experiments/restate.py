@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from experiments.config import JUDGING, RunConfig, read_config
-from experiments.run_folder import as_yaml, write_json
+from experiments.config import JUDGING, RunConfig
+from experiments.run_folder import as_yaml, saved_config, write_json
 
 
 def restate(folder: Path, config: RunConfig) -> bool:
@@ -14,7 +14,7 @@ def restate(folder: Path, config: RunConfig) -> bool:
     file = folder / "config.yaml"
     if as_yaml({group: config.raw[group] for group in JUDGING}) in file.read_text():
         return False
-    kept = read_config(folder)
+    kept = saved_config(folder)
     if all(kept.get(group) == config.raw[group] for group in JUDGING):
         return False
     from analysis.load import load_run  # not at the top: Arrow is slow to import

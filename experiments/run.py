@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -268,13 +268,7 @@ def _run(
     more = [extra for extra in (prepared.checker, watch, ledger, watcher) if extra is not None]
     more += [*batch_limits(config), progress]
     status = status_lines(config.record.status_s, schedulers)
-    own = zip(tapes, prepared.replay.lags, strict=True) if prepared.replay is not None else [()] * len(schedulers)
-    recorders = [
-        together([recorder, *one, *more, *lines])
-        for recorder, one, lines in zip(records.recorders, own, status, strict=True)
-    ]
-    if prepared.late:
-        recorders = [late.of(recorder) for late, recorder in zip(prepared.late, recorders, strict=True)]
+    recorders = _recorders(prepared, records, tapes, more, status)
     loops = [serve(*each) for each in zip(prepared.inboxes, schedulers, recorders, strict=True)]
     began = time.monotonic()
     failure: BaseException | None = None
@@ -304,6 +298,24 @@ def _run(
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure)
+
+
+def _recorders(
+    prepared: _Prepared,
+    records: engines.RunRecords,
+    tapes: list[TapeWriter],
+    more: list[Recorder],
+    status: Sequence[Sequence[Recorder]],
+) -> list[Recorder]:
+    """What is told of each engine's steps: its own records, tape and lag, and what watches them all."""
+    own: Iterable[Sequence[Recorder]] = [()] * len(records.recorders)
+    if prepared.replay is not None:
+        own = zip(tapes, prepared.replay.lags, strict=True)
+    recorders = [
+        together([recorder, *one, *more, *lines])
+        for recorder, one, lines in zip(records.recorders, own, status, strict=True)
+    ]
+    return [late.of(one) for late, one in zip(prepared.late, recorders, strict=True)] if prepared.late else recorders
 
 
 def _tapes(folder: Path, num_engines: int) -> list[TapeWriter]:

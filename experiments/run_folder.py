@@ -19,7 +19,8 @@ from typing import IO, Any
 
 import yaml
 
-from experiments.config import RunConfig
+from experiments.config import FILE_KEYS, RunConfig
+from experiments.settings import GONE
 from testbed.errors import ConfigError, RunFolderError
 from testbed.records.operators import OPERATORS_FILE
 from testbed.records.schema import STEP_TRACE_FILE
@@ -155,6 +156,39 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
+
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration of a run's folder, as it was when the run was started. Raises RunFolderError if there
+    is none, or it is damaged."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise RunFolderError(f"no run at {folder}: config.yaml is missing")
+    from analysis.load import read_said  # not at the top: Arrow is slow to import
+
+    raw = read_said(file)
+    for key in GONE:
+        group, _, name = key.partition(".")
+        if isinstance(raw.get(group), dict):
+            raw[group].pop(name, None)
+    return raw
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The same, its files as they are found from here."""
+    raw, started_in = saved_config(folder), read_manifest(folder).get("started_in")
+    if not isinstance(started_in, str) or Path(started_in) == Path.cwd():
+        return raw
+    return {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
+
+
+def _from_here(tree: Any, started_in: Path) -> Any:
+    """The files of a configuration that are named from where its run was started, for whoever stands elsewhere."""
+    if not isinstance(tree, dict):
+        return [_from_here(item, started_in) for item in tree] if isinstance(tree, list) else tree
+    named = {key: tree[key] for key in FILE_KEYS if isinstance(tree.get(key), str) and tree[key]}
+    there = {key: str(started_in / name) for key, name in named.items() if (started_in / name).exists()}
+    return {key: _from_here(value, started_in) for key, value in tree.items()} | there
 
 
 def is_same_file(one: Path, other: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from real.attention.interface import AttentionSpec
-from real.attention.registry import choose_together
+from real.attention.registry import Choice, choose_together
 from real.batch import Layout
 from real.block_tables import HostTables
 from real.cache_engine import CacheEngine, block_bytes
@@ -132,13 +132,8 @@ class RealBackend:
         placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec), group)
         check_supported(spec, sliding_window, group.size, max_model_len)
         attention = _attention_spec(spec, config, block_size, placement, sliding_window, kv_dtype)
-        with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
-            choice = choose_together(config.attention, attention, lambda index: int(_of_ranks(index, placement).max()))
-        self.attention_name = choice.provider.name
-        self.attention_reasons = choice.reasons
-        if config.attention == "auto" and placement.device.type == "cuda" and group.rank == 0:
-            for sentence in choice.passed_over:
-                logging.getLogger("testbed").warning("%s", sentence)
+        choice = _choose_attention(config.attention, attention, placement)
+        self.attention_name, self.attention_reasons = choice.provider.name, choice.reasons
         self.device_description = describe_device(placement.device)
         if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
             check_host_memory(spec, config, placement.dtype, attention.cache_dtype, block_size, num_gpu_blocks)
@@ -175,7 +170,6 @@ class RealBackend:
             dtype=attention.cache_dtype,
         )
         self.name_parts()
-        self._device = placement.device
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
         self._eos_token_id = spec.eos_token_id
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
@@ -268,6 +262,16 @@ def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: i
             f"{describe_device(placement.device)}; choose a smaller model"
         ) from None
     return model, load_weights(model, spec, load_format, seed)
+
+
+def _choose_attention(wanted: str, attention: AttentionSpec, placement: Placement) -> Choice:
+    """The provider that all ranks can run; on a GPU the first says what `auto` passed over."""
+    with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
+        choice = choose_together(wanted, attention, lambda index: int(_of_ranks(index, placement).max()))
+    if wanted == "auto" and placement.device.type == "cuda" and placement.group.rank == 0:
+        for sentence in choice.passed_over:
+            logging.getLogger("testbed").warning("%s", sentence)
+    return choice
 
 
 def _attention_spec(

@@ -19,12 +19,12 @@ import yaml
 
 from analysis.load import Run, load_run, read_json
 from experiments.compose import compose_from
-from experiments.config import RunConfig, read_config
+from experiments.config import RunConfig
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
 from experiments.names import device_of_run
-from experiments.run_folder import TRACE_FILE, write_json
+from experiments.run_folder import TRACE_FILE, read_config, write_json
 from experiments.traces import build_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED

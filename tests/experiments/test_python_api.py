@@ -142,18 +142,22 @@ def test_replay_runs_the_engine(tmp_path: Path) -> None:
     assert recorded.manifest["digest"] == real.manifest["digest"]
 
 
+THREE: Any = 3  # where a path or rows are expected
+NONE: Any = None
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: simulate(pd.DataFrame(ROWS)), "df.to_dict('records')"),
-        (lambda: simulate([1]), "the trace has 1 where a row is expected"),  # type: ignore[list-item]
+        (lambda: simulate([THREE]), "the trace has 3 where a row is expected"),
         (lambda: simulate([{"arrival_time": object()}]), "the trace's row {'arrival_time': <object"),
-        (lambda: simulate(ROWS, folder=3), "folder is 3; give a path"),  # type: ignore[arg-type]
+        (lambda: simulate(ROWS, folder=THREE), "folder is 3; give a path"),
         (lambda: simulate(ROWS, scheduler={"queue_order": min}), "scheduler.queue_order is <built-in function min>"),
         (lambda: simulate(ROWS, cache={"watermark": object()}), "cache.watermark is <object"),
-        (lambda: find_capacity(folder=3), "folder is 3; give a path"),  # type: ignore[arg-type]
-        (lambda: analysis.load(None), "the run folder is None; give a path"),  # type: ignore[arg-type]
-        (lambda: analysis.load([3]), "the run folder is 3; give a path"),  # type: ignore[list-item]
+        (lambda: find_capacity(folder=THREE), "folder is 3; give a path"),
+        (lambda: analysis.load(NONE), "the run folder is None; give a path"),
+        (lambda: analysis.load([THREE]), "the run folder is 3; give a path"),
     ],
 )
 def test_an_argument_of_another_kind_is_named_in_one_line(call: Callable[[], object], said: str) -> None:

@@ -18,8 +18,8 @@ import yaml
 from analysis.load import load_run
 from experiments import simulate
 from experiments.compose import compose_from
-from experiments.config import read_config
 from experiments.run import execute
+from experiments.run_folder import read_config
 from testbed import compiled
 from testbed.records.schema import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.fingerprint import fingerprint

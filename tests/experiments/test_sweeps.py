@@ -10,7 +10,7 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.options import options
-from tests.experiments.kit import SHORT, TINY, Said, manifest_of, say
+from tests.experiments.kit import SHORT, TINY, Said, manifest_of, say, write_rows
 
 POINTS = "seed=0,1,2"
 
@@ -77,6 +77,20 @@ def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, capsys: pytes
         assert run.summary["slo"]["attainment"] is not None
     assert "restated" not in sweep(capsys, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?").out
     assert "decides nothing of a run" in sweep(capsys, tmp_path / "s", "slo.ttft_s=1,2").error()
+
+
+def test_what_is_restated_from_elsewhere_keeps_its_files_as_they_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        write_rows(tmp_path / place / "rows.jsonl", [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
+    trace = (*TINY, "trace=jsonl", "trace.path=rows.jsonl", "seed=0,1", f"hydra.sweep.dir={tmp_path / 's'}")
+    for place, more in (("here", ()), ("there", ("slo.ttft_s=0.5",)), ("here", ("slo.ttft_s=0.25",))):
+        monkeypatch.chdir(tmp_path / place)
+        said = say(capsys, "run", "-m", *trace, *more)
+        assert ("restated     2 of them" in said.out) == bool(more), said.err
+        assert {run.config["trace"]["path"] for run in load_sweep(tmp_path / "s").runs} == {"rows.jsonl"}
 
 
 def test_a_warm_up_is_cut_off_afterwards_and_the_report_says_so(

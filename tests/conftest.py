@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import cache
 from importlib.util import find_spec
 
@@ -11,6 +12,9 @@ from hypothesis import settings
 
 # torch reads it when it is imported: several workers share the cores, and small matrices gain nothing from threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# a script's background job ignores Ctrl-C, and with it all that it starts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("testbed", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("testbed")

@@ -30,9 +30,7 @@ def interrupted(
 ) -> tuple[int, list[str]]:
     """Exit status and lines of standard error of a run that gets these signals, a moment apart, once it steps."""
     command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=_default_signals
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not _has_stepped(folder):
         assert process.poll() is None, process.communicate()[1]
@@ -44,13 +42,7 @@ def interrupted(
     return process.returncode, [line for line in error.splitlines() if line.strip()]
 
 
-def _default_signals() -> None:
-    """What a shell's background job, or one under nohup, would ignore."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def not_under_nohup() -> Iterator[None]:
     former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -125,7 +117,6 @@ def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:
     assert manifest_of(cut)["status"] == "partial"
 
 
-@pytest.mark.usefixtures("not_under_nohup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_any_command_is_ended_by_each_signal_as_by_ctrl_c_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
@@ -141,10 +132,9 @@ def test_any_command_is_ended_by_each_signal_as_by_ctrl_c_in_one_line(
 
 
 def test_a_command_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     monkeypatch.setattr("experiments.listing.print_listing", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
     assert say(capsys, "list").status == 0
-    signal.signal(signal.SIGHUP, former)
 
 
 def test_a_press_while_records_are_closed_is_not_lost() -> None:

@@ -127,8 +127,7 @@ def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
                "backend.num_threads=1", "backend.rank_timeout_s=5", "record.decisions=true",
                f"hydra.run.dir={folder}"]  # fmt: skip
     driver = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )  # fmt: skip
     deadline, tapes = time.monotonic() + 60, [folder / f"tape-{number}.jsonl" for number in range(2)]
     while not all(tape.is_file() and tape.stat().st_size > 5_000 for tape in tapes):

@@ -24,8 +24,7 @@ def stepping(folder: Path) -> tuple[subprocess.Popen[str], int]:
     command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *REAL, "device.tensor_parallel_size=2",
                "record.decisions=true", f"hydra.run.dir={folder}"]  # fmt: skip
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )  # fmt: skip
     deadline, file = time.monotonic() + 60, folder / "decisions.jsonl"
     while not (file.is_file() and file.stat().st_size > 5_000):

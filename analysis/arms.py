@@ -31,11 +31,20 @@ class Arm:
 
 @dataclass(frozen=True)
 class Pair:
-    """A simulated run and the real run of the same trace and policy."""
+    """A simulated run and the real run of the same trace and policy. again: that real run, repeated."""
 
     label: str
     sim: Run
     real: Run
+    again: tuple[Run, ...] = ()
+
+    @property
+    def reals(self) -> tuple[Run, ...]:
+        return (self.real, *self.again)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return (self.sim, *self.reals)
 
 
 def is_policy(key: str) -> bool:
@@ -136,16 +145,13 @@ def engine_of(run: Run) -> str:
     return "vllm's own" if backend == "vllm" and decides == "vllm" else str(backend)
 
 
-def split_repeats(pairs: Sequence[Pair]) -> tuple[list[Pair], list[tuple[Run, Run]]]:
-    """The first pair of each simulated run and engine, and (first real, further real) of those with more: equal real
-    runs."""
-    first: dict[tuple[Path, str], Pair] = {}
-    repeats = []
+def join_repeats(pairs: Sequence[Pair]) -> list[Pair]:
+    """One pair for each simulated run and engine: equal real runs are repeats of the first."""
+    joined: dict[tuple[Path, str], Pair] = {}
     for pair in pairs:
-        known = first.setdefault((pair.sim.path, engine_of(pair.real)), pair)
-        if known is not pair:
-            repeats.append((known.real, pair.real))
-    return list(first.values()), repeats
+        key = (pair.sim.path, engine_of(pair.real))
+        joined[key] = replace(joined[key], again=(*joined[key].again, pair.real)) if key in joined else pair
+    return list(joined.values())
 
 
 _FROM_MEMORY = ("num_gpu_blocks", "num_cpu_blocks", "gpu_memory_utilization", "swap_space_gib")

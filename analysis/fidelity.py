@@ -6,7 +6,7 @@ Errors are signed and relative to the real run: (sim - real) / real. Only runs o
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,18 @@ def relative_error(sim: float | None, real: float | None) -> float | None:
     return None if sim is None or not real else (sim - real) / real
 
 
-def error_table(sim: Run, real: Run) -> pd.DataFrame:
-    """One row a metric of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; None: not reached)."""
-    same_trace([sim, real])
-    return _errors(*[{path: summary_value(run.summary, path) for path in FIDELITY_METRICS} for run in (sim, real)])
+def error_table(sim: Run, *reals: Run) -> pd.DataFrame:
+    """One row a metric of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; None: not reached).
+
+    reals: one run, or one and its repeats, whose mean counts."""
+    same_trace([sim, *reals])
+    return _errors(*[{path: _mean(runs, path) for path in FIDELITY_METRICS} for runs in ([sim], reals)])
+
+
+def _mean(runs: Sequence[Run], path: str) -> float | None:
+    """Of a metric over equal runs; None: one of them has none."""
+    values = [value for run in runs if (value := summary_value(run.summary, path)) is not None]
+    return sum(values) / len(values) if len(values) == len(runs) else None
 
 
 def _errors(sim: Mapping[str, float | None], real: Mapping[str, float | None]) -> pd.DataFrame:
@@ -110,12 +118,13 @@ def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def real_noise(repeats: Sequence[tuple[Run, Run]]) -> dict[str, float]:
-    """Metric -> how far two equal real runs (same trace, same policy) are apart at most, relative to the first."""
+def real_noise(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
+    """Metric -> how far a repeat is from the first run of its group at most, relative to that. A group: equal real
+    runs (same trace, same policy)."""
     noise: dict[str, float] = {}
-    for first, again in repeats:
-        same_trace([first, again])
-        for path in FIDELITY_METRICS:
+    for first, *repeats in groups:
+        same_trace([first, *repeats])
+        for again, path in product(repeats, FIDELITY_METRICS):
             error = relative_error(summary_value(again.summary, path), summary_value(first.summary, path))
             if error is not None:
                 noise[path] = max(noise.get(path, 0.0), abs(error))
@@ -123,14 +132,15 @@ def real_noise(repeats: Sequence[tuple[Run, Run]]) -> dict[str, float]:
 
 
 def ranking_agreement(
-    pairs: Mapping[str, tuple[Run, Run]],
+    pairs: Mapping[str, Sequence[Run]],
     metrics: Sequence[str] | None = None,
     noise: Mapping[str, float] | None = None,
     margin: float = 0.02,
 ) -> pd.DataFrame:
     """Does the simulator rank policies as the real engine does? One row a metric.
 
-    `pairs`: policy -> (sim run, real run), all on one trace. Columns: metric, num_policies, kendall_tau (tau-b; None
+    `pairs`: policy -> its sim run, its real run and the repeats of that (their mean counts), all on one trace.
+    Columns: metric, num_policies, kendall_tau (tau-b; None
     for fewer than two policies or all equal), sim_winner, real_winner, same_winner,
     real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of policies whose real values
     differ by more than the metric's `noise` and by more than `margin`; num_same_order: those that sim orders alike;
@@ -139,7 +149,7 @@ def ranking_agreement(
     same_trace([run for pair in pairs.values() for run in pair])
     rows: list[dict[str, Any]] = []
     for path in metrics or tuple(FIDELITY_METRICS):
-        values = {name: [summary_value(run.summary, path) for run in pair] for name, pair in pairs.items()}
+        values = {name: (_mean([sim], path), _mean(reals, path)) for name, (sim, *reals) in pairs.items()}
         known = {name: (sim, real) for name, (sim, real) in values.items() if sim is not None and real is not None}
         row: dict[str, Any] = {"metric": path, "num_policies": len(known), "kendall_tau": None}
         row |= {"sim_winner": None, "real_winner": None, "same_winner": None, "real_spread": None}

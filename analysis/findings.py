@@ -235,7 +235,7 @@ def fidelity_findings(
     if known:
         told = fmt.listing([f"{metric_of(path).label} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
         reach = "" if _largest(noise) > _TOO_NOISY else ": no simulator can be expected to come closer"
-        said.append(f"The real engine itself, run twice on one trace under one policy, differed by {told}{reach}.")
+        said.append(f"The real engine itself, run again on one trace under one policy, differed by {told}{reach}.")
     for load, ranking in rankings.items():
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
         limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")

@@ -21,10 +21,10 @@ from analysis.arms import (
     find_arm,
     infer_arms,
     infer_pairs,
+    join_repeats,
     num_replicates,
     paired_replicates,
     replicates,
-    split_repeats,
     unsaid_keys,
 )
 from analysis.cautions import cautions, is_outrun, lost
@@ -99,14 +99,13 @@ def report_from_folders(
         raise RunFolderError("no run folder given")
     sweeps = [load_sweep(folder) for folder in folders]
     runs = list({run.path.resolve(): run for sweep in sweeps for run in sweep.runs}.values())
-    matched = infer_pairs(runs)
-    pairs, repeats = split_repeats(matched)
+    pairs = join_repeats(infer_pairs(runs))
     sims = [run for run in runs if run.manifest.get("backend") == "sim"] or runs
     paired = {pair.sim.path for pair in pairs}
     traces = {run.fingerprint for run in sims if run.path not in paired}
     chosen, *others = experiments([run for run in sims if run.fingerprint in traces] or sims)
     others = [other for other in others if not {run.path for run in other} <= paired]
-    compared = [*chosen, *(run for pair in matched for run in (pair.sim, pair.real))]
+    compared = [*chosen, *(run for pair in pairs for run in pair.runs)]
     refuse_unused(compared, {str(folder): sweep.runs for folder, sweep in zip(folders, sweeps, strict=True)})
     counted = {run.path for run in (*sims, *compared)}
     others += [alone] if (alone := [run for run in runs if run.path not in counted]) else []
@@ -114,7 +113,6 @@ def report_from_folders(
     report = ReportInput(
         arms=arms,
         pairs=pairs,
-        repeats=repeats,
         cautions=[left_out(chosen, other, Path(out).parent) for other in others],
         title=title or ("Ablation report" if len(arms) > 1 else "Run report"),
         question=question or stated(chosen, "question") or "",
@@ -292,9 +290,9 @@ def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
 
 def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:
     runs = [run for arm in report.arms for run in arm.runs]
-    everything = [*runs, *[run for pair in report.pairs for run in (pair.sim, pair.real)]]
+    everything = [*runs, *[run for pair in report.pairs for run in pair.runs]]
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
-    noise = fidelity.real_noise(report.repeats) if report.pairs else {}
+    noise = fidelity.real_noise([pair.reals for pair in report.pairs])
     commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
     measured = fidelity_section(report, sections, noise)
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)

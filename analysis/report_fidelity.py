@@ -20,7 +20,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
     if not report.pairs:
         return result
     matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
-    errors = {pair.label: fidelity.error_table(pair.sim, pair.real) for pair in report.pairs}
+    errors = {pair.label: fidelity.error_table(*pair.runs) for pair in report.pairs}
     engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
     rankings = _rankings(report, noise) if len(engines) == 1 else {}
     result["errors"] = errors
@@ -36,19 +36,19 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
     caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
     figure = plots.sim_versus_real(matched)
     result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
-    real = [pair.real for pair in report.pairs]
+    real = [run for pair in report.pairs for run in pair.reals]
     result["setup"] = tables.setup_table("Setup of the real runs", real, [run.manifest.get("seed") for run in real])
     result["pairs"] = [
-        (p.label, *(relative(run.path, sections.out.parent) for run in (p.sim, p.real))) for p in report.pairs
+        (pair.label, *(relative(run.path, sections.out.parent) for run in pair.runs)) for pair in report.pairs
     ]
     return result
 
 
 def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:
     """Load -> how the simulator ranks the policies that ran there, and how the real engine does; "" for one load."""
-    by_trace: dict[str | None, dict[str, tuple[Run, Run]]] = {}
+    by_trace: dict[str | None, dict[str, tuple[Run, ...]]] = {}
     for pair in report.pairs:
-        by_trace.setdefault(pair.real.fingerprint, {})[pair.label] = (pair.sim, pair.real)
+        by_trace.setdefault(pair.real.fingerprint, {})[pair.label] = pair.runs
     several = {trace: pairs for trace, pairs in by_trace.items() if len(pairs) > 1}
     found = {}
     for pairs in several.values():

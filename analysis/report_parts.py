@@ -12,7 +12,7 @@ from analysis import style
 from analysis.arms import Arm, Pair
 from analysis.compare import Comparison
 from analysis.first_screen import Compared
-from analysis.load import Run, relative
+from analysis.load import relative
 from analysis.metrics import SLO
 
 DEFAULT_MARGIN = 0.02
@@ -25,7 +25,6 @@ class ReportInput:
 
     arms: Sequence[Arm]
     pairs: Sequence[Pair] = ()
-    repeats: Sequence[tuple[Run, Run]] = ()  # equal real runs: their differences are the machine's noise
     title: str = "Ablation report"
     question: str = ""
     baseline: str | None = None  # an arm's name; the first arm by default

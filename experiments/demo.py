@@ -14,11 +14,11 @@ from analysis.arms import Arm
 from analysis.report import write_report
 from analysis.report_parts import ReportInput
 from experiments.arguments import Parser
-from experiments.demo_real import measure_fidelity, run_point
+from experiments.demo_real import SHORTER, measure_fidelity, run_point
 from testbed.errors import RunFolderError
 
-# whole prompts first, against chunks of at most 512 tokens beside the decodes
-SCHEDULERS: dict[str, list[str]] = {"prefill_first": [], "decode_first": ["scheduler.max_num_batched_tokens=512"]}
+# tokens of a step: whole prompts first, against chunks beside the decodes
+SCHEDULERS: dict[str, int | None] = {"prefill_first": None, "decode_first": 512}
 WATERMARKS = (0.0, 0.1)
 CACHING = (True, False)
 SEEDS = (0, 1, 2, 3, 4)
@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
     arms = _ablation(out, seeds)
     print(f"simulated   {sum(len(arm.runs) for arm in arms)} runs of {len(arms)} arms")
     policies = {
-        _name(name, caching): _policy(name, caching) for name, caching in itertools.product(SCHEDULERS, CACHING)
+        _name(name, caching): _policy(name, caching, shorter=SHORTER)
+        for name, caching in itertools.product(SCHEDULERS, CACHING)
     }
     fidelity = measure_fidelity(out, policies, quick=options.quick)
     print(f"replayed    {len(policies)} policies on the real engine, each with its simulation: {fidelity.description}")
@@ -50,7 +51,6 @@ def main(arguments: list[str]) -> int:
         ReportInput(
             arms,
             fidelity.pairs,
-            repeats=[fidelity.repeat],
             title="Chunked prefill, watermark and prefix caching: an ablation",
             question=QUESTION,
             baseline=arms[0].name,
@@ -71,8 +71,13 @@ def _name(scheduler: str, caching: bool) -> str:
     return f"{scheduler}, caching {'on' if caching else 'off'}"
 
 
-def _policy(scheduler: str, caching: bool) -> list[str]:
-    return [f"scheduler={scheduler}", *SCHEDULERS[scheduler], f"cache.prefix_caching={str(caching).lower()}"]
+def _policy(scheduler: str, caching: bool, *, shorter: int = 1) -> list[str]:
+    return [*_scheduler(scheduler, shorter=shorter), f"cache.prefix_caching={str(caching).lower()}"]
+
+
+def _scheduler(name: str, *, shorter: int = 1) -> list[str]:
+    budget = SCHEDULERS[name]
+    return [f"scheduler={name}", *([] if budget is None else [f"scheduler.max_num_batched_tokens={budget // shorter}"])]
 
 
 # --- the ablation, simulated ---
@@ -104,10 +109,10 @@ def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:
     """What repeats the report: everything at once, or the ablation as a sweep of its own."""
     sweeps = [
         "testbed run -m experiment=demo "
-        + " ".join([f"scheduler={scheduler}", *settings])
+        + " ".join(_scheduler(scheduler))
         + f" cache.watermark={','.join(f'{w:g}' for w in WATERMARKS)} cache.prefix_caching=true,false "
         + f"seed={','.join(map(str, seeds))} hydra.sweep.dir=sweeps/demo/{scheduler}"
-        for scheduler, settings in SCHEDULERS.items()
+        for scheduler in SCHEDULERS
     ]
     everything: list[Any] = ["testbed demo", *(["--quick"] if quick else []), "--out", shlex.quote(str(out)) + "-again"]
     return [" ".join(everything), *sweeps, "testbed report sweeps/demo --out ablation.html"]

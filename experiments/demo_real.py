@@ -1,6 +1,7 @@
 """The real half of the demo: profile the engine, replay a trace under each policy, simulate the same at fitted prices.
 
-The profile is taken in two halves, before and after the replays, so that the fit sees the machine as it was meanwhile.
+The profile is taken in three parts, before, between and after the replays, so that the fit sees the machine as it was
+meanwhile; each policy is replayed twice, so that the report knows how far the machine repeats itself.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from experiments.compose import compose_config
 from experiments.run import execute
 from testbed.errors import TestbedError
 
-RATE_SCALES = (4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.13)  # of the replay, the fastest first
-BUSY_SHARE = 0.8  # of the replay's time that the engine is busy at most: loaded, but not drowned
+SHORTER = 3  # prompts, outputs and chunks than the ablation's: as many more requests in the same time, so less noise
+RATE_SCALES = tuple(round(8.0 * 0.8**step, 2) for step in range(20))  # of the replay, the fastest first
+BUSY_SHARE = 0.75  # of the replay's time that the engine is busy at most: loaded, but not drowned
 
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """Real runs with their simulations, two equal real runs, and how it was done."""
+    """Real runs with their simulations and repeats, and how it was done."""
 
     pairs: list[Pair]
-    repeat: tuple[Run, Run]
     description: str
 
 
@@ -46,21 +47,23 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     """Replays the shortened trace under each policy ({name: overrides}); a small model is made on the spot."""
     base = _real_overrides(_make_model(out / "small_qwen3"), quick=quick)
     config = compose_config(base)
-    extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 24, max_s=30 if quick else 90)
-    before = profile(config, extent)
-    first = next(iter(policies.values()))
-    scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(before, out / "load"))
-    load = [*base, f"trace.rate_scale={scale:g}"]
-    reals: dict[str, Run] = {}
-    for name, policy in tqdm(policies.items(), desc="replay on the real engine", disable=None):
-        reals[name] = run_point([*load, *policy], out / "real" / _slug(name))
-    again = run_point([*load, *first], out / "real-again" / _slug(next(iter(policies))))
-    fitted = fit_and_save(together(before, profile(config, extent)), out)
+    extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 16, max_s=30 if quick else 60)
+    profiles = [profile(config, extent)]
+    scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(profiles[0], out / "load"))
+    points = {name: [*base, f"trace.rate_scale={scale:g}", *policy] for name, policy in policies.items()}
+    reals: dict[str, list[Run]] = {name: [] for name in points}
+    with tqdm(total=2 * len(points), desc="replay on the real engine", disable=None) as bar:
+        for folder, names in (("real", list(points)), ("real-again", list(reversed(points)))):
+            for name in names:
+                reals[name].append(run_point(points[name], out / folder / _slug(name)))
+                bar.update()
+            profiles.append(profile(config, extent))
+    fitted = fit_and_save(together(*profiles), out)
     pairs = [
-        Pair(name, run_point(_simulated([*load, *policy], fitted), out / "sim-of-real" / _slug(name)), reals[name])
-        for name, policy in policies.items()
+        Pair(name, run_point(_simulated(point, fitted), out / "sim-of-real" / _slug(name)), first, tuple(again))
+        for (name, point), (first, *again) in zip(points.items(), reals.values(), strict=True)
     ]
-    return Fidelity(pairs, (next(iter(reals.values())), again), f"{scale:g} x the rate, {fitted.description}")
+    return Fidelity(pairs, f"{scale:g} x the rate, {fitted.description}")
 
 
 def _make_model(folder: Path) -> Path:
@@ -74,7 +77,7 @@ def _make_model(folder: Path) -> Path:
 
 def _real_overrides(model: Path, *, quick: bool) -> list[str]:
     # one thread: the steadiest on a machine that others use too
-    short = ["trace.limit=16"] if quick else []
+    short = ["trace.limit=50"] if quick else []
     return ["experiment=demo_real", f"model.path={model}", "backend=real", "backend.num_threads=1", *short]
 
 

@@ -72,8 +72,7 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     config = load.config(overrides)
     sim = simulate(config, load.trace, folder / load.name / "simulated", command)
     matched = match_requests(sim, load.measured)
-    first = _named(load.measured, load.key)
-    noise = real_noise([(first, _named(again.measured, load.key)) for again in group[1:]])
+    noise = real_noise([[_named(one.measured, load.key) for one in group]])
     return Compared(
         load, tuple(again.name for again in group[1:]), sim, described(config), error_table(sim, load.measured),
         request_errors(matched), matched, noise, step_errors(sim, load.measured), _of_device(load, config),

@@ -71,6 +71,16 @@ def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_
         fidelity.real_noise([(first, run_of(tmp_path / "other", [S], "g"))])
 
 
+def test_the_mean_of_equal_real_runs_counts(tmp_path):
+    runs = [run_of(tmp_path / str(seconds), [seconds * S]) for seconds in (6, 4, 8)]
+    row = fidelity.error_table(*runs).set_index("metric").loc["ttft_s.mean"]
+    assert (row.sim, row.real, row.error) == (6, 6, 0)
+    other = [run_of(tmp_path / f"other{seconds}", [seconds * S]) for seconds in (5, 5)]
+    (ranking,) = fidelity.ranking_agreement({"a": runs, "b": other}, ["ttft_s.mean"]).itertuples()
+    assert (ranking.real_winner, ranking.num_same_order) == ("b", 1), "6 s against 5 s, although one repeat took 4 s"
+    assert fidelity.real_noise([runs[1:], other[:1]])["ttft_s.mean"] == 1.0
+
+
 def test_a_simulated_run_matches_itself_exactly(tmp_path):
     run = load_run(write_run(tmp_path / "run", num_requests=20))
     assert (fidelity.error_table(run, run)["error"] == 0).all()

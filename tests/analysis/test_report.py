@@ -161,7 +161,7 @@ def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_name
     assert re.search(r"2 runs at or below b are another experiment \(other [^)]*trace.num_requests[^)]*\)", text)
     assert "At rate = 6 the baseline is decode_first: prefill_first has no run there." in text
     assert "Latency at rate = 10" in text
-    assert "run twice on one trace" in text
+    assert "run again on one trace" in text
 
 
 def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):

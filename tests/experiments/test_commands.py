@@ -204,7 +204,7 @@ def test_the_demo_makes_its_report(
     pytest.importorskip("torch")
     profile, overrides = demo_real.profile, demo_real._real_overrides
     few: dict[str, Any] = {
-        "experiments.demo.SCHEDULERS": {"prefill_first": [], "decode_first": []},
+        "experiments.demo.SCHEDULERS": {"prefill_first": None, "decode_first": 512},
         "experiments.demo.WATERMARKS": (0.0,),
         "experiments.demo.CACHING": (True,),
         "experiments.demo.SEEDS": (0,),

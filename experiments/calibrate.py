@@ -294,14 +294,16 @@ class _Collector(NoRecords):
 def _traces(num_requests: int, max_tokens: int) -> list[Trace]:
     """Traces that tell the coefficients apart: batch size, context, prompt length and cached prefix vary on their own.
 
-    Many short contexts; as many of mixed length; few long ones; sessions whose turns hit the cache.
+    Many short contexts; as many of mixed length; few long ones; and users who come back at once, a few and more, whose
+    turns hit the cache: between their prompts are but a few decodes of contexts that differ, as in traffic.
     """
     few = max(2, num_requests // 4)
     shapes: list[tuple[int, int, int, dict[str, Any]]] = [
         (num_requests, 8, max(8, max_tokens // 16), {"arrival": "all_at_once"}),
         (num_requests, 8, max(8, max_tokens // 2), {"arrival": "all_at_once"}),
         (few, max_tokens // 2, max_tokens, {"arrival": "all_at_once"}),
-        (2 * few, 8, max_tokens // 4, {"rate": 4.0, "min_turns": 3, "max_turns": 3, "think_time_s": 0.05}),
+        (num_requests, 8, max(8, max_tokens // 4), {"arrival": "all_at_once", "min_turns": 3, "max_turns": 3}),
+        (num_requests, 8, max(8, max_tokens // 8), {"arrival": "all_at_once", "min_turns": 8, "max_turns": 8}),
     ]
     return [
         generate(

@@ -16,6 +16,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.arguments import UsageError
 from experiments.compose import checked, compose_from, in_one_line
 from experiments.config import RunConfig, register
 from experiments.environment import ask_early
@@ -25,6 +26,7 @@ from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, named_folder, read_config
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError, TestbedError
+from testbed.foreign_text import nearest
 
 
 class RunFailedError(TestbedError):
@@ -61,15 +63,22 @@ _PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another config
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
 _UNCHECKED = {"--shell-completion", "-sc"}  # whose key=value pairs are no keys of ours
 _ACTIONS = ("-m", "--multirun", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+_FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--run", *_PRIMARY, *_WITH_VALUE, *_ACTIONS)  # Hydra's
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and the overrides. Raises ConfigError for flags that exclude each other."""
+    """Hydra's flags with their values, and the overrides. Raises ConfigError for flags that there are not, or that
+    exclude each other."""
     flags: list[str] = []
     overrides: list[str] = []
     for item in arguments:
         is_value = bool(flags) and flags[-1] in _WITH_VALUE and "=" not in item
         (flags if item.startswith("-") or is_value else overrides).append(item)
+        name = item.partition("=")[0]
+        if name.startswith("--") and not any(flag.startswith(name) for flag in _FLAGS):  # they may be shortened
+            raise UsageError(
+                f"unrecognized arguments: {item}; {nearest(name, _FLAGS)}`testbed run --help` lists what there is"
+            )
     if others := [item for item in flags if item.partition("=")[0] in _PRIMARY]:
         raise ConfigError(
             f"{others[0]}: a run has one configuration; options of your own, as experiment/mine.yaml, go into a folder "

@@ -141,6 +141,7 @@ def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
             "unrecognized arguments: --outt x; did you mean '--out'? `testbed report --help`",
         ),
         (("explain", "a", "--kep=x"), "unrecognized arguments: --kep=x; did you mean '--keep'? `testbed explain"),
+        (("run", "--multirn"), "unrecognized arguments: --multirn; did you mean '--multirun'? `testbed run --help`"),
         (("timeline",), "the following arguments are required: run"),
         (("capacity", "--jobs", "abc"), "argument --jobs: invalid int value: 'abc'; `testbed capacity --help`"),
         (("demo", "foo"), "unrecognized arguments: foo; `testbed demo --help`"),
@@ -191,9 +192,9 @@ def test_a_mistake_is_called_what_it_is(
 
 def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["run", "--bad"])
+        main(["run", "-xy"])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: unrecognized arguments: --bad\n"
+    assert capsys.readouterr().err == "error: unrecognized arguments: -xy\n"
 
 
 @pytest.mark.slow

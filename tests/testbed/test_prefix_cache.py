@@ -51,6 +51,19 @@ def num_hit(blocks: BlockManager, tokens: Seq[int], salt: str = "") -> int:
     return hit.num_tokens
 
 
+def test_a_hit_whose_blocks_were_taken_since_is_refused() -> None:
+    """What a composition may do that looks up, gives another sequence blocks, and then admits."""
+    blocks = make_blocks(num_blocks=4, block_size=4)
+    first, second, other = sequence(0, range(9)), sequence(1, range(9)), sequence(2, range(100, 114))
+    compute(blocks, first)
+    blocks.free(first)
+    hit = blocks.lookup(second)
+    assert hit.num_tokens == 8
+    compute(blocks, other)
+    with pytest.raises(AssertionError, match="hold something else by now"):
+        blocks.admit(second, 9, hit)
+
+
 def test_only_full_blocks_are_hit() -> None:
     blocks = make_blocks(block_size=4)
     compute(blocks, sequence(0, range(10)))  # 2 full blocks, 2 tokens over

@@ -191,7 +191,8 @@ def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any
             output += int(piece.whole("num_output_tokens")[started].sum())
         inside = arrival[(arrival >= start_ns) & (arrival <= end_ns)]
         num_inside += inside.size
-        first_ns, last_ns = min(first_ns, inside.min(initial=end_ns)), max(last_ns, inside.max(initial=start_ns))
+        first_ns = min(first_ns, int(inside.min(initial=end_ns)))
+        last_ns = max(last_ns, int(inside.max(initial=start_ns)))
     window_s = (last_ns - first_ns) / 1e9 if num_inside > 1 else 0.0
     return {
         "requests_per_s": completed / duration_s,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from functools import cache
 from importlib.util import find_spec
+from itertools import count
 
 import pytest
 from hypothesis import settings
@@ -34,3 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and a CUDA build of torch"))
+
+
+_tests = count(1)
+
+
+def pytest_runtest_setup() -> None:
+    """What there is before a test is left out of collections within it: each run of an engine begins with one, which
+    would look through all that a worker has imported. Now and then all is looked through."""
+    if next(_tests) % 500 == 0:
+        gc.unfreeze()
+        gc.collect()
+    gc.freeze()

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -339,10 +339,13 @@ def read_said(file: Path) -> dict[str, Any]:
     return tree
 
 
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a file of a run. Raises RunFolderError if there is none."""
     try:
-        tree = parsed(yaml.safe_load, file.read_bytes())
+        tree = parsed(partial(yaml.load, Loader=_YAML), file.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunFolderError(f"{file}{not_yaml(error)}") from error
     if not isinstance(tree, dict):

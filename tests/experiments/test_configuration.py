@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,25 @@ def test_constant_cost_takes_its_step_in_seconds() -> None:
     assert compose_config(["cost=constant", "cost.step_s=1"]).raw["cost"]["step_s"] == 1.0
 
 
+def pair(model: str, device: str) -> dict[str, Any]:
+    """A model on a device, each as it is composed alone: a composition takes a tenth of a second."""
+    alone = config_of((f"device={device}",)).raw["device"]
+    return config_of((f"model={model}",), device=alone, cache__num_gpu_blocks=100).raw
+
+
 @pytest.mark.parametrize("model", options("model"))
 @pytest.mark.parametrize("device", options("device"))
 def test_every_model_is_priced_on_every_device(model: str, device: str) -> None:
-    config = config_of((f"model={model}", f"device={device}"), cache__num_gpu_blocks=100)
+    config = RunConfig.from_container(pair(model, device))
     plan = build.build_scheduler(config, build.Pools(100, 0)).plan(0)
     work = build.build_sim_backend(config, build.build_trace(config)).start(plan)
     assert work.duration_ns >= 1
+
+
+@pytest.mark.parametrize(("model", "device"), zip_longest(options("model"), options("device"), fillvalue="cpu"))
+def test_a_model_and_a_device_are_chosen_without_each_other(model: str, device: str) -> None:
+    together = config_of((f"model={model}", f"device={device}"), cache__num_gpu_blocks=100)
+    assert together.raw == pair(model, device)
 
 
 @pytest.mark.parametrize("cost", ["roofline", "linear", "constant"])
@@ -122,7 +135,7 @@ def test_every_shipped_experiment_is_simulated(tmp_path: Path, experiment: str) 
 def test_every_shipped_experiment_runs_on_the_engine(tmp_path: Path, experiment: str) -> None:
     pytest.importorskip("torch")
     shape = ("model=tiny", "model.hidden_size=64", "model.intermediate_size=96", "model.num_hidden_layers=2")
-    config = config_of((f"experiment={experiment}", *shape, *REAL), trace__num_requests=6)
+    config = config_of((f"experiment={experiment}", *shape, *REAL), trace__num_requests=6, trace__max_output_tokens=32)
     assert execute(config, tmp_path / "run").exit_status == 0
 
 

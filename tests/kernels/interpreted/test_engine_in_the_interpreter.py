@@ -26,7 +26,8 @@ FP8_TOLERANCE = 0.02  # a last bit's difference may round a key or value of the 
 )
 def test_steps_of_every_kind(options, tolerance):
     rng = random.Random(5)
-    backends = [tiny_backend(SPEC, attention=name, **options) for name in ("triton", "torch")]
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 3}  # of the steps that warm an engine up
+    backends = [tiny_backend(SPEC, attention=name, **limits, **options) for name in ("triton", "torch")]
     assert [backend.attention_name for backend in backends] == ["triton", "torch"]
     tokens = [[rng.randrange(512) for _ in range(60)] for _ in range(3)]
     blocks = rng.sample(range(64), 48)

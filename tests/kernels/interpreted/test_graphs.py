@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from real.graphs import GraphShape
 from tests.real import test_step_graphs
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 2, 7]], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("window", [None, 6])
 def test_random_steps_equal_those_of_an_engine_without_graphs(window, lengths, monkeypatch):
-    monkeypatch.setattr(test_step_graphs, "NUM_STEPS", 3)  # an iteration of a kernel takes milliseconds here
-    test_step_graphs.check_random_steps(1, lengths, attention="triton", block_size=8, sliding_window=window)
+    """As few steps, and as small a warm-up, as say anything: an iteration of a kernel takes milliseconds here."""
+    monkeypatch.setattr(test_step_graphs, "NUM_STEPS", 3)
+    monkeypatch.setattr(test_step_graphs, "MIXED", [GraphShape(8, 3, False), GraphShape(17, 8, False)])
+    test_step_graphs.check_random_steps(
+        1, lengths, attention="triton", block_size=8, sliding_window=window, max_num_batched_tokens=8, max_num_seqs=4
+    )

@@ -97,6 +97,7 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
     assert said.status == 0, said.err
     assert "steps/s" in said.out
     assert compiled.describe() in said.out.splitlines()[0]
+    monkeypatch.setattr("experiments.bench.simulator.POINT_REQUESTS", 60)
     said = say(capsys, "bench", "simulator", "--repeats", "1", "--rows", "60", "--requests", "90")
     assert said.status == 0, said.err
     assert "requests/s" in said.out
@@ -212,7 +213,7 @@ def test_the_demo_makes_its_report(
         "experiments.demo.OTHER_RATES": (),
         "experiments.demo_real.RATE_SCALES": (4.0,),
         "experiments.demo_real.profile": lambda config, extent: profile(
-            config, replace(extent, repeats=1, num_requests=2, max_s=8.0)
+            config, replace(extent, repeats=1, num_requests=2, max_s=2.0)
         ),
         "experiments.demo_real._real_overrides": lambda model, quick: [
             *overrides(model, quick=quick),

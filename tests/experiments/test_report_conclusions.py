@@ -21,6 +21,8 @@ from experiments.traces import build_trace
 from testbed.traces.serialize import write_jsonl
 from tests.experiments.kit import SHORT, TINY, config_of, say
 
+pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
+
 MODEL = {"model": "qwen3_0.6b", "cost": "roofline"}
 LOAD = {"num_requests": 120, "rate": 40.0}
 TIGHT = {"num_gpu_blocks": 700}

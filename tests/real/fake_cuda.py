@@ -24,7 +24,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.real.fake_streams import (
     Access,
@@ -36,6 +35,8 @@ from tests.real.fake_streams import (
     Launch,
     TroubleError,
     is_before,
+    leaves_of,
+    mapped,
     merge,
     place,
 )
@@ -216,7 +217,7 @@ class FakeGPU(TorchDispatchMode):
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         given |= kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         if name in ("pin_memory", "_pin_memory"):
             return self._as_pinned(given["self"].clone())
@@ -240,12 +241,12 @@ class FakeGPU(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        inner_args, inner_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
+        inner_args, inner_kwargs = mapped(_inner, args), mapped(_inner, kwargs)
         work = partial(func, *inner_args, **inner_kwargs)
         result = work()
         known = {id(tensor.inner): tensor for tensor in ours}
         places = {place(tensor.inner) for tensor in ours}
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         fresh = [one for one in results if place(one) not in places and one.numel()]
         written = _written(func, inner_args, inner_kwargs)
 
@@ -254,11 +255,11 @@ class FakeGPU(TorchDispatchMode):
                 return known.get(id(one), one)
             return self._on_device(one, is_new=any(one is other for other in fresh))
 
-        wrapped = tree_map(wrap, result)
+        wrapped = mapped(wrap, result)
         if written or fresh:
 
             def again() -> None:
-                for old, new in zip(results, tree_leaves(work()), strict=True):
+                for old, new in zip(results, leaves_of(work()), strict=True):
                     if any(old is one for one in fresh):
                         old.copy_(new)
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.real.fake_cuda import FakeGPU
-from tests.real.fake_streams import DeviceTensor, Launch, TroubleError
+from tests.real.fake_streams import DeviceTensor, Launch, TroubleError, leaves_of, mapped
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 FP8 = {2: torch.float8_e4m3fn, 3: torch.float8_e5m2}
@@ -274,9 +273,9 @@ def on_gpu(gpu: FakeGPU, function: Callable[..., Tensor]) -> Callable[..., Tenso
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         must(all(isinstance(tensor, DeviceTensor) for tensor in tensors), f"{function.__name__} of the host's tensors")
-        inner = tree_map(lambda leaf: leaf.inner if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        inner = mapped(lambda leaf: leaf.inner if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
         def work() -> Tensor:
             with torch.inference_mode(), _disable_current_modes():

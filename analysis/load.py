@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -339,13 +339,20 @@ def read_said(file: Path) -> dict[str, Any]:
     return tree
 
 
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
+_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, where PyYAML was built with it
+
+
+def _load(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_FAST)
+    except yaml.YAMLError:
+        return yaml.safe_load(text)  # it names the line that is wrong
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a file of a run. Raises RunFolderError if there is none."""
     try:
-        tree = parsed(partial(yaml.load, Loader=_YAML), file.read_bytes())
+        tree = parsed(_load, file.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunFolderError(f"{file}{not_yaml(error)}") from error
     if not isinstance(tree, dict):

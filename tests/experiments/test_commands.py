@@ -213,7 +213,7 @@ def test_the_demo_makes_its_report(
         "experiments.demo.OTHER_RATES": (),
         "experiments.demo_real.RATE_SCALES": (4.0,),
         "experiments.demo_real.profile": lambda config, extent: profile(
-            config, replace(extent, repeats=1, num_requests=2, max_s=2.0)
+            config, replace(extent, repeats=1, num_requests=2, max_s=8.0)
         ),
         "experiments.demo_real._real_overrides": lambda model, quick: [
             *overrides(model, quick=quick),

@@ -5,7 +5,7 @@ Errors are signed and relative to the real run: (sim - real) / real. Only runs o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -84,6 +84,15 @@ def _errors(sim: Mapping[str, float | None], real: Mapping[str, float | None]) -
         for path in sim
     ]
     return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
+
+
+def worst_errors(tables: Iterable[pd.DataFrame]) -> dict[str, float]:
+    """Metric -> the largest absolute error that one of the `error_table`s has; of those that are reached."""
+    worst: dict[str, float] = {}
+    for table in tables:
+        for path, error in table.set_index("metric")["error"].dropna().items():
+            worst[str(path)] = max(worst.get(str(path), 0.0), abs(float(error)))
+    return worst
 
 
 def part_errors(sim: Run, real: Run, request_ids: Collection[str]) -> pd.DataFrame:

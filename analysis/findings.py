@@ -13,6 +13,7 @@ from analysis.arms import Arm, Pair, replicates
 from analysis.checks import failures
 from analysis.compare import Comparison, metric_of
 from analysis.effects import Effect
+from analysis.fidelity import worst_errors
 from analysis.load import Run
 from analysis.naming import factor_name
 from analysis.statistics import ALIKE
@@ -249,10 +250,7 @@ def fidelity_findings(
 
 def smaller_than_error(rows: Sequence[Comparison], tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """A warning, one sentence: claimed changes that are smaller than the simulator's measured error of their metric."""
-    worst: dict[str, float] = {}
-    for table in tables.values():
-        for path, error in table.set_index("metric")["error"].dropna().items():
-            worst[str(path)] = max(worst.get(str(path), 0.0), abs(float(error)) * 100)
+    worst = {path: 100 * error for path, error in worst_errors(tables.values()).items()}
     claimed: dict[str, int] = {}
     smaller: dict[str, int] = {}
     labels = {row.metric.path: row.metric.label for row in rows}

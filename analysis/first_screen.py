@@ -15,6 +15,7 @@ from analysis.cautions import is_outrun, num_ignored
 from analysis.checks import failures
 from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, mean_over_replicates, metric_of
 from analysis.effects import Effect, by_factor
+from analysis.fidelity import worst_errors
 from analysis.findings import change_text
 from analysis.load import Run
 from analysis.metrics import SLO
@@ -282,12 +283,8 @@ def _fidelity(arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, p
         return Trust("fidelity", "good", "measured on a real engine, nothing is simulated")
     if not pairs:
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
-    worst: dict[str, float] = {}
-    for table in errors.values():
-        found = table.set_index("metric")["error"].dropna()
-        for path in _ERRORS:
-            if path in found.index:
-                worst[path] = max(worst.get(path, 0.0), abs(float(found[path])))
+    found = worst_errors(errors.values())
+    worst = {path: found[path] for path in _ERRORS if path in found}
     told = fmt.listing(
         [f"{metric_of(path).label} {fmt.significant(100 * value, 2)} %" for path, value in worst.items()]
     )

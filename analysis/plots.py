@@ -23,11 +23,12 @@ from analysis.fidelity import pair_of
 from analysis.findings import change_text
 from analysis.frames import numbers
 from analysis.load import Run, Sweep, num_replicas
-from analysis.metrics import request_metrics
 from analysis.occupancy import kv_usage, run_end_ns
+from analysis.request_columns import RequestColumns
 from analysis.rows import FloatArray
 from analysis.run_plots import batch_composition, gantt, preemption_scatter
 from analysis.style import AxesArray
+from analysis.summary import samples_of
 from analysis.survival import km_steps
 from analysis.sweep_plots import heatmap, pareto
 
@@ -58,15 +59,10 @@ def latency_cdf(runs: Runs) -> AxesArray:
 
 def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
     """(observed, censored) seconds of one latency of one run, as `summary.summarise` censors them."""
-    metrics, frame = request_metrics(run.requests), run.requests
-    value, reason = numbers(metrics, name), metrics["finish_reason"].to_numpy()
-    observed = value[~np.isnan(value)]
-    if name == "tpot_s":
-        return observed, np.empty(0)
-    end_ns = run_end_ns(frame, run.steps)
-    cut_ns = np.where(reason == "abort", numbers(frame, "finish_ns"), end_ns)
-    open_ = np.isnan(value) & np.isin(reason, ("abort", "unfinished")) & (numbers(frame, "arrival_ns") <= end_ns)
-    return observed, (cut_ns - numbers(frame, "arrival_ns"))[open_] / 1e9
+    requests, end_ns = RequestColumns.of(run.requests), run_end_ns(run.requests, run.steps)
+    sent = requests.where(requests.whole("arrival_ns") <= end_ns)
+    observed, censored = samples_of(sent, end_ns)[0][name]
+    return observed[~np.isnan(observed)], censored
 
 
 def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], title: str) -> None:

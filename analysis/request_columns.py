@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
+from testbed.records.schema import COMPLETED
 
 PIECE_ROWS = 1 << 17  # requests of a piece; as many as a run has in most experiments
 TOKEN_ROWS = 256  # requests whose token instants are in memory at once
 KEPT_TOKENS = 2_500_000  # or as many tokens: 20 MB
 STRINGS = ("finish_reason", "tenant")
-COMPLETED = ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,28 +31,9 @@ BATCH_ROWS = 8192  # as many as a recorder writes in one group
 _LOW_BITS = 20
 
 
-class Rows(Protocol):
-    """Records of one kind. Columns come as Arrow arrays; `whole`, `numbers` and `Codes` make numpy arrays of them."""
-
-    num_rows: int
-    names: frozenset[str]
-
-    def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
-        """The columns `names` of the next rows, at most `num_rows` (None: as many as are good), in their order."""
-        ...
-
-    def by_time(self) -> Rows:
-        """The same rows by `start_ns`, ties in their order. Of a file: as they are (see `FileRows`)."""
-        ...
-
-    def parts(self, num_rows: int) -> Iterator[Rows]:
-        """The rows in parts of about `num_rows`, in their order."""
-        ...
-
-
 def as_rows(data: Any) -> Rows:
     """Rows from a pandas frame, an Arrow table, or rows themselves. TypeError for anything else."""
-    if isinstance(data, MemoryRows | FileRows):
+    if isinstance(data, Rows):
         return data
     if not isinstance(data, pa.Table) and not hasattr(data, "columns"):
         raise TypeError(f"records are a pandas DataFrame or a pyarrow Table, not {type(data).__name__}")
@@ -60,7 +41,10 @@ def as_rows(data: Any) -> Rows:
 
 
 class MemoryRows:
-    """Rows of a frame or table that is in memory. batch_rows: at most so many at once, None: all."""
+    """Rows of a frame or table that is in memory. batch_rows: at most so many at once, None: all.
+
+    Columns come as Arrow arrays; `whole`, `numbers` and `Codes` make numpy arrays of them.
+    """
 
     def __init__(
         self, data: pd.DataFrame | pa.Table, batch_rows: int | None = None, order: IntArray | None = None
@@ -70,16 +54,19 @@ class MemoryRows:
         self._data, self._batch_rows, self._order = data, batch_rows, order
 
     def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
+        """The columns `names` of the next rows, at most `num_rows` (None: as many as are good), in their order."""
         arrays = [self._column(name) for name in names]
         size = min(self._batch_rows or self.num_rows or 1, num_rows or self.num_rows or 1)
         for low in range(0, self.num_rows, size):
             yield [array.slice(low, size) for array in arrays]
 
     def by_time(self) -> MemoryRows:
+        """The same rows by `start_ns`, ties in their order."""
         order = np.argsort(whole(self._column("start_ns")), kind="stable")
         return MemoryRows(self._data, self._batch_rows, order)
 
     def parts(self, num_rows: int) -> Iterator[MemoryRows]:
+        """The rows in parts of about `num_rows`, in their order."""
         for low in range(0, self.num_rows, num_rows):
             yield MemoryRows(self._data[low : low + num_rows], self._batch_rows)
 
@@ -95,7 +82,7 @@ class MemoryRows:
 
 
 class FileRows:
-    """Rows of a Parquet file, read as they are asked for. RunFolderError for one that cannot be read.
+    """The same of a Parquet file, read as they are asked for. RunFolderError for one that cannot be read.
 
     strings: columns of strings that may be asked for. The steps of each replica lie in the order of time there, as the
     recorder writes them, which `by_time` counts on.
@@ -129,6 +116,9 @@ class FileRows:
                 yield part
                 part, low = copy(self), group + 1
                 part.num_rows = 0
+
+
+Rows = MemoryRows | FileRows
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def _counts(requests: Requests) -> dict[str, Any]:
 
 _CENSORED_AT_END = ("ttft_s", "e2e_s", "queueing_s")
 _PARTIAL = ("tpot_s", "tpot_incl_first_s", "normalised_latency_s")
-_Samples = dict[str, tuple[FloatArray, FloatArray]]  # observed (NaN: none) and censored values, by latency
+Samples = dict[str, tuple[FloatArray, FloatArray]]  # observed (NaN: none) and censored values, by latency
 
 
 def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
@@ -121,11 +121,11 @@ def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
 
     Gaps, and of requests in several pieces everything, are pooled: no piece of values is kept.
     """
-    samples: _Samples = {}
+    samples: Samples = {}
     censored: dict[str, list[FloatArray]] = {}
     num_partial = dict.fromkeys(_PARTIAL, 0)
     for piece in requests.pieces():
-        samples, cut = _samples(piece, end_ns)
+        samples, cut = samples_of(piece, end_ns)
         for name, (observed, bounds) in samples.items():
             censored.setdefault(name, []).append(bounds)
             if name in num_partial:
@@ -134,7 +134,7 @@ def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
     def passes() -> Iterator[tuple[str, Iterable[Values]]]:
         for piece in requests.pieces():
             if not requests.is_one_piece:
-                for name, (observed, _) in _samples(piece, end_ns)[0].items():
+                for name, (observed, _) in samples_of(piece, end_ns)[0].items():
                     yield name, [observed[~np.isnan(observed)]]
             yield "itl_s", piece.gaps_ns()
 
@@ -150,7 +150,7 @@ def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
     return result
 
 
-def _samples(requests: RequestColumns, end_ns: int) -> tuple[_Samples, BoolArray]:
+def samples_of(requests: RequestColumns, end_ns: int) -> tuple[Samples, BoolArray]:
     """What the requests' latencies are; and which requests were cut short. Of gaps, censored ones alone, in ns."""
     cut = requests.reasons.among(("abort", "unfinished"))
     aborted = requests.reasons.among(("abort",))
@@ -158,7 +158,7 @@ def _samples(requests: RequestColumns, end_ns: int) -> tuple[_Samples, BoolArray
     waited_s = (cut_ns - requests.numbers("arrival_ns")[cut]) / 1e9
     open_gap_ns = cut_ns - last_token_ns(requests)[cut]
     none = np.empty(0)
-    samples: _Samples = {}
+    samples: Samples = {}
     for name in _CENSORED_AT_END:
         value = latency(requests, name)
         samples[name] = value, waited_s[np.isnan(value[cut])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import yaml
 
 from experiments.run_folder import write_json
 from testbed.errors import TraceError
+from testbed.records.parquet import schema_of
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
@@ -110,13 +112,9 @@ def trace_of(run: MeasuredRun) -> Trace:
 def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> None:
     """The measured run as a run folder, without steps. config: as the simulation of it has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    columns: dict[str, list[Any]] = {name: [] for name in REQUEST_COLUMNS}
-    for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True):
-        values = _record(row, arrival_ns)
-        for name, column in columns.items():
-            column.append(values.get(name))
-    pq.write_table(as_table(columns, REQUEST_COLUMNS), folder / "requests.parquet")
-    pq.write_table(as_table({name: [] for name in STEP_COLUMNS}, STEP_COLUMNS), folder / "steps.parquet")
+    records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
+    pq.write_table(pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS)), folder / "requests.parquet")
+    pq.write_table(schema_of(STEP_COLUMNS).empty_table(), folder / "steps.parquet")
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     manifest = {
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
@@ -146,20 +144,4 @@ def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:
 
 
 def _instants(first_ns: int, gaps_s: tuple[float, ...] | None) -> list[int] | None:
-    if gaps_s is None:
-        return None
-    instants = [first_ns]
-    for gap in gaps_s:
-        instants.append(instants[-1] + round(gap * 1e9))
-    return instants
-
-
-_TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
-
-
-def as_table(columns: dict[str, list[Any]], kinds: dict[str, str]) -> pa.Table:
-    """An Arrow table of records in their schema."""
-    arrays = {
-        name: pa.array(columns[name], type=_TYPES.get(kind) or pa.type_for_alias(kind)) for name, kind in kinds.items()
-    }
-    return pa.table(arrays)
+    return None if gaps_s is None else list(accumulate((round(gap * 1e9) for gap in gaps_s), initial=first_ns))

@@ -29,7 +29,6 @@ Kept = tuple[tuple[str, ...], int]  # dtypes of products, head size
 ENGINES = ("vllm", "sglang", "trtllm")
 LICENCE = "Apache-2.0"
 _ELSE = "import tables of your own (testbed tables import), or choose cost=roofline"
-_DTYPES = {"half": "float16"}  # others are ours, or have no name of ours: fp8_block, int8_wo, nvfp4, ...
 _DTYPE_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "float": 4, "float32": 4}
 _GEMM = ("kernel_source", "gemm_dtype", "m", "n", "k", "latency")
 _ATTENTION = (
@@ -45,7 +44,6 @@ class Coverage:
     """What the package has of one device and engine."""
 
     device: str  # in our library, or theirs where ours lacks it
-    system: str
     engine: str
     version: str
     operators: tuple[str, ...]
@@ -105,7 +103,7 @@ def coverage(systems: Path | None = None) -> list[Coverage]:
             chosen = versions[-1]
             counted = _counted(folder, engine, chosen)
             ours = OUR_DEVICES.get(system, system)
-            found.append(Coverage(ours, system, engine, chosen, tuple(counted), sum(counted.values())))
+            found.append(Coverage(ours, engine, chosen, tuple(counted), sum(counted.values())))
     return found
 
 
@@ -241,9 +239,8 @@ def _description(file: Path) -> str:
 
 
 def _dtypes(column: Any) -> Any:
-    for theirs, ours in _DTYPES.items():
-        column = pc.replace_substring_regex(column, f"^{theirs}$", ours)
-    return column
+    """By our names; those that are not `half` are ours, or have none: fp8_block, int8_wo, nvfp4, ..."""
+    return pc.replace_substring_regex(column, "^half$", "float16")
 
 
 def _gemm(file: Path, label: Any, kept: Kept | None) -> Any:
@@ -296,27 +293,25 @@ def _num_bytes(sizes: Any, dtypes: Any, file: Path) -> Any:
 
 def _all_reduce(file: Path, label: Any) -> Any:
     table = _read(file, _REDUCE)
-    table = table.filter(pc.greater(table["num_gpus"], 1))
-    dtypes = table["allreduce_dtype"]
-    return label(
-        table.num_rows, operator="all_reduce", kernel=table["kernel_source"], dtype=_dtypes(dtypes),
-        num_bytes=_num_bytes(table["message_size"], dtypes, file), num_ranks=table["num_gpus"],
-        time_ns=table["time_ns"],
-    )  # fmt: skip
+    return _collective(table.filter(pc.greater(table["num_gpus"], 1)), "all_reduce", "allreduce_dtype", file, label)
 
 
 def _nccl(file: Path, label: Any) -> list[Any]:
     """All-reduces and all-gathers; the others are not in the schema."""
-    whole, tables = _read(file, _NCCL), []
-    for operator in ("all_reduce", "all_gather"):
-        table = whole.filter(pc.equal(whole["op_name"], operator))
-        dtypes = table["nccl_dtype"]
-        columns = {
-            "operator": operator, "kernel": table["kernel_source"], "dtype": _dtypes(dtypes),
-            "num_bytes": _num_bytes(table["message_size"], dtypes, file), "num_ranks": table["num_gpus"],
-        }  # fmt: skip
-        tables.append(label(table.num_rows, **columns, time_ns=table["time_ns"]))
-    return tables
+    table = _read(file, _NCCL)
+    return [
+        _collective(table.filter(pc.equal(table["op_name"], operator)), operator, "nccl_dtype", file, label)
+        for operator in ("all_reduce", "all_gather")
+    ]
+
+
+def _collective(table: Any, operator: str, dtype: str, file: Path, label: Any) -> Any:
+    """dtype: the column that has it."""
+    return label(
+        table.num_rows, operator=operator, kernel=table["kernel_source"], dtype=_dtypes(table[dtype]),
+        num_bytes=_num_bytes(table["message_size"], table[dtype], file), num_ranks=table["num_gpus"],
+        time_ns=table["time_ns"],
+    )  # fmt: skip
 
 
 def _standing_doubts(rows: Any) -> list[str]:

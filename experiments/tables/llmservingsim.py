@@ -45,12 +45,14 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
     for file in metas:
         meta = _meta(file)
         gpu = str(meta.get("gpu", meta["hardware"]))
-        described[_device(gpu, meta["hardware"]) if device is None else chosen("device", device)] = gpu
-        if device is not None and device_named(gpu, meta["hardware"]) not in (None, device):
+        known = device_named(gpu, meta["hardware"])  # hardware: the name of their folder, which tells less
+        described[found("device", known, meta["hardware"]) if device is None else chosen("device", device)] = gpu
+        if device is not None and known not in (None, device):
             others[f"meta.yaml says {shown(gpu)}, and --device is {device}: are these tables of that device?"] = None
         if len(described) > 1:
             raise ProfileError(f"{folder} holds tables of several devices ({', '.join(described)}); give one's folder")
-        spec = model_spec(_model(meta["model"]) if model is None else chosen("model", model))
+        named = found("model", model_named(meta["model"]), meta["model"]) if model is None else chosen("model", model)
+        spec = model_spec(named)
         only = folder if folder.parent == file.parent else None
         folders = [only] if only is not None else sorted(file.parent.glob("tp*"))
         for ranks in folders:
@@ -64,15 +66,6 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
     [(name, gpu)] = described.items()
     doubts = (f"{', '.join(of)}: {note}" for note, of in notes.items())
     return OperatorTables(name, gpu, pa.concat_tables(tables).combine_chunks(), (*others, _ALONE, *doubts))
-
-
-def _device(gpu: str, hardware: str) -> str:
-    """hardware: the name of their folder, which tells less."""
-    return found("device", device_named(gpu, hardware), hardware)
-
-
-def _model(name: str) -> str:
-    return found("model", model_named(name), name)
 
 
 def _how_often(meta: dict[str, Any]) -> str:
@@ -191,18 +184,13 @@ def _attention(file: Path, spec: ModelSpec, size: int, label: Rows) -> list[Any]
         "kernel": "attention", "num_heads": spec.num_attention_heads // size,
         "num_kv_heads": spec.num_kv_heads_per_rank(size), "head_dim": spec.head_dim, "window": spec.sliding_window,
     }  # fmt: skip
-    alone, whole_chunk, both = chunk == 0, decodes == 0, (chunk > 0) & (decodes > 0)
+    of_a_chunk, of_decodes = {"new_tokens": chunk, "context": before}, {"batch": decodes, "time_ns": time_ns}
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "attention_decode": (chunk == 0, of_decodes | {"context": context + 1}),
+        "attention_prefill": (decodes == 0, of_a_chunk | {"batch": np.ones_like(chunk), "time_ns": time_ns}),
+        "attention_mixed": ((chunk > 0) & (decodes > 0), of_decodes | of_a_chunk | {"decode_context": context + 1}),
+    }
     return [
-        label(
-            int(alone.sum()), operator="attention_decode", **shared, batch=decodes[alone], context=context[alone] + 1,
-            time_ns=time_ns[alone],
-        ),
-        label(
-            int(whole_chunk.sum()), operator="attention_prefill", **shared, batch=1, new_tokens=chunk[whole_chunk],
-            context=before[whole_chunk], time_ns=time_ns[whole_chunk],
-        ),
-        label(
-            int(both.sum()), operator="attention_mixed", **shared, batch=decodes[both], new_tokens=chunk[both],
-            context=before[both], decode_context=context[both] + 1, time_ns=time_ns[both],
-        ),
-    ]  # fmt: skip
+        label(int(some.sum()), operator=name, **shared, **{key: column[some] for key, column in columns.items()})
+        for name, (some, columns) in kinds.items()
+    ]

@@ -18,6 +18,11 @@ import pyarrow.parquet as pq
 _TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
 
 
+def schema_of(columns: dict[str, str]) -> Any:
+    """Arrow's, of columns by their names and types."""
+    return pa.schema([(name, _TYPES.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
+
+
 class ParquetFile:
     """A file that exists, complete, once closed. columns: names and types. worker: one thread, which writes.
 
@@ -25,9 +30,7 @@ class ParquetFile:
     """
 
     def __init__(self, path: Path, columns: dict[str, str], worker: ThreadPoolExecutor) -> None:
-        self._schema = pa.schema(
-            [(name, _TYPES.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()]
-        )  # fmt: skip
+        self._schema = schema_of(columns)
         texts = [name for name, kind in columns.items() if kind == "string"]  # instants rarely come twice
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
         self._path = path

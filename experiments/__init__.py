@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from testbed import compiled
@@ -13,21 +14,16 @@ if TYPE_CHECKING:
     from experiments.capacity import find_capacity
     from experiments.text import LLM
 
+_PLACES = {  # pandas or an engine is loaded for what needs it, not for every command
+    "LLM": "experiments.text",
+    "find_capacity": "experiments.capacity",
+    "replay": "experiments.api",
+    "simulate": "experiments.api",
+}
 __all__ = ["LLM", "find_capacity", "replay", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from experiments import simulate, LLM` without loading pandas or an engine for every command."""
-    if name == "LLM":
-        from experiments.text import LLM
-
-        return LLM
-    if name == "find_capacity":
-        from experiments.capacity import find_capacity
-
-        return find_capacity
-    if name in __all__:
-        from experiments import api
-
-        return getattr(api, name)
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'experiments' has no attribute {name!r}")

@@ -12,7 +12,7 @@ from xxhash import xxh64_hexdigest
 from experiments.config import RunConfig
 from experiments.costs import itemise
 from experiments.policies import make_policy
-from experiments.settings import SimConfig
+from experiments.settings import RecordConfig, SimConfig
 from real.config import RealConfig
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
@@ -102,10 +102,9 @@ def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:
 
 
 class RunRecords:
-    """The recorders of a run, one for each engine; all write into the files of the first."""
+    """The recorders of a run, one for each engine; all write into the files of the first. record: what they keep."""
 
-    def __init__(self, config: RunConfig, folder: Path, num_engines: int) -> None:
-        record = config.record
+    def __init__(self, record: RecordConfig, folder: Path, num_engines: int) -> None:
         make = partial(
             RunRecorder, folder, token_times=record.token_times, decisions=record.decisions or record.explain,
             explains=record.explain, steps=record.steps,

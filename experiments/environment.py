@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,10 @@ def describe_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "llm-serving-testbed": _own_version()}
     for package in PACKAGES:
         try:
-            found[package] = _version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
-
-
-def _version(package: str) -> str:
-    """As importlib.metadata's own, which reads a package's whole description for it."""
-    text = distribution(package).read_text("METADATA") or ""
-    line = re.search(r"^Version: *(\S+)$", text, re.MULTILINE)
-    return version(package) if line is None else line[1]
 
 
 def _own_version() -> str:

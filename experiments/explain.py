@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,13 +18,13 @@ from analysis.decisions import DECISIONS_FILE
 from analysis.load import Run, load_run, num_replicas
 from experiments.app import config_from
 from experiments.arguments import Parser, folder_named
-from experiments.engines import fleet_digest
+from experiments.engines import RunRecords, fleet_digest
 from experiments.parity import check_parity, num_tapes
 from experiments.run import INTERRUPTED, execute
 from experiments.run_folder import refuse_overwrite
+from experiments.settings import RecordConfig
 from testbed.core.commands import StepView
 from testbed.errors import RunFolderError
-from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import NoRecords
 
 
@@ -117,15 +116,8 @@ class _Until(NoRecords):
 def _replay(run: Run, target: Path) -> str:
     """Replays its tape, decisions recorded. Raises RunFolderError if it decides otherwise."""
     target.mkdir(parents=True, exist_ok=True)
-    num = num_tapes(run.path)
-    make = partial(RunRecorder, target, decisions=True, explains=True)
-    first = make(replica=0 if num > 1 else None)
-    recorders = [first, *(make(replica=number, beside=first) for number in range(1, num))]
-    try:
-        reports = [check_parity(run.path, one, replica=number) for number, one in enumerate(recorders)]
-    finally:
-        for recorder in reversed(recorders):
-            recorder.close()
+    with closing(RunRecords(RecordConfig(explain=True), target, num_tapes(run.path))) as records:
+        reports = [check_parity(run.path, one, replica=number) for number, one in enumerate(records.recorders)]
     for divergence in [report.divergence for report in reports if report.divergence is not None]:
         raise RunFolderError(
             f"{run.path}: its tape, replayed, decides otherwise at step {divergence.step} ({divergence.reason}); "

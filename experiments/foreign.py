@@ -45,10 +45,8 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     if not own:
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_ours(frame.filename)]
-    theirs = [
-        frame for frame in theirs if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
-    ]
+    others = ("site-packages", "/lib/python")
+    theirs = [one for one in frames if not _is_ours(one.filename) and not any(part in one.filename for part in others)]
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if theirs:
         return PolicyError(f"{theirs[-1].filename}:{theirs[-1].lineno}: {what} (in {', '.join(own)}); mend it there")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -111,17 +112,16 @@ def _of_path(path: Path) -> str:
     """The hash of a file's content, or of all files in a folder; "" where nothing can be read."""
     try:
         if not path.is_dir():
-            stat = path.stat()
-            return _of_content(path.absolute(), stat.st_size, stat.st_mtime_ns)
+            return _of_file(path)
         inside = sorted(file for file in path.rglob("*") if file.is_file())
-        return _of_tree([[file.relative_to(path).as_posix(), _of_file_inside(file)] for file in inside])
+        return _of_tree([[file.relative_to(path).as_posix(), _of_file(file, _LARGE_BYTES)] for file in inside])
     except (OSError, ValueError):
         return ""  # whoever reads it will say why
 
 
-def _of_file_inside(file: Path) -> str:
+def _of_file(file: Path, most_bytes: float = math.inf) -> str:
     stat = file.stat()
-    if stat.st_size > _LARGE_BYTES:
+    if stat.st_size > most_bytes:
         return f"{stat.st_size} {stat.st_mtime_ns}"
     return _of_content(file.absolute(), stat.st_size, stat.st_mtime_ns)
 

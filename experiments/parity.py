@@ -114,7 +114,8 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
         )
     pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
     checker = _Checker(tape, RecordedDevice(tape), is_whole=manifest["status"] == "complete")
-    return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, _forced(folder))), pools)
+    forced = RunConfig.from_container(read_config(folder)).forced  # by the real run: its tape has the rest
+    return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools)
 
 
 def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> ParityReport:
@@ -209,11 +210,6 @@ def _plan_part(plan: BatchPlan) -> dict[str, Any]:
         "ignored": [item.request_id for item in plan.ignored],
         "cached_tokens": {item.request_id: item.num_cached_tokens for item in plan.admitted},
     }
-
-
-def _forced(folder: Path) -> str:
-    """What of the outputs the real run forced: its tape has the rest."""
-    return RunConfig.from_container(read_config(folder)).forced
 
 
 def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[str, int], Request]:

@@ -257,7 +257,7 @@ def _run(
     log.info("%s: requests: %s, fingerprint: %s", name, later if num is None else num, digest or later)
     for note in trace.notes:
         log.info("trace: %s", note)
-    records = engines.RunRecords(config, folder, len(schedulers))
+    records = engines.RunRecords(config.record, folder, len(schedulers))
     tapes = [] if config.is_simulated else _tapes(folder, len(schedulers))
     if tapes or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)

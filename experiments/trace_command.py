@@ -60,7 +60,7 @@ def _inspect(arguments: list[str]) -> int:
     if options.plots is not None and not options.overwrite and (options.plots / "arrivals.png").exists():
         raise RunFolderError(f"{options.plots} already holds figures of a trace; choose another --plots or --overwrite")
     trace = _open(options)
-    summary = summarise(_shown(trace, "inspect"))
+    summary = summarise(_bar(trace, trace.num_requests, "inspect"))
     print_summary(trace.name, summary, trace.notes, options.block_size)
     if options.plots is not None:
         _plot(trace.name, summary, options.plots)
@@ -132,22 +132,11 @@ def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
     if out.suffix == ".parquet":
         info = freeze_trace(trace, out, lambda rows: iter(_bar(rows, trace.num_requests, "freeze")))
         return info.num_requests, info.fingerprint
-    counted = CountedTrace(trace)
     write = write_csv if format_suffix(out) == ".csv" else write_jsonl
-    write(_Shown(counted, "write"), out)
+    with _bar(None, trace.num_requests, "write") as bar:
+        counted = CountedTrace(trace, lambda row: bar.update())
+        write(counted, out)
     return counted.num_read, str(counted.fingerprint)
-
-
-class _Shown:
-    """A source whose rows move a progress bar."""
-
-    def __init__(self, source: CountedTrace, label: str) -> None:
-        self._source, self._label = source, label
-        self.name, self.notes = source.name, source.notes
-        self.num_requests, self.closed_tail = source.num_requests, source.closed_tail
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        return iter(_bar(self._source, self.num_requests, self._label))
 
 
 def print_summary(name: str, summary: TraceSummary, notes: Iterable[str], block_size: int) -> None:
@@ -269,12 +258,6 @@ def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
         raise RunFolderError(f"{out} is what is read; choose another file")
 
 
-# --- progress: silent when standard error is no terminal ---
-
-
-def _shown(trace: TraceSource, label: str) -> Iterable[TraceRequest]:
-    return _bar(trace, trace.num_requests, label)
-
-
-def _bar(rows: Iterable[TraceRequest], total: int | None, label: str) -> Iterable[TraceRequest]:
+def _bar(rows: Iterable[TraceRequest] | None, total: int | None, label: str) -> tqdm[Any]:
+    """Progress: silent when standard error is no terminal."""
     return tqdm(rows, total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)

@@ -138,12 +138,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
+def _of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _is_id(value: Any) -> bool:
@@ -154,23 +150,20 @@ def _is_share(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 _MOST = 2**31 - 1
 _NAME: Kind = (_is_text, "a name")
-_OBJECT: Kind = (_is_object, "an object")
-_OBJECTS: Kind = (_is_object, "a list of objects")
-_LIST: Kind = (_is_list, "a list")
+_OBJECT: Kind = (_of(dict), "an object")
+_OBJECTS: Kind = (_of(dict), "a list of objects")
+_LIST: Kind = (_of(list), "a list")
+_FLAG: Kind = (_of(bool), "true or false")
 _COUNT: Kind = (whole(0, _MOST), "a whole number from 0")
 _POSITIVE: Kind = (whole(1, _MOST), "a whole number from 1")
 _LEAVE: Kind = (whole(1, _MOST), "a number from 1, or null")
 _COUNTS: Kind = (
-    lambda value: _is_object(value) and all(map(_COUNT[0], value.values())),
+    lambda value: isinstance(value, dict) and all(map(_COUNT[0], value.values())),
     "an object of tokens by request",
 )
-_IDS: Kind = (lambda value: _is_list(value) and all(map(_is_id, value)), "a list of request ids")
+_IDS: Kind = (lambda value: isinstance(value, list) and all(map(_is_id, value)), "a list of request ids")
 CONFIG_FIELDS: dict[str, Kind] = {
     "block_size": _POSITIVE,
     "num_gpu_blocks": _POSITIVE,
@@ -178,13 +171,13 @@ CONFIG_FIELDS: dict[str, Kind] = {
     "max_num_batched_tokens": _POSITIVE,
     "max_num_seqs": _POSITIVE,
     "max_model_len": _POSITIVE,
-    "prefix_caching": (_is_flag, "true or false"),
+    "prefix_caching": _FLAG,
     "preemption_mode": (_is_text, "recompute, swap or null"),
     "queue_order": _NAME,
     "long_prefill_token_threshold": _COUNT,
     "max_num_partial_prefills": _POSITIVE,
     "watermark": (_is_share, "a share in [0, 1)"),
-    "async_scheduling": (_is_flag, "true or false"),
+    "async_scheduling": _FLAG,
 }
 STEP_FIELDS: dict[str, Kind] = {
     "step": _COUNT,
@@ -197,7 +190,7 @@ STEP_FIELDS: dict[str, Kind] = {
     "num_blocks_copied": _COUNT,
     "ignored": _IDS,
     "cached_tokens": _COUNTS,
-    "is_prefill": (_is_flag, "true or false"),
+    "is_prefill": _FLAG,
     "free_blocks": _COUNT,
     "free_cpu_blocks": _COUNT,
     "num_waiting": _COUNT,

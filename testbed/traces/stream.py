@@ -99,7 +99,7 @@ class StreamedTrace:
 class CountedTrace:
     """A source that is gone through once, by whom it is handed to; what was seen is known afterwards."""
 
-    def __init__(self, source: TraceSource, check: Callable[[TraceRequest], None] | None = None) -> None:
+    def __init__(self, source: TraceSource, check: Callable[[TraceRequest], object] | None = None) -> None:
         """check: called with every row before it is handed on; what it raises goes to who asked for the row."""
         self._source = source
         self._check = check

@@ -155,8 +155,7 @@ def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
     if swept := info.sweeper.get("params"):
         raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
     of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # which Hydra adds
-    command = shlex.join(["testbed", "run", *of_hydra, *_given("task")])
-    return _finish(execute(_config_of(node), folder, command=command, origin=Origin.of(_given("task"))))
+    return _finish(_executed(_config_of(node), folder, of_hydra))
 
 
 def _config_of(node: DictConfig) -> RunConfig:
@@ -180,14 +179,13 @@ def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
     if place is None:
         return None
     # a point is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
-    return _finish(
-        execute(
-            config,
-            place,
-            command=shlex.join(["testbed", "run", *_given("task")]),
-            origin=Origin.of(_given("task")),
-        )
-    )
+    return _finish(_executed(config, place, []))
+
+
+def _executed(config: RunConfig, folder: Path, of_hydra: list[str]) -> RunResult:
+    given = _given("task")
+    command = shlex.join(["testbed", "run", *of_hydra, *given])
+    return execute(config, folder, command=command, origin=Origin.of(given))
 
 
 def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from testbed.core.commands import Arrive, Event
-from testbed.core.interfaces import Inbox
-from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 
@@ -35,27 +32,3 @@ def check_simulated_output(forced: str) -> None:
             "trace.forced=nothing lets the model end its outputs, and the simulator has no model; choose tokens or "
             "lengths (the same to a simulator), or backend=real"
         )
-
-
-class ForcedInbox:
-    """An inbox whose requests are forced as `forced` says. A decorator: everything else is the inner inbox's."""
-
-    def __init__(self, inbox: Inbox, forced: str) -> None:
-        self._inbox = inbox
-        self._forced = forced
-
-    @property
-    def is_open(self) -> bool:
-        return self._inbox.is_open
-
-    def due(self, now_ns: int) -> list[Event]:
-        return [
-            Arrive(forcing(event.request, self._forced)) if isinstance(event, Arrive) else event
-            for event in self._inbox.due(now_ns)
-        ]
-
-    def next_ns(self) -> int | None:
-        return self._inbox.next_ns()
-
-    def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self._inbox.finished(requests, now_ns)

@@ -18,7 +18,7 @@ from experiments import build, engines
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.environment import describe_machine, describe_versions
-from experiments.forcing import ForcedInbox, check_simulated_output
+from experiments.forcing import check_simulated_output, forcing
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
@@ -45,9 +45,9 @@ from testbed.records.operators import OperatorLedger
 from testbed.records.recorders import together
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter, tape_names
-from testbed.seeds import SeededInbox, needs_seed
+from testbed.seeds import needs_seed, seeded
 from testbed.traces.fingerprint import fingerprint
-from testbed.traces.inbox import TraceInbox
+from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import CountedTrace, whole
@@ -235,10 +235,10 @@ def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
     sampling = build.sampling_params(config)
     inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     if needs_seed(sampling):
-        inbox = SeededInbox(inbox, config.seed)
+        inbox = ChangedInbox(inbox, partial(seeded, run_seed=config.seed))
     if isinstance(config.backend, SimConfig) and config.backend.frontend_ns:
         inbox = FrontEnd(inbox, config.backend.frontend_ns)
-    return inbox if config.is_simulated else ForcedInbox(inbox, config.forced)
+    return inbox if config.is_simulated else ChangedInbox(inbox, partial(forcing, forced=config.forced))
 
 
 def _run(

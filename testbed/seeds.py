@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from testbed.core.commands import Arrive, Event
-from testbed.core.interfaces import Inbox
-from testbed.core.outcome import Finished
-from testbed.core.request import SamplingParams
+from testbed.core.request import Request, SamplingParams
 from testbed.streams import draw
 
 
@@ -26,29 +23,8 @@ def needs_seed(sampling: SamplingParams) -> bool:
     return sampling.seed is None and (sampling.temperature > 0 or sampling.beam_width > 1)
 
 
-class SeededInbox:
-    """An inbox whose requests all have what they need to draw. A decorator: everything else is the inner inbox's."""
-
-    def __init__(self, inbox: Inbox, run_seed: int) -> None:
-        self._inbox = inbox
-        self._run_seed = run_seed
-
-    @property
-    def is_open(self) -> bool:
-        return self._inbox.is_open
-
-    def due(self, now_ns: int) -> list[Event]:
-        return [self._seeded(event) for event in self._inbox.due(now_ns)]
-
-    def next_ns(self) -> int | None:
-        return self._inbox.next_ns()
-
-    def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self._inbox.finished(requests, now_ns)
-
-    def _seeded(self, event: Event) -> Event:
-        if not isinstance(event, Arrive) or not needs_seed(event.request.sampling):
-            return event
-        request = event.request
-        sampling = replace(request.sampling, seed=request_seed(self._run_seed, request.request_id))
-        return Arrive(replace(request, sampling=sampling))
+def seeded(request: Request, run_seed: int) -> Request:
+    """The request with all that it needs to draw."""
+    if not needs_seed(request.sampling):
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=request_seed(run_seed, request.request_id)))

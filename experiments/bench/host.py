@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.arguments import Parser
+from experiments.bench.offline import AllAtOnce
 from testbed.checks import require_whole
-from testbed.core.commands import Arrive
-from testbed.core.outcome import Finished, Spans
+from testbed.core.outcome import Spans
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.errors import ConfigError
 from testbed.specs.model import ModelSpec
@@ -121,7 +121,7 @@ def measure(load: Load, num_steps: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         recorder = RunRecorder(Path(folder))
         drive = Drive(
-            serve(_Requests(prompts, load.sampling, num_tokens), scheduler, recorder), _Watched(backend, log),
+            serve(_requests(prompts, load.sampling, num_tokens), scheduler, recorder), _Watched(backend, log),
             CLOCKS["as_fast_as_possible"](), log,
         )  # fmt: skip
         while len(log.steps) < num_wanted:
@@ -207,26 +207,11 @@ class _Log:
             self.steps.append((*parts, length_ns - sum(parts)))
 
 
-class _Requests:
-    """An inbox whose requests are all there at the start, and outlast the measurement."""
-
-    is_open = False
-
-    def __init__(self, prompts: list[list[int]], sampling: str, num_tokens: int) -> None:
-        forced = [1] * num_tokens if sampling == "replay" else None
-        params = replace(SAMPLINGS.get(sampling, GREEDY), max_tokens=num_tokens, ignore_eos=True)
-        self._requests = [
-            Request(str(i), prompt, sampling=params, forced_output=forced) for i, prompt in enumerate(prompts)
-        ]
-
-    def next_ns(self) -> int | None:
-        return 0 if self._requests else None
-
-    def due(self, now_ns: int) -> list[Any]:
-        due, self._requests = [Arrive(request) for request in self._requests], []
-        return due
-
-    def finished(self, requests: list[Finished], now_ns: int) -> None: ...
+def _requests(prompts: list[list[int]], sampling: str, num_tokens: int) -> AllAtOnce:
+    """They outlast the measurement."""
+    forced = [1] * num_tokens if sampling == "replay" else None
+    params = replace(SAMPLINGS.get(sampling, GREEDY), max_tokens=num_tokens, ignore_eos=True)
+    return AllAtOnce([Request(str(i), p, sampling=params, forced_output=forced) for i, p in enumerate(prompts)])
 
 
 # --- operators ---

@@ -25,6 +25,9 @@ from typing import Any, NamedTuple, Protocol
 
 from real.config import RealConfig
 from real.replay import HostTimes
+from testbed.core.commands import Arrive, Event
+from testbed.core.outcome import Finished
+from testbed.core.request import Request, SamplingParams
 from testbed.errors import ConfigError, TestbedError
 from testbed.specs.model import ModelSpec
 
@@ -161,9 +164,11 @@ class Vllm:
         )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        from vllm import SamplingParams
+        import vllm
 
-        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+        sampling = [
+            vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths
+        ]
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -188,7 +193,6 @@ class Ours:
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         from real.driver import run
-        from testbed.core.request import Request, SamplingParams
         from testbed.core.serve import serve
         from testbed.records.recorders import NoRecords
 
@@ -196,7 +200,7 @@ class Ours:
         assert isinstance(settings, RealConfig)
         pools = self._build.Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
         scheduler = self._build.build_scheduler(self._config, pools)
-        inbox = _AllAtOnce(
+        inbox = AllAtOnce(
             [
                 Request(str(i), prompt, sampling=SamplingParams(max_tokens=length, ignore_eos=True))
                 for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -231,25 +235,24 @@ def _model_of(setting: Setting) -> Any:
     return model.to(setting.device)
 
 
-class _AllAtOnce:
-    """An inbox whose requests are all there at the start."""
+class AllAtOnce:
+    """An inbox whose requests are all there at the start. outputs: of those that have ended."""
 
     is_open = False
 
-    def __init__(self, requests: list[Any]) -> None:
+    def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
         self.outputs: dict[str, list[int]] = {}
 
     def next_ns(self) -> int | None:
         return 0 if self._requests else None
 
-    def due(self, now_ns: int) -> list[Any]:
-        from testbed.core.commands import Arrive
-
-        due, self._requests = [Arrive(request) for request in self._requests], []
+    def due(self, now_ns: int) -> list[Event]:
+        due: list[Event] = [Arrive(request) for request in self._requests]
+        self._requests = []
         return due
 
-    def finished(self, requests: list[Any], now_ns: int) -> None:
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
         for finished in requests:
             self.outputs[finished.request.request_id] = list(finished.output_token_ids)
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.build import build_scheduler, simulated_pools
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
-from testbed.core.scheduler import Scheduler
 
 SCHEDULER_KEYS = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "preemption_mode", "queue_order",
     "long_prefill_token_threshold", "max_num_partial_prefills", "async_scheduling",
 )  # fmt: skip
 CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")
-
-
-def case_scheduler(config: RunConfig) -> Scheduler:
-    return build_scheduler(config, simulated_pools(config))
 
 
 def case_config(preset: str, config: dict[str, Any]) -> RunConfig:

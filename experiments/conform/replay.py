@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.build import build_scheduler, simulated_pools
 from experiments.conform.cases import SECOND_NS, Case, Decision
-from experiments.conform.overrides import case_config, case_scheduler
+from experiments.conform.overrides import case_config
 from experiments.conform.systems import DecisionReader, System
 from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
@@ -101,7 +102,7 @@ def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:
     """
     try:
         config = case_config(preset, case.config)
-        scheduler = case_scheduler(config)
+        scheduler = build_scheduler(config, simulated_pools(config))
     except TestbedError as error:
         return Mismatch(str(error))
     reader = DecisionReader(system, scheduler, prefix_caching=config.cache.prefix_caching)

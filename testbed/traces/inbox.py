@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Final
 
 from testbed.core.commands import Abort, Arrive, Event
+from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.errors import TraceError
@@ -228,3 +229,25 @@ def _request(
         deadline_ns=None if row.deadline_ns is None else arrival_ns + row.deadline_ns,
         cache_salt=row.cache_salt or "",
     )
+
+
+class ChangedInbox:
+    """An inbox whose requests are changed as they come. A decorator: everything else is the inner inbox's."""
+
+    def __init__(self, inbox: Inbox, change: Callable[[Request], Request]) -> None:
+        self._inbox = inbox
+        self._change = change
+
+    @property
+    def is_open(self) -> bool:
+        return self._inbox.is_open
+
+    def due(self, now_ns: int) -> list[Event]:
+        events = self._inbox.due(now_ns)
+        return [Arrive(self._change(event.request)) if isinstance(event, Arrive) else event for event in events]
+
+    def next_ns(self) -> int | None:
+        return self._inbox.next_ns()
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        self._inbox.finished(requests, now_ns)

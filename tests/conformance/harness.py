@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.forcing import ForcedInbox
+from experiments.forcing import forcing
 from sim.backend import SimBackend
 from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
 from sim.cost.constant import ConstantCost
@@ -27,7 +28,7 @@ from testbed.records.schema import decision
 from testbed.records.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
-from testbed.traces.inbox import TraceInbox, to_request
+from testbed.traces.inbox import ChangedInbox, TraceInbox, to_request
 from testbed.traces.schema import Trace
 from tests.testbed.core_kit import make_limits, make_scheduler
 
@@ -121,7 +122,7 @@ class Simulated:
         watch = Watch(self.backend)
         inbox: Inbox = TraceInbox(trace, VOCAB_SIZE)
         if self.is_real:
-            inbox = ForcedInbox(inbox, forced)
+            inbox = ChangedInbox(inbox, partial(forcing, forced=forced))
         self.drive(serve(inbox, make(), watch), watch)
         return watch.seen
 

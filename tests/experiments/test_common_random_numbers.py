@@ -18,10 +18,11 @@ from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.policies.orders import random_order
-from testbed.seeds import SeededInbox, request_seed
+from testbed.seeds import request_seed
+from testbed.seeds import seeded as with_seed
 from testbed.streams import draw
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream
-from testbed.traces.inbox import TraceInbox
+from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
 from tests.experiments.kit import SHORT, TINY, config_of
 from tests.experiments.streams import Observer, observe
@@ -117,7 +118,10 @@ def test_beams_part_alike_under_every_policy(tmp_path: Path) -> None:
 def test_a_seeded_inbox_changes_nothing_else() -> None:
     trace = generate(SyntheticConfig(num_requests=12, max_turns=3, think_time_s=0.5, rate=50.0))
     sampling = SamplingParams(temperature=1.0)
-    plain, seeded = TraceInbox(trace, 100, sampling), SeededInbox(TraceInbox(trace, 100, sampling), 7)
+    plain, seeded = (
+        TraceInbox(trace, 100, sampling),
+        ChangedInbox(TraceInbox(trace, 100, sampling), lambda request: with_seed(request, 7)),
+    )
     num_seen = 0
     while (now_ns := plain.next_ns()) is not None:
         assert seeded.next_ns() == now_ns

@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.build import build_scheduler, simulated_pools
 from experiments.conform.cases import Case, read_cases
-from experiments.conform.overrides import case_config, case_scheduler
+from experiments.conform.overrides import case_config
 from experiments.conform.replay import Feed
 from experiments.conform.systems import SYSTEMS
 
@@ -43,7 +44,8 @@ def records_of(file: str) -> dict[tuple[str, str], Record]:
 
 
 def _run(case: Case) -> Record:
-    scheduler = case_scheduler(case_config(SYSTEMS[case.system].preset, case.config))
+    config = case_config(SYSTEMS[case.system].preset, case.config)
+    scheduler = build_scheduler(config, simulated_pools(config))
     feed = Feed(case, scheduler)
     while feed.next_plan() is not None:
         feed.commit()

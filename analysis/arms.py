@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from analysis.format import plain
 from analysis.load import Run, Sweep, swept_keys
 from analysis.naming import is_seed, labels_of, level_names, naming_keys, naming_rank
 from testbed.errors import RunFolderError
 
+T = TypeVar("T")
+K = TypeVar("K")
 Several = Sweep | Sequence[Run] | Mapping[str, Run]
 Runs = Run | Several
 _POLICY = ("scheduler.", "cache.")
@@ -47,6 +49,14 @@ class Pair:
         return (self.sim, *self.reals)
 
 
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their keys, both in the order in which they come."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def is_policy(key: str) -> bool:
     """Whether a setting can make one arm another: seeds, the trace, what is recorded and permissions cannot."""
     return not is_seed(key) and key.split(".")[0] not in _NO_POLICY
@@ -59,11 +69,8 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
     """
     swept = sorted((key for key in swept_keys(runs) if is_policy(key)), key=naming_rank)
     naming = naming_keys([run.flat_config for run in runs], swept)
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(repr([run.flat_config.get(key) for key in swept]), []).append(run)
     arms = []
-    for members in groups.values():
+    for members in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in swept])).values():
         levels = {key: members[0].flat_config.get(key) for key in swept}
         name = level_names({key: levels[key] for key in naming}) or str(
             members[0].manifest.get("scheduler", "all runs")
@@ -185,9 +192,7 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str] = ()) -> dict[str, li
     the loads apart ("" for one). replicated: keys of the trace whose values are replicates and no loads."""
     runs = [run for arm in arms for run in arm.runs]
     keys = load_keys(runs, replicated)
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(repr([run.flat_config.get(key) for key in keys]), []).append(run)
+    groups = grouped(runs, lambda run: repr([run.flat_config.get(key) for key in keys]))
     offered = {name: _offered(members) for name, members in groups.items()}
     telling = naming_keys([run.flat_config for run in runs], keys)
     result = {}

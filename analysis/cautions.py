@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis import format as fmt
-from analysis.arms import Arm, decided_alike, is_policy, paired_replicates, replicates, unsaid_keys
+from analysis.arms import Arm, decided_alike, grouped, is_policy, paired_replicates, replicates, unsaid_keys
 from analysis.load import Run, flatten, read_json, read_yaml, relative, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.statistics import mser5
@@ -35,11 +35,8 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
 
 def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> list[str]:
     """Which arms lack a run, or requests of one: a sentence for each arm. start: where folders are told from."""
-    by_arm: dict[str, list[tuple[Path, str]]] = {}
-    for folder, reason in incomplete:
-        by_arm.setdefault(_arm_of(folder, arms), []).append((folder, reason))
     said = []
-    for name, entries in by_arm.items():
+    for name, entries in grouped(incomplete, lambda entry: _arm_of(entry[0], arms)).items():
         runs = "1 run" if len(entries) == 1 else f"{len(entries)} runs"
         first, reason = entries[0]
         of = f" of {name}" if name else ""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.arms import Arm, level_groups, paired_replicates
+from analysis.arms import Arm, grouped, level_groups, paired_replicates
 from analysis.compare import Comparison, Metric, judge, paired_values
 from analysis.metrics import SLO
 from analysis.naming import level_names
@@ -149,7 +149,4 @@ def one_factor_away(arms: Sequence[Arm], baseline: Arm) -> set[str]:
 
 def by_factor(effects: Sequence[Effect]) -> Mapping[tuple[str, str, str], list[Effect]]:
     """(factor, base level, level) -> its effects over metrics."""
-    groups: dict[tuple[str, str, str], list[Effect]] = {}
-    for effect in effects:
-        groups.setdefault((effect.factor, repr(effect.base_level), repr(effect.level)), []).append(effect)
-    return groups
+    return grouped(effects, lambda effect: (effect.factor, repr(effect.base_level), repr(effect.level)))

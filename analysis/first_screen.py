@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, num_replicates, replicates
+from analysis.arms import Arm, Pair, grouped, num_replicates, replicates
 from analysis.cautions import is_outrun, num_ignored
 from analysis.checks import failures
 from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, mean_over_replicates, metric_of
@@ -77,9 +77,7 @@ def _kept_at(group: Compared, slo: SLO) -> str:
         return ""
     if not any(values.values()):
         return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
-    by_share: dict[str, list[str]] = {}
-    for name in sorted(values, key=lambda name: -values[name]):
-        by_share.setdefault(share.write(values[name]), []).append(name)
+    by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
     (most, best), *others = by_share.items()
     if not others:
         both = " both" if len(best) == 2 else ""
@@ -164,10 +162,8 @@ def _subjects(group: Compared) -> list[tuple[str, list[Comparison], str]]:
             subject = f"on average over the other factors, {factor_name(first.factor)} {change}"
             found.append((subject, [effect.comparison for effect in effects], hidden))
         return found
-    by_arm: dict[str, list[Comparison]] = {}
-    for row in group.rows:
-        by_arm.setdefault(f"{row.arm} against {group.arms[0].name}", []).append(row)
-    return [(subject, rows, "") for subject, rows in by_arm.items()]
+    by_arm = grouped(group.rows, lambda row: row.arm)
+    return [(f"{arm} against {group.arms[0].name}", rows, "") for arm, rows in by_arm.items()]
 
 
 def _told(claims: Sequence[Comparison]) -> str:

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import style
-from analysis.arms import Runs, infer_arms, named
+from analysis.arms import Runs, grouped, infer_arms, named
 from analysis.compare import Comparison
 from analysis.curves import MAX_POINTS, Engine, engines_of, thin, total
 from analysis.fidelity import pair_of
@@ -111,12 +111,12 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
 
 def _load_points(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
     """One dict a load, by offered rate: rate, and mean, low, high of the P99 over replicates (None: not reached)."""
-    loads: dict[str, list[Run]] = {}
-    for run in runs:
-        keys = {k: v for k, v in run.flat_config.items() if k.startswith("trace.") and not k.endswith("seed")}
-        loads.setdefault(repr(keys), []).append(run)
+
+    def load(run: Run) -> str:
+        return repr({k: v for k, v in run.flat_config.items() if k.startswith("trace.") and not k.endswith("seed")})
+
     points = []
-    for replicates in loads.values():
+    for replicates in grouped(runs, load).values():
         rate = float(np.mean([run.summary["throughput"]["requests_per_s"] or 0.0 for run in replicates]))
         offered = float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in replicates]))
         values = [run.summary[name]["p99"] for run in replicates]

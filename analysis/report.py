@@ -19,6 +19,7 @@ from analysis.arms import (
     by_load,
     comparable,
     find_arm,
+    grouped,
     infer_arms,
     infer_pairs,
     join_repeats,
@@ -221,10 +222,7 @@ def _said(
         said = [findings.effect_finding(group, margin) for group in by_factor(effects).values()]
         return said + findings.best_arms(rows, baseline.name)
     near = one_factor_away(arms, baseline) if effects else {arm.name for arm in arms}
-    by_arm: dict[str, list[Comparison]] = {}
-    for row in rows:
-        if row.arm in near:
-            by_arm.setdefault(row.arm, []).append(row)
+    by_arm = grouped([row for row in rows if row.arm in near], lambda row: row.arm)
     nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
     return [
         findings.arm_finding(

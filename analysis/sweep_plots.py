@@ -24,6 +24,7 @@ from matplotlib.transforms import Bbox
 
 from analysis import format as fmt
 from analysis import style
+from analysis.arms import grouped
 from analysis.compare import Metric, metric_of
 from analysis.load import Run, Sweep
 from analysis.naming import is_seed, level_names, levels_of, naming_keys
@@ -59,9 +60,7 @@ def _points(
     swept = names[: names.index("summary_version")] if "summary_version" in names else []
     keys = [key for key in swept if key != "run" and not is_seed(key) and key not in replicates]
     rows = [{key: None if pd.isna(row[key]) else row[key] for key in keys} for row in frame.to_dict("records")]
-    places: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(repr(row), []).append(place)
+    places = grouped(range(len(rows)), lambda place: repr(rows[place]))
     columns = {path: pd.to_numeric(frame[path]).to_numpy(dtype=np.float64) for path in paths}
     points = [_Point(rows[those[0]], {path: columns[path][those] for path in paths}) for those in places.values()]
     return points, naming_keys(rows, keys)

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,15 +122,14 @@ def _extent(options: argparse.Namespace) -> Extent:
     """Raises ConfigError for what cannot be measured."""
     from experiments.calibrate import QUICK, Extent
 
-    base = QUICK if options.quick else Extent()
-    repeats = base.repeats if options.repeats is None else options.repeats
-    num_requests = base.num_requests if options.requests is None else options.requests
-    max_s = base.max_s if options.max_seconds is None else options.max_seconds
-    require_whole("--repeats", repeats, 1, 100)
-    if num_requests:
-        require_whole("--requests", num_requests, 4, 10_000, also=", or 0 for no loads")
-    require("--max-seconds", max_s, max_s > 0, "a finite number above 0")
-    return Extent(base.is_quick, repeats, num_requests, max_s)
+    given = {"repeats": options.repeats, "num_requests": options.requests, "max_s": options.max_seconds}
+    known = {name: value for name, value in given.items() if value is not None}
+    extent = replace(QUICK if options.quick else Extent(), **known)
+    require_whole("--repeats", extent.repeats, 1, 100)
+    if extent.num_requests:
+        require_whole("--requests", extent.num_requests, 4, 10_000, also=", or 0 for no loads")
+    require("--max-seconds", extent.max_s, extent.max_s > 0, "a finite number above 0")
+    return extent
 
 
 def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: Path) -> Measurement:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.arguments import Parser, folder_named
 from experiments.capacity.study import Capacity, find_capacity
-from experiments.capacity.words import setup_lines, summary_frame, table_lines, warnings, without_capacity
+from experiments.capacity.words import policy_table, setup_lines, summary_frame, warnings, without_capacity
 from experiments.environment import describe_versions
 from experiments.run_folder import write_json
 from testbed.errors import TestbedError
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lines(found: Capacity) -> list[str]:
-    lines = [*setup_lines(found), "", *table_lines(found)]
+    lines = [*setup_lines(found), "", policy_table(found)]
     said = [sentence for one in found.found for sentence in warnings(one)]
     return [*lines, *(["", *(f"note: {sentence}" for sentence in said)] if said else [])]
 

@@ -9,6 +9,7 @@ import pandas as pd
 from analysis.capacity import LIMITS, Load
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import Capacity, Found
+from experiments.markdown import table
 
 SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
 QUEUE = "the queue grows"
@@ -46,12 +47,9 @@ def _row(found: Found) -> dict[str, Any]:
     }
 
 
-def table_lines(capacity: Capacity) -> list[str]:
-    """A table of Markdown, columns aligned."""
-    rows = [_HEADERS, *(_cells(found) for found in capacity.found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"| {' | '.join(cell.ljust(size) for cell, size in zip(row, widths, strict=True))} |" for row in rows]
-    return [lines[0], f"|{'|'.join('-' * (size + 2) for size in widths)}|", *lines[1:]]
+def policy_table(capacity: Capacity) -> str:
+    """Of Markdown, a row a policy."""
+    return table(_HEADERS, [_cells(found) for found in capacity.found], numbers=False)
 
 
 def _cells(found: Found) -> tuple[str, ...]:

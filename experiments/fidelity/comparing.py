@@ -10,13 +10,14 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from analysis.arms import grouped
 from analysis.fidelity import error_table, match_requests, part_errors, ranking_agreement, real_noise, request_errors
 from analysis.frames import json_safe
 from analysis.load import Run
 from analysis.step_fidelity import StepErrors, step_errors
 from experiments.config import RunConfig
 from experiments.fidelity.fitting import Fit, fit, halves
-from experiments.fidelity.loads import Load, grouped
+from experiments.fidelity.loads import Load
 from experiments.fidelity.scalars import overrides_of
 from experiments.fidelity.simulating import described, replaced, simulate
 from experiments.names import device_of_run
@@ -53,7 +54,8 @@ def compare(
     loads: Sequence[Load], overrides: Sequence[str], names: Sequence[str], folder: Path, scratch: Path, command: str
 ) -> Comparison:
     """Simulates every load, and fits `names` first. folder: of the simulated runs. Raises TestbedError in one line."""
-    groups = grouped(loads)
+    # runs of one trace and policy: the first is compared, all of them say how much the engine varies
+    groups = list(grouped(loads, lambda load: (load.key, load.policy)).values())
     firsts = [group[0] for group in groups]
     for load in firsts:
         load.config(overrides)  # what is wrong is said before anything runs
@@ -107,11 +109,8 @@ def _named(run: Run, key: str) -> Run:
 
 
 def _rankings(compared: Sequence[Compared]) -> list[tuple[str, pd.DataFrame]]:
-    by_trace: dict[str, list[Compared]] = {}
-    for one in compared:
-        by_trace.setdefault(one.load.key, []).append(one)
     found = []
-    for key, members in by_trace.items():
+    for key, members in grouped(compared, lambda one: one.load.key).items():
         if len(members) > 1:
             pairs = {
                 _policy_name(one, members): (_named(one.sim, key), _named(one.load.measured, key)) for one in members

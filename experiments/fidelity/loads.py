@@ -200,11 +200,3 @@ def _write(run: Run, kept: pa.Table, trace: Trace, folder: Path) -> None:
     manifest["trace"] = {"name": trace.name, "num_requests": len(trace), "fingerprint": fingerprint(trace), "notes": []}
     write_json(folder / "manifest.json", manifest)
     (folder / "done").write_text(MEASURED)
-
-
-def grouped(loads: Sequence[Load]) -> list[list[Load]]:
-    """Loads of one trace and policy together: the first is compared, all of them say how much the engine varies."""
-    groups: dict[tuple[str, str], list[Load]] = {}
-    for load in loads:
-        groups.setdefault((load.key, load.policy), []).append(load)
-    return list(groups.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from experiments.fidelity.study import OURS, WHOLE
 from experiments.fidelity.study_fitting import Fitted
 from experiments.fidelity.study_report import Score, Simulated, merged, scores
-from experiments.fidelity.tables import percent, table
+from experiments.markdown import percent, table
 
 NAMES = {
     "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",

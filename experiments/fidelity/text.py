@@ -7,7 +7,7 @@ import pandas as pd
 from experiments.fidelity.comparing import Compared, Comparison
 from experiments.fidelity.fitting import Fit
 from experiments.fidelity.scalars import KEYS
-from experiments.fidelity.tables import milliseconds, percent, table
+from experiments.markdown import milliseconds, percent, table
 
 _WORDS = {
     "ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "mean": "mean", "p50": "P50", "p90": "P90",

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns are aligned; the first column is text, the others are numbers."""
-    widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """A Markdown table whose columns are aligned. numbers: as all but the first are, at the right."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    is_right = [numbers and index > 0 for index in range(len(headers))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
-        return "| " + " | ".join(padded) + " |"
+        columns = zip(cells, widths, is_right, strict=True)
+        return f"| {' | '.join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns)} |"
 
-    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-    return "\n".join([line(headers), rule, *(line(row) for row in rows)])
+    rule = "|".join("-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, is_right, strict=True))
+    return "\n".join([line(headers), f"|{rule}|", *map(line, rows)])
 
 
 def percent(share: float | None, *, signed: bool = True) -> str:

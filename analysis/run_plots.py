@@ -135,7 +135,7 @@ def gantt(
         if rows.empty:
             style.say_empty(axes, "no request is in the system then")
             return axes
-        handles = _draw_phases(axes, rows, away or {}, end_s) | _draw_ends(axes, rows)
+        handles = _draw_phases(axes, rows, away or {}) | _draw_ends(axes, rows)
         _name_rows(axes, rows, with_counts=away is None)
         if len(rows) < chosen.sum():
             when = "" if (from_s, to_s) == (0.0, None) else " in this window"
@@ -161,7 +161,7 @@ def _lives(requests: pd.DataFrame, end_s: float) -> pd.DataFrame:
 
 
 def _draw_phases(
-    axes: Axes, rows: pd.DataFrame, away: Mapping[str, Sequence[tuple[int, int | None, str]]], end_s: float
+    axes: Axes, rows: pd.DataFrame, away: Mapping[str, Sequence[tuple[int, int | None, str]]]
 ) -> dict[str, Any]:
     """The handles of the phases that occur."""
     places = np.arange(len(rows), dtype=np.float64)

@@ -95,7 +95,7 @@ def lengths(trace: TraceColumns) -> Figure:
         return figure
 
 
-def dispersion(trace: TraceColumns, windows_s: Sequence[float], values: Sequence[float | None]) -> Figure:
+def dispersion(windows_s: Sequence[float], values: Sequence[float | None]) -> Figure:
     """Variance over mean of the counts of arrivals, by window; 1 is Poisson."""
     with style.styled():
         figure, ((axes,),) = style.grid(1, 1, 2.4)
@@ -133,7 +133,7 @@ def all_plots(trace: TraceColumns, windows_s: Sequence[float], values: Sequence[
     figures = {
         "arrivals": arrivals(trace),
         "lengths": lengths(trace),
-        "dispersion": dispersion(trace, windows_s, values),
+        "dispersion": dispersion(windows_s, values),
     }
     if trace.hits.any():
         figures["prefixes"] = prefixes(trace)

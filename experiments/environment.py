@@ -62,7 +62,7 @@ def source_hash() -> str:
 @cache
 def describe_machine() -> dict[str, Any]:
     """{platform, cpu, num_cores, gpu}. The GPU is asked of the driver, without torch."""
-    return {"platform": platform.platform(), "cpu": _cpu(), "num_cores": _num_cores(), "gpu": _gpu()}
+    return {"platform": platform.platform(), "cpu": _cpu(), "num_cores": _num_cores(), "gpu": _ask_driver(_GPU)}
 
 
 def _num_cores() -> int:
@@ -81,10 +81,6 @@ def _cpu() -> str:
 def describe_driver() -> str:
     """The version of the GPU's driver, or nothing where there is none."""
     return _ask_driver("driver_version") or ""
-
-
-def _gpu() -> str | None:
-    return _ask_driver(_GPU)
 
 
 def _of_driver(query: str) -> tuple[str, ...]:

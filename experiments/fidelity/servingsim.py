@@ -39,16 +39,16 @@ def read_servingsim(text: str, file: Path, given: list[str]) -> list[MeasuredRun
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise TraceError(f"{file}:1: column {missing[0]!r} is absent; expected {', '.join(COLUMNS)}")
-    rows, models, instances = [], [], set()
+    rows: list[MeasuredRequest] = []
+    models, instances = dict[str | None, None](), set()
     for values, place in csv_rows(text, file):
         rows.append(_row(values, place))
-        models.append(str(values.get("model") or "not said"))
+        models[values.get("model") or None] = None
         instances.add(values.get("instance id"))
-    model = models[0] if models else "not said"
-    if len(set(models)) > 1:
-        raise TraceError(f"{file}: requests of {len(set(models))} models; expected one, split the file")
+    if len(models) > 1:
+        raise TraceError(f"{file}: requests of {len(models)} models; expected one, split the file")
     notes = [f"{len(instances)} instances served it; see backend.num_replicas"] if len(instances) > 1 else []
-    settings = choice("model", model, str(file), given)
+    settings = choice("model", next(iter(models), None), str(file), given)
     return [measured(file.stem, "LLMServingSim", rows, file, settings, 0, notes)]
 
 

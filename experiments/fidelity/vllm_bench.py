@@ -43,15 +43,14 @@ def _one(values: Mapping[str, Any], place: str, file: Path, name: str, given: li
     columns = _columns(values, place)
     failed = [bool(error) for error in columns["errors"]]
     rows = [_row(columns, i, place) for i, has_failed in enumerate(failed) if not has_failed]
-    model = str(values.get("model_id") or "not said")
+    said = values.get("model_id")
     notes = ["measured at the client of a server: its time is in TTFT"]
     if values.get("max_concurrency") is not None:
         notes.append(
             f"sent by at most {values['max_concurrency']} at once; the simulation sends at the measured instants"
         )
-    return measured(
-        name, "vllm bench serve", rows, file, choice("model", model, place, given), sum(failed), notes
-    )  # fmt: skip
+    settings = choice("model", str(said) if said else None, place, given)
+    return measured(name, "vllm bench serve", rows, file, settings, sum(failed), notes)
 
 
 def _columns(values: Mapping[str, Any], place: str) -> dict[str, list[Any]]:

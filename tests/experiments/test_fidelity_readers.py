@@ -111,6 +111,7 @@ def test_what_the_file_does_not_say_must_be_given(rows, tmp_path, capsys):
     file = write(tmp_path, "guidellm", rows)
     assert "the model is not said by the file" in error_line(capsys, file, "device=h100")
     assert "the device is not said by the file" in error_line(capsys, file, "model=qwen3_0.6b")
+    assert "the model is not said by the file" in error_line(capsys, bench(rows, tmp_path, model_id=""), "device=h100")
     unknown = bench(rows, tmp_path, model_id="acme/none")
     assert "the model is 'acme/none'" in error_line(capsys, unknown, "device=h100")
 

@@ -28,6 +28,7 @@ from experiments.progress import Progress
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, describe_failure, describe_kept, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
+from experiments.traces import describe_trace
 from experiments.watches import batch_limits, status_lines
 from real.config import RealConfig
 from real.late_records import LateRecords
@@ -46,7 +47,6 @@ from testbed.records.recorders import together
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter, tape_names
 from testbed.seeds import needs_seed, seeded
-from testbed.traces.fingerprint import fingerprint
 from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
@@ -287,7 +287,8 @@ def _run(
         with undisturbed():
             unwritten = _close_all(*prepared.late, progress, records, *tapes, *([] if ledger is None else [ledger]))
     failure = failure or unwritten
-    manifest["trace"] = manifest["trace"] | _read_at_last(trace)
+    if not isinstance(trace, Trace):
+        manifest["trace"] = describe_trace(trace)  # it was read meanwhile
     manifest |= {
         "status": "complete" if failure is None else "partial",
         "wall_s": round(time.monotonic() - began, 3),
@@ -420,13 +421,6 @@ def _summarise(folder: Path, config: RunConfig, manifest: dict[str, Any]) -> dic
     return Run(folder, config.raw, manifest).summarise()
 
 
-def _read_at_last(trace: _Trace) -> dict[str, Any]:
-    """What the manifest says of a streamed trace once it was read: number and fingerprint (null: not to its end)."""
-    if isinstance(trace, Trace):
-        return {}
-    return {"num_requests": trace.num_requests, "fingerprint": trace.fingerprint, "notes": list(trace.notes)}
-
-
 def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: str) -> dict[str, Any]:
     return {
         "status": "partial",
@@ -441,12 +435,7 @@ def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: st
         "command": command or " ".join(sys.argv),
         "started_in": os.getcwd(),
         "seed": config.seed,
-        "trace": {
-            "name": trace.name,
-            "num_requests": trace.num_requests,
-            "fingerprint": fingerprint(trace) if isinstance(trace, Trace) else None,  # of a stream: at its end
-            "notes": list(trace.notes),
-        },
+        "trace": describe_trace(trace),
         "model": config.model.name,
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler": config.scheduler.name,

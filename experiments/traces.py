@@ -22,11 +22,12 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
+from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
 from testbed.traces.readers.open_text import watching
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
-from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.stream import CountedTrace, StreamedTrace, whole
 
 
 def build_trace(config: RunConfig) -> Trace:
@@ -39,6 +40,14 @@ def build_source(config: RunConfig) -> TraceSource:
     """As build_trace, but row by row where `trace.stream` says so (null: where it is long) and it is possible."""
     with reading():
         return _build(config, config.trace.stream)
+
+
+def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
+    """What a manifest says of a trace; of a streamed one that was not read to its end, number and fingerprint are null
+    where they are not known."""
+    digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
+    notes = list(trace.notes)
+    return {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "notes": notes}
 
 
 @contextmanager

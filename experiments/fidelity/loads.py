@@ -25,11 +25,10 @@ from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write
 from experiments.fidelity.simulating import composed
 from experiments.names import device_of_run
 from experiments.run_folder import TRACE_FILE, read_config, write_json
-from experiments.traces import build_trace
+from experiments.traces import build_trace, describe_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
 from testbed.traces.arrange import arrange
-from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Part, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
@@ -197,6 +196,6 @@ def _write(run: Run, kept: pa.Table, trace: Trace, folder: Path) -> None:
     shutil.copyfile(run.path / "steps.parquet", folder / "steps.parquet")
     (folder / "config.yaml").write_text(yaml.safe_dump(run.config, sort_keys=False))
     manifest = read_json(run.path / "manifest.json")
-    manifest["trace"] = {"name": trace.name, "num_requests": len(trace), "fingerprint": fingerprint(trace), "notes": []}
+    manifest["trace"] = describe_trace(trace)
     write_json(folder / "manifest.json", manifest)
     (folder / "done").write_text(MEASURED)

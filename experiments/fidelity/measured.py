@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import yaml
 
 from experiments.run_folder import write_json
+from experiments.traces import describe_trace
 from testbed.errors import TraceError
 from testbed.records.parquet import schema_of
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.arrange import arrange
-from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
@@ -118,8 +118,7 @@ def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder:
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     manifest = {
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
-        "trace": {"name": trace.name, "num_requests": len(trace), "fingerprint": fingerprint(trace),
-                  "notes": list(run.notes)},
+        "trace": describe_trace(trace),
         "model": config["model"].get("name"), "scheduler": config["scheduler"].get("name"),
         "device": config["device"].get("name"), "num_gpu_blocks": config["cache"].get("num_gpu_blocks"),
         "num_unsent": 0, "replay": None,

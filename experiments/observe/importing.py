@@ -20,12 +20,12 @@ from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_l
 from experiments.observe.records import Measured, replay
 from experiments.options import options
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
+from experiments.traces import describe_trace
 from testbed.errors import ConfigError, ModelError, RunFolderError
 from testbed.records.recorder import RunRecorder
 from testbed.specs.model import DTYPE_BYTES
 from testbed.specs.profiles import ProfileManifest, number_repeats, write_profile
 from testbed.traces.arrange import arrange
-from testbed.traces.fingerprint import fingerprint
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.serialize import write_jsonl
 
@@ -196,10 +196,7 @@ def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRe
         "created": _date(log),
         "wall_s": round(log.steps[-1].end_ns / 1e9, 3),
         "machine": {"gpu": said["device"]["name"]},
-        "trace": {
-            "name": trace.name, "num_requests": trace.num_requests, "fingerprint": fingerprint(trace),
-            "notes": list(trace.notes),
-        },
+        "trace": describe_trace(trace),
         "model": config.model.name,
         "num_steps": len(log.steps),
         "num_sent": recorder.num_sent,

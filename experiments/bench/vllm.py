@@ -154,15 +154,15 @@ def _rates(bench: Bench) -> tuple[float, float]:
 
 def _fit(bench: Bench, runs: Sequence[Run]) -> Path:
     """Prices fitted to vLLM's own runs of other traces."""
+    from experiments.calibrate import PROFILE_FILE, together
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
-    from testbed.specs.profiles import Profile, number_repeats, read_profile
+    from testbed.specs.profiles import read_profile
 
-    profiles = [read_profile(run.path / "profile.parquet") for run in runs]
-    steps = number_repeats((step.shape, step.spans, step.total_ns) for one in profiles for step in one.steps)
+    profile = together(*(read_profile(run.path / PROFILE_FILE) for run in runs))
     path = bench.folder / "fit.json"
-    save_calibration(calibrate(Profile(profiles[0].manifest, steps)), path)
-    print(f"prices fitted to {len(steps):,} steps of vLLM on {len(runs)} other traces\n", flush=True)
+    save_calibration(calibrate(profile), path)
+    print(f"prices fitted to {len(profile.steps):,} steps of vLLM on {len(runs)} other traces\n", flush=True)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from testbed import compiled
@@ -25,5 +24,7 @@ __all__ = ["LLM", "find_capacity", "replay", "simulate"]
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
+        from importlib import import_module  # not at the top: nothing comes before the choice of what is compiled
+
         return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'experiments' has no attribute {name!r}")

@@ -6,6 +6,7 @@ from mypy_extensions import i64, mypyc_attr
 
 from testbed.blocks.verdict import Verdict
 from testbed.core.plan import BlockedBy
+from testbed.core.state import RUNNING
 from testbed.core.step import Step
 
 
@@ -29,11 +30,12 @@ class Unified:
         if threshold and not self._threshold_when_alone and step.num_running + step.num_waiting <= 1:
             threshold = 0
         for seq in step.running():
-            if step.token_budget < seq.num_together:
-                continue  # a group is computed as a whole
+            if seq.state is not RUNNING or step.token_budget < seq.num_together:
+                continue  # a victim of this step; or a group, which is computed as a whole
             num_tokens = min(_capped(seq.num_tokens - seq.num_computed_tokens, threshold), step.token_budget)
-            if step.reserve(seq, num_tokens):
-                step.schedule(seq, num_tokens)
+            if not step.reserve(seq, num_tokens):
+                break  # it was its own victim: those behind it have no part in this step either
+            step.schedule(seq, num_tokens)
         if step.num_swapped and not step.preempted:
             self._swap_in(step)
         self._admit(step, threshold)

@@ -76,6 +76,7 @@ def _request(row: Any, place: str) -> Request:
     request_id = _present(row, place, "request_id", (_is_id, "a decimal number as text"))
     place = f"{place}: request {request_id}"
     arrival = _present(row, place, "arrival_step", _COUNT)
+    skips_cache = _checked(row.get("skips_prefix_cache", False), place, "skips_prefix_cache", _FLAG)
     return Request(
         request_id,
         token_ids(present(row, "prompt_token_ids", place), place, "prompt_token_ids"),
@@ -84,8 +85,10 @@ def _request(row: Any, place: str) -> Request:
         sampling=SamplingParams(
             n=_checked(row.get("n", 1), place, "n", _POSITIVE),
             max_tokens=None if (most := row.get("max_tokens")) is None else _checked(most, place, "max_tokens", _LEAVE),
+            prompt_logprobs=0 if skips_cache else None,  # who wants them reads no prefix of another
         ),
         priority=_checked(row.get("priority", 0), place, "priority", (whole(-_MOST, _MOST), "a whole number")),
+        cache_salt=_checked(row.get("cache_salt", ""), place, "cache_salt", (lambda value: type(value) is str, "text")),
     )
 
 
@@ -163,6 +166,7 @@ _COUNTS: Kind = (
     lambda value: isinstance(value, dict) and all(map(_COUNT[0], value.values())),
     "an object of tokens by request",
 )
+_FLAG: Kind = (_is_flag, "true or false")
 _IDS: Kind = (lambda value: isinstance(value, list) and all(map(_is_id, value)), "a list of request ids")
 CONFIG_FIELDS: dict[str, Kind] = {
     "block_size": _POSITIVE,

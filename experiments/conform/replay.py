@@ -56,6 +56,7 @@ class Feed:
         self.arrived: list[str] = []  # added for the latest plan
         self._requests = case.requests
         self._aborts = deque(case.aborts)
+        self._aborted: set[str] = set()
         self._num_arrived = 0
 
     def next_plan(self) -> BatchPlan | None:
@@ -82,17 +83,20 @@ class Feed:
         self.scheduler.commit(StepResult(end_ns), end_ns)
 
     def _abort(self) -> None:
-        """What was aborted by now."""
+        """What was aborted by now. What is gone before the next plan looks at it never arrives."""
         while self._aborts and self._aborts[0][:2] <= (self.num_planned, self.num_committed):
-            self.scheduler.abort(self._aborts.popleft()[2], max(0, self.second) * SECOND_NS)
+            request_id = self._aborts.popleft()[2]
+            self._aborted.add(request_id)
+            self.scheduler.abort(request_id, max(0, self.second) * SECOND_NS)
 
     def _arrive(self) -> None:
         for request in self._requests[self._num_arrived :]:
             if request.arrival_ns > self.second * SECOND_NS:
                 return
-            self.scheduler.add(request)
-            self.arrived.append(request.request_id)
             self._num_arrived += 1
+            if request.request_id not in self._aborted:
+                self.scheduler.add(request)
+                self.arrived.append(request.request_id)
 
 
 def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:

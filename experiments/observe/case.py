@@ -10,6 +10,11 @@ from testbed.core.request import Request
 _ALIKE = (  # settings that cases call as logs do
     "block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefix_caching"
 )  # fmt: skip
+_USUAL: dict[str, Any] = {  # what the presets have not, and the value with which it changes nothing; logs may lack them
+    "enable_chunked_prefill": True, "scheduler_reserve_full_isl": True, "long_prefill_token_threshold_adaptive": False,
+    "max_num_active_seqs": None, "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1,
+}  # fmt: skip
+_FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
@@ -45,6 +50,16 @@ def why_no_case(log: ObservedLog) -> str:
         return f"vLLM ran with {', '.join(log.header['unknown'])}, which this testbed has not"
     if config["num_kv_cache_groups"] != 1:
         return f"vLLM had {config['num_kv_cache_groups']} groups of KV caches, this testbed has one"
+    for spec in config.get("kv_cache_specs", ()):
+        if spec not in _FULL_ATTENTION:
+            return f"vLLM's KV cache was of a {spec}, the preset's is of full attention"
+    for name, usual in _USUAL.items():
+        if config.get(name) not in (usual, None):
+            return f"vLLM ran with {name}={config[name]}, which the preset has not"
+    if asked := next((one.unknown for one in log.requests.values() if one.unknown), ""):
+        return f"a request asked for {asked}, which this testbed has not"
+    if config["policy"] == "priority" and not log.is_in_order:
+        return "requests came in another order than that of their arrivals, by which vLLM's priorities go"
     if log.header["device"]["pipeline_parallel_size"] != 1:
         return "pipeline parallelism plans several batches at a time"
     if log.resets:
@@ -69,6 +84,8 @@ def _request(one: ObservedRequest) -> dict[str, Any]:
         "output_token_ids": one.wanted or [0],
         "max_tokens": one.max_tokens,
         "priority": one.priority,
+        "cache_salt": one.salt,
+        "skips_prefix_cache": one.skips_cache,
     }
 
 

@@ -30,6 +30,8 @@ class ObservedRequest:
     max_tokens: int | None
     priority: int
     salt: str
+    skips_cache: bool = False  # whether it reads no prefix of another
+    unknown: str = ""  # what it asks for that this testbed has not
     output: list[int] = field(default_factory=list)  # emitted ids, or as many zeros
     reason: str | None = None
     ended_ns: int | None = None
@@ -40,7 +42,7 @@ class ObservedRequest:
         """What it emitted; of an aborted one what it had leave for, as it would have gone on."""
         if self.aborted is None or self.max_tokens is None:
             return self.output
-        return self.output + [0] * max(2, self.max_tokens - len(self.output))
+        return self.output + [0] * (self.max_tokens - len(self.output))
 
 
 class Sender(NamedTuple):
@@ -79,6 +81,7 @@ class ObservedLog:
     steps: list[ObservedStep]
     resets: int
     is_cut: bool
+    is_in_order: bool = True  # whether those of a priority came by their instants of arrival, no two alike
 
 
 def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
@@ -131,6 +134,8 @@ class _Reader:
         self._plans: dict[int, dict[str, Any]] = {}
         self._steps: list[ObservedStep] = []
         self._num_resets = 0
+        self._last_unix_ns: dict[int, int] = {}  # by priority
+        self._is_in_order = True
 
     def take(self, fields: dict[str, Any]) -> None:
         kind = fields["kind"]
@@ -167,7 +172,11 @@ class _Reader:
         self._requests[name] = ObservedRequest(
             name, number, (int(fields["plans"]), int(fields["commits"])), min(max(0, arrival_ns), queued_ns), queued_ns,
             prompt, fields["max_tokens"], int(fields["priority"]), str(fields["salt"]),
+            bool(fields.get("skips_cache", False)), str(fields.get("unknown", "")),
         )  # fmt: skip
+        priority, unix_ns = int(fields["priority"]), int(fields["arrival_unix_ns"])
+        self._is_in_order &= self._last_unix_ns.get(priority, -1) < unix_ns
+        self._last_unix_ns[priority] = unix_ns
 
     def _commit(self, fields: dict[str, Any]) -> None:
         plan = self._plans.pop(int(fields["step"]))
@@ -195,4 +204,6 @@ class _Reader:
 
     def log(self, *, is_torn: bool) -> ObservedLog:
         is_open = bool(self._plans) or any(request.reason is None for request in self._requests.values())
-        return ObservedLog(self._header, self._requests, self._steps, self._num_resets, is_torn or is_open)
+        return ObservedLog(
+            self._header, self._requests, self._steps, self._num_resets, is_torn or is_open, self._is_in_order
+        )

@@ -26,7 +26,9 @@ VERSION: Final = 1
 VARIABLE: Final = "TESTBED_OBSERVE"
 SCHEDULER_FIELDS: Final = (
     "max_num_seqs", "max_num_batched_tokens", "policy", "long_prefill_token_threshold", "max_num_partial_prefills",
-    "max_long_partial_prefills", "async_scheduling", "watermark", "scheduler_reserve_full_isl",
+    "max_long_partial_prefills", "async_scheduling", "watermark", "scheduler_reserve_full_isl", "max_num_active_seqs",
+    "max_num_scheduled_tokens", "long_prefill_token_threshold_adaptive", "enable_chunked_prefill",
+    "prefill_schedule_interval",
 )  # fmt: skip
 UNKNOWN_TO_US: Final = ("speculative_config", "lora_config", "kv_transfer_config", "ec_transfer_config")
 _logger = init_logger("vllm.testbed")
@@ -62,6 +64,7 @@ class Log:
                 "arrival_unix_ns": round(request.arrival_time * 1e9), "plans": self._num_plans,
                 "commits": self._num_commits, "prompt": list(prompt) if self._ids else len(prompt),
                 "max_tokens": request.max_tokens, "priority": request.priority, "salt": request.cache_salt or "",
+                "skips_cache": bool(request.skip_reading_prefix_cache), "unknown": unknown_to_us(request),
                 "temperature": getattr(sampling, "temperature", None), "seed": getattr(sampling, "seed", None),
             }
         )  # fmt: skip
@@ -161,6 +164,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
             "block_size": scheduler.block_size,
             "num_gpu_blocks": scheduler.kv_cache_config.num_blocks - 1,
             "num_kv_cache_groups": len(scheduler.kv_cache_config.kv_cache_groups),
+            "kv_cache_specs": [type(one.kv_cache_spec).__name__ for one in scheduler.kv_cache_config.kv_cache_groups],
             "max_model_len": scheduler.max_model_len,
             "prefix_caching": bool(cache.enable_prefix_caching),
             "kv_dtype": str(cache.cache_dtype),
@@ -173,6 +177,23 @@ def describe(scheduler: Any) -> dict[str, Any]:
                    "pipeline_parallel_size": parallel.pipeline_parallel_size,
                    "data_parallel_size": parallel.data_parallel_size},
     }  # fmt: skip
+
+
+def unknown_to_us(request: Any) -> str:
+    """What a request asks for that this testbed has not; empty: nothing."""
+    if request.sampling_params is None:
+        return "pooling"
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "prompts of embeddings"
+    if getattr(request, "structured_output_request", None) is not None:
+        return "structured output"
+    if request.lora_request is not None:
+        return "LoRA"
+    if request.mm_features:
+        return "multimodal inputs"
+    if getattr(request, "resumable", False):
+        return "streaming sessions"
+    return ""
 
 
 def device_name() -> str:
@@ -205,12 +226,15 @@ class ObservedScheduler(Scheduler):
         return results
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        if request_ids is not None:
-            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)  # it is read twice
-        for name in list(self.requests) if request_ids is None else request_ids:
+        """One by one: of several, vLLM frees the blocks in the order of a set, which nobody could repeat."""
+        if request_ids is None:
+            request_ids = list(self.requests)
+        ended: list[Any] = []
+        for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if name in self.requests:
                 self.testbed_log.aborted(name)
-        return super().finish_requests(request_ids, finished_status)
+            ended += super().finish_requests(name, finished_status) or ()
+        return ended
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         self.testbed_log.event("reset_prefix_cache")

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import RequestStatus
 
+from real.vllm.observer import unknown_to_us
 from real.vllm.told import Launched, Told, Translator
 from real.vllm.versions import check_version
 from testbed.core.outcome import Outcome
@@ -303,21 +304,3 @@ def check_engine(config: Any, kv_cache_config: Any) -> None:
             f"this testbed's scheduler has no {', no '.join(found)}: run vLLM without, or with its own scheduler "
             "(real.vllm.ObservedScheduler logs what that does)"
         )
-
-
-def unknown_to_us(request: Any) -> str:
-    """What a request asks for that we have not; empty: nothing."""
-    params = request.sampling_params
-    if params is None:
-        return "pooling"
-    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-        return "prompts of embeddings"
-    if getattr(request, "structured_output_request", None) is not None:
-        return "structured output"
-    if request.lora_request is not None:
-        return "LoRA"
-    if request.mm_features:
-        return "multimodal inputs"
-    if getattr(request, "resumable", False):
-        return "streaming sessions"
-    return ""

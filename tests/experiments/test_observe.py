@@ -122,6 +122,65 @@ def test_of_a_log_that_is_cut_all_is_kept_that_was_finished(tmp_path: Path, name
     assert not (tmp_path / "run" / "done").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_num_active_seqs", 2, "max_num_active_seqs=2"),
+        ("max_num_scheduled_tokens", 8, "max_num_scheduled_tokens=8"),
+        ("enable_chunked_prefill", False, "enable_chunked_prefill=False"),
+        ("scheduler_reserve_full_isl", False, "scheduler_reserve_full_isl=False"),
+        ("long_prefill_token_threshold_adaptive", True, "long_prefill_token_threshold_adaptive=True"),
+        ("kv_cache_specs", ["SlidingWindowSpec"], "of a SlidingWindowSpec"),
+    ],
+)
+def test_settings_that_the_preset_has_not_make_no_case(tmp_path: Path, name: str, value: object, said: str) -> None:
+    lines = lines_of("sync")
+    lines[0]["config"][name] = value
+    imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert any(line.startswith("no case") and said in line for line in imported.lines)
+    assert not (tmp_path / "run" / "case.jsonl").exists()
+
+
+def test_a_request_for_what_is_not_here_makes_no_case(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    lines[1]["unknown"] = "structured output"
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    assert any("a request asked for structured output" in line for line in said)
+
+
+@pytest.mark.parametrize(("policy", "is_made"), [("fcfs", True), ("priority", False)])
+def test_under_priorities_requests_must_come_in_order(tmp_path: Path, policy: str, is_made: bool) -> None:
+    """vLLM breaks ties by the instant of arrival, which several samples of a prompt share."""
+    lines = lines_of("sync")
+    lines[0]["config"]["policy"] = policy
+    adds = [line for line in lines if line["kind"] == "add"]
+    adds[1]["arrival_unix_ns"] = adds[0]["arrival_unix_ns"]
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert (tmp_path / "run" / "case.jsonl").exists() == is_made
+
+
+def test_a_case_has_salts_and_who_skips_the_cache(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    first, second = [line for line in lines if line["kind"] == "add"][:2]
+    first["salt"], second["skips_cache"] = "a tenant", True
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    requests = sorted(case.requests, key=lambda request: int(request.request_id))
+    assert [request.cache_salt for request in requests[:3]] == ["a tenant", "", ""]
+    assert [request.sampling.prompt_logprobs is not None for request in requests[:3]] == [False, True, False]
+
+
+def test_an_aborted_request_wants_no_more_than_it_had_leave_for(tmp_path: Path) -> None:
+    """Else one token more is planned ahead for one whose last is on its way."""
+    lines = lines_of("async")
+    aborted = next(line for line in lines if line["kind"] == "abort")
+    added = next(line for line in lines if line["kind"] == "add" and line["id"] == aborted["id"])
+    emitted = sum(len(line["emitted"].get(aborted["id"], ())) for line in lines if line["kind"] == "commit")
+    added["max_tokens"] = emitted + 1
+    log = read_log(written(tmp_path / "log.jsonl", lines))
+    assert len(log.requests[aborted["id"]].wanted) == emitted + 1
+
+
 Change = Callable[[list[dict[str, Any]]], object]
 
 

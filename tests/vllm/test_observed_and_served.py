@@ -17,7 +17,8 @@ from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_log
 from experiments.parity import check_parity
-from real.vllm.scheduler import check_engine, unknown_to_us
+from real.vllm.observer import unknown_to_us
+from real.vllm.scheduler import check_engine
 from real.vllm.versions import check_version
 from testbed.errors import ConfigError
 from tests.vllm.conftest import no_veto

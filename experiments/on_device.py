@@ -80,3 +80,16 @@ def check_hits(config: RunConfig, composition: Any) -> None:
             f"{key}.hits_frozen=true counts blocks as cached that were evicted since (as does {name}), and a real "
             f"engine would give wrong tokens: set {key}.hits_frozen=false or cache.prefix_caching=false; or simulate it"
         )
+
+
+def check_steps(config: RunConfig, composition: Any, num_tokens: int, max_model_len: int) -> None:
+    """Refuses a composition of which a step may have more tokens than workers were sized for. Raises ConfigError.
+
+    Where prompts are not split, one that is longer than the budget, or that was preempted and has outgrown it, may be
+    computed alone.
+    """
+    if not getattr(composition, "splits_prompts", True) and max_model_len > num_tokens:
+        raise ConfigError(
+            f"scheduler={config.scheduler.name} splits no prompt: a step may have max_model_len ({max_model_len}) "
+            f"tokens, and vLLM's workers were sized for {num_tokens}: start it with max_num_batched_tokens of as many"
+        )

@@ -118,6 +118,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, start: Cal
         ({"scheduler": {"name": "sarathi", "max_num_seqs": 99}}, "is 99, and vLLM was started for 16"),
         ({"cache": {"block_size": 16}}, "cache.block_size is 16, and vLLM's is 32"),
         ({"scheduler": {"name": "vllm_v1", "preemption": "swap"}}, "needs CPU blocks"),
+        ({"scheduler": "orca"}, "vLLM's workers were sized for 256"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_served(

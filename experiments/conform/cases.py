@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _case(line: str, place: str) -> Case:
         steps.append(_decision(row, requests, place))
         if len(steps) > 1 and steps[-1]["step"] <= steps[-2]["step"]:
             raise TraceError(f"{place}: step {steps[-1]['step']} follows step {steps[-2]['step']}; steps must increase")
-    aborts = sorted(_abort(row, requests, place) for row in fields.get("aborts", ()))
+    aborts = sorted([_abort(row, requests, place) for row in fields.get("aborts", ())], key=itemgetter(0, 1))
     in_order = sorted(requests.values(), key=lambda request: (request.arrival_ns, int(request.request_id)))
     return Case(name, system, place, config, tuple(in_order), tuple(steps), tuple(aborts))
 

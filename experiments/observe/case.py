@@ -24,7 +24,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     steps = [_step(number, step, requests, first, is_ahead=_is_ahead(log)) for number, step in enumerate(log.steps)]
     aborts = [
         {"request_id": str(one.number), "planned": one.aborted[0], "committed": one.aborted[1]}
-        for one in requests.values()
+        for one in sorted(requests.values(), key=lambda one: one.ended_ns or 0)  # those of one place as they were
         if one.aborted is not None
     ]
     return {

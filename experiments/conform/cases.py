@@ -167,7 +167,6 @@ _COUNTS: Kind = (
     lambda value: isinstance(value, dict) and all(map(_COUNT[0], value.values())),
     "an object of tokens by request",
 )
-_FLAG: Kind = (_is_flag, "true or false")
 _IDS: Kind = (lambda value: isinstance(value, list) and all(map(_is_id, value)), "a list of request ids")
 CONFIG_FIELDS: dict[str, Kind] = {
     "block_size": _POSITIVE,

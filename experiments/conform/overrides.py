@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
+from testbed.policies.compositions.unified import Unified
 
 SCHEDULER_KEYS = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "preemption_mode", "queue_order",
@@ -14,8 +16,9 @@ SCHEDULER_KEYS = (
 CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")
 
 
-def case_config(preset: str, config: dict[str, Any]) -> RunConfig:
-    """The preset with what the case sets; null leaves the preset's value, and no host pool. Raises ConfigError."""
+def case_config(preset: str, config: dict[str, Any], options: Mapping[str, Any] | None = None) -> RunConfig:
+    """The preset with what the case sets; null leaves the preset's value, and no host pool. options: of vLLM V1's
+    composition. Raises ConfigError."""
     given = {key: value for key, value in config.items() if value is not None}
     scheduler = {key.removesuffix("_mode"): given[key] for key in SCHEDULER_KEYS if key in given}
     cache = {"num_cpu_blocks": 0} | {key: given[key] for key in CACHE_KEYS if key in given}
@@ -24,6 +27,8 @@ def case_config(preset: str, config: dict[str, Any]) -> RunConfig:
         scheduler["long_prefill_token_threshold"] = budget  # a larger one never binds there, and is refused here
     if preset == "vllm_v0_chunked":  # logged without the front end, which refuses prompts longer than the model
         scheduler["kv_rules"] = {"length_limit": "chunk"}
+    if options:
+        scheduler["composition"] = {"_target_": f"{Unified.__module__}.{Unified.__qualname__}", **options}
     settings: dict[str, Any] = {"scheduler": {"name": preset, **scheduler}, "cache": cache}
     if "max_model_len" in given:  # no model is run: its positions are as many as the case needs
         settings["model"] = {"max_position_embeddings": given["max_model_len"]}

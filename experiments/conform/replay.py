@@ -105,7 +105,7 @@ def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:
     A case that breaks our scheduler fails with the reason in one line: others may still pass.
     """
     try:
-        config = case_config(preset, case.config)
+        config = case_config(preset, case.config, system.options if preset == system.preset else None)
         scheduler = build_scheduler(config, simulated_pools(config))
     except TestbedError as error:
         return Mismatch(str(error))

@@ -5,9 +5,10 @@ Reads our plans and counters in another system's words; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from experiments.conform.cases import Decision
 from testbed.core.plan import BatchPlan, PreemptionMode
@@ -155,16 +156,19 @@ def distinct(pairs: Pairs) -> int:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system of which there are logs."""
+    """A system of which there are logs. options: of the preset's composition, where it is of another version."""
 
     preset: str
     scheduled: Callable[[Batch], dict[str, int]] = computed_tokens
     cached_tokens: Callable[[Batch], dict[str, int]] = hits_of_first_admissions
     num_blocks: Callable[[Pairs], int] = len
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 SYSTEMS: dict[str, System] = {
     "vllm_v1_0.33": System("vllm_v1"),
+    "vllm_v1_0.32": System("vllm_v1", options={"own_victim_ends_round": True}),
+    "vllm_v1_0.33_async": System("vllm_v1_async", options={"own_victim_ends_round": False}),
     "vllm_v1_0.32_async": System("vllm_v1_async"),
     "vllm_v1_0.8.5": System("vllm_v1_0_8"),
     "vllm_v0_0.8.5": System("vllm_v0", with_cached_on_admission, hits_of_prefills),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
@@ -29,7 +30,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     ]
     return {
         "case": name,
-        "system": "vllm_v1_0.32_async" if _is_ahead(log) else "vllm_v1_0.33",
+        "system": _system(log),
         "config": {
             **{name: config[name] for name in _ALIKE},
             "queue_order": config["policy"],
@@ -41,6 +42,13 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
         "aborts": aborts,
         "steps": steps,
     }
+
+
+def _system(log: ObservedLog) -> str:
+    """Which of experiments/conform/systems.py; versions of one rule go by the newest that has it."""
+    minor = re.match(r"0\.(\d+)", str(log.header["vllm"]))
+    is_older = minor is not None and int(minor[1]) < 33
+    return ("vllm_v1_0.32" if is_older else "vllm_v1_0.33") + ("_async" if _is_ahead(log) else "")
 
 
 def why_no_case(log: ObservedLog) -> str:

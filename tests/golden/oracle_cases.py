@@ -44,7 +44,7 @@ def records_of(file: str) -> dict[tuple[str, str], Record]:
 
 
 def _run(case: Case) -> Record:
-    config = case_config(SYSTEMS[case.system].preset, case.config)
+    config = case_config(SYSTEMS[case.system].preset, case.config, SYSTEMS[case.system].options)
     scheduler = build_scheduler(config, simulated_pools(config))
     feed = Feed(case, scheduler)
     while feed.next_plan() is not None:

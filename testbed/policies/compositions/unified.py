@@ -17,13 +17,15 @@ class Unified:
     Nothing is admitted in a step that preempted.
 
     Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold holds also while at most one
-    request is in the system (0.8.5), or not (0.33).
+    request is in the system (0.8.5), or not (0.33). own_victim_ends_round: whether the running sequences behind one
+    that was its own victim have no part in the step either (up to 0.32), or may use what it freed (0.33).
     """
 
     unused_limits = ("max_num_partial_prefills", "max_long_partial_prefills")
 
-    def __init__(self, *, threshold_when_alone: bool = False) -> None:
+    def __init__(self, *, threshold_when_alone: bool = False, own_victim_ends_round: bool = False) -> None:
         self._threshold_when_alone = threshold_when_alone
+        self._own_victim_ends_round = own_victim_ends_round
 
     def compose(self, step: Step) -> None:
         threshold: i64 = step.limits.long_prefill_token_threshold
@@ -33,9 +35,10 @@ class Unified:
             if seq.state is not RUNNING or step.token_budget < seq.num_together:
                 continue  # a victim of this step; or a group, which is computed as a whole
             num_tokens = min(_capped(seq.num_tokens - seq.num_computed_tokens, threshold), step.token_budget)
-            if not step.reserve(seq, num_tokens):
-                break  # it was its own victim: those behind it have no part in this step either
-            step.schedule(seq, num_tokens)
+            if step.reserve(seq, num_tokens):
+                step.schedule(seq, num_tokens)
+            elif self._own_victim_ends_round:
+                break
         if step.num_swapped and not step.preempted:
             self._swap_in(step)
         self._admit(step, threshold)

@@ -64,7 +64,8 @@ class Log:
                 "arrival_unix_ns": round(request.arrival_time * 1e9), "plans": self._num_plans,
                 "commits": self._num_commits, "prompt": list(prompt) if self._ids else len(prompt),
                 "max_tokens": request.max_tokens, "priority": request.priority, "salt": request.cache_salt or "",
-                "skips_cache": bool(request.skip_reading_prefix_cache), "unknown": unknown_to_us(request),
+                "skips_cache": bool(getattr(request, "skip_reading_prefix_cache", False)),
+                "unknown": unknown_to_us(request),
                 "temperature": getattr(sampling, "temperature", None), "seed": getattr(sampling, "seed", None),
             }
         )  # fmt: skip

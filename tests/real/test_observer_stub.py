@@ -57,7 +57,9 @@ def made(additional_config: dict[str, Any] | None, *, is_async: bool = False, **
         device_config=SimpleNamespace(device_type="cpu"),
         **unknown,
     )  # fmt: skip
-    caches = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=[object()])
+    caches = SimpleNamespace(
+        num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=vllm.FullAttentionSpec())]
+    )
     kind = ObservedAsyncScheduler if is_async else ObservedScheduler
     pool.scheduler = kind(config, caches, BLOCK_SIZE)
     return pool.scheduler
@@ -99,6 +101,7 @@ def test_the_first_line_describes_the_engine(tmp_path: Path) -> None:
     expected = {
         "max_num_seqs": 8, "block_size": 4, "num_gpu_blocks": 8, "num_kv_cache_groups": 1, "max_model_len": 64,
         "prefix_caching": True, "max_num_partial_prefills": None, "async_scheduling": False,
+        "kv_cache_specs": ["FullAttentionSpec"],
     }  # fmt: skip
     assert picked(first["config"], *expected) == expected
     assert first["model"] == {"name": "/models/tiny", "dtype": "float32", "hf_config": MODEL}

@@ -33,13 +33,13 @@ def stub() -> Iterator[None]:
         yield
 
 
-def made(settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: bool = False) -> Any:
+def made(settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: bool = False, budget: int = 32) -> Any:
     from experiments.inside_vllm import TestbedScheduler
     from tests.real.vllm_stub_engine import engine_config
 
     config = engine_config(
         num_blocks=NUM_BLOCKS, is_newer=is_newer, additional_config={"testbed": settings},
-        scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=32, async_scheduling=is_async),
+        scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=budget, async_scheduling=is_async),
         model_config=SimpleNamespace(
             model="/models/tiny", dtype="torch.float32", max_model_len=64, runner_type="generate",
             hf_text_config=SimpleNamespace(to_json_string=lambda use_diff: json.dumps(MODEL)),
@@ -120,9 +120,15 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_served(
     settings: dict[str, Any], is_async: bool, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        made(settings, is_async=is_async)
+        made(settings, is_async=is_async, budget=64)
 
 
 def test_merged_blocks_go_where_no_token_is_on_its_way() -> None:
-    made({"scheduler": MERGED})
-    made({"scheduler": MERGED, "cache": {"prefix_caching": False}}, is_async=True)
+    made({"scheduler": MERGED}, budget=64)
+    made({"scheduler": MERGED, "cache": {"prefix_caching": False}}, is_async=True, budget=64)
+
+
+def test_a_policy_that_splits_no_prompt_needs_workers_of_the_longest_one() -> None:
+    made({"scheduler": "orca"}, budget=64)
+    with pytest.raises(ConfigError, match=r"scheduler=orca splits no prompt: a step may have max_model_len \(64\)"):
+        made({"scheduler": "orca"}, budget=63)

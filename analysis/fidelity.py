@@ -149,11 +149,10 @@ def ranking_agreement(
     """Does the simulator rank policies as the real engine does? One row a metric.
 
     `pairs`: policy -> its sim run, its real run and the repeats of that (their mean counts), all on one trace.
-    Columns: metric, num_policies, kendall_tau (tau-b; None
-    for fewer than two policies or all equal), sim_winner, real_winner, same_winner,
-    real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of policies whose real values
-    differ by more than the metric's `noise` and by more than `margin`; num_same_order: those that sim orders alike;
-    winner_is_clear: whether the best real value is so far from every other.
+    Columns: metric, num_policies, kendall_tau (tau-b; None for fewer than two policies or all equal), sim_winner,
+    real_winner, same_winner, real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of
+    policies whose real values differ by more than the metric's `noise` and by more than `margin`; num_same_order:
+    those that sim orders alike; winner_is_clear: whether the best real value is so far from every other.
     """
     same_trace([run for pair in pairs.values() for run in pair])
     rows: list[dict[str, Any]] = []

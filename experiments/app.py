@@ -63,7 +63,9 @@ _PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another config
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
 _UNCHECKED = {"--shell-completion", "-sc"}  # whose key=value pairs are no keys of ours
 _ACTIONS = ("-m", "--multirun", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
-_FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--run", *_PRIMARY, *_WITH_VALUE, *_ACTIONS)  # Hydra's
+_FLAGS = (  # Hydra's
+    *("--help", "--hydra-help", "--version", "--resolve", "--run", "--config-dir"), *_PRIMARY, *_WITH_VALUE, *_ACTIONS
+)  # fmt: skip
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -298,12 +298,13 @@ def _traces(num_requests: int, max_tokens: int) -> list[Trace]:
     turns hit the cache: between their prompts are but a few decodes of contexts that differ, as in traffic.
     """
     few = max(2, num_requests // 4)
+    users = {"arrival": "all_at_once", "think_time_s": 0.0}
     shapes: list[tuple[int, int, int, dict[str, Any]]] = [
         (num_requests, 8, max(8, max_tokens // 16), {"arrival": "all_at_once"}),
         (num_requests, 8, max(8, max_tokens // 2), {"arrival": "all_at_once"}),
         (few, max_tokens // 2, max_tokens, {"arrival": "all_at_once"}),
-        (num_requests, 8, max(8, max_tokens // 4), {"arrival": "all_at_once", "min_turns": 3, "max_turns": 3}),
-        (num_requests, 8, max(8, max_tokens // 8), {"arrival": "all_at_once", "min_turns": 8, "max_turns": 8}),
+        (num_requests, 8, max(8, max_tokens // 4), {**users, "min_turns": 3, "max_turns": 3}),
+        (num_requests, 8, max(8, max_tokens // 8), {**users, "min_turns": 8, "max_turns": 8}),
     ]
     return [
         generate(

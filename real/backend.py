@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from real.attention.interface import AttentionSpec
+from real.attention.interface import AttentionProvider, AttentionSpec
 from real.attention.registry import Choice, choose_together
 from real.batch import Layout
 from real.block_tables import HostTables
@@ -140,17 +140,11 @@ class RealBackend:
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
         self.runner = ModelRunner(
-            model,
-            choice.provider,
-            placement,
-            layout=Layout(block_size, spec.vocab_size, sliding_window),
-            tables=HostTables(max_num_seqs, -(-limits.max_model_len // block_size)),
-            seed=seed,
+            model, choice.provider, placement, layout=Layout(block_size, spec.vocab_size, sliding_window),
+            tables=HostTables(max_num_seqs, -(-limits.max_model_len // block_size)), seed=seed,
             eos_token_id=spec.eos_token_id,
-        )
-        captured: tuple[list[GraphShape], CudaCapture] | None = None
-        if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
-            captured = _shapes_to_capture(config, limits), CudaCapture()
+        )  # fmt: skip
+        captured = _to_capture(config, limits, placement, choice.provider)
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
                 self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization,
@@ -162,13 +156,9 @@ class RealBackend:
         require_whole("num_gpu_blocks", self.num_gpu_blocks, 1)
         require_whole("num_cpu_blocks", self.num_cpu_blocks, 0)
         self.cache = CacheEngine(
-            spec,
-            placement,
-            block_size=block_size,
-            num_gpu_blocks=self.num_gpu_blocks,
-            num_cpu_blocks=self.num_cpu_blocks if swaps else 0,
-            dtype=attention.cache_dtype,
-        )
+            spec, placement, block_size=block_size, num_gpu_blocks=self.num_gpu_blocks,
+            num_cpu_blocks=self.num_cpu_blocks if swaps else 0, dtype=attention.cache_dtype,
+        )  # fmt: skip
         self.name_parts()
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
         self._eos_token_id = spec.eos_token_id
@@ -236,7 +226,17 @@ def check_host_memory(
     check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks)
 
 
-def _shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:
+def _to_capture(
+    config: RealConfig, limits: BatchLimits, placement: Placement, provider: AttentionProvider
+) -> tuple[list[GraphShape], CudaCapture] | None:
+    """The shapes of the steps that are captured as graphs, and the memory that they share; None: none are."""
+    if not config.cuda_graphs or placement.device.type != "cuda" or not provider.supports_graphs:
+        return None
+    return shapes_to_capture(config, limits), CudaCapture()
+
+
+def shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:
+    """The scheduler's limits end them, as they end the simulator's."""
     _, max_num_batched_tokens, max_num_seqs, _ = limits
     return captured_shapes(
         min(config.max_captured_size, max_num_seqs, max_num_batched_tokens),

@@ -27,9 +27,13 @@ def case_config(preset: str, config: dict[str, Any], options: Mapping[str, Any] 
         scheduler["long_prefill_token_threshold"] = budget  # a larger one never binds there, and is refused here
     if preset == "vllm_v0_chunked":  # logged without the front end, which refuses prompts longer than the model
         scheduler["kv_rules"] = {"length_limit": "chunk"}
-    if options:
-        scheduler["composition"] = {"_target_": f"{Unified.__module__}.{Unified.__qualname__}", **options}
+    scheduler |= composition_of(options or {})
     settings: dict[str, Any] = {"scheduler": {"name": preset, **scheduler}, "cache": cache}
     if "max_model_len" in given:  # no model is run: its positions are as many as the case needs
         settings["model"] = {"max_position_embeddings": given["max_model_len"]}
     return compose_config(to_overrides(settings))
+
+
+def composition_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scheduler's configuration says of vLLM V1's composition with these options; none: the preset's own."""
+    return {"composition": {"_target_": f"{Unified.__module__}.{Unified.__qualname__}", **options}} if options else {}

@@ -30,7 +30,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     ]
     return {
         "case": name,
-        "system": _system(log),
+        "system": system_of(log),
         "config": {
             **{name: config[name] for name in _ALIKE},
             "queue_order": config["policy"],
@@ -44,7 +44,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     }
 
 
-def _system(log: ObservedLog) -> str:
+def system_of(log: ObservedLog) -> str:
     """Which of experiments/conform/systems.py; versions of one rule go by the newest that has it."""
     minor = re.match(r"0\.(\d+)", str(log.header["vllm"]))
     is_older = minor is not None and int(minor[1]) < 33

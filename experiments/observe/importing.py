@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from analysis.load import Run
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
+from experiments.conform.overrides import composition_of
+from experiments.conform.systems import SYSTEMS
 from experiments.environment import describe_versions
 from experiments.identity import identity_of
 from experiments.names import device_named
-from experiments.observe.case import case_of, why_no_case
+from experiments.observe.case import case_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
 from experiments.options import options
@@ -134,12 +136,13 @@ def _config(log: ObservedLog, folder: Path, device: str) -> tuple[RunConfig, str
 def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]) -> RunConfig:
     """The configuration that a run of ours of these requests would have."""
     said = log.header["config"]
-    preset = "vllm_v1_async" if said["async_scheduling"] else "vllm_v1"
+    system = SYSTEMS[system_of(log)]
     settings: dict[str, Any] = {
         "scheduler": {
-            "name": preset, "max_num_seqs": said["max_num_seqs"],
+            "name": system.preset, "max_num_seqs": said["max_num_seqs"],
             "max_num_batched_tokens": said["max_num_batched_tokens"], "max_model_len": said["max_model_len"],
             "queue_order": said["policy"], "long_prefill_token_threshold": said["long_prefill_token_threshold"] or 0,
+            **composition_of(system.options),
         },
         "cache": {
             "block_size": said["block_size"], "num_gpu_blocks": said["num_gpu_blocks"], "num_cpu_blocks": 0,

@@ -96,15 +96,15 @@ class Prefixes:
     def adopt(self, seq: KVSequence, hit: PrefixHit) -> None:
         """The sequence's table begins with the hit's blocks, referenced."""
         gpu, chain = self._gpu, seq.chain
-        num_hit, entry = len(hit.blocks), gpu.cache.entry(hit.blocks[-1]) if hit.blocks else None
-        is_there = entry is not None and chain is not None and entry.key == chain.keys[num_hit - 1]
-        assert is_there or not num_hit, "the hit's blocks hold something else by now: look up after blocks were taken"
+        entry = gpu.cache.entry(hit.blocks[-1]) if hit.blocks else None
+        is_there = entry is not None and chain is not None and entry.key == chain.keys[len(hit.blocks) - 1]
+        assert is_there or not hit.blocks, "the hit's blocks hold something else by now: look it up again"
         for block in hit.blocks:
             gpu.reference(block)
             gpu.evictable.hit(block)
         seq.block_table = hit.blocks[:]
         if chain is not None:
-            chain.start(num_hit, entry)
+            chain.start(len(hit.blocks), entry)
 
     # --- publication ---
 

@@ -85,18 +85,16 @@ class Commit:
 
     def _emit(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
         """One more known token; the reason if the sequence ends. outcome: None for a forced one."""
-        if outcome is None:
-            seq.emit(0)  # it has its token
-            self.emitters.append(seq)
-            return _end_of(seq, 0, None)
-        if outcome.dropped:
-            return FinishReason.DROPPED
-        token = outcome.tokens[0]
-        if outcome.logprobs:
+        token = 0  # who is forced has it
+        stop: FinishReason | None = None
+        if outcome is not None:
+            if outcome.dropped:
+                return FinishReason.DROPPED
+            token, stop = outcome.tokens[0], outcome.stop
             seq.note_logprobs(outcome.logprobs[:1])
         seq.emit(token)
         self.emitters.append(seq)
-        return _end_of(seq, token, outcome.stop)
+        return _end_of(seq, token, stop)
 
     # --- groups ---
 

@@ -101,7 +101,7 @@ def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
 
 def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     """M/D/1 (Erlang, 1909): the rate at which 99 % wait 40 ms at most, services being 10 ms."""
-    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=3000", "trace.rate=32", "slo.ttft_s=0.05", "seed=0,1")
+    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=6000", "trace.rate=32", "slo.ttft_s=0.05", "seed=0,1")
     low, high = 1.0, 99.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -109,7 +109,7 @@ def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     assert found.capacity == pytest.approx(low, rel=0.05)
     at = found.at_kept
     assert at is not None
-    assert at.num_requests == 6_000, "of both seeds"
+    assert at.num_requests == 12_000, "of both seeds"
 
 
 def waits_at_most(time_s: float, rate: float, service_s: float) -> float:
@@ -220,14 +220,14 @@ TWO = (
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Capacity:
     """At once, by one process."""
-    return find_capacity(*TWO, folder=tmp_path_factory.mktemp("searched"), tolerance=0.1)
+    return find_capacity(*TWO, folder=tmp_path_factory.mktemp("searched"))
 
 
 def test_the_same_command_goes_on_and_comes_to_the_same(
     tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
-    command = ("capacity", *TWO, "--tolerance", "0.1", "--out", str(tmp_path / "a"))
+    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
     said = say(capsys, *command)
     assert said.status == 0, said.err
     before, points = files_of(tmp_path / "a"), sorted((tmp_path / "a" / "points").iterdir())
@@ -244,7 +244,7 @@ def test_the_same_command_goes_on_and_comes_to_the_same(
 
 
 def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:
-    assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, tolerance=0.1, jobs=2).points)
+    assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=2).points)
 
 
 def test_an_interrupt_keeps_what_was_done(
@@ -259,17 +259,17 @@ def test_an_interrupt_keeps_what_was_done(
         run_point(*given)
 
     monkeypatch.setattr(study, "run_point", interrupted)
-    command = ("capacity", *TWO, "--tolerance", "0.1", "--out", str(tmp_path / "a"))
+    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
     said = say(capsys, *command)
     assert said.status == 130
     assert "go on with: testbed capacity" in said.error()
     assert len(list((tmp_path / "a" / "points").iterdir())) == 7
     monkeypatch.setattr(study, "run_point", run_point)
-    assert find_capacity(*TWO, folder=tmp_path / "a", tolerance=0.1).points.equals(searched.points)
+    assert find_capacity(*TWO, folder=tmp_path / "a").points.equals(searched.points)
 
 
 def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    coarse = find_capacity(*TWO, folder=tmp_path, tolerance=0.2)
+    coarse = find_capacity(*TWO, folder=tmp_path, tolerance=0.1)
     num = len(list((tmp_path / "points").iterdir()))
     there = ("--out", str(tmp_path))
     for more, text in (
@@ -297,14 +297,14 @@ def test_a_search_goes_on_with_more_policies_and_seeds(
 ) -> None:
     """As if all had been searched at once, and what was simulated is not simulated again."""
     one = tuple("scheduler=vllm_v1" if "scheduler" in item else item for item in TWO)
-    find_capacity(*one, folder=tmp_path / "a", tolerance=0.2)
+    find_capacity(*one, folder=tmp_path / "a", tolerance=0.1)
     simulated = []
     run_point = study.run_point
     monkeypatch.setattr(study, "run_point", lambda *given: (simulated.append(given[0]), run_point(*given)))
-    both = find_capacity(*TWO, folder=tmp_path / "a", tolerance=0.2)
+    both = find_capacity(*TWO, folder=tmp_path / "a", tolerance=0.1)
     assert {raw["scheduler"]["name"] for raw in simulated} == {"sarathi"}
-    more = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "a", tolerance=0.2)
-    at_once = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "b", tolerance=0.2)
+    more = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "a", tolerance=0.1)
+    at_once = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "b", tolerance=0.1)
     assert more.points.equals(at_once.points)
     assert [found.arm.name for found in both.found] == ["vllm_v1", "sarathi"]
     fewer = say(capsys, "capacity", *one, "seed=0,1,2", "--out", str(tmp_path / "a")).error()
@@ -387,9 +387,7 @@ def test_a_mistake_is_one_line(
 
 def test_the_real_engine_is_searched(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    found = capacity_of(
-        tmp_path, *TINY, *SHORT, *REAL, "slo.e2e_s=30", "trace.rate=0.5", "slo.attainment=0.5", tolerance=0.5
-    )
+    found = capacity_of(tmp_path, *TINY, *SHORT, *REAL, "slo.e2e_s=30", "trace.rate=0.5", "slo.attainment=0.5")
     assert found.capacity > 0
     assert not found.arm.is_simulated
 

@@ -94,6 +94,19 @@ def test_the_profile_can_be_fitted_and_the_trace_simulated(tmp_path: Path, capsy
     assert main(["report", str(folder), str(sim), "--out", str(tmp_path / "report.html")]) == 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("version", "ends_round"), [("0.32.0", True), ("0.33.1", False)])
+def test_a_log_is_simulated_by_the_rules_of_its_version(
+    tmp_path: Path, name: str, version: str, ends_round: bool
+) -> None:
+    lines = lines_of(name)
+    lines[0]["vllm"] = version
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    composition = load_run(tmp_path / "run").config["scheduler"]["composition"]
+    said = composition.get("own_victim_ends_round", False) if isinstance(composition, dict) else False
+    assert said == ends_round
+
+
 def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:
     lines = lines_of("sync")
     for line in lines:

@@ -115,7 +115,7 @@ def _default_folder(overrides: list[str]) -> Path:
     from experiments.compose import compose_config
 
     name = compose_config(["backend=real", *overrides]).model.name
-    return Path("runs", time.strftime(f"calibration-{name}-%Y-%m-%d-%H-%M-%S"))
+    return Path("runs", f"calibration-{name}-{time.strftime('%Y-%m-%d-%H-%M-%S')}")
 
 
 def _extent(options: argparse.Namespace) -> Extent:

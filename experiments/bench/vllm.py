@@ -52,6 +52,7 @@ POLICIES = {
     "prefill_first": ["scheduler=prefill_first", "scheduler.max_num_batched_tokens=1024"],
     "vllm_v1, sjf": ["scheduler=vllm_v1", "scheduler.max_num_batched_tokens=512", "scheduler.queue_order=sjf"],
 }
+BUDGETS = (512, 128, 1024)  # of the policies
 
 
 class Bench:
@@ -121,19 +122,23 @@ def _round(
     bench: Bench, number: int, rates: Sequence[float], loads: dict[str, list[str]], contest: Sequence[str],
     done: _Rounds,
 ) -> None:  # fmt: skip
-    """Each run once, those that are fitted (other traces: light, heavy, all at once) between those that are judged."""
+    """Each run once, those that are fitted (other traces: light, heavy, all at once, with each policy's budget) between
+    those that are judged."""
     observed, preset = [*VLLM, "backend.decides=vllm"], POLICIES["vllm_v1"]
     others = iter((rates[0] / 2, rates[0], rates[1], 3 * rates[1]))
 
-    def fitted(rate: float) -> Run:
+    def fit_another() -> None:
         seed = 101 + len(done.fitted)
-        return bench.run(f"fitted-{seed}", *observed, *preset, ROOMY, f"trace.rate={rate}", f"trace.seed={seed}")
+        load = [f"trace.rate={next(others)}", f"trace.seed={seed}", ROOMY]
+        budget = f"scheduler.max_num_batched_tokens={BUDGETS[seed % len(BUDGETS)]}"
+        done.fitted.append(bench.run(f"fitted-{seed}", *observed, "scheduler=vllm_v1", budget, *load))
 
     for label, load in loads.items():
-        done.fitted.append(fitted(next(others)))
+        fit_another()
         done.of[label].append(bench.run(f"{_slug(label)}-vllm-{number}", *observed, *preset, *load))
         done.of[f"{label}, ours"].append(bench.run(f"{_slug(label)}-ours-{number}", *VLLM, *preset, *load))
-    done.fitted.append(fitted(next(others)))
+        done.of[f"{label}, engine"].append(bench.run(f"{_slug(label)}-engine-{number}", *ENGINE, *preset, *load))
+    fit_another()
     for name, policy in POLICIES.items():
         done.of[name].append(bench.run(f"policy-{_slug(name)}-{number}", *VLLM, *policy, *contest))
 
@@ -176,7 +181,7 @@ def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _R
     columns = {
         "simulator": [bench.run(f"{_slug(label)}-sim", *_sim(fit), *preset, *load)],
         "ours in vLLM": done.of[f"{label}, ours"],
-        "our engine": [bench.run(f"{_slug(label)}-engine", *ENGINE, *preset, *load)],
+        "our engine": done.of[f"{label}, engine"],
     }
     preempted = int(runs[0].requests["num_preemptions"].sum())
     print(f"{label}: {preempted} preemptions in vLLM")

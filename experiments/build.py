@@ -302,17 +302,21 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
     """Starts vLLM in this process. Whoever gets it closes it. observe: vLLM's own scheduler decides, and leaves a log
     there. Raises ConfigError for what it, or this testbed in it, cannot do."""
     assert isinstance(config.backend, VllmConfig)
-    check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
+    composition = make_policy("scheduler.composition", config.scheduler.composition)
+    check_hits(config, composition)
     if config.model.path is None:
         raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
     if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:
         raise ConfigError("backend=vllm has no CPU blocks to swap to: leave cache.num_cpu_blocks out, or set it to 0")
     from real.vllm.backend import VllmBackend
 
+    bounds = _bounds_of_engine(config)
+    if not getattr(composition, "splits_prompts", True):  # one that has outgrown the budget is computed alone
+        bounds["max_num_batched_tokens"] = max(bounds["max_num_batched_tokens"], bounds["max_model_len"])
     return VllmBackend(
         str(config.model.path),
         config.backend,
-        **_bounds_of_engine(config),
+        **bounds,
         kv_dtype=config.cache.kv_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         prefix_caching=config.cache.prefix_caching,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from experiments import build
+from experiments.compose import compose_config
 from experiments.config import RunConfig
+from experiments.conform.overrides import composition_of
 from experiments.observe.importing import Imported, Replayed, import_log
 from experiments.observe.log import Sender
 from real.driver import CLOCKS, RealTimeClock
@@ -17,9 +20,19 @@ from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request
 from testbed.errors import ConfigError
+from testbed.foreign_text import shown
 from testbed.traces.schema import Trace
 
 LOG_FILE = "observed.jsonl"
+_COMPOSITIONS = ("unified", *(composition_of({"own_victim_ends_round": ends})["composition"] for ends in (False, True)))
+_TOLD = (  # settings of the scheduler that vLLM's own is told of, or that change nothing there
+    "name", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "long_prefill_token_threshold", "queue_order",
+    "async_scheduling",
+)  # fmt: skip
+_TOLD_OF_CACHE = (
+    "block_size", "num_gpu_blocks", "num_cpu_blocks", "swap_space_gib", "gpu_memory_utilization", "prefix_caching",
+    "kv_dtype",
+)  # fmt: skip
 
 
 def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str) -> Imported:
@@ -27,8 +40,10 @@ def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, co
     assert isinstance(config.backend, VllmConfig)
     if config.backend.pace == "as_fast_as_possible":
         raise ConfigError("backend.pace=as_fast_as_possible moves a clock that vLLM's own scheduler does not look at")
+    options = options_of_stock(config) | (config.backend.options or {})
     folder.mkdir(parents=True, exist_ok=True)
-    backend = build.build_vllm_backend(config, observe=folder / LOG_FILE)
+    started = replace(config, backend=replace(config.backend, options=options))
+    backend = build.build_vllm_backend(started, observe=folder / LOG_FILE)
     is_cpu_time = config.backend.pace == "cpu_time"
     sender = Sender([], (time.process_time_ns if is_cpu_time else time.monotonic_ns)())
     stop: KeyboardInterrupt | None = None
@@ -46,6 +61,37 @@ def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, co
     if stop is not None:
         raise stop
     return imported
+
+
+def options_of_stock(config: RunConfig) -> dict[str, Any]:
+    """What vLLM's own scheduler is told beside its bounds, as arguments of vllm.LLM. Raises ConfigError for settings
+    that it has not: a run must not bear the name of a policy that had no part in it."""
+    scheduler, cache = config.scheduler, config.cache
+    preset = "vllm_v1_async" if scheduler.async_scheduling else "vllm_v1"
+    usual = compose_config([f"scheduler={preset}"])
+    differing = {
+        f"{group}.{field.name}": value
+        for group, here, there, told in (
+            ("scheduler", scheduler, usual.scheduler, _TOLD), ("cache", cache, usual.cache, _TOLD_OF_CACHE)
+        )
+        for field in fields(there)
+        if field.name not in told and (value := getattr(here, field.name)) != getattr(there, field.name)
+    }  # fmt: skip
+    if scheduler.composition in _COMPOSITIONS:
+        differing.pop("scheduler.composition", None)
+    if not cache.watermark:
+        differing.pop("cache.watermark", None)
+    if scheduler.queue_order not in ("fcfs", "priority"):
+        differing["scheduler.queue_order"] = scheduler.queue_order
+    for key, value in differing.items():
+        raise ConfigError(
+            f"backend.decides=vllm: vLLM's own scheduler, which scheduler={preset} mirrors, has no {key}={shown(value)}"
+            f", as scheduler={scheduler.name} is set: take {preset} with your bounds, or leave backend.decides out"
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    return {"scheduling_policy": scheduler.queue_order} | (
+        {"long_prefill_token_threshold": threshold} if threshold else {}
+    )
 
 
 def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request]) -> None:

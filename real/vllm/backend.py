@@ -142,8 +142,9 @@ class VllmBackend:
 
     def add(self, request: Request) -> None:
         self._seat.expected = request.request_id
+        salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
         self._engine.add_request(
-            request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params_of(request),
+            request.request_id, {"prompt_token_ids": list(request.prompt_token_ids), **salt}, params_of(request),
             priority=request.priority,
         )  # fmt: skip
 

@@ -50,6 +50,7 @@ class LLM:
         )  # fmt: skip
         scheduler = scheduler_cls(*config, None, block_size, block_size)
         worker = OlderRunner(Memory(block_size, num_blocks, reads_own_step=True), is_async=is_async)
+        self.options = options
         self.engine = Engine(scheduler, worker, is_async=is_async)
         self.is_shut_down = False
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler), shutdown=self._shut_down)
@@ -59,8 +60,9 @@ class LLM:
     def _shut_down(self) -> None:
         self.is_shut_down = True
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], params: vllm.SamplingParams, priority: int) -> None:
-        request = vllm.Request(f"{name}-7f", prompt["prompt_token_ids"], params, priority=priority)
+    def add_request(self, name: str, prompt: dict[str, Any], params: vllm.SamplingParams, priority: int) -> None:
+        ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt")
+        request = vllm.Request(f"{name}-7f", ids, params, cache_salt=salt, priority=priority)
         self.requests[name] = request
         self.engine.scheduler.add_request(request)
 
@@ -192,3 +194,18 @@ def test_a_platform_that_plans_otherwise_is_refused_in_one_line(
         ConfigError, match=f"^scheduler.async_scheduling is {str(asked).lower()}, and vLLM has turned it {said}.*"
     ):
         start(tmp_path, is_async=asked)
+
+
+@pytest.mark.parametrize(("scheduler", "num_tokens"), [("vllm_v1", 16), ("sarathi", 16), ("prefill_first", 40)])
+def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, scheduler: str, num_tokens: int) -> None:
+    """One that was preempted and has outgrown the budget is computed alone, whole."""
+    changed = [item.replace("=vllm_v1", f"={scheduler}") for item in settings(tmp_path, is_async=False)]
+    assert build_vllm_backend(compose_config(changed))._llm.options["max_num_batched_tokens"] == num_tokens
+
+
+def test_vllm_is_told_of_salts(tmp_path: Path) -> None:
+    backend = start(tmp_path, is_async=False)
+    for name in ("", "own"):
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        backend.add(Request(f"r{name}", [1, 2, 3], cache_salt=name, sampling=sampling))
+    assert [request.cache_salt for request in backend._llm.requests.values()] == [None, "own"]

@@ -151,7 +151,7 @@ def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]
         "model": model,
         "device": {"name": device, "tensor_parallel_size": log.header["device"]["tensor_parallel_size"]},
         "trace": {"name": "jsonl", "path": str(folder / TRACE_FILE)},
-        "backend": {"name": "vllm"},
+        "backend": {"name": "vllm", "decides": "vllm"},
     }  # fmt: skip
     return compose_config(to_overrides(settings))
 

@@ -319,4 +319,4 @@ def test_engines_stand_side_by_side_in_a_report(tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("vllm", "real", "sim")]
     assert main(["report", *folders, "--out", str(tmp_path / "report.html")]) == 0
     text = (tmp_path / "report.md").read_text()
-    assert "| metric | sim | vllm | real |" in text or "| metric | sim | real | vllm |" in text
+    assert "| metric | sim | vllm's own | real |" in text or "| metric | sim | real | vllm's own |" in text

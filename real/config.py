@@ -10,7 +10,7 @@ from testbed.errors import ConfigError
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_NAMES = ("auto", "flash_attn_3", "flash_attn", "varlen", "triton", "torch")
+ATTENTION_NAMES = ("auto", "flash_attn_3", "flash_attn", "varlen", "triton", "cpu", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 PACES = ("real_time", "as_fast_as_possible", "cpu_time")
 MAX_NUM_REPLICAS = 256

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from real.attention import first_step, flash3_provider, flash_provider, triton_provider, varlen_provider
+from real.attention import cpu_provider, first_step, flash3_provider, flash_provider, triton_provider, varlen_provider
+from real.attention.cpu_provider import CpuAttention
 from real.attention.interface import AttentionProvider, AttentionSpec
 from real.attention.torch_provider import TorchAttention
 from real.attention.triton_provider import TritonAttention
@@ -29,6 +30,7 @@ PROVIDERS: dict[str, Entry] = {
     "flash_attn": Entry(flash_provider.why_not, flash_provider.create),
     "varlen": Entry(varlen_provider.why_not, varlen_provider.create),
     "triton": Entry(triton_provider.why_not, TritonAttention, triton_provider.only_by_name),
+    "cpu": Entry(cpu_provider.why_not, CpuAttention),
     "torch": Entry(_nothing, TorchAttention),
 }
 REFERENCE = "torch"

@@ -21,7 +21,6 @@ from torch.nn import functional
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
-    StepAttention,
     as_bytes,
     as_stored,
     dequantize,
@@ -66,14 +65,19 @@ class TorchAttention:
             slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
             self._slopes = slopes.view(spec.num_kv_heads, -1, 1)
 
-    def prepare(self, metadata: AttentionMetadata) -> StepAttention:
+    def prepare(self, metadata: AttentionMetadata) -> TorchStep:
         first_tokens = [0, *accumulate(metadata.query_lens)]
         decodes = [row for row, num_queries in enumerate(metadata.query_lens) if num_queries == 1]
-        groups = [self._decode_group(metadata, rows, first_tokens) for rows in self._group(decodes, metadata)]
         tiles: list[PrefillTile] = []
         for row, num_queries in enumerate(metadata.query_lens):
             if num_queries > 1:
                 tiles += self._tiles(metadata, row, first_tokens[row])
+        return self._step(metadata, decodes, first_tokens, tiles)
+
+    def _step(
+        self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int], tiles: list[PrefillTile]
+    ) -> TorchStep:
+        groups = [self._decode_group(metadata, rows, first_tokens) for rows in self._group(decodes, metadata)]
         return TorchStep(self.spec, metadata.slot_mapping, groups, tiles, self._slopes)
 
     def _group(self, rows: list[int], metadata: AttentionMetadata) -> list[list[int]]:
@@ -173,17 +177,20 @@ class TorchStep:
         assert not is_stored, "torch's operators store keys and values themselves"
         spec = self._spec
         store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
-        if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._decode(self._groups[0], query, kv_cache)
         if self._tiles:
             key, value = as_stored(key, value, kv_cache.dtype, spec.k_scale, spec.v_scale)
         output = torch.empty_like(query)
-        for group in self._groups:
-            assert group.tokens is not None, "a group that is the whole batch stands alone"
-            output.index_copy_(0, group.tokens, self._decode(group, query.index_select(0, group.tokens), kv_cache))
+        self._decodes(query, kv_cache, output)
         for tile in self._tiles:
             output[tile.first : tile.last] = self._prefill(tile, query, key, value, kv_cache)
         return output
+
+    def _decodes(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        for group in self._groups:
+            if group.tokens is None:
+                output.copy_(self._decode(group, query, kv_cache))
+            else:
+                output.index_copy_(0, group.tokens, self._decode(group, query.index_select(0, group.tokens), kv_cache))
 
     def _decode(self, group: DecodeGroup, query: Tensor, kv_cache: Tensor) -> Tensor:
         """Query [n, num_heads, head_dim] -> the same shape. The query heads of one KV head stand in as its queries."""

@@ -207,6 +207,7 @@ def test_auto_takes_the_first_provider_that_can_run_and_says_why_not_the_others(
         "flash_attn": "it needs CUDA, the device is cpu",
         "varlen": "it needs CUDA, the device is cpu",
         "triton": "it needs CUDA, the device is cpu",
+        "cpu": "head size 8 is no multiple of 16",
         "torch": "first that can run",
     }
 
@@ -215,7 +216,7 @@ def test_auto_takes_the_first_provider_that_can_run_and_says_why_not_the_others(
     ("name", "why"), [(name, "it needs CUDA") for name in ("flash_attn_3", "flash_attn", "varlen", "triton")]
 )
 def test_a_provider_that_cannot_run_is_refused_with_reason_and_alternative(name, why):
-    with pytest.raises(ConfigError, match=f"attention={name} cannot run here: .*{why}.*can run: auto, torch"):
+    with pytest.raises(ConfigError, match=f"attention={name} cannot run here: .*{why}.*can run: auto, .*torch"):
         tiny_backend(attention=name)
 
 
@@ -296,7 +297,7 @@ def test_ranks_take_the_provider_that_all_of_them_can_run(monkeypatch):
     spec, names = make_spec(**HALF, block_size=256), list(PROVIDERS)
     alone = choose_attention("auto", spec).provider.name
     assert choose_together("auto", spec, lambda index: index).provider.name == alone != names[-1]
-    for other in range(names.index(alone), len(names)):
+    for other in [names.index(name) for name in (*names[names.index(alone) : names.index("cpu")], "torch")]:
         assert choose_together("auto", spec, lambda index, other=other: max(index, other)).provider.name == names[other]
 
 
@@ -327,6 +328,8 @@ def test_on_a_gpu_auto_passes_over_what_fails_at_its_first_step(monkeypatch, fai
     choice = choose_attention("auto", spec)
     assert choice.provider.name == chosen
     expected = [f"attention={name} is passed over for {chosen}: it failed" for name in failing]
+    if chosen == "torch":
+        expected.append("attention=cpu is passed over for torch: it is for CPUs, the device is cuda")
     assert choice.passed_over[0].startswith(f"attention=flash_attn_3 is passed over for {chosen}: it needs compute")
     assert choice.passed_over[1:] == [line for line in expected if chosen != "flash_attn"]
     for name in failing:

@@ -1,0 +1,92 @@
+"""The provider of CPUs: decodes by a C kernel that reads paged blocks where they lie, all else as the reference does.
+
+To gather the blocks first, as the reference does, takes longer than to attend to them. The kernel is compiled on first
+use (real/kernels/host.py); where that cannot be, the reference stands in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from real.attention.interface import AttentionMetadata, AttentionSpec
+from real.attention.torch_provider import PrefillTile, TorchAttention, TorchStep
+from real.kernels.host import HostCodeError, library
+
+LANES = 16  # as the kernel has it
+_ENTRIES = {torch.float32: "decode_float32", torch.bfloat16: "decode_bfloat16"}
+
+
+class _Decode(ctypes.Structure):
+    """As real/kernels/paged_decode.c has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "output")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "tables", "lengths", "slopes")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim", "block_size", "table_stride")),
+        ("window", ctypes.c_int64), ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    if spec.device.type != "cpu":
+        return f"it is for CPUs, the device is {spec.device.type}"
+    if spec.dtype not in _ENTRIES:
+        return f"dtype is {str(spec.dtype).removeprefix('torch.')}, it computes float32 and bfloat16"
+    if spec.cache_dtype != spec.dtype:
+        return f"it reads no {spec.kv_dtype} cache"
+    if spec.head_dim % LANES:
+        return f"head size {spec.head_dim} is no multiple of {LANES}"
+    try:
+        library("paged_decode")
+    except HostCodeError as error:
+        return str(error)
+    return None
+
+
+class CpuAttention(TorchAttention):
+    """The reference but for decodes."""
+
+    name = "cpu"
+
+    def _step(
+        self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int], tiles: list[PrefillTile]
+    ) -> TorchStep:
+        return CpuStep(self.spec, metadata, decodes, first_tokens, tiles, self._slopes)
+
+
+class CpuStep(TorchStep):
+    """One step's attention; see StepAttention for the shapes."""
+
+    def __init__(
+        self, spec: AttentionSpec, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int],
+        tiles: list[PrefillTile], slopes: Tensor | None,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, metadata.slot_mapping, [], tiles, slopes)
+        self._attend = getattr(library("paged_decode"), _ENTRIES[spec.dtype])
+        tables, lengths = metadata.block_tables, metadata.context_lens_tensor
+        if len(decodes) != metadata.num_rows:
+            rows = torch.from_numpy(np.array(decodes, np.int64))
+            tables, lengths = tables[rows], lengths[rows]
+        tokens = torch.from_numpy(np.array([first_tokens[row] for row in decodes], np.int64))
+        self._held = tables, lengths, tokens, slopes  # what the kernel is told the places of
+        self._decode_rows = _Decode(
+            tokens=tokens.data_ptr(), tables=tables.data_ptr(), lengths=lengths.data_ptr(),
+            slopes=None if slopes is None else slopes.data_ptr(), rows=len(decodes), heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads, dim=spec.head_dim, block_size=spec.block_size, table_stride=tables.stride(0),
+            window=spec.sliding_window or 0, scale=spec.scale,
+        )  # fmt: skip
+
+    def _decodes(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        rows = self._decode_rows
+        if not rows.rows:
+            return
+        keys, values = kv_cache
+        assert keys.is_contiguous()
+        assert output.is_contiguous()
+        query = query.contiguous()
+        rows.query, rows.output, rows.keys, rows.values = (x.data_ptr() for x in (query, output, keys, values))
+        self._attend(ctypes.byref(rows), torch.get_num_threads())

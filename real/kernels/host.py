@@ -1,0 +1,84 @@
+"""Compiles a C file of this folder for the machine at hand, on first use, and loads it; as Triton does for a GPU.
+
+What was compiled lies in the user's cache, named by all that it was made from: it is never older than its source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FLAGS = (
+    "-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast",
+    # sums may be taken in another order, which vectors do; infinities stay what they are
+    "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+)  # fmt: skip
+FOR_THIS_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+
+
+class HostCodeError(Exception):
+    """Why there is no such library here, in one line."""
+
+
+@cache
+def library(name: str) -> ctypes.CDLL:
+    """The functions of `<name>.c`, for threads of the OpenMP that torch has loaded. Raises HostCodeError."""
+    source = Path(__file__).with_name(f"{name}.c").read_bytes()
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise HostCodeError(f"there is no C compiler ({compiler[0]})") from None
+    made_from = (source, version, " ".join(FLAGS).encode(), _processor())
+    key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
+    file = _folder() / f"{name}-{key}.so"
+    try:
+        if not file.exists():
+            _compile(compiler, source, file)
+        return ctypes.CDLL(str(file))
+    except OSError as error:  # a folder that cannot be written to, a libc or an OpenMP that is not there
+        raise HostCodeError(f"what {compiler[0]} makes cannot be used ({error})") from None
+
+
+def _compile(compiler: list[str], source: bytes, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as work:
+        code, object_file, made = Path(work, "code.c"), Path(work, "code.o"), Path(work, "code.so")
+        code.write_bytes(source)
+        said = b""
+        for native in FOR_THIS_MACHINE:
+            command = [*compiler, *FLAGS, *native, "-c", str(code), "-o", str(object_file)]
+            done = subprocess.run(command, capture_output=True, check=False)
+            said = said or done.stderr
+            if not done.returncode:
+                break
+        else:
+            raise HostCodeError(f"{compiler[0]} refuses its source ({said.decode(errors='replace').splitlines()[0]})")
+        # without -fopenmp: not a second OpenMP, whose threads would wait beside torch's
+        done = subprocess.run(
+            [*compiler, "-shared", str(object_file), "-o", str(made)], capture_output=True, check=False
+        )
+        if done.returncode:
+            raise HostCodeError(f"{compiler[0]} cannot link a shared library")
+        made.replace(file)  # whole: another process may be making the same
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llm-serving-testbed")
+
+
+def _processor() -> bytes:
+    """What code that was made for this machine may not run without."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".encode()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})).encode()

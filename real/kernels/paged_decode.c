@@ -1,0 +1,184 @@
+/* Attention of decodes over a paged KV cache, on a CPU: each row's keys and values are read where they lie, once.
+
+   A row and a KV head are a piece of work; its query heads go through the positions together, CHUNK of them at a time,
+   with a running maximum and sum (Milakov and Gimelshein, 2018). What a row gets depends on no other row. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE inline __attribute__((always_inline))
+#define LANES 16 /* floats of a vector; the compiler splits it where the machine's are shorter */
+#define TILE 4   /* keys that two queries are multiplied with at a time */
+#define WIDE 4   /* vectors of an output that stay in registers */
+#define CHUNK 64 /* positions between two looks at the maximum */
+
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float Four __attribute__((vector_size(16)));
+
+/* As real/attention/cpu_provider.py has it. Shapes: query, output [tokens, heads, dim]; keys, values [blocks,
+   block_size, kv_heads, dim], float32 or bfloat16 all; dim a multiple of LANES. */
+typedef struct {
+  const void *query, *keys, *values;
+  void *output;
+  const int64_t *tokens;  /* [rows], where a row's query lies, and its output */
+  const int32_t *tables;  /* [rows, table_stride], its blocks */
+  const int32_t *lengths; /* [rows], its positions, the new one included */
+  const float *slopes;    /* ALiBi's, [heads]; null: none */
+  int64_t rows, heads, kv_heads, dim, block_size, table_stride;
+  int64_t window; /* positions that it looks back at; 0: all */
+  float scale;
+} Decode;
+
+/* e^x for x <= 0, to seven digits; below e^-87 it stays there. Coefficients: Cephes' expf (Moshier). */
+static INLINE float exp_of(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  const int32_t n = (int32_t)(x * 1.44269504f - 0.5f), bits = (n + 127) << 23;
+  const float r = x - (float)n * 0.693359375f + (float)n * 2.12194440e-4f;
+  float y = 1.9875691500e-4f, power;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  memcpy(&power, &bits, sizeof power);
+  return y * power;
+}
+
+static INLINE void load(const void *from, int64_t at, float *to, int64_t dim, int is_half) {
+  if (!is_half) {
+    memcpy(to, (const float *)from + at, (size_t)dim * sizeof(float));
+    return;
+  }
+  for (int64_t i = 0; i < dim; i++) {
+    const uint32_t bits = (uint32_t)((const uint16_t *)from)[at + i] << 16;
+    memcpy(to + i, &bits, sizeof bits);
+  }
+}
+
+static INLINE void store(void *to, int64_t at, const float *from, int64_t dim, int is_half) {
+  if (!is_half) {
+    memcpy((float *)to + at, from, (size_t)dim * sizeof(float));
+    return;
+  }
+  for (int64_t i = 0; i < dim; i++) {
+    uint32_t bits;
+    memcpy(&bits, from + i, sizeof bits);
+    ((uint16_t *)to)[at + i] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* ties to even */
+  }
+}
+
+/* Where a key or value can be read as floats: in place, or in `room`. */
+static INLINE const float *line(const void *from, int64_t at, float *room, int64_t dim, int is_half) {
+  if (!is_half) return (const float *)from + at;
+  load(from, at, room, dim, 1);
+  return room;
+}
+
+static INLINE float sum_of(Lanes x) {
+  Four parts[4];
+  memcpy(parts, &x, sizeof x);
+  const Four four = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+static INLINE void dots(const Lanes *a, const Lanes *b, const float *const *keys, int64_t width, float *of_a, float *of_b) {
+  Lanes sum_a[TILE] = {0}, sum_b[TILE] = {0};
+  for (int64_t i = 0; i < width; i++)
+    for (int k = 0; k < TILE; k++) {
+      const Lanes key = ((const Unaligned *)keys[k])[i];
+      sum_a[k] += a[i] * key;
+      sum_b[k] += b[i] * key;
+    }
+  for (int k = 0; k < TILE; k++) of_a[k] = sum_of(sum_a[k]), of_b[k] = sum_of(sum_b[k]);
+}
+
+static INLINE void add_values(const float *a, const float *b, const float *const *values, int64_t n, int64_t width,
+                              Lanes *out_a, Lanes *out_b) {
+  for (int64_t i = 0; i < width; i += WIDE) {
+    const int64_t num = width - i < WIDE ? width - i : WIDE;
+    Lanes sum_a[WIDE], sum_b[WIDE];
+    for (int64_t j = 0; j < num; j++) sum_a[j] = out_a[i + j], sum_b[j] = out_b[i + j];
+    for (int64_t p = 0; p < n; p++)
+      for (int64_t j = 0; j < num; j++) {
+        const Lanes value = ((const Unaligned *)values[p])[i + j];
+        sum_a[j] += a[p] * value;
+        sum_b[j] += b[p] * value;
+      }
+    for (int64_t j = 0; j < num; j++) out_a[i + j] = sum_a[j], out_b[i + j] = sum_b[j];
+  }
+}
+
+static INLINE void attend(const Decode *d, int64_t row, int64_t kv_head, int64_t dim, int is_half) {
+  const int64_t group = d->heads / d->kv_heads, paired = group + group % 2, width = dim / LANES;
+  const int64_t length = d->lengths[row], first = d->window && length > d->window ? length - d->window : 0;
+  const int64_t head = kv_head * group, at = (d->tokens[row] * d->heads + head) * dim;
+  const int32_t *table = d->tables + row * d->table_stride;
+  int64_t block = first / d->block_size, offset = first % d->block_size, places[CHUNK];
+  Lanes query[paired][width], out[paired][width];
+  float most[paired], sum[paired], scores[paired][CHUNK], room[is_half ? CHUNK * dim : 1];
+  const float *lines[CHUNK];
+
+  memset(query, 0, sizeof query);
+  memset(out, 0, sizeof out);
+  for (int64_t q = 0; q < paired; q++) {
+    if (q < group) load(d->query, at + q * dim, (float *)query[q], dim, is_half);
+    for (int64_t i = 0; i < width; i++) query[q][i] *= d->scale;
+    most[q] = -INFINITY;
+    sum[q] = 0.0f;
+  }
+  for (int64_t begin = first; begin < length; begin += CHUNK) {
+    const int64_t n = length - begin < CHUNK ? length - begin : CHUNK, tiled = (n + TILE - 1) / TILE * TILE;
+    for (int64_t p = 0; p < n; p++) {
+      places[p] = (((int64_t)table[block] * d->block_size + offset) * d->kv_heads + kv_head) * dim;
+      lines[p] = line(d->keys, places[p], room + p * dim * is_half, dim, is_half);
+      if (++offset == d->block_size) offset = 0, block++;
+    }
+    for (int64_t p = n; p < tiled; p++) lines[p] = lines[n - 1]; /* multiplied, and not looked at */
+    for (int64_t q = 0; q < paired; q += 2)
+      for (int64_t p = 0; p < tiled; p += TILE)
+        dots(query[q], query[q + 1], lines + p, width, scores[q] + p, scores[q + 1] + p);
+    for (int64_t q = 0; q < paired; q++) {
+      float top = most[q], part = 0.0f;
+      if (d->slopes && q < group)
+        for (int64_t p = 0; p < n; p++) scores[q][p] += d->slopes[head + q] * (float)(begin + p - length + 1);
+      for (int64_t p = 0; p < n; p++) top = scores[q][p] > top ? scores[q][p] : top;
+      for (int64_t p = 0; p < n; p++) {
+        scores[q][p] = exp_of(scores[q][p] - top);
+        part += scores[q][p];
+      }
+      const float fade = exp_of(most[q] - top);
+      for (int64_t i = 0; i < width; i++) out[q][i] *= fade;
+      sum[q] = sum[q] * fade + part;
+      most[q] = top;
+    }
+    for (int64_t p = 0; p < n; p++) lines[p] = line(d->values, places[p], room + p * dim * is_half, dim, is_half);
+    for (int64_t q = 0; q < paired; q += 2) add_values(scores[q], scores[q + 1], lines, n, width, out[q], out[q + 1]);
+  }
+  for (int64_t q = 0; q < group; q++) {
+    for (int64_t i = 0; i < width; i++) out[q][i] /= sum[q];
+    store(d->output, at + q * dim, (const float *)out[q], dim, is_half);
+  }
+}
+
+static INLINE void attend_all(const Decode *d, int64_t dim, int is_half, int num_threads) {
+  const int64_t num = d->rows * d->kv_heads;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t item = 0; item < num; item++) attend(d, item / d->kv_heads, item % d->kv_heads, dim, is_half);
+}
+
+#define OF_SIZE(number) \
+  case number: attend_all(d, number, is_half, num_threads); break;
+
+static INLINE void by_size(const Decode *d, int is_half, int num_threads) {
+  switch (d->dim) { /* sizes that the compiler knows are computed faster */
+    OF_SIZE(32) OF_SIZE(64) OF_SIZE(128)
+    default: attend_all(d, d->dim, is_half, num_threads);
+  }
+}
+
+void decode_float32(const Decode *d, int num_threads) { by_size(d, 0, num_threads); }
+
+void decode_bfloat16(const Decode *d, int num_threads) { by_size(d, 1, num_threads); }

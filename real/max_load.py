@@ -11,6 +11,7 @@ from real.attention.interface import AttentionMetadata
 from real.cache_engine import CacheEngine, block_bytes
 from real.device import Placement, memory_named
 from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
+from real.layers.packed import make_code
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
@@ -165,6 +166,8 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
         cache.warm_up()
     for load in warm_up_loads(limits, is_cuda):
         _run(runner, _synthetic_load(load, 2, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
+    if not is_cuda:
+        make_code(runner.model, limits.max_num_batched_tokens)
     for layer in cache.gpu:
         layer.zero_()
 

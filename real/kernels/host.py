@@ -61,7 +61,8 @@ def _compile(compiler: list[str], source: bytes, file: Path) -> None:
             if not done.returncode:
                 break
         else:
-            raise HostCodeError(f"{compiler[0]} refuses its source ({said.decode(errors='replace').splitlines()[0]})")
+            first, *_ = said.decode(errors="replace").splitlines() or ["without a word"]
+            raise HostCodeError(f"{compiler[0]} refuses its source ({first})")
         # without -fopenmp: not a second OpenMP, whose threads would wait beside torch's
         done = subprocess.run(
             [*compiler, "-shared", str(object_file), "-o", str(made)], capture_output=True, check=False

@@ -22,7 +22,8 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert said.status == 0, said.err
     profile = read_profile(folder / "profile.parquet")
     assert profile.manifest.command.startswith("testbed calibrate model=tiny")
-    assert (profile.manifest.device, profile.manifest.attention) == ("cpu", "torch")
+    assert profile.manifest.device == "cpu"
+    assert profile.manifest.attention in ("cpu", "torch"), "the kernel, or without a C compiler the reference"
     shapes = {step.shape for step in profile.steps}
     assert max(shape.num_blocks_swapped_out for shape in shapes) == 16
     assert max(shape.num_blocks_copied for shape in shapes) == 8

@@ -35,7 +35,7 @@ def test_one_prompt_prints_its_text_bare(
     said = generate(capsys, folder, PROMPTS[0], "--temperature", "0", "--max-tokens", "9", *stream)
     assert (said.status, said.out) == (0, wanted.text + "\n")
     assert said.lines[-1].startswith("1 prompt, 9 tokens generated in ")
-    assert said.lines[-1].endswith("vllm_v1, attention torch")
+    assert said.lines[-1].endswith(f"vllm_v1, attention {llm.attention}")
 
 
 @pytest.mark.parametrize("stream", [(), ("--stream",)])

@@ -121,6 +121,8 @@ def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Tabl
         *([("CPU KV blocks", values("num_cpu_blocks"))] if any(run.has_swapped for run in runs) else []),
         *(_fleet_facts(values("num_replicas"), values("router")) if any(num_replicas(run) > 1 for run in runs) else []),
         ("machine that ran it", values("machine")),
+        ("pace of the replay", values("replay", "pace")),
+        ("a probe's median time over what it should take", values("replay", "probe", "slowness", "p50")),
         ("code version", values("code_version")),
         ("core", values("core")),
         ("core compiled by", values("compiler")),

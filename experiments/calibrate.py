@@ -45,6 +45,7 @@ from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace
 
 if TYPE_CHECKING:  # it needs numpy, and a torch engine to be of any use
+    from real.clocks import Clock
     from real.profiler.measure import Profiled, Unit
 
 PROFILE_FILE = "profile.parquet"  # in the folder of a calibration
@@ -89,17 +90,23 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
     was not seen here. Raises ConfigError if the engine has no room for steps.
     """
     backend: Any = build.build_real_backend(config, swaps=True)  # their time is measured too
+    from real.clocks import make_clock
     from real.profiler.measure import measure
 
+    assert isinstance(config.backend, RealConfig), "only the real engine is profiled"
+    pace = "probe_scaled" if config.backend.pace == "probe_scaled" else "as_fast_as_possible"
+    clock = make_clock(replace(config.backend, pace=pace), backend)
     with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch, closing(backend):
-        units = [*_grid(config, backend, extent, Path(scratch)), *_loads(config, backend, extent, Path(scratch))]
+        measured = (config, backend, clock, extent, Path(scratch))
+        units = [*_grid(*measured), *_loads(*measured)]
         num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
         bar = tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5)
         with bar, fewer_collections():  # as runs have it
             profiled = measure(
                 units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update
             )
-    profile = Profile(_manifest(config, backend, command), number_repeats(profiled.steps))
+    manifest = replace(_manifest(config, backend, command), probe_ns=getattr(clock, "probe_ns", None))
+    profile = Profile(manifest, number_repeats(profiled.steps))
     return Measurement(profile, profiled, backend.num_gpu_blocks)
 
 
@@ -199,7 +206,7 @@ def describe(calibration: Calibration) -> str:
 # --- what is measured ---
 
 
-def _grid(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> list[Unit]:
+def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
     """The episodes of the grid, under a scheduler that plans what comes."""
     from real.profiler.grid import Room, design
     from real.profiler.measure import Bench, Unit, fill_with_noise, run_episode
@@ -223,7 +230,7 @@ def _grid(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> lis
         return build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
 
     sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
-    bench = Bench(backend, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)
+    bench = Bench(backend, clock, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)
     return [
         Unit(partial(run_episode, bench, episode, number))
         for number, episode in enumerate(design(room, is_quick=extent.is_quick, seed=PROFILE_SEED))
@@ -241,7 +248,7 @@ def _recorded(scratch: Path, recorder: Recorder) -> Iterator[Recorder]:
 _COMPOSITIONS = (("prefill_first", None), ("decode_first", None), ("decode_first", 256))  # with a budget, or the own
 
 
-def _loads(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> list[Unit]:
+def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
     """Ordinary loads, each under each way to batch them."""
     from real.profiler.measure import Unit
 
@@ -251,8 +258,9 @@ def _loads(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> li
     longest = max(
         16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, build.limits(config).max_model_len // 2)
     )
+    a_load = partial(_load_steps, config, backend, clock, pools)
     return [
-        Unit(partial(_load_steps, config, backend, pools, composition, budget, trace, scratch), is_repeated=False)
+        Unit(partial(a_load, composition, budget, trace, scratch), is_repeated=False)
         for composition, budget in _COMPOSITIONS
         for trace in _traces(extent.num_requests, longest)
     ]
@@ -261,6 +269,7 @@ def _loads(config: RunConfig, backend: Any, extent: Extent, scratch: Path) -> li
 def _load_steps(
     config: RunConfig,
     backend: Any,
+    clock: Clock,
     pools: build.Pools,
     composition: str,
     budget: int | None,
@@ -268,15 +277,13 @@ def _load_steps(
     scratch: Path,
 ) -> list[tuple[BatchShape, Spans, int]]:
     """Every step that the engine needs for a trace."""
-    assert isinstance(config.backend, RealConfig), "only the real engine is profiled"
     from real.driver import run as drive
 
     changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget)
     scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
     collector = _Collector()
-    options = replace(config.backend, pace="as_fast_as_possible")
     with _recorded(scratch, collector) as recorder:
-        drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder), backend, options)
+        drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder), backend, clock)
     return collector.steps
 
 

@@ -104,6 +104,8 @@ def _all(options: argparse.Namespace, command: str) -> int:
     print(describe(fitted.calibration))
     print(f"best         {fitted.description}")
     print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
+    if (probe_ns := measurement.profile.manifest.probe_ns) is not None:
+        print(f"compare with runs of backend.pace=probe_scaled backend.probe_ns={probe_ns}: times are scaled alike")
     print(f"simulate     {shlex.join(_simulation(options.overrides, measurement, fitted.overrides))}")
     return _ending(measurement)
 

@@ -46,9 +46,9 @@ def run_point(overrides: list[str], folder: Path) -> Run:
 def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) -> Fidelity:
     """Replays the shortened trace under each policy ({name: overrides}); a small model is made on the spot."""
     base = _real_overrides(_make_model(out / "small_qwen3"), quick=quick)
-    config = compose_config(base)
     extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 16, max_s=30 if quick else 60)
-    profiles = [profile(config, extent)]
+    profiles = [profile(compose_config(base), extent)]
+    base.append(f"backend.probe_ns={profiles[0].manifest.probe_ns}")  # everything is measured by one yardstick
     scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(profiles[0], out / "load"))
     points = {name: [*base, f"trace.rate_scale={scale:g}", *policy] for name, policy in policies.items()}
     reals: dict[str, list[Run]] = {name: [] for name in points}
@@ -57,13 +57,23 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
             for name in names:
                 reals[name].append(run_point(points[name], out / folder / _slug(name)))
                 bar.update()
-            profiles.append(profile(config, extent))
+            profiles.append(profile(compose_config(base), extent))
     fitted = fit_and_save(together(*profiles), out)
     pairs = [
         Pair(name, run_point(_simulated(point, fitted), out / "sim-of-real" / _slug(name)), first, tuple(again))
         for (name, point), (first, *again) in zip(points.items(), reals.values(), strict=True)
     ]
-    return Fidelity(pairs, f"{scale:g} x the rate, {fitted.description}")
+    return Fidelity(pairs, f"{scale:g} x the rate, {_scaled_by(reals)}, {fitted.description}")
+
+
+def _scaled_by(reals: dict[str, list[Run]]) -> str:
+    """How steady the machine was."""
+    probes = [run.manifest["replay"]["probe"] for runs in reals.values() for run in runs]
+    medians = [probe["slowness"]["p50"] for probe in probes]
+    return (
+        f"time scaled by a probe (a step of one token), which took {min(medians):.2f} to {max(medians):.2f} times its "
+        f"{probes[0]['probe_ns'] / 1e6:.2g} ms"
+    )
 
 
 def _make_model(folder: Path) -> Path:
@@ -76,9 +86,16 @@ def _make_model(folder: Path) -> Path:
 
 
 def _real_overrides(model: Path, *, quick: bool) -> list[str]:
-    # one thread: the steadiest on a machine that others use too
+    # one thread, and time scaled by a probe: the steadiest on a machine that others use too
     short = ["trace.limit=50"] if quick else []
-    return ["experiment=demo_real", f"model.path={model}", "backend=real", "backend.num_threads=1", *short]
+    return [
+        "experiment=demo_real",
+        f"model.path={model}",
+        "backend=real",
+        "backend.num_threads=1",
+        "backend.pace=probe_scaled",
+        *short,
+    ]
 
 
 def _simulated(overrides: list[str], fitted: Fitted) -> list[str]:

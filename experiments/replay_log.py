@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import RunConfig
+from real.clocks import RealTimeClock
 from real.config import RealConfig
 from real.replay import HostTimes, ReplayLag
 from real.vllm.config import VllmConfig
@@ -62,14 +63,14 @@ NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest 
 class ReplayLog:
     """What is measured beside the records. lags: a `Recorder` of each engine; host: the driver's."""
 
-    def __init__(self, options: RealConfig | VllmConfig, num_engines: int = 1) -> None:
-        self._options = options
+    def __init__(self, options: RealConfig | VllmConfig, num_engines: int = 1, *, clock: RealTimeClock) -> None:
+        self._options, self._clock = options, clock
         self.lags = [ReplayLag() for _ in range(num_engines)]
         self.host = HostTimes()
 
     def describe(self) -> dict[str, Any]:
         """Two sections of the manifest."""
-        pace = {"pace": self._options.pace, "speed": self._options.speed}
+        pace = {"pace": self._options.pace, "speed": self._options.speed, "probe": self._clock.describe()}
         lag = ReplayLag.of_all(self.lags)
         return {
             "replay": pace | lag.describe() | {"notes": lag.notes()},

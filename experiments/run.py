@@ -186,25 +186,27 @@ def _prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> _Prepared:
     if engines.num_engines(config) > 1:
         return _prepare_replicas(config, trace)
     backend = build.build_vllm_backend(config) if config.is_vllm else build.build_real_backend(config)
+    from real.clocks import make_clock
     from real.driver import run as drive
 
     assert isinstance(config.backend, RealConfig | VllmConfig)
     options = config.backend
+    clock = make_clock(options, backend)
     inbox = _trace_inbox(config, at_speed(trace, options.speed))
     inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
-    log = ReplayLog(options)
+    log = ReplayLog(options, clock=clock)
     driven, close = traced(config, backend, folder)
     late = LateRecords() if build.computes_beside(config) else None
     return _Prepared(
         build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks),
-        lambda loops, _: drive(loops[0], driven, options, log=log.host, catch_up=late.catch_up if late else None),
+        lambda loops, _: drive(loops[0], driven, clock, log=log.host, catch_up=late.catch_up if late else None),
         inboxes,
         _described(backend), replay=log, late=[late] if late else [], close=close,
     )  # fmt: skip
 
 
 def _prepare_replicas(config: RunConfig, trace: Trace) -> _Prepared:
-    from real.driver import CLOCKS
+    from real.clocks import make_clock
     from real.fleet import Fleet
     from real.parallel.replica import close_all
 
@@ -212,8 +214,8 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> _Prepared:
     options = config.backend
     router = engines.build_router(config, options)
     backends, said = build.build_replicas(config)
-    log = ReplayLog(options, len(backends))
-    inbox, clock = _trace_inbox(config, at_speed(trace, options.speed)), CLOCKS[options.pace]()
+    inbox, clock = _trace_inbox(config, at_speed(trace, options.speed)), make_clock(options)
+    log = ReplayLog(options, len(backends), clock=clock)
     fleet = Fleet(inbox, router, backends, clock, log.host)
     late = [LateRecords() for _ in backends]
     return _Prepared(

@@ -31,7 +31,7 @@ from real.device import (
 from real.graphs import CudaCapture, GraphShape, captured_shapes
 from real.host_memory import check_fits
 from real.loader import load_weights
-from real.max_load import BatchLimits, capture_steps, fitting_num_blocks, warm_up
+from real.max_load import BatchLimits, capture_steps, fitting_num_blocks, make_probe, warm_up
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.parallel.group import SINGLE, TensorGroup
@@ -162,6 +162,7 @@ class RealBackend:
         self.name_parts()
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
         self._eos_token_id = spec.eos_token_id
+        self.probe = make_probe(self.runner, self.cache, placement, limits)
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
             warm_up(self.runner, self.cache, placement, limits)
             if captured is not None:

@@ -12,7 +12,7 @@ DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_NAMES = ("auto", "flash_attn_3", "flash_attn", "varlen", "triton", "cpu", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-PACES = ("real_time", "as_fast_as_possible", "cpu_time")
+PACES = ("real_time", "as_fast_as_possible", "cpu_time", "probe_scaled")
 MAX_NUM_REPLICAS = 256
 MAX_NUM_THREADS = 1024  # torch does not survive many more
 
@@ -25,7 +25,9 @@ class RealConfig:
     takes the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors when
     the model's path is a folder and draws random weights otherwise. cpu_kv_bytes: KV memory when the device is the CPU.
     num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals, `cpu_time` does
-    by the CPU time of this process, `as_fast_as_possible` moves the clock forward instead. speed: 2.0 replays a trace
+    by the CPU time of this process, `as_fast_as_possible` moves the clock forward instead; so does `probe_scaled`, and
+    scales what steps take by how long a probe takes now and then, against probe_ns (None: what it takes at the start):
+    as on a machine that is always as fast. speed: 2.0 replays a trace
     twice as fast: arrivals and think times are divided by it; all that is recorded stays in the engine's own time.
     cuda_graphs: steps are captured when the engine starts and replayed (CUDA only): those of decodes only up to
     max_captured_size rows, others up to max_captured_tokens tokens (0: none of these). k_scale, v_scale: what keys and
@@ -42,6 +44,7 @@ class RealConfig:
     cpu_kv_bytes: int = 256 * 1024**2
     num_threads: int | None = None
     pace: str = "real_time"
+    probe_ns: int | None = None
     speed: float = 1.0
     cuda_graphs: bool = True
     max_captured_size: int = 512
@@ -64,11 +67,14 @@ class RealConfig:
         require_whole("backend.max_captured_tokens", self.max_captured_tokens, 0)
         for name in ("k_scale", "v_scale", "rank_timeout_s"):
             require(f"backend.{name}", getattr(self, name), getattr(self, name) > 0, "a finite number above 0")
+        require_whole_or_null("backend.probe_ns", self.probe_ns, 1)
+        if self.probe_ns is not None and self.pace != "probe_scaled":
+            raise ConfigError("backend.probe_ns is of backend.pace=probe_scaled; choose it, or leave probe_ns out")
         require("backend.speed", self.speed, self.speed > 0, "above 0: 2 replays a trace twice as fast")
         require_whole_or_null("backend.num_threads", self.num_threads, 1, MAX_NUM_THREADS)
         require_whole("backend.num_replicas", self.num_replicas, 1, MAX_NUM_REPLICAS)
-        if self.num_replicas > 1 and self.pace == "cpu_time":
+        if self.num_replicas > 1 and self.pace in ("cpu_time", "probe_scaled"):
             raise ConfigError(
-                "backend.pace=cpu_time is the CPU time of one process, and each of backend.num_replicas has its own; "
+                f"backend.pace={self.pace} is the time of one process, and each of backend.num_replicas has its own; "
                 "choose real_time or as_fast_as_possible"
             )

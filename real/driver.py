@@ -6,77 +6,17 @@ needs no torch.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from real.clocks import Clock, scaled
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.errors import LivelockError
 
-SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
-SPIN_NS = 200_000  # the end of a wait is spun: a sleep oversleeps by about 100 us
-
 Result = TypeVar("Result")
-
-
-class Clock(Protocol):
-    """The run's time, in ns since `start`."""
-
-    def start(self) -> None: ...
-    def now_ns(self) -> int: ...
-    def wait_until(self, until_ns: int) -> None: ...
-
-
-class RealTimeClock:
-    """Waits by sleeping, and spins for the last SPIN_NS. read_ns, sleep: the machine's clock, for tests."""
-
-    def __init__(
-        self, read_ns: Callable[[], int] = time.perf_counter_ns, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self._read_ns, self._sleep = read_ns, sleep
-        self._origin_ns = read_ns()
-
-    def start(self) -> None:
-        self._origin_ns = self._read_ns()
-
-    def now_ns(self) -> int:
-        return self._read_ns() - self._origin_ns
-
-    def wait_until(self, until_ns: int) -> None:
-        while (left_ns := until_ns - SPIN_NS - self.now_ns()) > 0:
-            self._sleep(min(left_ns / 1e9, SLEEP_SLICE_S))
-        while self.now_ns() < until_ns:
-            pass
-
-
-class SkippingClock(RealTimeClock):
-    """Waits by moving forward: steps take the time they take, idle time takes none."""
-
-    def wait_until(self, until_ns: int) -> None:
-        self._origin_ns -= max(0, until_ns - self.now_ns())
-
-
-class CpuTimeClock(RealTimeClock):
-    """The CPU time of this process: what others do on the machine takes none of it. Waits by spinning. Steps that
-    compute with one thread take the time that they would take on a machine of their own."""
-
-    def __init__(self) -> None:
-        super().__init__(time.process_time_ns, lambda seconds: None)
-
-
-CLOCKS: dict[str, type[RealTimeClock]] = {
-    "real_time": RealTimeClock, "as_fast_as_possible": SkippingClock, "cpu_time": CpuTimeClock
-}  # fmt: skip
-
-
-class Paced(Protocol):
-    """Configuration that says how time passes: one of CLOCKS."""
-
-    @property
-    def pace(self) -> str: ...
 
 
 class RunningWork(Protocol):
@@ -107,8 +47,7 @@ class StepLog(Protocol):
 def run(
     loop: Generator[WaitUntil | Execute, Resume, Result],
     backend: RunningBackend,
-    config: Paced,
-    clock: Clock | None = None,
+    clock: Clock,
     log: StepLog | None = None,
     catch_up: Callable[[], None] | None = None,
 ) -> Result:
@@ -118,7 +57,6 @@ def run(
     an interrupt included, passes through; records of committed steps are the recorder's and stay. log: is told what
     the host did in each step. catch_up: does what can wait until a step is launched (`LateRecords`).
     """
-    clock = clock or CLOCKS[config.pace]()
     drive = Drive(loop, backend, clock, log, catch_up)
     while not drive.is_over:
         drive.step()
@@ -174,10 +112,11 @@ class Drive(Generic[Result]):
         """Launches what the next command has to launch."""
         if not isinstance(self._command, Execute) or self._command.plan is None or self._is_begun:
             return
+        rate = self._clock.before_step()
         began_ns = self._clock.now_ns()
         work = self._backend.start(self._command.plan)
         launch_ns = self._clock.now_ns() - began_ns
-        self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns))
+        self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns, rate))
         self._is_begun = True
         try:
             self.catch_up()
@@ -219,19 +158,20 @@ class Drive(Generic[Result]):
         if self._failure is not None:
             raise self._failure
         now_ns = max(clock.now_ns(), self._last_ns + 1)
-        spans = spans.replace(schedule_ns=launched.schedule_ns)
+        spans = scaled(spans, launched.rate).replace(schedule_ns=launched.schedule_ns)
         if self._log is not None:
             self._log.stepped(max(0, launched.launch_ns - spans.prepare_ns), now_ns - launched.plan_ns, spans)
         return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=launched.work.prompt_logprobs))
 
 
 class _Launched(NamedTuple):
-    """A step in flight: when it was planned, how long that took, and how long its launch."""
+    """A step in flight: when it was planned, how long that took, how long its launch; the rate of the clock."""
 
     work: RunningWork
     plan_ns: int
     schedule_ns: int
     launch_ns: int
+    rate: float
 
 
 def _wait(command: WaitUntil, clock: Clock, last_ns: int) -> Resume:

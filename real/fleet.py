@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Protocol
 
-from real.driver import SLEEP_SLICE_S, Clock, Drive, RunningBackend, StepLog
+from real.clocks import SLEEP_SLICE_S, Clock
+from real.driver import Drive, RunningBackend, StepLog
 from testbed.core.interfaces import Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop

@@ -1,8 +1,10 @@
-"""How many KV blocks fit: measured at the maximum load on a GPU, a stated budget on the CPU. And the warm-up."""
+"""How many KV blocks fit: measured at the maximum load on a GPU, a stated budget on the CPU. And other steps that
+serve no request: the warm-up, captures, a probe of the machine's speed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -98,8 +100,8 @@ def _measure(
         "scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
     ):
         for load in loads:
-            inputs = _synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
-            _run(runner, inputs, cache.gpu)
+            inputs = synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
+            run_load(runner, inputs, cache.gpu)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - weights
     torch.cuda.empty_cache()
@@ -165,7 +167,7 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limit
     if is_cuda:
         cache.warm_up()
     for load in warm_up_loads(limits, is_cuda):
-        _run(runner, _synthetic_load(load, 2, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
+        run_load(runner, synthetic_load(load, 2, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
     if not is_cuda:
         make_code(runner.model, limits.max_num_batched_tokens)
     for layer in cache.gpu:
@@ -183,6 +185,18 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
         short, long = (min(2, num_tokens),) * 2, (1, min(WARM_UP_CONTEXT, limits.max_model_len))
         loads += [[prefill, long], [short], [short, *decodes], [long]]
     return loads
+
+
+def make_probe(
+    runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: BatchLimits
+) -> Callable[[], None] | None:
+    """One decode in the block that nobody uses: what it takes says how fast this machine is at the moment. None: a GPU,
+    which is not shared; ranks, which would have to do it together."""
+    if placement.device.type != "cpu" or placement.group.size > 1:
+        return None
+    size = limits.block_size
+    inputs = synthetic_load([(1, size)], 1, size, runner.vocab_size, placement.device, block=cache.scratch_block)
+    return torch.inference_mode()(partial(run_load, runner, inputs, cache.gpu))
 
 
 @torch.inference_mode()
@@ -210,16 +224,17 @@ def capture_steps(
     return graphs
 
 
-def _run(runner: ModelRunner, inputs: StepInputs, kv_caches: Iterable[torch.Tensor]) -> None:
+def run_load(runner: ModelRunner, inputs: StepInputs, kv_caches: Iterable[torch.Tensor]) -> None:
     hidden = runner.hidden_states(inputs, kv_caches)
     runner.draw(hidden, runner.token_logits(hidden, inputs.sample_tokens), inputs)
 
 
-def _synthetic_load(
-    load: list[tuple[int, int]], num_samples: int, block_size: int, vocab_size: int, device: torch.device
-) -> StepInputs:
-    """Inputs of (query length, context length) rows that all read and write block 0: full work, little memory; the rows
-    that sample ask for all that a sampler can do."""
+def synthetic_load(
+    load: list[tuple[int, int]], num_samples: int, block_size: int, vocab_size: int, device: torch.device,
+    block: int = 0,
+) -> StepInputs:  # fmt: skip
+    """Inputs of (query length, context length) rows that all read and write one block: full work, little memory; the
+    rows that sample ask for all that a sampler can do."""
     query_lens = tuple(query for query, _ in load)
     context_lens = tuple(context for _, context in load)
     num_tokens = sum(query_lens)
@@ -232,8 +247,8 @@ def _synthetic_load(
         query_starts=starts[0],
         context_starts=starts[1],
         context_lens_tensor=lengths,
-        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        block_tables=torch.zeros((len(load), max_blocks), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((num_tokens,), block * block_size, dtype=torch.int64, device=device),
+        block_tables=torch.full((len(load), max_blocks), block, dtype=torch.int32, device=device),
     )
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     sample_tokens = torch.arange(num_samples, device=device) % num_tokens

@@ -98,7 +98,8 @@ def measure(load: Load, num_steps: int) -> list[float]:
     """Median ns of each of PARTS over the steps in which the whole batch decodes."""
     from experiments import build
     from experiments.compose import compose_config
-    from real.driver import CLOCKS, Drive
+    from real.clocks import SkippingClock
+    from real.driver import Drive
     from testbed.core.serve import serve
     from testbed.records.recorder import RunRecorder
 
@@ -122,7 +123,7 @@ def measure(load: Load, num_steps: int) -> list[float]:
         recorder = RunRecorder(Path(folder))
         drive = Drive(
             serve(_requests(prompts, load.sampling, num_tokens), scheduler, recorder), _Watched(backend, log),
-            CLOCKS["as_fast_as_possible"](), log,
+            SkippingClock(), log,
         )  # fmt: skip
         while len(log.steps) < num_wanted:
             drive.step()

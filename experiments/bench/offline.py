@@ -23,7 +23,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from real.config import RealConfig
 from real.replay import HostTimes
 from testbed.core.commands import Arrive, Event
 from testbed.core.outcome import Finished
@@ -192,12 +191,11 @@ class Ours:
         self._backend = build.build_real_backend(self._config)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        from real.clocks import RealTimeClock
         from real.driver import run
         from testbed.core.serve import serve
         from testbed.records.recorders import NoRecords
 
-        settings = self._config.backend
-        assert isinstance(settings, RealConfig)
         pools = self._build.Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
         scheduler = self._build.build_scheduler(self._config, pools)
         inbox = AllAtOnce(
@@ -207,7 +205,7 @@ class Ours:
             ]
         )
         host = HostTimes()
-        run(serve(inbox, scheduler, NoRecords()), self._backend, settings, log=host)
+        run(serve(inbox, scheduler, NoRecords()), self._backend, RealTimeClock(), log=host)
         self.host_share = host.describe()["exposed_share"]
         return [inbox.outputs[str(i)] for i in range(len(prompts))]
 

@@ -13,7 +13,7 @@ from experiments.config import RunConfig
 from experiments.conform.overrides import composition_of
 from experiments.observe.importing import Imported, Replayed, import_log
 from experiments.observe.log import Sender
-from real.driver import CLOCKS, RealTimeClock
+from real.clocks import RealTimeClock, make_clock
 from real.vllm.config import VllmConfig
 from testbed.core.commands import Abort, Arrive
 from testbed.core.interfaces import Inbox
@@ -38,8 +38,8 @@ _TOLD_OF_CACHE = (
 def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str) -> Imported:
     """Runs the trace to its end and makes the folder a run's; after Ctrl-C, of what was finished, and raises it."""
     assert isinstance(config.backend, VllmConfig)
-    if config.backend.pace == "as_fast_as_possible":
-        raise ConfigError("backend.pace=as_fast_as_possible moves a clock that vLLM's own scheduler does not look at")
+    if (pace := config.backend.pace) in ("as_fast_as_possible", "probe_scaled"):
+        raise ConfigError(f"backend.pace={pace} moves a clock that vLLM's own scheduler does not look at")
     options = options_of_stock(config) | (config.backend.options or {})
     folder.mkdir(parents=True, exist_ok=True)
     started = replace(config, backend=replace(config.backend, options=options))
@@ -48,15 +48,15 @@ def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, co
     sender = Sender([], (time.process_time_ns if is_cpu_time else time.monotonic_ns)())
     stop: KeyboardInterrupt | None = None
     try:
-        _serve(backend, inbox, CLOCKS[config.backend.pace](), sender.requests)
+        _serve(backend, inbox, make_clock(config.backend), sender.requests)
     except KeyboardInterrupt as pressed:
         stop = pressed
     finally:
         backend.close()
-    pace = {"pace": config.backend.pace, "speed": config.backend.speed, "notes": []}
+    replay = {"pace": pace, "speed": config.backend.speed, "probe": None, "notes": []}
     imported = import_log(
         folder / LOG_FILE, folder, command=command,
-        replayed=Replayed(config, trace, sender, pace, is_cut=stop is not None),
+        replayed=Replayed(config, trace, sender, replay, is_cut=stop is not None),
     )  # fmt: skip
     if stop is not None:
         raise stop

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from real.config import RealConfig
+from real.clocks import Clock
 from real.driver import RunningBackend, RunningWork
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
@@ -49,6 +49,7 @@ class Bench(NamedTuple):
     """What episodes are run with."""
 
     backend: RunningBackend
+    clock: Clock
     room: Room
     make_scheduler: MakeScheduler
     record: Callable[[Recorder], AbstractContextManager[Recorder]]  # this one, beside those that a run has
@@ -124,7 +125,7 @@ def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
     scheduler = bench.make_scheduler(budget=budget, caching=True if has_prefixes else None)
     stage = _Stage(bench, episode, Random(seed))
     with bench.record(stage) as recorder:
-        drive(serve(stage, scheduler, recorder), stage, RealConfig(pace="as_fast_as_possible"))
+        drive(serve(stage, scheduler, recorder), stage, bench.clock)
     return stage.measured
 
 

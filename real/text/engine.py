@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from real.driver import Drive, RealTimeClock, RunningBackend
+from real.clocks import RealTimeClock
+from real.driver import Drive, RunningBackend
 from real.text.collector import Collector, Progress
 from real.text.inbox import LiveInbox
 from real.text.interrupt import deferred

@@ -72,7 +72,8 @@ class ProfileManifest:
     """What was measured. device: its name in the device library, which a simulation must choose; device_description:
     what the engine calls it. model: the fields of ModelSpec. dtype: of weights as they ran. kv_dtype, sliding_window:
     None is the model's, and all. captured_decodes, captured_tokens: up to which steps of decodes alone, and any other,
-    the engine replayed as graphs, padded; 0: none, or not known."""
+    the engine replayed as graphs, padded; 0: none, or not known. probe_ns: the times are of a machine on which the
+    engine's probe takes so long (backend.pace=probe_scaled); None: as they were measured."""
 
     device: str
     model: dict[str, Any]
@@ -83,6 +84,7 @@ class ProfileManifest:
     sliding_window: int | None = None
     captured_decodes: int = 0
     captured_tokens: int = 0
+    probe_ns: int | None = None
     attention: str = ""
     device_description: str = ""
     driver: str = ""
@@ -98,7 +100,7 @@ class ProfileManifest:
             raise ProfileError(f"{place}: the manifest is {shown(raw)}; expected a JSON object")
         if raw.get("format") != FORMAT:
             raise ProfileError(f"{place}: 'format' is {shown(raw.get('format'))}; expected {FORMAT}")
-        raw = {"captured_decodes": 0, "captured_tokens": 0, **raw}  # not said before there were such
+        raw = {"captured_decodes": 0, "captured_tokens": 0, "probe_ns": None, **raw}  # not said before there were such
         hints = get_type_hints(cls)
         for item in fields(cls):
             if item.name not in raw:
@@ -108,7 +110,7 @@ class ProfileManifest:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
                 raise ProfileError(f"{place}: {item.name!r} is {shown(value)}; expected {names}")
-        for name in ("block_size", "tensor_parallel_size", "sliding_window"):
+        for name in ("block_size", "tensor_parallel_size", "sliding_window", "probe_ns"):
             if raw[name] is not None and not whole(1, MAX_SIZE)(raw[name]):
                 raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 1 to {MAX_SIZE:,}")
         for name in ("captured_decodes", "captured_tokens"):

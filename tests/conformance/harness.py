@@ -179,9 +179,10 @@ class Real(Simulated):
         self.backend = tiny_backend(SPEC, block_size=BLOCK_SIZE, device=device, max_num_batched_tokens=BUDGET)
 
     def drive(self, loop: Loop, backend: Any) -> None:
+        from real.clocks import make_clock
         from real.driver import run
 
-        run(loop, backend, self.config)
+        run(loop, backend, make_clock(self.config))
 
 
 class RealRanks(Real):

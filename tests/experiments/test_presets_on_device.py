@@ -37,7 +37,7 @@ def outputs(requests: list[Request], *overrides: str) -> Requests:
     config = compose_config([*SETTINGS, *overrides])
     inbox, backend = Requests(requests), build_real_backend(config)
     scheduler = build_scheduler(config, Pools(backend.num_gpu_blocks, backend.num_cpu_blocks))
-    run(serve(inbox, scheduler, inbox), backend, config.backend, TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     return inbox
 
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from real.config import RealConfig
 from real.driver import run
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
@@ -96,7 +95,7 @@ def serve_on_engine(composition: str, num_blocks: int, caching: bool) -> Request
     limits = make_limits(seqs=16, budget=48, model_len=256)
     scheduler = make_scheduler(composition, blocks=blocks, limits=limits, eos_token_id=EOS)
     inbox = Requests(REQUESTS)
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()
     return inbox
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from real.config import RealConfig
 from real.driver import run
 from testbed.core.commands import Arrive, Event
 from testbed.core.outcome import Finished
@@ -34,6 +33,9 @@ class TickingClock:
 
     def start(self) -> None:
         self.time = 0
+
+    def before_step(self) -> float:
+        return 1.0
 
     def now_ns(self) -> int:
         self.time += 333_333
@@ -81,7 +83,7 @@ def serve_on_engine(
         composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256, plans=plans)
     )
     inbox = Requests(requests)
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     return inbox
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from real.config import RealConfig
 from real.driver import run
 from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
@@ -290,7 +289,7 @@ def test_every_logit_is_right_under_the_core(spec, references, window, compositi
     )
     requests = requests_of([{}, {"temperature": 1.0}])
     inbox = Named(requests)
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()
     assert {name: len(output) for name, output in inbox.outputs.items()} == {r.request_id: NUM_TOKENS for r in requests}
     prompts = {request.request_id: list(request.prompt_token_ids) for request in requests}
@@ -318,7 +317,7 @@ def serve_groups(requests: list[Request], window: int, composition: str, num_blo
         limits=make_limits(seqs=16, budget=48, model_len=256),
     )
     inbox = GroupRequests(requests)
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()
     return inbox
 

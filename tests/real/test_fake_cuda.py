@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from real.backend import RealBackend
-from real.config import RealConfig
+from real.clocks import SkippingClock
 from real.driver import run
 from real.parallel.distributed import DistributedGroup
 from real.profiler.grid import Episode, Moves, Room
@@ -45,7 +45,7 @@ def served(backend: Any, num_blocks: int, num_cpu_blocks: int, plans: int = 1) -
         limits=make_limits(budget=24, seqs=4, model_len=64, plans=plans),
     )  # fmt: skip
     inbox = Requests(REQUESTS)
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     return inbox
 
 
@@ -295,7 +295,7 @@ def test_episodes_of_a_profile_wait_once_a_step(gpu):
             limits=make_limits(seqs=4, budget=budget, model_len=64),
         )  # fmt: skip
 
-    bench = Bench(engine, room, scheduler, alone, 512, GREEDY)
+    bench = Bench(engine, SkippingClock(), room, scheduler, alone, 512, GREEDY)
     moves = (Moves(3), Moves(0, 3), Moves(2, 2), Moves(0, 0, 2))
     for episode in (
         Episode((9, 20), 2, moves, ((PrefillChunk(0, 20),), (PrefillChunk(8, 5), PrefillChunk(0, 3)))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from real.max_load import _run, _synthetic_load
+from real.max_load import run_load, synthetic_load
 from testbed.errors import DeviceError
 from tests.real.engine_helpers import tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES
@@ -25,7 +25,7 @@ def test_blocks_leave_room_for_the_largest_steps_and_for_captured_decodes(gpu, a
     gpu.reset_peak()
     with torch.inference_mode():
         for load in ([(64, 64)], [(1, 64)] * 40):
-            _run(engine.runner, _synthetic_load(load, 40, 4, 512, torch.device("cuda", 0)), engine.cache.gpu)
+            run_load(engine.runner, synthetic_load(load, 40, 4, 512, torch.device("cuda", 0)), engine.cache.gpu)
     least = free - (gpu.peak - gpu.allocated)
     assert least >= reserve - 2**16, "the largest step goes beyond its share"
     assert least <= reserve + 2**20, "memory is left unused"

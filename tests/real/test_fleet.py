@@ -40,6 +40,9 @@ class Clock:
     def start(self) -> None:
         """It runs already."""
 
+    def before_step(self) -> float:
+        return 1.0
+
     def now_ns(self) -> int:
         self.ns += 1
         return self.ns

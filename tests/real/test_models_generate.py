@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from real.config import RealConfig
 from real.driver import run
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
@@ -63,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
             for i, prompt in enumerate(PROMPTS)
         ]
     )
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     assert inbox.num_cached_tokens > 0
     assert (inbox.num_preemptions > 0) == (spec.sliding_window is None)  # blocks behind a window are given back
     model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from real.clocks import SkippingClock
 from real.profiler.grid import Episode, Moves, Room, design, ladder
 from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
@@ -70,7 +71,7 @@ def bench_of(room: Room, device: Device) -> Bench:
             limits=make_limits(seqs=room.max_num_seqs, budget=budget, model_len=room.max_model_len),
         )
 
-    return Bench(device, room, scheduler, alone, 512, GREEDY)
+    return Bench(device, SkippingClock(), room, scheduler, alone, 512, GREEDY)
 
 
 def shapes_of(room: Room, episode: Episode) -> list[BatchShape]:

@@ -6,8 +6,9 @@ from collections.abc import Generator
 
 import pytest
 
+from real.clocks import RealTimeClock, SkippingClock, make_clock
 from real.config import RealConfig
-from real.driver import RealTimeClock, SkippingClock, run
+from real.driver import run
 from real.late_records import LateRecords
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
@@ -24,6 +25,9 @@ class FakeClock:
 
     def start(self) -> None:
         self.time = 0
+
+    def before_step(self) -> float:
+        return 1.0
 
     def now_ns(self) -> int:
         return self.time
@@ -59,7 +63,7 @@ def drive(commands: list, step_ns: int = 10, schedule_ns: int = 0) -> tuple[list
             clock.time += schedule_ns
         return "end"
 
-    assert run(loop(), FakeBackend(clock, step_ns), RealConfig(), clock) == "end"
+    assert run(loop(), FakeBackend(clock, step_ns), clock) == "end"
     return answers, clock
 
 
@@ -101,7 +105,7 @@ def test_what_the_backend_raises_passes_through():
         yield Execute(PLAN)
 
     with pytest.raises(StopIteration):
-        run(loop(), Broken(), RealConfig(), FakeClock())
+        run(loop(), Broken(), FakeClock())
 
 
 def test_an_interrupt_passes_through():
@@ -112,7 +116,7 @@ def test_an_interrupt_passes_through():
         yield WaitUntil(5)
 
     with pytest.raises(KeyboardInterrupt):
-        run(loop(), FakeBackend(clock, 1), RealConfig(), clock)
+        run(loop(), FakeBackend(clock, 1), clock)
 
 
 def test_an_empty_loop_ends_at_once():
@@ -135,7 +139,7 @@ def test_the_skipping_clock_reaches_any_instant_at_once_and_runs_on():
     assert hour <= clock.now_ns() < hour + 10**9
 
 
-@pytest.mark.parametrize("pace", ["real_time", "as_fast_as_possible"])
+@pytest.mark.parametrize("pace", ["real_time", "as_fast_as_possible", "probe_scaled"])
 def test_the_engine_runs_under_the_driver(pace):
     backend = tiny_backend()
     tokens = [3, 1, 4, 1, 5]
@@ -151,7 +155,7 @@ def test_the_engine_runs_under_the_driver(pace):
             tokens.extend(resume.result.outcomes[0].tokens)
         return tokens
 
-    assert len(run(loop(), backend, RealConfig(pace=pace))) == 8
+    assert len(run(loop(), backend, make_clock(RealConfig(pace=pace), backend))) == 8
 
 
 # --- what is recorded while the device computes ---
@@ -206,7 +210,7 @@ def test_a_step_is_recorded_when_the_next_one_is_launched_and_everything_in_its_
         yield WaitUntil(50)
         late.committed("third")
 
-    run(loop(), NotingBackend(clock, notes), RealConfig(), clock, catch_up=late.catch_up)
+    run(loop(), NotingBackend(clock, notes), clock, catch_up=late.catch_up)
     assert notes == [
         "launched", ("arrived", "r", 0, 0), "waited",
         "launched", ("committed", "first"), ("aborted", "r", 10, 1), "waited",
@@ -236,7 +240,7 @@ def test_what_a_late_recorder_raises_ends_the_run_when_the_step_is_done():
         yield Execute(PLAN)
 
     with pytest.raises(OSError, match="no space left for the first"):
-        run(loop(), NotingBackend(clock, notes), RealConfig(), clock, catch_up=late.catch_up)
+        run(loop(), NotingBackend(clock, notes), clock, catch_up=late.catch_up)
     assert notes == ["launched", "waited", "launched", "waited"]
     late.close()
     assert notes[4:] == [("ended", ["r"], 10)]

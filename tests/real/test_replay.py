@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from real.driver import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
+from real.clocks import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
 from real.replay import MAX_LAG_NS, HostTimes, ReplayLag
 from testbed.core.commands import StepView
 from testbed.core.outcome import Spans, StepResult

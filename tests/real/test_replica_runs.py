@@ -162,7 +162,7 @@ def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
     ("option", "told"),
     [
         ("backend.num_replicas=0", "backend.num_replicas is 0; it must be from 1 to 256"),
-        ("backend.num_replicas=2 backend.pace=cpu_time", "backend.pace=cpu_time is the CPU time of one process"),
+        ("backend.num_replicas=2 backend.pace=cpu_time", "backend.pace=cpu_time is the time of one process"),
         ("backend.num_replicas=2 backend.router=leastloaded", "did you mean 'least_loaded'"),
         ("backend.num_replicas=2 model.path=/nowhere", "/nowhere"),
         ("backend.num_replicas=2 backend.load_format=safetensors", "replica 0 failed: "),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from real.config import RealConfig
 from real.driver import run
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
@@ -102,7 +101,7 @@ def serve_on_engine(
     limits = make_limits(seqs=16, budget=budget, model_len=256)
     scheduler = make_scheduler(composition, blocks=blocks, limits=limits, eos_token_id=EOS, preemption=preemption)
     inbox = Ends(requests)
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()
     return inbox
 

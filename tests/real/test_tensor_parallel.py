@@ -145,7 +145,7 @@ def serve_on(backend: Twin, num_blocks: int) -> Requests:
     limits = make_limits(seqs=16, budget=24, model_len=256)
     scheduler = make_scheduler("unified", blocks=blocks, limits=limits, eos_token_id=EOS)
     inbox = Requests(REQUESTS)
-    run(serve(inbox, scheduler, inbox), backend, RealConfig(), TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock())
     return inbox
 
 

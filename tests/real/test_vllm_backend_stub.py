@@ -141,7 +141,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path, seed: 
     backend = start(tmp_path, is_async=is_async)
     scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=is_async)), Pools(NUM_BLOCKS, 0))
     source = Aborting(requests, aborts)
-    run(serve(backend.inbox(source), scheduler, source), backend, SimpleNamespace(pace="real_time"), TickingClock())
+    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
     llm = backend._llm
     aborted = {name for name, request in llm.requests.items() if request.status == vllm.RequestStatus.FINISHED_ABORTED}
     assert aborted <= {name for _, name in aborts}
@@ -160,7 +160,7 @@ def test_a_pool_that_is_too_small_preempts(tmp_path: Path, is_async: bool) -> No
     source = Requests([
         Request(f"r{i}", [i] * 6, sampling=SamplingParams(max_tokens=24, ignore_eos=True)) for i in range(6)
     ])  # fmt: skip
-    run(serve(backend.inbox(source), scheduler, source), backend, SimpleNamespace(pace="real_time"), TickingClock())
+    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
     assert source.num_preemptions > 0
     assert [len(source.outputs[f"r{i}"]) for i in range(6)] == [24] * 6
 
@@ -179,7 +179,7 @@ def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(tmp_path: Pat
         return made
 
     backend._engine.step = lambda: step(backend._llm)
-    run(serve(backend.inbox(source), scheduler, source), backend, SimpleNamespace(pace="real_time"), TickingClock())
+    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
     assert num_queued[:-1] == [1] * (len(num_queued) - 1)
     assert num_queued[-1] == 0
     assert (len(num_queued), scheduler.num_steps) == (10, 9)  # the last turn waits alone

@@ -1,0 +1,174 @@
+"""How a run's time passes: clocks that start at 0, are read and waited on, and told when a step begins. No torch."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Protocol
+
+from testbed.core.outcome import Spans
+from testbed.errors import ConfigError
+
+SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
+SPIN_NS = 200_000  # the end of a wait is spun: a sleep oversleeps by about 100 us
+PROBE_EVERY_NS = 20_000_000  # of steps; or ten times as long as a probe takes, if that is longer
+NUM_FOR_REFERENCE = 100  # probes, each after so many bytes of other memory, as steps leave the caches
+ELSEWHERE_BYTES = 16 * 2**20
+NUM_FOR_RATE = 3  # the median of so many counts, the last ones: an interrupt stretches one
+
+
+class Clock(Protocol):
+    """The run's time, in ns since `start`."""
+
+    def start(self) -> None: ...
+    def now_ns(self) -> int: ...
+    def wait_until(self, until_ns: int) -> None: ...
+
+    def before_step(self) -> float:
+        """Told when a step is about to begin. How many ns of this clock a ns of the machine makes until the next."""
+        ...
+
+
+class RealTimeClock:
+    """Waits by sleeping, and spins for the last SPIN_NS. read_ns, sleep: the machine's clock, for tests."""
+
+    def __init__(
+        self, read_ns: Callable[[], int] = time.perf_counter_ns, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._read_ns, self._sleep = read_ns, sleep
+        self._origin_ns = read_ns()
+
+    def start(self) -> None:
+        self._origin_ns = self._read_ns()
+
+    def now_ns(self) -> int:
+        return self._read_ns() - self._origin_ns
+
+    def wait_until(self, until_ns: int) -> None:
+        while (left_ns := until_ns - SPIN_NS - self.now_ns()) > 0:
+            self._sleep(min(left_ns / 1e9, SLEEP_SLICE_S))
+        while self.now_ns() < until_ns:
+            pass
+
+    def before_step(self) -> float:
+        return 1.0
+
+    def describe(self) -> dict[str, Any] | None:
+        """For the manifest: by what time was scaled; None: by nothing."""
+        return None
+
+
+class SkippingClock(RealTimeClock):
+    """Waits by moving forward: steps take the time they take, idle time takes none."""
+
+    def wait_until(self, until_ns: int) -> None:
+        self._origin_ns -= max(0, until_ns - self.now_ns())
+
+
+class CpuTimeClock(RealTimeClock):
+    """The CPU time of this process: what others do on the machine takes none of it. Waits by spinning. Steps that
+    compute with one thread take the time that they would take on a machine of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(time.process_time_ns, lambda seconds: None)
+
+
+class ProbeScaledClock(RealTimeClock):
+    """Time on a machine that is always as fast as it was when `probe`, a small piece of an engine's own work, took
+    `probe_ns`: the probe is run again before a step every PROBE_EVERY_NS, and what follows is scaled by how long it
+    took. While it runs the clock stands, and idle time takes none. probe_ns: None measures it, at `start`."""
+
+    def __init__(
+        self, probe: Callable[[], None], probe_ns: int | None = None,
+        read_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:  # fmt: skip
+        super().__init__(read_ns)
+        self.probe_ns = probe_ns
+        self._probe = probe
+        self._rate, self._now_ns, self._read_at_ns = 1.0, 0, 0  # ns of this clock in one of the machine's, since then
+        self._probed_at_ns = 0
+        self._took_ns = array("q")
+
+    def start(self) -> None:
+        if self.probe_ns is None:
+            self.probe_ns = self._reference_ns()
+        self._took_ns = array("q", [self._timed() for _ in range(NUM_FOR_RATE - 1)])
+        self._look()
+        self._now_ns = 0
+
+    def _reference_ns(self) -> int:
+        elsewhere, took_ns = bytearray(ELSEWHERE_BYTES), []
+        for _ in range(NUM_FOR_REFERENCE):
+            bytes(elsewhere)
+            took_ns.append(self._timed())
+        return round(median(took_ns))
+
+    def now_ns(self) -> int:
+        return self._now_ns + round((self._read_ns() - self._read_at_ns) * self._rate)
+
+    def wait_until(self, until_ns: int) -> None:
+        self._now_ns += max(0, until_ns - self.now_ns())
+
+    def before_step(self) -> float:
+        if self._read_ns() - self._probed_at_ns >= max(PROBE_EVERY_NS, 10 * self._took_ns[-1]):
+            self._look()
+        return self._rate
+
+    def _look(self) -> None:
+        """Finds out how fast the machine is; the clock stands meanwhile."""
+        assert self.probe_ns is not None
+        self._now_ns = self.now_ns()
+        self._took_ns.append(self._timed())
+        self._rate = self.probe_ns / median(self._took_ns[-NUM_FOR_RATE:])
+        self._read_at_ns = self._probed_at_ns = self._read_ns()
+
+    def _timed(self) -> int:
+        began_ns = self._read_ns()
+        self._probe()
+        return max(1, self._read_ns() - began_ns)
+
+    def describe(self) -> dict[str, Any] | None:
+        """probe_ns, and how long the run's probes took beside it: 1.2 is a machine that was a fifth slower."""
+        ordered = sorted(self._took_ns)
+        at = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
+        return {
+            "probe_ns": self.probe_ns,
+            "num_probes": len(ordered),
+            "slowness": {
+                name: ordered[min(int(share * len(ordered)), len(ordered) - 1)] / self.probe_ns
+                for name, share in at.items()
+                if ordered and self.probe_ns
+            },
+        }
+
+
+def scaled(spans: Spans, rate: float) -> Spans:
+    """What an engine measured on the machine's clock, on one of another rate."""
+    if rate == 1.0:
+        return spans
+    return Spans(*(int(getattr(spans, name) * rate) for name in Spans.FIELDS))
+
+
+class Paced(Protocol):
+    """Configuration that says how time passes."""
+
+    @property
+    def pace(self) -> str: ...
+
+
+def make_clock(config: Paced, engine: object = None) -> RealTimeClock:
+    """engine: what the time of a probe is that of. Raises ConfigError if it has none."""
+    if config.pace == "probe_scaled":
+        probe = getattr(engine, "probe", None)
+        if probe is None:
+            raise ConfigError(
+                "backend.pace=probe_scaled needs one engine of backend=real, in this process, on a CPU; choose another "
+                "backend.pace"
+            )
+        return ProbeScaledClock(probe, getattr(config, "probe_ns", None))
+    clocks: dict[str, type[RealTimeClock]] = {
+        "real_time": RealTimeClock, "as_fast_as_possible": SkippingClock, "cpu_time": CpuTimeClock
+    }  # fmt: skip
+    return clocks[config.pace]()

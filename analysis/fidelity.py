@@ -150,7 +150,8 @@ def ranking_agreement(
 
     `pairs`: policy -> its sim run, its real run and the repeats of that (their mean counts), all on one trace.
     Columns: metric, num_policies, kendall_tau (tau-b; None for fewer than two policies or all equal), sim_winner,
-    real_winner, same_winner, real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of
+    real_winner, same_winner, regret (by what share of the best real value sim_winner's is worse; 0 if it is that),
+    real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of
     policies whose real values differ by more than the metric's `noise` and by more than `margin`; num_same_order:
     those that sim orders alike; winner_is_clear: whether the best real value is so far from every other.
     """
@@ -160,7 +161,7 @@ def ranking_agreement(
         values = {name: (_mean([sim], path), _mean(reals, path)) for name, (sim, *reals) in pairs.items()}
         known = {name: (sim, real) for name, (sim, real) in values.items() if sim is not None and real is not None}
         row: dict[str, Any] = {"metric": path, "num_policies": len(known), "kendall_tau": None}
-        row |= {"sim_winner": None, "real_winner": None, "same_winner": None, "real_spread": None}
+        row |= {"sim_winner": None, "real_winner": None, "same_winner": None, "regret": None, "real_spread": None}
         row |= {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}
         if len(known) >= 2:
             sign = FIDELITY_METRICS.get(path, -1)
@@ -174,6 +175,8 @@ def ranking_agreement(
             row["real_winner"] = names[int(np.argmax(np.array(reals) * sign))]
             row["real_spread"] = max(reals) / min(reals) - 1.0 if min(reals) > 0 else None
             row["same_winner"] = row["sim_winner"] == row["real_winner"]
+            best, picked = (known[row[name]][1] for name in ("real_winner", "sim_winner"))
+            row["regret"] = abs(picked - best) / best if best > 0 else None
             threshold = max(margin, (noise or {}).get(path, 0.0))
             row |= _order(list(known.values()), threshold)
             first, second = sorted(reals, key=lambda value: -sign * value)[:2]

@@ -205,7 +205,7 @@ def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
             continue
         missed = [
             f"{metric_of(str(row['metric'])).label} "
-            f"({row['sim_winner']}, where the engine's best is {row['real_winner']})"
+            f"({row['sim_winner']}, there {_share(row['regret'])} behind {row['real_winner']})"
             for row in told[~told["same_winner"].astype(bool)].to_dict("records")
         ]
         said.append(
@@ -214,6 +214,10 @@ def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
             + (f"; not in {fmt.listing(missed)}." if missed else ".")
         )
     return said
+
+
+def _share(value: float | None) -> str:
+    return "somewhat" if value is None else f"{fmt.significant(100 * value, 2)} %"
 
 
 def fidelity_findings(

@@ -17,6 +17,12 @@ MAX_NUM_REPLICAS = 256
 MAX_NUM_THREADS = 1024  # torch does not survive many more
 
 
+def check_probe(pace: str, probe_ns: int | None) -> None:
+    require_whole_or_null("backend.probe_ns", probe_ns, 1)
+    if probe_ns is not None and pace != "probe_scaled":
+        raise ConfigError("backend.probe_ns is of backend.pace=probe_scaled; choose it, or leave probe_ns out")
+
+
 @dataclass(frozen=True, slots=True)
 class RealConfig:
     """How the engine runs; what it runs is a ModelSpec, what it is fed is a plan.
@@ -67,9 +73,7 @@ class RealConfig:
         require_whole("backend.max_captured_tokens", self.max_captured_tokens, 0)
         for name in ("k_scale", "v_scale", "rank_timeout_s"):
             require(f"backend.{name}", getattr(self, name), getattr(self, name) > 0, "a finite number above 0")
-        require_whole_or_null("backend.probe_ns", self.probe_ns, 1)
-        if self.probe_ns is not None and self.pace != "probe_scaled":
-            raise ConfigError("backend.probe_ns is of backend.pace=probe_scaled; choose it, or leave probe_ns out")
+        check_probe(self.pace, self.probe_ns)
         require("backend.speed", self.speed, self.speed > 0, "above 0: 2 replays a trace twice as fast")
         require_whole_or_null("backend.num_threads", self.num_threads, 1, MAX_NUM_THREADS)
         require_whole("backend.num_replicas", self.num_replicas, 1, MAX_NUM_REPLICAS)

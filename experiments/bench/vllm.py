@@ -1,10 +1,10 @@
 """`testbed bench vllm`: vLLM, this testbed's simulator, and its scheduler inside vLLM, on the same traces.
 
 Run it in vLLM's environment (docs/vllm.md). A random model of a few layers is served on the CPU with one thread. The
-simulator's prices are fitted to observed runs of other traces. Every run is a process of its own; time is the process's
-CPU time, as hosts are shared: what others do on the machine is not measured. How much a CPU second does drifts all the
-same, by a tenth within minutes: so whole rounds of runs are made, in each of which the runs that prices are fitted to
-and those that they are judged on come by turns.
+simulator's prices are fitted to observed runs of other traces. Every run is a process of its own. As hosts are shared,
+time is scaled by a probe (backend.pace=probe_scaled), of vLLM by a step of vLLM's and of our engine by one of its own,
+the same in all runs; and whole rounds of runs are made, in each of which the runs that prices are fitted to and those
+that they are judged on come by turns.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SHARED = [
     "trace.prompt={kind:lognormal,value:160,sigma:0.8,min_tokens:8,max_tokens:600}",
     "trace.output={kind:lognormal,value:50,sigma:0.6,min_tokens:4,max_tokens:200}",
 ]  # fmt: skip
-VLLM = ["backend=vllm", "backend.load_format=dummy", "backend.enforce_eager=true", "backend.pace=cpu_time"]
+VLLM = ["backend=vllm", "backend.load_format=dummy", "backend.enforce_eager=true", "backend.pace=probe_scaled"]
 ENGINE = [
     "backend=real", "backend.device=cpu", "backend.load_format=dummy", "backend.num_threads=1",
-    "backend.pace=cpu_time",
+    "backend.pace=probe_scaled",
 ]  # fmt: skip
 ROOMY, TIGHT = "cache.num_gpu_blocks=600", "cache.num_gpu_blocks=60"
 POLICIES = {
@@ -60,12 +60,15 @@ class Bench:
 
     def __init__(self, folder: Path, num_requests: int) -> None:
         self.folder, self._num_requests = folder, num_requests
+        self._probes: dict[str, list[str]] = {}  # by backend, what its probe takes
         self.model = folder / "model"
         self.model.mkdir(parents=True, exist_ok=True)
         (self.model / "config.json").write_text(json.dumps(MODEL))
 
     def run(self, name: str, *settings: str) -> Run:
+        """settings: with the probe of the first run on the same backend, which is measured there."""
         folder = self.folder / name
+        settings = (*settings, *self._probes.get(settings[0], []))
         if not (folder / "done").exists():
             command = [
                 sys.executable, "-m", "experiments", "run", f"model.path={self.model}", *SHARED,
@@ -76,7 +79,10 @@ class Bench:
             if done.returncode:
                 reason = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
                 raise TestbedError(f"{name} failed: {reason[-1] if reason else f'exit status {done.returncode}'}")
-        return load_run(folder)
+        run = load_run(folder)
+        if run.manifest["replay"] is not None:
+            self._probes.setdefault(settings[0], [f"backend.probe_ns={run.manifest['replay']['probe']['probe_ns']}"])
+        return run
 
 
 def main(arguments: Sequence[str]) -> int:

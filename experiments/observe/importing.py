@@ -74,7 +74,10 @@ def import_log(
     finally:
         recorder.close()
     lines = _write_case(log, folder, file)
-    lines += [f"no profile   {unpriced}"] if unpriced else _write_profile(log, folder, config, measured, command)
+    probe_ns = None if replayed is None else (replayed.replay["probe"] or {}).get("probe_ns")
+    lines += (
+        [f"no profile   {unpriced}"] if unpriced else _write_profile(log, folder, config, measured, command, probe_ns)
+    )
     manifest = _manifest(log, config, trace, recorder, command)
     if replayed is not None:
         manifest |= {"replay": replayed.replay, "identity": identity_of(config).describe()}
@@ -165,8 +168,9 @@ def _write_case(log: ObservedLog, folder: Path, file: Path) -> list[str]:
 
 
 def _write_profile(
-    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str
-) -> list[str]:
+    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str,
+    probe_ns: int | None,
+) -> list[str]:  # fmt: skip
     """Of a synchronous run: with a plan ahead nothing tells the device's time from the host's."""
     if log.header["config"]["async_scheduling"]:
         return ["no profile   asynchronous steps overlap: what each costs by itself is not known"]
@@ -175,8 +179,8 @@ def _write_profile(
     manifest = ProfileManifest(
         device=config.device.name, model=asdict(config.model), block_size=config.cache.block_size,
         dtype=config.model.dtype or "", tensor_parallel_size=said["tensor_parallel_size"],
-        kv_dtype=None if kv_dtype == "auto" else kv_dtype, attention="vllm", device_description=said["name"],
-        versions={"vllm": log.header["vllm"]}, date=_date(log), command=command,
+        kv_dtype=None if kv_dtype == "auto" else kv_dtype, probe_ns=probe_ns, attention="vllm",
+        device_description=said["name"], versions={"vllm": log.header["vllm"]}, date=_date(log), command=command,
     )  # fmt: skip
     steps = [(one.shape, one.spans, one.period_ns) for one in measured if not one.shape.is_empty]
     write_profile(folder / PROFILE_FILE, manifest, number_repeats(steps))

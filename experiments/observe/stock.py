@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,22 +37,22 @@ _TOLD_OF_CACHE = (
 def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str) -> Imported:
     """Runs the trace to its end and makes the folder a run's; after Ctrl-C, of what was finished, and raises it."""
     assert isinstance(config.backend, VllmConfig)
-    if (pace := config.backend.pace) in ("as_fast_as_possible", "probe_scaled"):
-        raise ConfigError(f"backend.pace={pace} moves a clock that vLLM's own scheduler does not look at")
     options = options_of_stock(config) | (config.backend.options or {})
     folder.mkdir(parents=True, exist_ok=True)
     started = replace(config, backend=replace(config.backend, options=options))
     backend = build.build_vllm_backend(started, observe=folder / LOG_FILE)
-    is_cpu_time = config.backend.pace == "cpu_time"
-    sender = Sender([], (time.process_time_ns if is_cpu_time else time.monotonic_ns)())
+    clock = make_clock(config.backend, backend)
+    clock.start()
+    sender = Sender([], backend.log_by(clock.now_ns))
     stop: KeyboardInterrupt | None = None
     try:
-        _serve(backend, inbox, make_clock(config.backend), sender.requests)
+        _serve(backend, inbox, clock, sender.requests)
     except KeyboardInterrupt as pressed:
         stop = pressed
     finally:
         backend.close()
-    replay = {"pace": pace, "speed": config.backend.speed, "probe": None, "notes": []}
+    how = config.backend
+    replay = {"pace": how.pace, "speed": how.speed, "probe": clock.describe(), "notes": []}
     imported = import_log(
         folder / LOG_FILE, folder, command=command,
         replayed=Replayed(config, trace, sender, replay, is_cut=stop is not None),
@@ -97,7 +96,6 @@ def options_of_stock(config: RunConfig) -> dict[str, Any]:
 def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request]) -> None:
     """The loop of a server: what is due is added, then vLLM takes a step."""
     live: dict[str, Request] = {}
-    clock.start()
     while True:
         for event in inbox.due(clock.now_ns()):
             if isinstance(event, Arrive):
@@ -107,6 +105,7 @@ def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request]
             elif isinstance(event, Abort) and live.pop(event.request_id, None) is not None:
                 backend.abort(event.request_id)
         if live:
+            clock.before_step()
             ended = [live.pop(name) for name in backend.step_alone() if name in live]
             if ended:
                 now_ns = clock.now_ns()

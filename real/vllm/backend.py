@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from real.vllm.config import VllmConfig
@@ -60,7 +61,6 @@ class VllmBackend:
         from real.vllm.observer import device_name
         from real.vllm.seated import SeatedScheduler
 
-        clock = "cpu" if config.pace == "cpu_time" else "wall"
         observed = "real.vllm.ObservedAsyncScheduler" if is_async else "real.vllm.ObservedScheduler"
         options: dict[str, Any] = {
             "model": model_path, "skip_tokenizer_init": True, "load_format": config.load_format,
@@ -73,7 +73,7 @@ class VllmBackend:
             **({} if num_gpu_blocks is None else {"num_gpu_blocks_override": num_gpu_blocks + 1}),
             **({} if config.dtype is None else {"dtype": config.dtype}),
             **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
-            **({} if observe is None else {"additional_config": {"testbed": {"observe": observe, "clock": clock}}}),
+            **({} if observe is None else {"additional_config": {"testbed": {"observe": observe}}}),
             **(config.options or {}),
         }  # fmt: skip
         try:
@@ -90,7 +90,7 @@ class VllmBackend:
                 f"scheduler.async_scheduling is {str(is_async).lower()}, and vLLM has turned it "
                 f"{'off' if is_async else 'on'} on this platform: set it to {str(not is_async).lower()}"
             )
-        self.is_async = is_async
+        self.is_async, self._tensor_parallel_size = is_async, tensor_parallel_size
         self._in_flight: deque[VllmWork] = deque()
         self._results: deque[tuple[tuple[Outcome, ...] | None, Spans]] = deque()  # not waited for yet
         self._taken_ns = 0  # when the last result came
@@ -100,6 +100,23 @@ class VllmBackend:
         self.attention_name, self.load_format = "vllm", config.load_format
         self.attention_reasons = {"vllm": "vLLM chooses by itself"}
         self.device_description = device_name()
+
+    @property
+    def probe(self) -> Callable[[], None] | None:
+        """vLLM's own step without requests, of one token; None: not on a CPU, or not in this process alone."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu() or self._tensor_parallel_size > 1:
+            return None
+        step: Callable[[], None] = self._engine.engine_core.engine_core.execute_dummy_batch
+        return step
+
+    def log_by(self, now_ns: Callable[[], int]) -> int:
+        """The observer's log goes on by another clock; the instant, in the log, at which that stood at 0."""
+        log = self._scheduler.testbed_log
+        origin_ns: int = log.now_ns() - now_ns()
+        log.now_ns = lambda: origin_ns + now_ns()
+        return origin_ns
 
     def inbox(self, source: Inbox) -> VllmInbox:
         """The same events, which vLLM is told of as the loop is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from real.config import PACES
+from real.config import PACES, check_probe
 from testbed.checks import choose, require
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -15,8 +15,8 @@ DECIDERS = ("testbed", "vllm")
 @dataclass(frozen=True)
 class VllmConfig:
     """How vLLM runs; the model is model.path. decides: this testbed's scheduler inside vLLM, or vLLM's own, observed.
-    dtype: None takes the model's. load_format: `dummy` draws random weights. pace, speed: as of backend=real. options:
-    more arguments of vllm.LLM.
+    dtype: None takes the model's. load_format: `dummy` draws random weights. pace, probe_ns, speed: as of backend=real.
+    options: more arguments of vllm.LLM.
     """
 
     decides: str = "testbed"
@@ -24,12 +24,14 @@ class VllmConfig:
     load_format: str = "auto"
     enforce_eager: bool = False
     pace: str = "real_time"
+    probe_ns: int | None = None
     speed: float = 1.0
     options: Any = None
 
     def __post_init__(self) -> None:
         for name, choices in (("decides", DECIDERS), ("load_format", LOAD_FORMATS), ("pace", PACES)):
             choose(f"backend.{name}", getattr(self, name), choices)
+        check_probe(self.pace, self.probe_ns)
         require("backend.speed", self.speed, self.speed > 0, "a finite number above 0")
         is_mapping = isinstance(self.options, dict | None)
         require("backend.options", self.options, is_mapping, "a mapping of arguments of vllm.LLM")

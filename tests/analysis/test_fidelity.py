@@ -50,7 +50,7 @@ def test_ranking_agreement(tmp_path):
         for name, (sim, real) in times.items()
     }
     row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"]).iloc[0]
-    assert (row.sim_winner, row.real_winner, row.same_winner) == ("a", "a", True)
+    assert (row.sim_winner, row.real_winner, row.same_winner, row.regret) == ("a", "a", True, 0.0)
     assert row.kendall_tau == pytest.approx(1 / 3)
     assert row.real_spread == pytest.approx(2.0)
     assert (row.num_told_apart, row.num_same_order) == (3, 2)
@@ -67,6 +67,7 @@ def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_
     }
     row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"], noise).iloc[0]
     assert (row.num_told_apart, row.num_same_order) == (1, 0)
+    assert (row.sim_winner, row.real_winner, row.regret) == ("b", "a", pytest.approx(0.2))
     with pytest.raises(RunFolderError, match="different traces"):
         fidelity.real_noise([(first, run_of(tmp_path / "other", [S], "g"))])
 

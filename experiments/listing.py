@@ -122,6 +122,13 @@ def print_summary(result: RunResult) -> None:
             uneven, done = replicas["imbalance"]["requests"], "was sent"
         said = "nothing came" if uneven is None else f"the busiest {done} {uneven:.3g} times the mean"
         print(f"replicas     {replicas['num']} by {replicas['router']}: {said}")
+    probe = (summary["replay"] or {}).get("probe")
+    if probe is not None:
+        slow, probe_ns = probe["slowness"], probe["probe_ns"]
+        print(
+            f"clock        scaled by a probe: its {probe_ns / 1e6:.3g} ms took {slow['p50']:.2f} times as long "
+            f"(P10 {slow['p10']:.2f}, P90 {slow['p90']:.2f}); for runs to compare: backend.probe_ns={probe_ns}"
+        )
     for note in result.notes:
         print(f"note         {note}")
     print(f"{result.status:<12} {result.folder}")

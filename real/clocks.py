@@ -164,7 +164,7 @@ def make_clock(config: Paced, engine: object = None) -> RealTimeClock:
         probe = getattr(engine, "probe", None)
         if probe is None:
             raise ConfigError(
-                "backend.pace=probe_scaled needs one engine of backend=real, in this process, on a CPU; choose another "
+                "backend.pace=probe_scaled needs one engine in this process, on a CPU, without ranks; choose another "
                 "backend.pace"
             )
         return ProbeScaledClock(probe, getattr(config, "probe_ns", None))

@@ -20,7 +20,7 @@ MAX_NUM_THREADS = 1024  # torch does not survive many more
 def check_probe(pace: str, probe_ns: int | None) -> None:
     require_whole_or_null("backend.probe_ns", probe_ns, 1)
     if probe_ns is not None and pace != "probe_scaled":
-        raise ConfigError("backend.probe_ns is of backend.pace=probe_scaled; choose it, or leave probe_ns out")
+        raise ConfigError("backend.probe_ns is of backend.pace=probe_scaled; choose it, or set probe_ns=null")
 
 
 @dataclass(frozen=True, slots=True)

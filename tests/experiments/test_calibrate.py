@@ -18,11 +18,13 @@ FAST = ("--quick", "--repeats", "1", "--requests", "0")
 
 def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     folder = tmp_path / "calibration"
-    said = say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(folder))
+    said = say(capsys, "calibrate", *ENGINE, "backend.pace=probe_scaled", *FAST, "--out", str(folder))
     assert said.status == 0, said.err
     profile = read_profile(folder / "profile.parquet")
     assert profile.manifest.command.startswith("testbed calibrate model=tiny")
     assert profile.manifest.device == "cpu"
+    yardstick = f"runs of backend.pace=probe_scaled backend.probe_ns={profile.manifest.probe_ns}"
+    assert yardstick in said.out
     assert profile.manifest.attention in ("cpu", "torch"), "the kernel, or without a C compiler the reference"
     shapes = {step.shape for step in profile.steps}
     assert max(shape.num_blocks_swapped_out for shape in shapes) == 16

@@ -145,3 +145,17 @@ def test_the_simulator_needs_lengths(capsys, tmp_path):
     assert config.trace.forced == "lengths"
     said = say(capsys, "run", *TINY, *SHORT, "trace.forced=lengths", f"hydra.run.dir={tmp_path / 'run'}")
     assert said.status == 0
+
+
+def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_same(capsys, tmp_path):
+    paced = [*TINY, *SHORT, *REAL, "backend.pace=probe_scaled"]
+    said = say(capsys, "run", *paced, f"hydra.run.dir={tmp_path / 'first'}")
+    assert said.status == 0, said.err
+    probe = manifest_of(tmp_path / "first")["replay"]["probe"]
+    assert probe["num_probes"] >= 3
+    assert f"for runs to compare: backend.probe_ns={probe['probe_ns']}" in said.out
+    again = say(capsys, "run", *paced, f"backend.probe_ns={probe['probe_ns']}", f"hydra.run.dir={tmp_path / 'again'}")
+    assert again.status == 0, again.err
+    assert manifest_of(tmp_path / "again")["replay"]["probe"]["probe_ns"] == probe["probe_ns"]
+    alone = say(capsys, "run", *TINY, *SHORT, *REAL, "backend.probe_ns=9", f"hydra.run.dir={tmp_path / 'no'}")
+    assert "backend.probe_ns is of backend.pace=probe_scaled; choose it, or set probe_ns=null" in alone.error()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 
@@ -188,6 +189,25 @@ def too_noisy(noise: Mapping[str, float]) -> list[str]:
     ]
 
 
+def probe_of(manifest: Mapping[str, Any]) -> int | None:
+    """What a real run's times are scaled to, ns of a probe; None: they are as they were measured."""
+    found: int | None = ((manifest.get("replay") or {}).get("probe") or {}).get("probe_ns")
+    return found
+
+
+def unlike_clocks(probes: Iterable[int | None]) -> tuple[str, ...]:
+    """A warning, one sentence, where times that are compared are not of one clock. probes: as `probe_of`."""
+    found = sorted(set(probes), key=lambda probe: probe or 0)
+    if len(found) < 2:
+        return ()
+    plain = "as they were measured"
+    said = [plain if probe is None else f"scaled to a probe of {fmt.seconds(probe / 1e9)}" for probe in found]
+    return (
+        f"Times that are compared here are {fmt.listing(said)}: errors are off by as much. Give every run, and "
+        "`testbed calibrate`, the same backend.pace and backend.probe_ns.",
+    )
+
+
 def _largest(noise: Mapping[str, float]) -> tuple[float, str]:
     """Of the metrics that are told, those aside that hang on a few requests; and which it is."""
     return max(((noise[path], path) for path in _ERRORS_TOLD if path in noise and "p99" not in path), default=(0.0, ""))
@@ -205,7 +225,7 @@ def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
             continue
         missed = [
             f"{metric_of(str(row['metric'])).label} "
-            f"({row['sim_winner']}, there {_share(row['regret'])} behind {row['real_winner']})"
+            f"({row['sim_winner']}, on the engine {_share(row['regret'])} behind {row['real_winner']})"
             for row in told[~told["same_winner"].astype(bool)].to_dict("records")
         ]
         said.append(
@@ -217,7 +237,7 @@ def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
 
 
 def _share(value: float | None) -> str:
-    return "somewhat" if value is None else f"{fmt.significant(100 * value, 2)} %"
+    return "somewhat" if value is None or math.isnan(value) else f"{fmt.significant(100 * value, 2)} %"
 
 
 def fidelity_findings(

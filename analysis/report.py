@@ -291,6 +291,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
     everything = [*runs, *[run for pair in report.pairs for run in pair.runs]]
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise([pair.reals for pair in report.pairs])
+    clocks = findings.unlike_clocks(findings.probe_of(run.manifest) for run in everything if run.manifest.get("replay"))
     commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
     measured = fidelity_section(report, sections, noise)
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
@@ -299,7 +300,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
         "question": report.question or _default_question(report.arms, baseline),
         "ran": _what_ran(everything),
         "baseline": _baseline_text(report, baseline),
-        "cautions": [*findings.failed_checks(links, everything), *findings.too_noisy(noise), *report.cautions],
+        "cautions": [*findings.failed_checks(links, everything), *findings.too_noisy(noise), *clocks, *report.cautions],
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
         "slo": None if slo is None else tables.slo_text(slo),

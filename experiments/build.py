@@ -13,7 +13,7 @@ from experiments.config import RunConfig
 from experiments.costs import block_bytes, build_cost, sliding_window, unread_settings
 from experiments.estimator import CostEstimator
 from experiments.foreign import policy_failure
-from experiments.on_device import check_hits, check_plans_ahead
+from experiments.on_device import check_hits, check_pace, check_plans_ahead
 from experiments.policies import make_policy
 from experiments.run_folder import read_config
 from experiments.settings import (
@@ -374,6 +374,7 @@ def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str
     assert isinstance(config.backend, RealConfig)
     check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
     check_plans_ahead(config)
+    check_pace(config)
     return {
         **_bounds_of_engine(config),
         "num_cpu_blocks": num_cpu_blocks(config),

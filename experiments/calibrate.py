@@ -111,7 +111,8 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
 
 
 def together(*profiles: Profile) -> Profile:
-    """Profiles of the same engine as one, under the manifest of the first."""
+    """Profiles of the same engine, measured by the same clock, as one, under the manifest of the first."""
+    assert len({one.manifest.probe_ns for one in profiles}) == 1, "times of different probes do not go together"
     steps = [(step.shape, step.spans, step.total_ns) for one in profiles for step in one.steps]
     return Profile(profiles[0].manifest, number_repeats(steps))
 

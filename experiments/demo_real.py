@@ -63,16 +63,18 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
         Pair(name, run_point(_simulated(point, fitted), out / "sim-of-real" / _slug(name)), first, tuple(again))
         for (name, point), (first, *again) in zip(points.items(), reals.values(), strict=True)
     ]
-    return Fidelity(pairs, f"{scale:g} x the rate, {_scaled_by(reals)}, {fitted.description}")
+    return Fidelity(pairs, f"{scale:g} x the rate, {_scaled_by(reals)}{fitted.description}")
 
 
 def _scaled_by(reals: dict[str, list[Run]]) -> str:
-    """How steady the machine was."""
+    """How steady the machine was, as far as that was looked at."""
     probes = [run.manifest["replay"]["probe"] for runs in reals.values() for run in runs]
+    if None in probes:
+        return ""
     medians = [probe["slowness"]["p50"] for probe in probes]
     return (
         f"time scaled by a probe (a step of one token), which took {min(medians):.2f} to {max(medians):.2f} times its "
-        f"{probes[0]['probe_ns'] / 1e6:.2g} ms"
+        f"{probes[0]['probe_ns'] / 1e6:.2g} ms, "
     )
 
 
@@ -86,16 +88,12 @@ def _make_model(folder: Path) -> Path:
 
 
 def _real_overrides(model: Path, *, quick: bool) -> list[str]:
-    # one thread, and time scaled by a probe: the steadiest on a machine that others use too
+    from real.device import resolve_device
+
+    # one thread, and time scaled by a probe: the steadiest on a machine that others use too; a GPU is one's own
+    pace = ["backend.pace=probe_scaled"] if resolve_device("auto").type == "cpu" else []
     short = ["trace.limit=50"] if quick else []
-    return [
-        "experiment=demo_real",
-        f"model.path={model}",
-        "backend=real",
-        "backend.num_threads=1",
-        "backend.pace=probe_scaled",
-        *short,
-    ]
+    return ["experiment=demo_real", f"model.path={model}", "backend=real", "backend.num_threads=1", *pace, *short]
 
 
 def _simulated(overrides: list[str], fitted: Fitted) -> list[str]:

@@ -58,6 +58,19 @@ def check_plans_ahead(config: RunConfig) -> None:
         )
 
 
+def check_pace(config: RunConfig) -> None:
+    """Refuses a probe where nothing is probed. Raises ConfigError."""
+    if getattr(config.backend, "pace", None) != "probe_scaled":
+        return
+    ranks = config.tensor_parallel_size
+    for key, is_meant in (
+        (f"device.tensor_parallel_size={ranks}", ranks > 1),
+        ("backend.device=cuda", getattr(config.backend, "device", None) == "cuda"),
+    ):
+        if is_meant:
+            raise ConfigError(f"backend.pace=probe_scaled times a step of one engine on a CPU, not with {key}")
+
+
 def check_hits(config: RunConfig, composition: Any) -> None:
     """Refuses rules that count blocks as computed which nobody has computed: a quirk of vLLM 0.8.5 that its decisions
     depend on, and with which a model reads wrong KV. Raises ConfigError.

@@ -14,8 +14,8 @@ from testbed.errors import ConfigError
 SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
 SPIN_NS = 200_000  # the end of a wait is spun: a sleep oversleeps by about 100 us
 PROBE_EVERY_NS = 20_000_000  # of steps; or ten times as long as a probe takes, if that is longer
-NUM_FOR_REFERENCE = 100  # probes, each after so many bytes of other memory, as steps leave the caches
-ELSEWHERE_BYTES = 16 * 2**20
+NUM_FOR_REFERENCE = (10, 200)  # probes: the least, and the most
+REFERENCE_NS = 1_000_000_000  # that they take together, if they are more than the least
 NUM_FOR_RATE = 3  # the median of so many counts, the last ones: an interrupt stretches one
 
 
@@ -27,7 +27,7 @@ class Clock(Protocol):
     def wait_until(self, until_ns: int) -> None: ...
 
     def before_step(self) -> float:
-        """Told when a step is about to begin. How many ns of this clock a ns of the machine makes until the next."""
+        """Told when a step is about to begin. By what the spans that an engine measures in it are scaled."""
         ...
 
 
@@ -78,7 +78,10 @@ class CpuTimeClock(RealTimeClock):
 class ProbeScaledClock(RealTimeClock):
     """Time on a machine that is always as fast as it was when `probe`, a small piece of an engine's own work, took
     `probe_ns`: the probe is run again before a step every PROBE_EVERY_NS, and what follows is scaled by how long it
-    took. While it runs the clock stands, and idle time takes none. probe_ns: None measures it, at `start`."""
+    took. While it runs the clock stands, and idle time takes none. probe_ns: None measures it, at the first `start`.
+
+    A probe is run twice and timed the second time: what it finds in the caches is then its own, whatever ran before.
+    """
 
     def __init__(
         self, probe: Callable[[], None], probe_ns: int | None = None,
@@ -94,14 +97,14 @@ class ProbeScaledClock(RealTimeClock):
     def start(self) -> None:
         if self.probe_ns is None:
             self.probe_ns = self._reference_ns()
-        self._took_ns = array("q", [self._timed() for _ in range(NUM_FOR_RATE - 1)])
-        self._look()
-        self._now_ns = 0
+        while len(self._took_ns) < NUM_FOR_RATE:
+            self._look()
+        self._now_ns, self._read_at_ns = 0, self._read_ns()
 
     def _reference_ns(self) -> int:
-        elsewhere, took_ns = bytearray(ELSEWHERE_BYTES), []
-        for _ in range(NUM_FOR_REFERENCE):
-            bytes(elsewhere)
+        least, most = NUM_FOR_REFERENCE
+        took_ns: list[int] = []
+        while len(took_ns) < least or (len(took_ns) < most and 2 * sum(took_ns) < REFERENCE_NS):
             took_ns.append(self._timed())
         return round(median(took_ns))
 
@@ -119,12 +122,13 @@ class ProbeScaledClock(RealTimeClock):
     def _look(self) -> None:
         """Finds out how fast the machine is; the clock stands meanwhile."""
         assert self.probe_ns is not None
-        self._now_ns = self.now_ns()
+        self._now_ns, self._read_at_ns = self.now_ns(), self._read_ns()
         self._took_ns.append(self._timed())
         self._rate = self.probe_ns / median(self._took_ns[-NUM_FOR_RATE:])
         self._read_at_ns = self._probed_at_ns = self._read_ns()
 
     def _timed(self) -> int:
+        self._probe()
         began_ns = self._read_ns()
         self._probe()
         return max(1, self._read_ns() - began_ns)
@@ -164,8 +168,8 @@ def make_clock(config: Paced, engine: object = None) -> RealTimeClock:
         probe = getattr(engine, "probe", None)
         if probe is None:
             raise ConfigError(
-                "backend.pace=probe_scaled needs one engine in this process, on a CPU, without ranks; choose another "
-                "backend.pace"
+                "backend.pace=probe_scaled needs one engine in this process, on a CPU, without ranks, and of vLLM one "
+                "that plans no step ahead; choose another backend.pace"
             )
         return ProbeScaledClock(probe, getattr(config, "probe_ns", None))
     clocks: dict[str, type[RealTimeClock]] = {

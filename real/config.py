@@ -7,6 +7,7 @@ from typing import Any
 
 from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
+from testbed.specs.ranges import MAX_PART_NS
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -18,7 +19,7 @@ MAX_NUM_THREADS = 1024  # torch does not survive many more
 
 
 def check_probe(pace: str, probe_ns: int | None) -> None:
-    require_whole_or_null("backend.probe_ns", probe_ns, 1)
+    require_whole_or_null("backend.probe_ns", probe_ns, 1, MAX_PART_NS)
     if probe_ns is not None and pace != "probe_scaled":
         raise ConfigError("backend.probe_ns is of backend.pace=probe_scaled; choose it, or set probe_ns=null")
 

@@ -4,7 +4,6 @@ serve no request: the warm-up, captures, a probe of the machine's speed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -190,13 +189,18 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
 def make_probe(
     runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: BatchLimits
 ) -> Callable[[], None] | None:
-    """One decode in the block that nobody uses: what it takes says how fast this machine is at the moment. None: a GPU,
-    which is not shared; ranks, which would have to do it together."""
+    """The forward pass of one decode, in the block that nobody uses: what it takes says how fast this machine is at the
+    moment. None: a GPU, which is not shared; ranks, which would have to do it together."""
     if placement.device.type != "cpu" or placement.group.size > 1:
         return None
     size = limits.block_size
     inputs = synthetic_load([(1, size)], 1, size, runner.vocab_size, placement.device, block=cache.scratch_block)
-    return torch.inference_mode()(partial(run_load, runner, inputs, cache.gpu))
+
+    @torch.inference_mode()
+    def probe() -> None:  # nothing is drawn: a step in flight may wait for the tokens of the last draw
+        runner.token_logits(runner.hidden_states(inputs, cache.gpu), inputs.sample_tokens)
+
+    return probe
 
 
 @torch.inference_mode()

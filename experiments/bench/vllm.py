@@ -4,7 +4,8 @@ Run it in vLLM's environment (docs/vllm.md). A random model of a few layers is s
 simulator's prices are fitted to observed runs of other traces. Every run is a process of its own. As hosts are shared,
 time is scaled by a probe (backend.pace=probe_scaled), of vLLM by a step of vLLM's and of our engine by one of its own,
 the same in all runs; and whole rounds of runs are made, in each of which the runs that prices are fitted to and those
-that they are judged on come by turns.
+that they are judged on come by turns. What a probe should take is what it took in the first run of each backend: by as
+much as the machine was faster in one of these two, our engine's column is off, and no other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.fidelity import relative_error
+from analysis.findings import probe_of
 from analysis.load import Run, load_run
 from analysis.summary import summary_value
 from experiments.arguments import Parser
@@ -80,8 +82,10 @@ class Bench:
                 reason = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
                 raise TestbedError(f"{name} failed: {reason[-1] if reason else f'exit status {done.returncode}'}")
         run = load_run(folder)
-        if run.manifest["replay"] is not None:
-            self._probes.setdefault(settings[0], [f"backend.probe_ns={run.manifest['replay']['probe']['probe_ns']}"])
+        if run.manifest["backend"] != "sim":
+            if (probe_ns := probe_of(run.manifest)) is None:
+                raise ConfigError(f"{folder} is of another backend.pace than probe_scaled; choose another --out")
+            self._probes.setdefault(settings[0], [f"backend.probe_ns={probe_ns}"])
         return run
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from analysis.arms import grouped
 from analysis.fidelity import error_table, match_requests, part_errors, ranking_agreement, real_noise, request_errors
+from analysis.findings import probe_of, unlike_clocks
 from analysis.frames import json_safe
 from analysis.load import Run
 from analysis.step_fidelity import StepErrors, step_errors
@@ -21,6 +22,7 @@ from experiments.fidelity.loads import Load
 from experiments.fidelity.scalars import overrides_of
 from experiments.fidelity.simulating import described, replaced, simulate
 from experiments.names import device_of_run
+from sim.cost.calibration_file import load_calibration
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,10 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     sim = simulate(config, load.trace, folder / load.name / "simulated", command)
     matched = match_requests(sim, load.measured)
     noise = real_noise([[_named(one.measured, load.key) for one in group]])
+    notes = (*_of_device(load, config), *_of_clock(group, config))
     return Compared(
         load, tuple(again.name for again in group[1:]), sim, described(config), error_table(sim, load.measured),
-        request_errors(matched), matched, noise, step_errors(sim, load.measured), _of_device(load, config),
+        request_errors(matched), matched, noise, step_errors(sim, load.measured), notes,
     )  # fmt: skip
 
 
@@ -91,6 +94,14 @@ def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
     if device.kind == "cpu" and config.raw["cost"].get("name") == "roofline":
         return ("no data sheet knows a CPU's prices: `testbed calibrate` measures them (cost=calibrated cost.path=…)",)
     return ()
+
+
+def _of_clock(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
+    """A note where times that are compared are of different clocks (backend.pace=probe_scaled)."""
+    clocks = {probe_of(one.measured.manifest) for one in group}
+    if config.raw["cost"].get("name") == "calibrated":
+        clocks.add(load_calibration(Path(config.raw["cost"]["path"])).manifest.probe_ns)
+    return unlike_clocks(clocks)
 
 
 def _second_half(

@@ -46,8 +46,8 @@ class ObservedRequest:
 
 
 class Sender(NamedTuple):
-    """Who sent the requests knows more of them than vLLM: ours in the order sent, and the instant, on the machine's
-    monotonic clock, at which their clock began."""
+    """Who sent the requests knows more of them than vLLM: ours in the order sent, and the instant, on the
+    log's clock, at which theirs began."""
 
     requests: list[Request]
     origin_ns: int

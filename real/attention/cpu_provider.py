@@ -72,6 +72,7 @@ class CpuStep(TorchStep):
             rows = torch.from_numpy(np.array(decodes, np.int64))
             tables, lengths = tables[rows], lengths[rows]
         tokens = torch.from_numpy(np.array([first_tokens[row] for row in decodes], np.int64))
+        assert tables.dtype == lengths.dtype == torch.int32
         self._held = tables, lengths, tokens, slopes  # what the kernel is told the places of
         self._decode_rows = _Decode(
             tokens=tokens.data_ptr(), tables=tables.data_ptr(), lengths=lengths.data_ptr(),

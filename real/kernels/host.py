@@ -21,6 +21,7 @@ FLAGS = (
     # sums may be taken in another order, which vectors do; infinities stay what they are
     "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
 )  # fmt: skip
+LINKED = ("-shared",)  # without -fopenmp: not a second OpenMP, whose threads would wait beside torch's
 FOR_THIS_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
 
 
@@ -37,9 +38,11 @@ def library(name: str) -> ctypes.CDLL:
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         raise HostCodeError(f"there is no C compiler ({compiler[0]})") from None
-    made_from = (source, version, " ".join(FLAGS).encode(), _processor())
+    made_from = (source, version, repr((compiler, FLAGS, FOR_THIS_MACHINE, LINKED)).encode(), _processor())
     key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
     file = _folder() / f"{name}-{key}.so"
+    if not file.is_absolute():  # who has no home has no cache; code is not taken from where one happens to be
+        raise HostCodeError("there is no folder for what is compiled; set XDG_CACHE_HOME to one")
     try:
         if not file.exists():
             _compile(compiler, source, file)
@@ -63,10 +66,7 @@ def _compile(compiler: list[str], source: bytes, file: Path) -> None:
         else:
             first, *_ = said.decode(errors="replace").splitlines() or ["without a word"]
             raise HostCodeError(f"{compiler[0]} refuses its source ({first})")
-        # without -fopenmp: not a second OpenMP, whose threads would wait beside torch's
-        done = subprocess.run(
-            [*compiler, "-shared", str(object_file), "-o", str(made)], capture_output=True, check=False
-        )
+        done = subprocess.run([*compiler, *LINKED, str(object_file), "-o", str(made)], capture_output=True, check=False)
         if done.returncode:
             raise HostCodeError(f"{compiler[0]} cannot link a shared library")
         made.replace(file)  # whole: another process may be making the same

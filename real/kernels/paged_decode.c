@@ -31,7 +31,7 @@ typedef struct {
   float scale;
 } Decode;
 
-/* e^x for x <= 0, to seven digits; below e^-87 it stays there. Coefficients: Cephes' expf (Moshier). */
+/* e^x for x <= 0, to six digits; below e^-87 it stays there. Coefficients: Cephes' expf (Moshier). */
 static INLINE float exp_of(float x) {
   x = x < -87.0f ? -87.0f : x;
   const int32_t n = (int32_t)(x * 1.44269504f - 0.5f), bits = (n + 127) << 23;

@@ -64,10 +64,12 @@ def make_code(model: nn.Module, num_tokens: int) -> None:
         if not isinstance(weight, nn.Parameter) or weight.numel() > MAX_CODED_WEIGHT:
             continue
         laid_out = packed(weight) if "layout_of_onednn" in weight.__dict__ else None
-        key = (*weight.shape, weight.dtype, bias is None, torch.get_num_threads())
-        if laid_out is not None and key not in _coded:
-            _coded.add(key)
-            for number in sorted({_bucket(number) for number in range(1, min(num_tokens, MAX_CODED_ROWS) + 1)}):
+        if laid_out is None:
+            continue
+        for number in sorted({_bucket(number) for number in range(1, min(num_tokens, MAX_CODED_ROWS) + 1)}):
+            key = (number, *weight.shape, weight.dtype, bias is None, torch.get_num_threads())
+            if key not in _coded:
+                _coded.add(key)
                 multiply_packed(weight.new_zeros(number, weight.shape[1]), laid_out, bias)
 
 

@@ -90,7 +90,7 @@ class VllmBackend:
                 f"scheduler.async_scheduling is {str(is_async).lower()}, and vLLM has turned it "
                 f"{'off' if is_async else 'on'} on this platform: set it to {str(not is_async).lower()}"
             )
-        self.is_async, self._tensor_parallel_size = is_async, tensor_parallel_size
+        self.is_async = is_async
         self._in_flight: deque[VllmWork] = deque()
         self._results: deque[tuple[tuple[Outcome, ...] | None, Spans]] = deque()  # not waited for yet
         self._taken_ns = 0  # when the last result came
@@ -103,10 +103,12 @@ class VllmBackend:
 
     @property
     def probe(self) -> Callable[[], None] | None:
-        """vLLM's own step without requests, of one token; None: not on a CPU, or not in this process alone."""
+        """vLLM's own step without requests: one token, without attention. None: a GPU; ranks; steps that are planned
+        ahead, whose spans it would fall into."""
         from vllm.platforms import current_platform
 
-        if not current_platform.is_cpu() or self._tensor_parallel_size > 1:
+        num_ranks = self._scheduler.vllm_config.parallel_config.world_size
+        if self.is_async or num_ranks > 1 or not current_platform.is_cpu():
             return None
         step: Callable[[], None] = self._engine.engine_core.engine_core.execute_dummy_batch
         return step

@@ -19,7 +19,7 @@ from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
-from testbed.specs.ranges import MAX_SIZE
+from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 FORMAT = 2
 METADATA_KEY = "testbed.profile"
@@ -110,9 +110,11 @@ class ProfileManifest:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
                 raise ProfileError(f"{place}: {item.name!r} is {shown(value)}; expected {names}")
-        for name in ("block_size", "tensor_parallel_size", "sliding_window", "probe_ns"):
+        for name in ("block_size", "tensor_parallel_size", "sliding_window"):
             if raw[name] is not None and not whole(1, MAX_SIZE)(raw[name]):
                 raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 1 to {MAX_SIZE:,}")
+        if raw["probe_ns"] is not None and not whole(1, MAX_PART_NS)(raw["probe_ns"]):
+            raise ProfileError(f"{place}: 'probe_ns' is {shown(raw['probe_ns'])}; expected from 1 to {MAX_PART_NS:,}")
         for name in ("captured_decodes", "captured_tokens"):
             if not whole(0, MAX_SIZE)(raw[name]):
                 raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 0 to {MAX_SIZE:,}")

@@ -299,7 +299,7 @@ def test_whether_the_simulator_picks_the_winner_is_said_first(tmp_path):
     swapped = ranking.assign(sim_winner="chunked False", same_winner=False, regret=0.034)
     (missed,) = findings.winners({"9 requests/s": swapped})
     assert missed.startswith("At 9 requests/s the simulator picks the real engine's best policy in 0 of the ")
-    assert "(chunked False, there 3.4 % behind chunked " in missed
+    assert "(chunked False, on the engine 3.4 % behind chunked " in missed
     (none,) = findings.winners({"": ranking.assign(winner_is_clear=False)})
     assert "tells no policy apart as the best" in none
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from real.backend import RealBackend
 from real.driver import run
 from testbed.core.commands import Arrive, Event
 from testbed.core.outcome import Finished
@@ -75,6 +76,18 @@ class Requests:
     def ended(self, finished, now_ns) -> None: ...
 
 
+class ProbingClock(TickingClock):
+    """Probes before every step: one in flight has drawn tokens by then that the next one waits for."""
+
+    def __init__(self, backend: RealBackend) -> None:
+        super().__init__()
+        self._probe = backend.probe
+
+    def before_step(self) -> float:
+        self._probe()
+        return 1.0
+
+
 def serve_on_engine(
     requests: list[Request], composition: str, num_blocks: int, caching: bool, plans: int = 1, **options: object
 ) -> Requests:
@@ -83,7 +96,7 @@ def serve_on_engine(
         composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256, plans=plans)
     )
     inbox = Requests(requests)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
+    run(serve(inbox, scheduler, inbox), backend, TickingClock() if plans == 1 else ProbingClock(backend))
     return inbox
 
 

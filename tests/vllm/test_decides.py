@@ -77,7 +77,11 @@ def test_the_tokens_are_those_of_stock_vllm(
         for i, (prompt, num) in enumerate(zip(prompts, num_tokens, strict=True))
     ]
     source = Requests(requests)
-    run(serve(engine.inbox(source), scheduler, source), engine, _Probing(engine) if caching else TickingClock())
+    run(
+        serve(engine.inbox(source), scheduler, source),
+        engine,
+        _Probing(engine) if caching and not engine.is_async else TickingClock(),
+    )
     different = [i for i in range(len(requests)) if source.outputs[f"r{i}"] != stock[i]]
     assert not different, f"{len(requests) - len(different)} of {len(requests)} equal"
     assert source.num_preemptions > 0

@@ -28,9 +28,13 @@ ENGINE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scheduler", ["vllm_v1", "vllm_v1_async"])
-def test_our_scheduler_leaves_a_run_whose_tape_replays(tmp_path: Path, model: Path, scheduler: str) -> None:
-    config = compose_config([*ENGINE, f"model.path={model}", f"scheduler={scheduler}"])
+PACES = ["real_time", "as_fast_as_possible", "probe_scaled"]
+PACED = [("vllm_v1", pace) for pace in PACES] + [("vllm_v1_async", pace) for pace in PACES[:2]]
+
+
+@pytest.mark.parametrize(("scheduler", "pace"), PACED)
+def test_our_scheduler_leaves_a_run_whose_tape_replays(tmp_path: Path, model: Path, scheduler: str, pace: str) -> None:
+    config = compose_config([*ENGINE, f"model.path={model}", f"scheduler={scheduler}", f"backend.pace={pace}"])
     with no_veto():
         result = execute(config, tmp_path / "run")
     assert (result.status, result.exit_status) == ("complete", 0)
@@ -47,19 +51,29 @@ def test_our_scheduler_leaves_a_run_whose_tape_replays(tmp_path: Path, model: Pa
     assert spans["forward_ns"].sum() <= took_ns, "a device computes one step at a time"
 
 
-@pytest.mark.parametrize("scheduler", ["vllm_v1", "vllm_v1_async"])
-def test_vllms_own_scheduler_leaves_a_run_that_conforms(tmp_path: Path, model: Path, scheduler: str) -> None:
-    config = compose_config([*ENGINE, f"model.path={model}", f"scheduler={scheduler}", "backend.decides=vllm"])
+@pytest.mark.parametrize(("scheduler", "pace"), PACED)
+def test_vllms_own_scheduler_leaves_a_run_that_conforms(tmp_path: Path, model: Path, scheduler: str, pace: str) -> None:
+    settings = [*ENGINE, f"model.path={model}", f"scheduler={scheduler}", "backend.decides=vllm"]
+    config = compose_config([*settings, f"backend.pace={pace}"])
     with no_veto():
         result = execute(config, tmp_path / "run")
     assert (result.status, result.exit_status) == ("complete", 0)
-    assert (load_run(result.folder).requests["num_output_tokens"] == 50).all()
+    run = load_run(result.folder)
+    assert (run.requests["num_output_tokens"] == 50).all()
+    assert (run.manifest["replay"]["probe"] is not None) == (pace == "probe_scaled")
+    assert (run.requests["first_scheduled_ns"] >= run.requests["arrival_ns"]).all()
     (case,) = read_cases(result.folder / "case.jsonl")
     assert sum(len(step["preempted"]) for step in case.steps) > 0
     system = SYSTEMS[case.system]
     assert system.preset == scheduler
     mismatch = replay_case(case, system, system.preset)
     assert mismatch is None, mismatch
+
+
+def test_a_step_that_is_planned_ahead_is_not_probed(tmp_path: Path, model: Path) -> None:
+    settings = [*ENGINE, f"model.path={model}", "scheduler=vllm_v1_async", "backend.pace=probe_scaled"]
+    with no_veto(), pytest.raises(ConfigError, match="of vLLM one that plans no step ahead"):
+        execute(compose_config(settings), tmp_path / "run")
 
 
 def test_a_platform_that_cannot_plan_ahead_says_so(tmp_path: Path, model: Path) -> None:

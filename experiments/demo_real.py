@@ -48,7 +48,8 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     base = _real_overrides(_make_model(out / "small_qwen3"), quick=quick)
     extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 16, max_s=30 if quick else 60)
     profiles = [profile(compose_config(base), extent)]
-    base.append(f"backend.probe_ns={profiles[0].manifest.probe_ns}")  # everything is measured by one yardstick
+    if (probe_ns := profiles[0].manifest.probe_ns) is not None:
+        base.append(f"backend.probe_ns={probe_ns}")  # everything is measured by one yardstick
     scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(profiles[0], out / "load"))
     points = {name: [*base, f"trace.rate_scale={scale:g}", *policy] for name, policy in policies.items()}
     reals: dict[str, list[Run]] = {name: [] for name in points}

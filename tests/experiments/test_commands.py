@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +199,19 @@ def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "error: unrecognized arguments: -xy\n"
 
 
+def test_the_demo_of_a_machine_with_a_gpu_is_not_scaled_by_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    paces = []
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr("real.device.resolve_device", lambda name, of=device: SimpleNamespace(type=of))
+        paces.append([one for one in demo_real._real_overrides(tmp_path, quick=True) if "pace" in one])
+    assert paces == [["backend.pace=probe_scaled"], []]
+    run: Any = SimpleNamespace(manifest={"replay": {"probe": None}})
+    assert demo_real._scaled_by({"a policy": [run]}) == ""
+
+
 @pytest.mark.slow
 def test_the_demo_makes_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -219,7 +233,6 @@ def test_the_demo_makes_its_report(
             *overrides(model, quick=quick),
             "trace.limit=6",
             "trace.max_output_tokens=16",
-            "backend.pace=as_fast_as_possible",
         ],
     }
     for name, value in few.items():

@@ -32,7 +32,7 @@ QUESTION = (
 def main(arguments: list[str]) -> int:
     parser = Parser("testbed demo", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of runs and report (runs/demo-<time>)")
-    parser.add_argument("--quick", action="store_true", help="two seeds, fewer requests: two minutes instead of four")
+    parser.add_argument("--quick", action="store_true", help="two seeds, fewer requests: half the time")
     options = parser.parse_args(arguments)
     out: Path = options.out or Path("runs", time.strftime("demo-%Y-%m-%d-%H-%M-%S"))
     if out.exists() and any(out.iterdir()):

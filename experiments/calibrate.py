@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
@@ -219,6 +220,7 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
     )  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    scattered = Random(PROFILE_SEED).sample(range(pools.num_gpu_blocks), pools.num_gpu_blocks)
 
     def make_scheduler(*, budget: int, caching: bool | None) -> Scheduler:
         plain = SchedulerConfig(
@@ -228,7 +230,9 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         cache = replace(config.cache, watermark=None, eviction="lru")
         if caching is not None:
             cache = replace(cache, prefix_caching=caching)
-        return build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
+        scheduler = build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
+        scheduler.blocks.hand_out_in(scattered)
+        return scheduler
 
     sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
     bench = Bench(backend, clock, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)

@@ -11,7 +11,8 @@
 #define LANES 16 /* floats of a vector; the compiler splits it where the machine's are shorter */
 #define TILE 4   /* keys that two queries are multiplied with at a time */
 #define WIDE 4   /* vectors of an output that stay in registers */
-#define CHUNK 64 /* positions between two looks at the maximum */
+#define CHUNK 32 /* positions between two looks at the maximum */
+#define NEAR 64  /* bytes that memory gives at once */
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -77,6 +78,32 @@ static INLINE const float *line(const void *from, int64_t at, float *room, int64
   return room;
 }
 
+/* Where a row's positions lie, CHUNK at most from `begin` on; returns how many. item: a row and a KV head. */
+static INLINE int64_t locate(const Decode *d, int64_t item, int64_t begin, int64_t dim, int64_t *places) {
+  const int64_t row = item / d->kv_heads, kv_head = item % d->kv_heads, rest = d->lengths[row] - begin;
+  const int32_t *table = d->tables + row * d->table_stride;
+  int64_t block = begin / d->block_size, offset = begin % d->block_size, n = 0;
+  for (; n < rest && n < CHUNK; n++) {
+    places[n] = (((int64_t)table[block] * d->block_size + offset) * d->kv_heads + kv_head) * dim;
+    if (++offset == d->block_size) offset = 0, block++;
+  }
+  return n;
+}
+
+static INLINE int64_t first_of(const Decode *d, int64_t item) {
+  const int64_t length = d->lengths[item / d->kv_heads];
+  return d->window && length > d->window ? length - d->window : 0;
+}
+
+/* Has memory fetch what is read next, while something else is computed: a processor foresees neighbours only, and
+   blocks lie anywhere. */
+static INLINE void ask_for(const void *from, const int64_t *places, int64_t n, int64_t dim, int is_half) {
+  const int64_t size = is_half ? sizeof(uint16_t) : sizeof(float);
+  for (int64_t p = 0; p < n; p++)
+    for (int64_t byte = 0; byte < dim * size; byte += NEAR)
+      __builtin_prefetch((const char *)from + places[p] * size + byte);
+}
+
 static INLINE float sum_of(Lanes x) {
   Four parts[4];
   memcpy(parts, &x, sizeof x);
@@ -111,12 +138,11 @@ static INLINE void add_values(const float *a, const float *b, const float *const
   }
 }
 
-static INLINE void attend(const Decode *d, int64_t row, int64_t kv_head, int64_t dim, int is_half) {
+static INLINE void attend(const Decode *d, int64_t item, int64_t dim, int is_half) {
   const int64_t group = d->heads / d->kv_heads, paired = group + group % 2, width = dim / LANES;
-  const int64_t length = d->lengths[row], first = d->window && length > d->window ? length - d->window : 0;
-  const int64_t head = kv_head * group, at = (d->tokens[row] * d->heads + head) * dim;
-  const int32_t *table = d->tables + row * d->table_stride;
-  int64_t block = first / d->block_size, offset = first % d->block_size, places[CHUNK];
+  const int64_t row = item / d->kv_heads, length = d->lengths[row], head = item % d->kv_heads * group;
+  const int64_t at = (d->tokens[row] * d->heads + head) * dim, after = item + (item + 1 < d->rows * d->kv_heads);
+  int64_t begin = first_of(d, item), rooms[2][CHUNK], *places = rooms[0], *next = rooms[1];
   Lanes query[paired][width], out[paired][width];
   float most[paired], sum[paired], scores[paired][CHUNK], room[is_half ? CHUNK * dim : 1];
   const float *lines[CHUNK];
@@ -129,13 +155,10 @@ static INLINE void attend(const Decode *d, int64_t row, int64_t kv_head, int64_t
     most[q] = -INFINITY;
     sum[q] = 0.0f;
   }
-  for (int64_t begin = first; begin < length; begin += CHUNK) {
-    const int64_t n = length - begin < CHUNK ? length - begin : CHUNK, tiled = (n + TILE - 1) / TILE * TILE;
-    for (int64_t p = 0; p < n; p++) {
-      places[p] = (((int64_t)table[block] * d->block_size + offset) * d->kv_heads + kv_head) * dim;
-      lines[p] = line(d->keys, places[p], room + p * dim * is_half, dim, is_half);
-      if (++offset == d->block_size) offset = 0, block++;
-    }
+  for (int64_t n = locate(d, item, begin, dim, places), num_next; n; n = num_next) {
+    const int64_t tiled = (n + TILE - 1) / TILE * TILE;
+    ask_for(d->values, places, n, dim, is_half);
+    for (int64_t p = 0; p < n; p++) lines[p] = line(d->keys, places[p], room + p * dim * is_half, dim, is_half);
     for (int64_t p = n; p < tiled; p++) lines[p] = lines[n - 1]; /* multiplied, and not looked at */
     for (int64_t q = 0; q < paired; q += 2)
       for (int64_t p = 0; p < tiled; p += TILE)
@@ -154,8 +177,12 @@ static INLINE void attend(const Decode *d, int64_t row, int64_t kv_head, int64_t
       sum[q] = sum[q] * fade + part;
       most[q] = top;
     }
+    num_next = locate(d, item, begin += n, dim, next);
+    ask_for(d->keys, next, num_next ? num_next : locate(d, after, first_of(d, after), dim, next), dim, is_half);
     for (int64_t p = 0; p < n; p++) lines[p] = line(d->values, places[p], room + p * dim * is_half, dim, is_half);
     for (int64_t q = 0; q < paired; q += 2) add_values(scores[q], scores[q + 1], lines, n, width, out[q], out[q + 1]);
+    int64_t *const done = places;
+    places = next, next = done;
   }
   for (int64_t q = 0; q < group; q++) {
     for (int64_t i = 0; i < width; i++) out[q][i] /= sum[q];
@@ -166,7 +193,7 @@ static INLINE void attend(const Decode *d, int64_t row, int64_t kv_head, int64_t
 static INLINE void attend_all(const Decode *d, int64_t dim, int is_half, int num_threads) {
   const int64_t num = d->rows * d->kv_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
-  for (int64_t item = 0; item < num; item++) attend(d, item / d->kv_heads, item % d->kv_heads, dim, is_half);
+  for (int64_t item = 0; item < num; item++) attend(d, item, dim, is_half);
 }
 
 #define OF_SIZE(number) \

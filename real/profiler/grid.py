@@ -117,9 +117,10 @@ def _decodes(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
         yield Episode(tuple(draw.randint(1, longest) for _ in range(num)), NUM_ALONE)
 
 
-def _longest_context(room: Room, num: int, num_steps: int) -> int:
-    """Of `num` equal sequences that fit together and then decode for `num_steps` and a few."""
-    held = room.num_gpu_blocks // num * room.block_size
+def _longest_context(room: Room, num: int, num_steps: int, *, beside: int = 0) -> int:
+    """Of `num` equal sequences that fit together, with `beside` blocks left, and then decode for `num_steps` and a
+    few."""
+    held = (room.num_gpu_blocks - beside) // num * room.block_size
     return min(held, room.max_model_len - 1) - num_steps - 4
 
 
@@ -151,19 +152,20 @@ def _cached(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
 def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     """Prompts and chunks beside decodes."""
     most = min(room.max_num_seqs, room.max_num_batched_tokens) - 1
-    for num in ladder(1, most, 16, None) if is_quick else ladder(1, most, 4, draw):
+    for num in ladder(1, most, 16, None) if is_quick else ladder(1, most, 2, None):
         left = min(room.max_num_batched_tokens - num, room.max_model_len - 2)
         sizes = ladder(1, left, 16, None) if is_quick else ladder(1, left, 4, draw)
-        longest = _longest_context(room, 2 * num, 3 * len(sizes))
-        for context in sorted({min(MIN_CONTEXT, longest), longest // 4, longest}):
-            if context < 1:
-                continue
+        longest = _longest_context(room, num, 1, beside=min(room.blocks(left) + 4, room.num_gpu_blocks // 2))
+        if longest < 1:
+            continue
+        ragged = tuple(draw.randint(1, longest) for _ in range(num))
+        for contexts in ((min(MIN_CONTEXT, longest),) * num, ragged, (longest,) * num):
             alone = [_split(size, 1) for size in sizes]
             several = [_split(size, 4) for size in sizes if size >= 16 and num + 4 <= room.max_num_seqs]
             for batch in (*alone, *several):
-                yield Episode((context,) * num, batches=(batch,))
+                yield Episode(contexts, batches=(batch,))
             start = room.max_model_len // 2 // room.block_size * room.block_size
-            yield Episode((context,) * num, batches=((PrefillChunk(start, min(left, room.block_size)),),))
+            yield Episode(contexts, batches=((PrefillChunk(start, min(left, room.block_size)),),))
 
 
 def _chunks(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:

@@ -69,6 +69,10 @@ class BlockManager:
     def num_free_cpu_blocks(self) -> int:
         return self._cpu.pool.num_free
 
+    def hand_out_in(self, order: list[int]) -> None:
+        """See BlockPool: the order of the free GPU blocks, before there is any cached one."""
+        self._gpu.pool.hand_out_in(order)
+
     def num_held_blocks(self, seq: KVSequence) -> int:
         """Distinct GPU blocks of the sequence and those scheduled together with it."""
         return num_distinct([one.block_table for one in seq.together])

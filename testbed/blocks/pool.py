@@ -49,6 +49,11 @@ class BlockPool:
         self.ref_counts[block] = count
         return count == 0
 
+    def hand_out_in(self, order: list[int]) -> None:
+        """The free blocks, those first that stand first: as in a pool that has been in use, where they lie anywhere."""
+        assert sorted(order) == sorted(self._free), "not the blocks that are free"
+        self._free = order[::-1]
+
     def put_back(self, block: int) -> None:
         assert self.ref_counts[block] == 0, "a referenced block is put back"
         self._free.append(block)

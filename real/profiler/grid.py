@@ -158,13 +158,15 @@ def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
         longest = _longest_context(room, num, 1, beside=min(room.blocks(left) + 4, room.num_gpu_blocks // 2))
         if longest < 1:
             continue
-        ragged = tuple(draw.randint(1, longest) for _ in range(num))
-        for contexts in ((min(MIN_CONTEXT, longest),) * num, ragged, (longest,) * num):
-            alone = [_split(size, 1) for size in sizes]
-            several = [_split(size, 4) for size in sizes if size >= 16 and num + 4 <= room.max_num_seqs]
-            for batch in (*alone, *several):
+        kinds = [(context,) * num for context in sorted({min(MIN_CONTEXT, longest), max(1, longest // 4), longest})]
+        kinds.append(tuple(draw.randint(1, longest) for _ in range(num)))
+        batches = [_split(size, 1) for size in sizes]
+        batches += [_split(size, 4) for size in sizes if size >= 16 and num + 4 <= room.max_num_seqs]
+        for batch in batches:
+            for contexts in draw.sample(kinds, 2):
                 yield Episode(contexts, batches=(batch,))
-            start = room.max_model_len // 2 // room.block_size * room.block_size
+        start = room.max_model_len // 2 // room.block_size * room.block_size
+        for contexts in kinds:
             yield Episode(contexts, batches=((PrefillChunk(start, min(left, room.block_size)),),))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -220,7 +220,6 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
     )  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-    scattered = Random(PROFILE_SEED).sample(range(pools.num_gpu_blocks), pools.num_gpu_blocks)
 
     def make_scheduler(*, budget: int, caching: bool | None) -> Scheduler:
         plain = SchedulerConfig(
@@ -230,9 +229,7 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         cache = replace(config.cache, watermark=None, eviction="lru")
         if caching is not None:
             cache = replace(cache, prefix_caching=caching)
-        scheduler = build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
-        scheduler.blocks.hand_out_in(scattered)
-        return scheduler
+        return _scheduler(replace(config, scheduler=plain, cache=cache), pools)
 
     sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
     bench = Bench(backend, clock, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)
@@ -240,6 +237,19 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         Unit(partial(run_episode, bench, episode, number))
         for number, episode in enumerate(design(room, is_quick=extent.is_quick, seed=PROFILE_SEED))
     ]
+
+
+def _scheduler(config: RunConfig, pools: build.Pools) -> Scheduler:
+    """With a pool that has been in use for long: sequences that grew side by side have left its free blocks anywhere.
+    A CPU reads such blocks a third slower than neighbours."""
+    scheduler = build.build_scheduler(config, pools)
+    scheduler.blocks.hand_out_in(_scattered(pools.num_gpu_blocks))
+    return scheduler
+
+
+@cache
+def _scattered(num_blocks: int) -> list[int]:
+    return Random(PROFILE_SEED).sample(range(num_blocks), num_blocks)
 
 
 @contextmanager
@@ -285,7 +295,7 @@ def _load_steps(
     from real.driver import run as drive
 
     changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget)
-    scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
+    scheduler = _scheduler(replace(config, scheduler=changed), pools)
     collector = _Collector()
     with _recorded(scratch, collector) as recorder:
         drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder), backend, clock)

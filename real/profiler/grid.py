@@ -2,9 +2,10 @@
 
 An episode is a few sequences that decode, and what is done beside them, step by step. Sizes go up geometrically, with
 a size that is not round between any two: kernels like multiples of 16, and traffic does not. What tells the terms of a
-price apart: the same decodes with short and long contexts, equal and ragged; the same tokens as one prompt and as
-several, from the start and behind a cached prefix, alone and beside decodes; chunks that do not end their prompt and so
-need no logits; blocks moved out, in, both, and copied, beside the same decodes. Pure functions of the room and a seed.
+price apart: the same decodes, alone and beside prompts, with short and long contexts, equal and ragged; the same tokens
+as one prompt and as several, from the start and behind a cached prefix, alone and beside decodes; chunks that do not
+end their prompt and so need no logits; blocks moved out, in, both, and copied, beside the same decodes. Pure functions
+of the room and a seed.
 """
 
 from __future__ import annotations

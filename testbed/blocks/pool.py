@@ -50,8 +50,9 @@ class BlockPool:
         return count == 0
 
     def hand_out_in(self, order: list[int]) -> None:
-        """The free blocks, those first that stand first: as in a pool that has been in use, where they lie anywhere."""
-        assert sorted(order) == sorted(self._free), "not the blocks that are free"
+        """The free blocks, the first of them first: in a pool that has been in use they lie anywhere."""
+        assert len(order) == self.num_free, "not as many blocks as are free"
+        assert set(order) == set(self._free), "not the blocks that are free"
         self._free = order[::-1]
 
     def put_back(self, block: int) -> None:

@@ -9,12 +9,13 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.clocks import SkippingClock
 from real.profiler.grid import Episode, Moves, Room, design, ladder
-from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
+from real.profiler.measure import Bench, Profiled, Unit, fill_with_noise, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
 from sim.cost.calibration import calibrate
 from sim.cost.profiled_range import profiled_ranges
@@ -174,6 +175,38 @@ def test_the_grid_tells_every_coefficient_apart(is_quick):
     for name, value in asdict(found.coefficients).items():
         assert value == pytest.approx(getattr(known, name), rel=0.05), name
     assert {shape.kind for shape in shapes} == {"decode", "prefill", "mixed"}
+
+
+def test_a_noisy_profile_prices_ordinary_mixed_batches():
+    """Dozens of ragged decodes beside a chunk: no hole in the grid there, and no term that is fitted to noise alone."""
+    draw = Random(5)
+    room = Room(16, 2048, 0, 256, 2048, 4096)
+    known = Coefficients(decode_context_token=250, mixed_decode_context_token=340, prefill_pair=43, host=4e5)
+    truth = Calibration(
+        manifest(), ((1, 1.2e6), (256, 1e7)), ((1, 1.4e6), (2048, 6.6e7)), known, {},
+        {"all": Quality(1, 1, 0.0, 0.0, 0.0, None)}, 5,
+    )  # fmt: skip
+    steps = []
+    for episode in draw.sample(design(room), 300):
+        for shape in shapes_of(room, episode):
+            spans = Spans(*(round(ns * draw.lognormvariate(0, 0.05)) for ns in CalibratedCost(truth).price(shape)))
+            steps.append(MeasuredStep(shape, spans, sum(spans), 0))
+    found = CalibratedCost(calibrate(Profile(manifest(), steps)))
+    for _ in range(20):
+        contexts = [round(draw.lognormvariate(5, 0.7)) + 1 for _ in range(draw.randint(16, 80))]
+        chunk = PrefillChunk(0, draw.randint(30, 500))
+        shape = BatchShape(
+            len(contexts), sum(contexts), (chunk,), len(contexts) + 1, longest_decode_context=max(contexts)
+        )
+        right, price = sum(CalibratedCost(truth).price(shape)), sum(found.price(shape))
+        assert price == pytest.approx(right, rel=0.04), shape
+
+
+def test_memory_that_is_read_has_been_written():
+    """What nobody has written is one page of zeros, which is always in a processor's caches."""
+    kv = torch.zeros(2, 3, 4)
+    fill_with_noise(kv)
+    assert kv.unique().numel() == 24
 
 
 def test_a_ladder_has_both_ends_and_a_size_between_any_two():

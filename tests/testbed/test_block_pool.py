@@ -23,6 +23,22 @@ def test_lowest_ids_come_first_and_returned_ones_are_used_again() -> None:
     assert pool.num_free == 0
 
 
+def test_free_blocks_are_handed_out_in_an_order_that_is_told() -> None:
+    pool = BlockPool(4)
+    assert pool.allocate() == 0
+    for wrong in ([3, 1], [3, 1, 1], [3, 1, 0], [3, 1, 2, 0]):
+        with pytest.raises(AssertionError, match="are free"):
+            pool.hand_out_in(wrong)
+    pool.hand_out_in([3, 1, 2])
+    assert allocate(pool, 3) == [3, 1, 2]
+    blocks = make_blocks(num_blocks=4)
+    blocks.hand_out_in([2, 0, 3, 1])
+    seq = Sequence(0, make_request("a", 9), 4096)
+    blocks.admit(seq, 9, blocks.lookup(seq))
+    assert seq.block_table == [2, 0, 3]
+    blocks.check_invariants([seq])
+
+
 @pytest.mark.parametrize("num_blocks", [0, 2])
 def test_over_allocation_raises_and_takes_nothing(num_blocks: int) -> None:
     pool = BlockPool(num_blocks)

@@ -21,7 +21,7 @@ from experiments.compose import checked, compose_from, in_one_line
 from experiments.config import RunConfig, register
 from experiments.environment import ask_early
 from experiments.origin import Origin, kept_in
-from experiments.overrides import check, is_sweep, literal, parsed, readable
+from experiments.overrides import check, is_sweep, literal, of_points, parsed, readable
 from experiments.run import INTERRUPTED, RunResult, execute
 from experiments.run_folder import TRACE_FILE, named_folder, read_config
 from hydra_plugins.testbed_sweeper import PointsSweeper
@@ -42,7 +42,9 @@ def run_app(arguments: list[str]) -> int:
     ask_early()
     flags, overrides = _split(arguments)
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
-        check(overrides, is_sweep=any(item in _SWEEPS for item in arguments) or is_sweep(overrides))
+        sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
+        check(overrides, is_sweep=sweeps)
+        overrides = of_points(overrides) if sweeps else overrides
     register()
     Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")

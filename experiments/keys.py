@@ -73,6 +73,11 @@ class Keys:
     def _schemas(self, group: str) -> list[Schema | None]:
         return [None if name is None else self.library.schema(group, name) for name in self.options[group]]
 
+    def has(self, key: str) -> list[bool]:
+        """Whether each chosen option of a key's group has the key; a class of the user's may."""
+        group = key.partition(".")[0]
+        return [schema is None or _is_among(key, dotted(schema, group)) for schema in self._schemas(group)]
+
     def check_file(self, group: str, option: str | None) -> None:
         """Checks what a file of the user's own says, if the option is one. Raises ConfigError naming file and line."""
         file = None if option is None else self.library.file(group, option)
@@ -133,7 +138,9 @@ class Keys:
                 schemas = self._schemas(group)
                 top, path = f"hydra.{path[0]}", path[1:]
         elif top in GROUPS:
-            schemas = self._schemas(top)
+            schemas, has = self._schemas(top), self.has(key)
+            if any(has):  # the others of a sweep do without it
+                schemas = [schema for schema, one in zip(schemas, has, strict=True) if one]
         elif top in PLAIN:
             schemas, top, path = [Root], "", [top, *path]
         else:
@@ -186,7 +193,7 @@ class Keys:
         group = key.partition(".")[0]
         if group == "hydra" or (group in GROUPS and None in self._schemas(group)):
             return True
-        return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in self.all)
+        return _is_among(key, self.all)
 
     def _unknown(self, key: str, schema: Schema | None = None, place: str = "") -> ConfigError:
         """What to say of a key that is not there: where it is, or what is."""
@@ -216,6 +223,11 @@ class Keys:
             return ConfigError(f"unknown key {key!r}; {hint}at the top there are: {', '.join(tops)}")
         has = f"has: {', '.join(own)}" if own else "has no keys"
         return ConfigError(f"unknown key {key!r}; {hint}{place} {has}")
+
+
+def _is_among(key: str, names: list[str]) -> bool:
+    """Whether a key is, or one that it is part of, or has."""
+    return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in names)
 
 
 def _items(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -51,26 +51,57 @@ def check(
             f"{OVERLAYS} is given {len(overlaid)} times, and only the last would count; lay several over one another "
             f"as {OVERLAYS}=[{','.join(overlaid)}]"
         )
-    library = library_of(overrides)
-    given = {
-        name: _named(library, name, item)
-        for name, item in _choices(items).items()
-        if not (item.is_add() and name.startswith("hydra/"))  # it may lie where only Hydra looks
-    }
-    overlays = given.pop(OVERLAYS, [])
-    base = {**defaults(), **(chosen or {})}
-    for overlay in overlays:
-        base |= library.of_overlay(str(overlay))
-    options: dict[str, list[str | None]] = {name: [option] for name, option in base.items()}
-    given[OVERLAYS] = overlays
-    keys = Keys(library, options | {name: names for name, names in given.items() if names})
-    for group, names in given.items():
+    keys = _keys(items, library_of(overrides), chosen or {})
+    for group, names in keys.options.items():
         for option in names:
             keys.check_file(group, option)
     for key, value in (laid_on or {}).items():
         keys.check_value(key, value, str(value), is_added=False)
     for item in items:
         _check(item, keys)
+
+
+def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | None]) -> Keys:
+    """Those of the options that the overrides choose. Raises ConfigError for an option that there is not."""
+    given = {
+        name: _named(library, name, item)
+        for name, item in _choices(items).items()
+        if not (item.is_add() and name.startswith("hydra/"))  # it may lie where only Hydra looks
+    }
+    overlays = given.pop(OVERLAYS, [])
+    base = {**defaults(), **chosen}
+    for overlay in overlays:
+        base |= library.of_overlay(str(overlay))
+    options: dict[str, list[str | None]] = {name: [option] for name, option in base.items()}
+    return Keys(library, options | {name: names for name, names in given.items() if names} | {OVERLAYS: overlays})
+
+
+def of_points(overrides: Sequence[str]) -> list[str]:
+    """A sweep's overrides for Hydra: a key that only some of the swept options have is swept too, over its one value,
+    so that it comes with the points and not with what all have in common."""
+    items = [parsed(text) for text in overrides]
+    keys = _keys(items, library_of(overrides), {})
+    made = []
+    for text, item in zip(overrides, items, strict=True):
+        key, _, value = text.partition("=")
+        is_common = item.is_sweep_override() or all(_has(keys, item))
+        made.append(text if is_common else f"{key}=choice({value})")
+    return made
+
+
+def of_one_point(overrides: Sequence[str], library: Library) -> list[str]:
+    """A point of a sweep without the keys that only others of the swept options have: `backend=sim,real
+    backend.pace=cpu_time` sets the engine's pace."""
+    items = [parsed(text) for text in overrides]
+    keys = _keys(items, library, {})
+    return [text for text, item in zip(overrides, items, strict=True) if any(_has(keys, item))]
+
+
+def _has(keys: Keys, item: Override) -> list[bool]:
+    """Whether the chosen options of a key's group have it; [True] for what is no key of a group, or is added."""
+    group, _, name = item.key_or_group.partition(".")
+    is_key = group in GROUPS and name and not item.is_add() and not item.is_force_add() and not item.is_delete()
+    return keys.has(item.key_or_group) if is_key else [True]
 
 
 def _check(item: Override, keys: Keys) -> None:

@@ -31,7 +31,7 @@ from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.options import Library
 from experiments.origin import Origin, end_of_others
-from experiments.overrides import library_of, literal, parsed, swept_values
+from experiments.overrides import library_of, literal, of_one_point, parsed, swept_values
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
 from experiments.run_folder import is_locked, named_folder, refuse_run
@@ -106,17 +106,20 @@ def _combinations(parsed: list[Override], library: Library) -> list[tuple[str, l
         if len(choices[key]) > 1 and key.partition(".")[0] in JUDGING:
             raise ConfigError(f"{key} decides nothing of a run, so its values are not swept: give it to testbed report")
     swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
-    return [
-        (" ".join(combination[index] for index in swept), list(combination))
-        for combination in itertools.product(*choices.values())
-    ]
+    points: dict[str, list[str]] = {}
+    for combination in itertools.product(*choices.values()):
+        own = of_one_point(combination, library)
+        points.setdefault(" ".join(combination[index] for index in swept if combination[index] in own), own)
+    return list(points.items())
 
 
 def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     """Every point with its configuration. Raises SweepError, before any runs, if one's is refused."""
     points: list[tuple[Point, RunConfig]] = []
     refused: list[Outcome] = []
-    choices = list(zip(*(overrides for _, overrides in sweep.combinations), strict=True))
+    values: dict[str, set[str]] = {}
+    for item in (item for _, overrides in sweep.combinations for item in overrides):
+        values.setdefault(item.partition("=")[0], set()).add(item)
     for number, (label, overrides) in enumerate(sweep.combinations):
         searched = [item for item in sweep.of_hydra if item.startswith("hydra.searchpath=")]
         raw = compose_raw([*searched, *overrides])
@@ -125,7 +128,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
         try:
             config = checked(overrides, RunConfig.from_container(raw))
             check_importable(config)
-            swept = [item for item, others in zip(overrides, choices, strict=True) if len(set(others)) > 1]
+            swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of(overrides, swept, number)
             points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
         except TestbedError as error:

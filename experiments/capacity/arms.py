@@ -13,7 +13,7 @@ from analysis.metrics import SLO
 from experiments.compose import compose_raw, swept_by
 from experiments.config import RunConfig
 from experiments.options import Library
-from experiments.overrides import parsed, swept_values
+from experiments.overrides import check, of_one_point, parsed, swept_values
 from experiments.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
@@ -69,6 +69,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     seeds = tuple(_whole(item) for item in choices.pop("seed", ["seed=0"]))
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seed={','.join(map(str, seeds))} has one twice; a seed is simulated once")
+    check(overrides, is_sweep=True)
     for key in ("trace.rate", "trace.rate_scale"):
         if len(choices.get(key, [])) > 1:
             raise ConfigError(f"{key} has several values; it is what is searched: give one, to start with")
@@ -76,9 +77,12 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     arms: dict[str, Arm] = {}
     seen: dict[str, _Arrivals] = {}
     for items in product(*choices.values()):
-        words = [item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept]
+        own = of_one_point(items, Library())
+        words = [item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept and item in own]
         name = " ".join(words).removeprefix("scheduler=")
-        arm = _arm(name, list(items), seeds, seen)
+        if name in arms and len(own) < len(items):
+            continue  # it differs from one before in keys that it has not
+        arm = _arm(name, own, seeds, seen)
         if arm.name in arms:
             raise ConfigError(f"{' '.join(words)} is given twice; name each policy once")
         arms[arm.name] = arm

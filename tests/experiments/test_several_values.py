@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
+from experiments.capacity.arms import parse
 from experiments.compose import compose_config, compose_from
 from experiments.options import options
 from testbed.errors import ConfigError
@@ -46,6 +47,30 @@ def test_mappings_of_a_group_are_swept(tmp_path: Path, capsys: pytest.CaptureFix
     assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8, 16}
     wrong = sweep(capsys, tmp_path / "t", "cache={block_size: 8},{blok_size: 16}").error()
     assert wrong.startswith("unknown key 'cache.blok_size'")
+
+
+COSTS = ("cost=constant,roofline", "cost.kernel_launch_ns=4000,5000", "cost.logits=gather")
+
+
+def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sweep(capsys, tmp_path / "s", *COSTS)
+    assert said.status == 0, said.err
+    manifests = [run.manifest for run in load_sweep(tmp_path / "s").runs]
+    assert [one["swept"] for one in manifests] == [
+        {"cost": "constant"},
+        {"cost": "roofline", "cost.kernel_launch_ns": "4000"},
+        {"cost": "roofline", "cost.kernel_launch_ns": "5000"},
+    ]
+    assert ["cost.logits" in one["given"] for one in manifests] == [False, True, True]
+    assert "done before  3 of 3 points" in sweep(capsys, tmp_path / "s", *COSTS).out
+    wrong = sweep(capsys, tmp_path / "s", "cost=constant,roofline", "cost.kernel_launch=4").error()
+    assert wrong.startswith("unknown key 'cost.kernel_launch'")
+    wrong = sweep(capsys, tmp_path / "s", "cost=constant,roofline", "cost.kernel_launch_ns=soon").error()
+    assert wrong == "cost.kernel_launch_ns is 'soon'; it must be a whole number"
+    arms, _ = parse([*TINY, *SHORT, "slo.ttft_s=1", *COSTS])
+    assert [arm.name for arm in arms] == [
+        "cost=constant", "cost=roofline cost.kernel_launch_ns=4000", "cost=roofline cost.kernel_launch_ns=5000",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

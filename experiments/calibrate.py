@@ -221,10 +221,10 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
     )  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
 
-    def make_scheduler(*, budget: int, caching: bool | None) -> Scheduler:
+    def make_scheduler(*, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler:
         plain = SchedulerConfig(
-            "profiler", max_num_seqs=bounds.max_num_seqs, max_num_batched_tokens=budget,
-            max_model_len=bounds.max_model_len, watermark=0.0,
+            "profiler", composition="prefill_first" if decodes_wait else "unified", max_num_seqs=bounds.max_num_seqs,
+            max_num_batched_tokens=budget, max_model_len=bounds.max_model_len, watermark=0.0,
         )  # fmt: skip
         cache = replace(config.cache, watermark=None, eviction="lru")
         if caching is not None:

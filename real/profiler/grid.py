@@ -4,8 +4,9 @@ An episode is a few sequences that decode, and what is done beside them, step by
 a size that is not round between any two: kernels like multiples of 16, and traffic does not. What tells the terms of a
 price apart: the same decodes, alone and beside prompts, with short and long contexts, equal and ragged; the same tokens
 as one prompt and as several, from the start and behind a cached prefix, alone and beside decodes; chunks that do not
-end their prompt and so need no logits; blocks moved out, in, both, and copied, beside the same decodes. Pure functions
-of the room and a seed.
+end their prompt and so need no logits; blocks moved out, in, both, and copied, beside the same decodes. Prompts alone
+come one after the other and between decodes, which leave other things in a CPU's caches, as prompts do to decodes. Pure
+functions of the room and a seed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from testbed.core.plan import PrefillChunk
 MIN_CONTEXT = 8  # tokens of the shortest sequences that decode
 NUM_ALONE = 3  # measured steps of decodes alone, in an episode that is about them
 SPLITS = (1, 2, 4, 16)  # prompts that a prefill of so many tokens is split into
+MAX_WAITING = 32  # sequences that wait while prompts are computed
 MAX_MOVED_SHARE = 4  # at most a fourth of a pool is moved at once
 Batch = tuple[PrefillChunk, ...]
 
@@ -53,6 +55,7 @@ class Episode:
     and one for each of `batches`, prompts that come together: their cached prefix and their new tokens.
 
     budget: tokens that a step may compute; None: whatever comes. Only with a budget is a prompt cut into chunks.
+    decodes_wait: prompts are computed alone, and after each batch of them comes a step of decodes alone.
     """
 
     contexts: tuple[int, ...] = ()
@@ -60,6 +63,7 @@ class Episode:
     moves: tuple[Moves, ...] = ()
     batches: tuple[Batch, ...] = ()
     budget: int | None = None
+    decodes_wait: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -67,6 +71,7 @@ class Episode:
         chunks = [sum(chunk.num_tokens for chunk in batch) for batch in self.batches]
         budget = None if self.budget is None else max(1, self.budget - len(self.contexts))
         num_chunks = len(chunks) if budget is None else sum(tokens // budget + 2 for tokens in chunks)
+        num_chunks += len(chunks) * self.decodes_wait
         num_setup = 0 if budget is None else sum(self.contexts) // budget + 2 * len(self.contexts)
         return num_setup + self.num_alone + len(self.moves) + num_chunks + 3
 
@@ -126,10 +131,17 @@ def _longest_context(room: Room, num: int, num_steps: int, *, beside: int = 0) -
 
 
 def _prefills(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
-    """Prompts alone: sizes and splits."""
+    """Prompts alone, and while others wait: sizes and splits."""
     most = min(room.max_num_batched_tokens, room.max_model_len - 2, room.num_gpu_blocks * room.block_size)
+    num_waiting = min(MAX_WAITING, room.max_num_seqs // 2, room.num_gpu_blocks)
     for total in ladder(2, most, 4, None) if is_quick else ladder(2, most, 2, draw):
-        yield Episode(batches=tuple(_split(total, num) for num in SPLITS if num * 2 <= total))
+        splits = [_split(total, num) for num in SPLITS if num * 2 <= total and num <= room.max_num_seqs]
+        yield Episode(batches=tuple(splits))
+        splits = [batch for batch in splits if len(batch) + num_waiting <= room.max_num_seqs]
+        beside = max((sum(room.blocks(chunk.num_tokens) for chunk in batch) for batch in splits), default=0)
+        context = _longest_context(room, num_waiting, 2 * len(splits), beside=beside) if num_waiting else 0
+        if context > 0:
+            yield Episode((context,) * num_waiting, batches=tuple(splits), decodes_wait=True)
     together = room.max_num_batched_tokens
     if together > most > 0:  # no prompt is so long, but several fit into a step
         num = -(-together // most)

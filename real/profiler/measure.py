@@ -40,10 +40,10 @@ Measured = tuple[BatchShape, Spans, int]  # of a step, and the ns from its plan 
 class MakeScheduler(Protocol):
     """A scheduler that decides at once what comes: no watermark, first come first served, decodes with every prompt.
 
-    budget: tokens a step. caching: whether prefixes are looked up.
+    budget: tokens a step. caching: whether prefixes are looked up. decodes_wait: while there are prompts.
     """
 
-    def __call__(self, *, budget: int, caching: bool | None) -> Scheduler: ...
+    def __call__(self, *, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler: ...
 
 
 class Bench(NamedTuple):
@@ -124,7 +124,9 @@ def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
     room = bench.room
     has_prefixes = any(chunk.start for batch in episode.batches for chunk in batch)
     budget = episode.budget or room.max_num_seqs * room.max_model_len
-    scheduler = bench.make_scheduler(budget=budget, caching=True if has_prefixes else None)
+    scheduler = bench.make_scheduler(
+        budget=budget, caching=True if has_prefixes else None, decodes_wait=episode.decodes_wait
+    )
     stage = _Stage(bench, episode, Random(seed))
     with bench.record(stage) as recorder:
         drive(serve(stage, scheduler, recorder), stage, bench.clock)
@@ -181,6 +183,8 @@ class _Stage(NoRecords):
         self._moves = Moves()
         for batch in episode.batches:
             yield from self._prompts(batch, prefixes)
+            if episode.decodes_wait:
+                yield []
         self._is_kept, self._is_skipped, self._is_over = False, True, True
         yield [Abort(request.request_id) for request in decoding]
 

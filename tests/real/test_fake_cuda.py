@@ -289,7 +289,7 @@ def test_episodes_of_a_profile_wait_once_a_step(gpu):
     room = Room(4, 60, 16, 4, 64, 64)
     caching = []
 
-    def scheduler(*, budget: int, caching: bool | None) -> Any:
+    def scheduler(*, budget: int, caching: bool | None, decodes_wait: bool) -> Any:
         return make_scheduler(
             "unified", num_blocks=60, num_cpu_blocks=16, block_size=4, caching=bool(caching),
             limits=make_limits(seqs=4, budget=budget, model_len=64),

@@ -62,9 +62,9 @@ def alone(recorder):
 
 
 def bench_of(room: Room, device: Device) -> Bench:
-    def scheduler(*, budget: int, caching: bool | None):
+    def scheduler(*, budget: int, caching: bool | None, decodes_wait: bool):
         return make_scheduler(
-            "unified",
+            "prefill_first" if decodes_wait else "unified",
             num_blocks=room.num_gpu_blocks,
             num_cpu_blocks=room.num_cpu_blocks,
             block_size=room.block_size,
@@ -83,6 +83,8 @@ def designed(episode: Episode) -> list[tuple[int, list[PrefillChunk], Moves]]:
     """Decodes, prompts and moves of each step that an episode without a budget is to have."""
     num = len(episode.contexts)
     steps = [(num, [], moves) for moves in (*[Moves()] * episode.num_alone, *episode.moves)]
+    if episode.decodes_wait:
+        return steps + [step for batch in episode.batches for step in ((0, sorted(batch), Moves()), (num, [], Moves()))]
     return steps + [(num, sorted(batch), Moves()) for batch in episode.batches]
 
 
@@ -105,7 +107,7 @@ def test_every_episode_comes_about_as_designed(room, is_quick, seed, data):
                 chunk.num_tokens for batch in episode.batches for chunk in batch
             )
         start = sum(episode.contexts)
-        contexts = [one.decode_context_tokens for one in shapes]
+        contexts = [one.decode_context_tokens for one in shapes if one.num_decodes or not episode.contexts]
         grown = [after - before for before, after in pairwise(contexts)]
         assert grown == [len(episode.contexts)] * len(grown)
         if episode.contexts and episode.budget is None:
@@ -122,6 +124,14 @@ def test_what_is_measured_is_executed_and_what_leads_to_it_is_not():
     tables = device.plans[-1][1]
     assert [len(table) for table in tables] == [6, 9, 6, 2]
     assert len({block for table in tables for block in table}) == 23, "every sequence has blocks of its own"
+
+
+def test_prompts_and_decodes_that_come_in_turn():
+    waiting = [episode for episode in design(ROOM) if episode.decodes_wait]
+    assert {len(batch) for episode in waiting for batch in episode.batches} == {1, 2, 4}
+    kinds = [[shape.kind for shape in shapes_of(ROOM, episode)] for episode in waiting]
+    assert all(one == ["prefill", "decode"] * (len(one) // 2) for one in kinds)
+    assert max(shape.num_tokens for episode in waiting for shape in shapes_of(ROOM, episode)) == 96
 
 
 def test_moved_blocks_are_scattered_and_are_none_of_one_another():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,11 +76,12 @@ def profile(config: RunConfig, extent: Extent = QUICK, *, command: str = "") -> 
 
 
 class Measurement(NamedTuple):
-    """profiled: how much of what was wanted was measured. num_gpu_blocks: of the engine."""
+    """profiled: how much of what was wanted was measured. num_gpu_blocks: of the engine. clock: see its `describe`."""
 
     profile: Profile
     profiled: Profiled
     num_gpu_blocks: int
+    clock: dict[str, Any] | None
 
 
 def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> Measurement:
@@ -108,7 +109,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
             )
     manifest = replace(_manifest(config, backend, command), probe_ns=getattr(clock, "probe_ns", None))
     profile = Profile(manifest, number_repeats(profiled.steps))
-    return Measurement(profile, profiled, backend.num_gpu_blocks)
+    return Measurement(profile, profiled, backend.num_gpu_blocks, clock.describe())
 
 
 def together(*profiles: Profile) -> Profile:
@@ -220,6 +221,8 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
     )  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    # as in a pool in use for long: a CPU reads blocks that lie anywhere a third slower than neighbours
+    scattered = Random(PROFILE_SEED).sample(range(pools.num_gpu_blocks), pools.num_gpu_blocks)
 
     def make_scheduler(*, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler:
         plain = SchedulerConfig(
@@ -229,7 +232,9 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         cache = replace(config.cache, watermark=None, eviction="lru")
         if caching is not None:
             cache = replace(cache, prefix_caching=caching)
-        return _scheduler(replace(config, scheduler=plain, cache=cache), pools)
+        scheduler = build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
+        scheduler.blocks.hand_out_in(scattered)
+        return scheduler
 
     sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
     bench = Bench(backend, clock, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)
@@ -237,19 +242,6 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         Unit(partial(run_episode, bench, episode, number))
         for number, episode in enumerate(design(room, is_quick=extent.is_quick, seed=PROFILE_SEED))
     ]
-
-
-def _scheduler(config: RunConfig, pools: build.Pools) -> Scheduler:
-    """With a pool that has been in use for long: sequences that grew side by side have left its free blocks anywhere.
-    A CPU reads such blocks a third slower than neighbours."""
-    scheduler = build.build_scheduler(config, pools)
-    scheduler.blocks.hand_out_in(_scattered(pools.num_gpu_blocks))
-    return scheduler
-
-
-@cache
-def _scattered(num_blocks: int) -> list[int]:
-    return Random(PROFILE_SEED).sample(range(num_blocks), num_blocks)
 
 
 @contextmanager
@@ -295,7 +287,7 @@ def _load_steps(
     from real.driver import run as drive
 
     changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget)
-    scheduler = _scheduler(replace(config, scheduler=changed), pools)
+    scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
     collector = _Collector()
     with _recorded(scratch, collector) as recorder:
         drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder), backend, clock)

@@ -104,8 +104,12 @@ def _all(options: argparse.Namespace, command: str) -> int:
     print(describe(fitted.calibration))
     print(f"best         {fitted.description}")
     print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
-    if (probe_ns := measurement.profile.manifest.probe_ns) is not None:
-        print(f"compare with runs of backend.pace=probe_scaled backend.probe_ns={probe_ns}: times are scaled alike")
+    if measurement.clock is not None:
+        slow, probe_ns = measurement.clock["slowness"], measurement.clock["probe_ns"]
+        print(
+            f"clock        scaled by a probe: its {probe_ns / 1e6:.3g} ms took {slow['p50']:.2f} times as long (P10 "
+            f"{slow['p10']:.2f}, P90 {slow['p90']:.2f}); for runs to compare: backend.probe_ns={probe_ns}"
+        )
     print(f"simulate     {shlex.join(_simulation(options.overrides, measurement, fitted.overrides))}")
     return _ending(measurement)
 

@@ -22,7 +22,7 @@ from testbed.core.plan import PrefillChunk
 MIN_CONTEXT = 8  # tokens of the shortest sequences that decode
 NUM_ALONE = 3  # measured steps of decodes alone, in an episode that is about them
 SPLITS = (1, 2, 4, 16)  # prompts that a prefill of so many tokens is split into
-MAX_WAITING = 32  # sequences that wait while prompts are computed
+MAX_WAITING = 64  # sequences that wait while prompts are computed
 MAX_MOVED_SHARE = 4  # at most a fourth of a pool is moved at once
 Batch = tuple[PrefillChunk, ...]
 
@@ -133,15 +133,16 @@ def _longest_context(room: Room, num: int, num_steps: int, *, beside: int = 0) -
 def _prefills(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     """Prompts alone, and while others wait: sizes and splits."""
     most = min(room.max_num_batched_tokens, room.max_model_len - 2, room.num_gpu_blocks * room.block_size)
-    num_waiting = min(MAX_WAITING, room.max_num_seqs // 2, room.num_gpu_blocks)
     for total in ladder(2, most, 4, None) if is_quick else ladder(2, most, 2, draw):
         splits = [_split(total, num) for num in SPLITS if num * 2 <= total and num <= room.max_num_seqs]
         yield Episode(batches=tuple(splits))
+        num_waiting = draw.randint(1, max(1, min(MAX_WAITING, room.max_num_seqs // 2)))
         splits = [batch for batch in splits if len(batch) + num_waiting <= room.max_num_seqs]
         beside = max((sum(room.blocks(chunk.num_tokens) for chunk in batch) for batch in splits), default=0)
-        context = _longest_context(room, num_waiting, 2 * len(splits), beside=beside) if num_waiting else 0
-        if context > 0:
-            yield Episode((context,) * num_waiting, batches=tuple(splits), decodes_wait=True)
+        longest = _longest_context(room, num_waiting, 2 * len(splits), beside=beside)
+        if longest > 0:
+            contexts = tuple(draw.randint(1, longest) for _ in range(num_waiting))
+            yield Episode(contexts, batches=tuple(splits), decodes_wait=True)
     together = room.max_num_batched_tokens
     if together > most > 0:  # no prompt is so long, but several fit into a step
         num = -(-together // most)

@@ -23,7 +23,7 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     profile = read_profile(folder / "profile.parquet")
     assert profile.manifest.command.startswith("testbed calibrate model=tiny")
     assert profile.manifest.device == "cpu"
-    yardstick = f"runs of backend.pace=probe_scaled backend.probe_ns={profile.manifest.probe_ns}"
+    yardstick = f"for runs to compare: backend.probe_ns={profile.manifest.probe_ns}"
     assert yardstick in said.out
     assert profile.manifest.attention in ("cpu", "torch"), "the kernel, or without a C compiler the reference"
     shapes = {step.shape for step in profile.steps}

@@ -209,7 +209,7 @@ def test_a_noisy_profile_prices_ordinary_mixed_batches():
             len(contexts), sum(contexts), (chunk,), len(contexts) + 1, longest_decode_context=max(contexts)
         )
         right, price = sum(CalibratedCost(truth).price(shape)), sum(found.price(shape))
-        assert price == pytest.approx(right, rel=0.04), shape
+        assert price == pytest.approx(right, rel=0.08), shape
 
 
 def test_memory_that_is_read_has_been_written():

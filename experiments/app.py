@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.arguments import UsageError
-from experiments.compose import checked, compose_from, in_one_line
+from experiments.compose import checked, compose_from, in_one_line, with_swept
 from experiments.config import RunConfig, register
 from experiments.environment import ask_early
 from experiments.origin import Origin, kept_in
@@ -43,8 +43,9 @@ def run_app(arguments: list[str]) -> int:
     flags, overrides = _split(arguments)
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
         sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
-        check(overrides, is_sweep=sweeps)
-        overrides = of_points(overrides) if sweeps else overrides
+        swept = with_swept(overrides) if sweeps else overrides
+        check(swept, is_sweep=sweeps)
+        overrides = _for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides
     register()
     Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -58,6 +59,17 @@ def run_app(arguments: list[str]) -> int:
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return 0
+
+
+def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
+    """What Hydra is given. Raises ConfigError where another sweeper than ours would give every point every key."""
+    others = [item for item in overrides if item.startswith("hydra/sweeper=") and item != "hydra/sweeper=testbed"]
+    partial = [item for item, made in zip(overrides, of_points, strict=True) if item != made]
+    if others and partial:
+        raise ConfigError(
+            f"{partial[0]}: some of the swept options have no such key; leave out {others[0]}, or the key"
+        )
+    return of_points
 
 
 _SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")

@@ -104,12 +104,6 @@ def _all(options: argparse.Namespace, command: str) -> int:
     print(describe(fitted.calibration))
     print(f"best         {fitted.description}")
     print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
-    if measurement.clock is not None:
-        slow, probe_ns = measurement.clock["slowness"], measurement.clock["probe_ns"]
-        print(
-            f"clock        scaled by a probe: its {probe_ns / 1e6:.3g} ms took {slow['p50']:.2f} times as long (P10 "
-            f"{slow['p10']:.2f}, P90 {slow['p90']:.2f}); for runs to compare: backend.probe_ns={probe_ns}"
-        )
     print(f"simulate     {shlex.join(_simulation(options.overrides, measurement, fitted.overrides))}")
     return _ending(measurement)
 
@@ -166,8 +160,12 @@ def _written(file: Path, profile: Profile) -> str:
 
 
 def _ending(measurement: Measurement) -> int:
-    """Says if not all was measured; the exit status."""
+    """Says by what clock it was measured, and if not all was; the exit status."""
+    from experiments.listing import clock_line
+
     profiled = measurement.profiled
+    if measurement.clock is not None:
+        print(clock_line(measurement.clock))
     if profiled.ended_by is None:
         return 0
     print(

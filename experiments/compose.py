@@ -48,11 +48,22 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
         return _laid_over(_chosen([item for item in overrides if not is_value(item)]), overrides)
 
 
-def swept_by(overlay: str) -> dict[str, str]:
+def with_swept(overrides: Sequence[str]) -> list[str]:
+    """The overrides, after what the overlay that they name sweeps, but for keys that they set themselves."""
+    named = [item for item in overrides if item.startswith("experiment=")]
+    if not named or "," in named[-1]:
+        return list(overrides)
+    given = {item.partition("=")[0] for item in overrides}
+    searched = [item for item in overrides if item.startswith("hydra.searchpath=")]
+    swept = _swept_by([*searched, named[-1]])
+    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
+
+
+def _swept_by(overlay: list[str]) -> dict[str, str]:
     """What an overlay sweeps: {key: values with commas between them}. Raises ConfigError in one line."""
-    check([overlay])
-    with in_one_line([overlay]), _hydra():
-        node = compose("config", overrides=[overlay], return_hydra_config=True)
+    check(overlay)
+    with in_one_line(overlay), _hydra():
+        node = compose("config", overrides=overlay, return_hydra_config=True)
         return {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property
@@ -74,9 +74,14 @@ class Keys:
         return [None if name is None else self.library.schema(group, name) for name in self.options[group]]
 
     def has(self, key: str) -> list[bool]:
-        """Whether each chosen option of a key's group has the key; a class of the user's may."""
+        """Whether each chosen option of a key's group has the key: of a class of the user's, what its file says."""
         group = key.partition(".")[0]
-        return [schema is None or _is_among(key, dotted(schema, group)) for schema in self._schemas(group)]
+        found = []
+        for option, schema in zip(self.options[group], self._schemas(group), strict=True):
+            contents = () if option is None else self.library.contents(group, option)
+            said = [name for content in contents for name, _ in _items(content, f"{group}.")]
+            found.append(option is None or _is_among(key, dotted(schema, group) if schema is not None else said))
+        return found
 
     def check_file(self, group: str, option: str | None) -> None:
         """Checks what a file of the user's own says, if the option is one. Raises ConfigError naming file and line."""
@@ -95,12 +100,13 @@ class Keys:
             raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
         content.pop("defaults", None)
         lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+        alone = replace(self, options=self.options | ({group: [option]} if group in GROUPS else {}))
         self._mappings.update(prefix + key for key, value in _items(content, "") if isinstance(value, dict))
         for key, value in _items(content, ""):
             if isinstance(value, dict):
                 continue
             try:
-                self.check_value(prefix + key, value, str(value), is_added=False)
+                alone.check_value(prefix + key, value, str(value), is_added=False)
             except ConfigError as error:
                 raise ConfigError(f"{file}, line {_line_of(key, lines)}: {error}") from None
         self._refuse_gaps(group, option or "", file)

@@ -124,14 +124,20 @@ def print_summary(result: RunResult) -> None:
         print(f"replicas     {replicas['num']} by {replicas['router']}: {said}")
     probe = (summary["replay"] or {}).get("probe")
     if probe is not None:
-        slow, probe_ns = probe["slowness"], probe["probe_ns"]
-        print(
-            f"clock        scaled by a probe: its {probe_ns / 1e6:.3g} ms took {slow['p50']:.2f} times as long "
-            f"(P10 {slow['p10']:.2f}, P90 {slow['p90']:.2f}); for runs to compare: backend.probe_ns={probe_ns}"
-        )
+        print(clock_line(probe))
     for note in result.notes:
         print(f"note         {note}")
     print(f"{result.status:<12} {result.folder}")
+
+
+def clock_line(probe: dict[str, Any]) -> str:
+    """By what time was scaled; see ProbeScaledClock.describe."""
+    slow, probe_ns = probe["slowness"], probe["probe_ns"]
+    return (
+        f"clock        scaled by a probe: its {probe_ns / 1e6:.3g} ms took {slow['p50']:.2f} times as long (P10 "
+        f"{slow['p10']:.2f}, P90 {slow['p90']:.2f}); for runs to compare: backend.pace=probe_scaled "
+        f"backend.probe_ns={probe_ns}"
+    )
 
 
 def _what(manifest: dict[str, Any]) -> str:

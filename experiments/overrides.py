@@ -70,22 +70,21 @@ def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | No
     }
     overlays = given.pop(OVERLAYS, [])
     base = {**defaults(), **chosen}
-    for overlay in overlays:
-        base |= library.of_overlay(str(overlay))
-    options: dict[str, list[str | None]] = {name: [option] for name, option in base.items()}
+    laid = [{**base, **library.of_overlay(str(overlay))} for overlay in overlays] or [base]
+    options = {name: list(dict.fromkeys(one.get(name, base.get(name)) for one in laid)) for one in laid for name in one}
     return Keys(library, options | {name: names for name, names in given.items() if names} | {OVERLAYS: overlays})
 
 
-def of_points(overrides: Sequence[str]) -> list[str]:
+def of_points(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
     """A sweep's overrides for Hydra: a key that only some of the swept options have is swept too, over its one value,
-    so that it comes with the points and not with what all have in common."""
-    items = [parsed(text) for text in overrides]
-    keys = _keys(items, library_of(overrides), {})
+    so that it comes with the points and not with what all have in common. swept: the overrides and what they bring."""
+    keys = _keys([parsed(text) for text in swept], library_of(overrides), {})
     made = []
-    for text, item in zip(overrides, items, strict=True):
-        key, _, value = text.partition("=")
+    for text in overrides:
+        item, (key, _, value) = parsed(text), text.partition("=")
         is_common = item.is_sweep_override() or all(_has(keys, item))
-        made.append(text if is_common else f"{key}=choice({value})")
+        value = value or "''"
+        made.append(text if is_common else f"{key}={value},{value}")
     return made
 
 

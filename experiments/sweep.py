@@ -31,7 +31,7 @@ from experiments.foreign import check_importable
 from experiments.identity import identity_of
 from experiments.options import Library
 from experiments.origin import Origin, end_of_others
-from experiments.overrides import library_of, literal, of_one_point, parsed, swept_values
+from experiments.overrides import check, library_of, literal, of_one_point, parsed, swept_values
 from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
 from experiments.restate import restate
 from experiments.run_folder import is_locked, named_folder, refuse_run
@@ -57,6 +57,7 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     if "hydra.mode=MULTIRUN" not in of_hydra and any(item.startswith("hydra.run.dir=") for item in of_hydra):
         raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
+    check([*of_hydra, *arguments], is_sweep=True)  # what an overlay sweeps is among them
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments)), library_of(of_hydra)), root)
     todo = _left_to_run(sweep, _points(sweep))

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from analysis.metrics import SLO
-from experiments.compose import compose_raw, swept_by
+from experiments.compose import compose_raw, with_swept
 from experiments.config import RunConfig
 from experiments.options import Library
 from experiments.overrides import check, of_one_point, parsed, swept_values
@@ -54,18 +54,10 @@ class Arm:
         return _at(self.raw, self.rate_key, value, seed)
 
 
-def _of_overlay(overrides: Sequence[str]) -> list[str]:
-    """What the overlay that the overrides name sweeps, but for keys that they set themselves."""
-    named = [item for item in overrides if item.startswith("experiment=")]
-    if not named or "," in named[-1]:
-        return []
-    given = {item.partition("=")[0] for item in overrides}
-    return [f"{key}={value}" for key, value in swept_by(named[-1]).items() if key not in given]
-
-
 def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     """The policies and the seeds that the overrides name. Raises ConfigError in one line."""
-    choices = _choices([*_of_overlay(overrides), *overrides])
+    overrides = with_swept(overrides)
+    choices = _choices(overrides)
     seeds = tuple(_whole(item) for item in choices.pop("seed", ["seed=0"]))
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seed={','.join(map(str, seeds))} has one twice; a seed is simulated once")

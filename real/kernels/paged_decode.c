@@ -12,7 +12,7 @@
 #define TILE 4   /* keys that two queries are multiplied with at a time */
 #define WIDE 4   /* vectors of an output that stay in registers */
 #define CHUNK 32 /* positions between two looks at the maximum */
-#define NEAR 64  /* bytes that memory gives at once */
+#define CACHE_LINE 64 /* bytes */
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -95,12 +95,12 @@ static INLINE int64_t first_of(const Decode *d, int64_t item) {
   return d->window && length > d->window ? length - d->window : 0;
 }
 
-/* Has memory fetch what is read next, while something else is computed: a processor foresees neighbours only, and
+/* Fetches keys or values while something else is computed: a processor's own prefetching foresees neighbours only, and
    blocks lie anywhere. */
-static INLINE void ask_for(const void *from, const int64_t *places, int64_t n, int64_t dim, int is_half) {
+static INLINE void prefetch(const void *from, const int64_t *places, int64_t n, int64_t dim, int is_half) {
   const int64_t size = is_half ? sizeof(uint16_t) : sizeof(float);
   for (int64_t p = 0; p < n; p++)
-    for (int64_t byte = 0; byte < dim * size; byte += NEAR)
+    for (int64_t byte = 0; byte < dim * size; byte += CACHE_LINE)
       __builtin_prefetch((const char *)from + places[p] * size + byte);
 }
 
@@ -141,7 +141,8 @@ static INLINE void add_values(const float *a, const float *b, const float *const
 static INLINE void attend(const Decode *d, int64_t item, int64_t dim, int is_half) {
   const int64_t group = d->heads / d->kv_heads, paired = group + group % 2, width = dim / LANES;
   const int64_t row = item / d->kv_heads, length = d->lengths[row], head = item % d->kv_heads * group;
-  const int64_t at = (d->tokens[row] * d->heads + head) * dim, after = item + (item + 1 < d->rows * d->kv_heads);
+  const int64_t at = (d->tokens[row] * d->heads + head) * dim;
+  const int64_t after = item + (item + 1 < d->rows * d->kv_heads); /* by another thread, at times: caches are shared */
   int64_t begin = first_of(d, item), rooms[2][CHUNK], *places = rooms[0], *next = rooms[1];
   Lanes query[paired][width], out[paired][width];
   float most[paired], sum[paired], scores[paired][CHUNK], room[is_half ? CHUNK * dim : 1];
@@ -157,7 +158,7 @@ static INLINE void attend(const Decode *d, int64_t item, int64_t dim, int is_hal
   }
   for (int64_t n = locate(d, item, begin, dim, places), num_next; n; n = num_next) {
     const int64_t tiled = (n + TILE - 1) / TILE * TILE;
-    ask_for(d->values, places, n, dim, is_half);
+    prefetch(d->values, places, n, dim, is_half);
     for (int64_t p = 0; p < n; p++) lines[p] = line(d->keys, places[p], room + p * dim * is_half, dim, is_half);
     for (int64_t p = n; p < tiled; p++) lines[p] = lines[n - 1]; /* multiplied, and not looked at */
     for (int64_t q = 0; q < paired; q += 2)
@@ -178,7 +179,7 @@ static INLINE void attend(const Decode *d, int64_t item, int64_t dim, int is_hal
       most[q] = top;
     }
     num_next = locate(d, item, begin += n, dim, next);
-    ask_for(d->keys, next, num_next ? num_next : locate(d, after, first_of(d, after), dim, next), dim, is_half);
+    prefetch(d->keys, next, num_next ? num_next : locate(d, after, first_of(d, after), dim, next), dim, is_half);
     for (int64_t p = 0; p < n; p++) lines[p] = line(d->values, places[p], room + p * dim * is_half, dim, is_half);
     for (int64_t q = 0; q < paired; q += 2) add_values(scores[q], scores[q + 1], lines, n, width, out[q], out[q + 1]);
     int64_t *const done = places;

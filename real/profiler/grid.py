@@ -136,11 +136,12 @@ def _prefills(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     for total in ladder(2, most, 4, None) if is_quick else ladder(2, most, 2, draw):
         splits = [_split(total, num) for num in SPLITS if num * 2 <= total and num <= room.max_num_seqs]
         yield Episode(batches=tuple(splits))
-        num_waiting = draw.randint(1, max(1, min(MAX_WAITING, room.max_num_seqs // 2)))
+        most_waiting = min(MAX_WAITING, room.max_num_seqs // 2, room.max_num_batched_tokens, room.num_gpu_blocks)
+        num_waiting = draw.randint(1, max(1, most_waiting))
         splits = [batch for batch in splits if len(batch) + num_waiting <= room.max_num_seqs]
         beside = max((sum(room.blocks(chunk.num_tokens) for chunk in batch) for batch in splits), default=0)
         longest = _longest_context(room, num_waiting, 2 * len(splits), beside=beside)
-        if longest > 0:
+        if splits and longest > 0:
             contexts = tuple(draw.randint(1, longest) for _ in range(num_waiting))
             yield Episode(contexts, batches=tuple(splits), decodes_wait=True)
     together = room.max_num_batched_tokens
@@ -166,10 +167,12 @@ def _cached(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
 def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     """Prompts and chunks beside decodes."""
     most = min(room.max_num_seqs, room.max_num_batched_tokens) - 1
-    for num in ladder(1, most, 16, None) if is_quick else ladder(1, most, 2, None):
+    for num in ladder(1, most, 16, None) if is_quick else _one_of_each_octave(most, draw):
         left = min(room.max_num_batched_tokens - num, room.max_model_len - 2)
         sizes = ladder(1, left, 16, None) if is_quick else ladder(1, left, 4, draw)
-        longest = _longest_context(room, num, 1, beside=min(room.blocks(left) + 4, room.num_gpu_blocks // 2))
+        start = room.max_model_len // 2 // room.block_size * room.block_size  # of a prompt behind a cached prefix
+        beside = max(room.blocks(left) + 4, 2 * room.blocks(start) + 1)
+        longest = _longest_context(room, num, 1, beside=min(beside, room.num_gpu_blocks // 2))
         if longest < 1:
             continue
         kinds = [(context,) * num for context in sorted({min(MIN_CONTEXT, longest), max(1, longest // 4), longest})]
@@ -179,9 +182,14 @@ def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
         for batch in batches:
             for contexts in draw.sample(kinds, 2):
                 yield Episode(contexts, batches=(batch,))
-        start = room.max_model_len // 2 // room.block_size * room.block_size
         for contexts in kinds:
             yield Episode(contexts, batches=((PrefillChunk(start, min(left, room.block_size)),),))
+
+
+def _one_of_each_octave(most: int, draw: Random) -> list[int]:
+    """From 1 to most; between them a number from each power of two up to the next."""
+    between = [draw.randint(low, high - 1) for low, high in pairwise(ladder(2, most, 2))]
+    return sorted({1, most, *between}) if most >= 1 else []
 
 
 def _chunks(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:

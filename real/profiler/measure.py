@@ -1,10 +1,9 @@
 """Brings about the steps of a grid and measures them, as a run's steps: same scheduler, loop, driver and recorders.
 
 What must be there before a measured step (contexts of sequences that decode, cached prefixes) is planned and committed
-like any step, but not computed: K and V are then the noise that memory was filled with, and what a step costs does not
-depend on it. So the contexts cost no time, and yet every sequence has blocks of its own. Blocks to move are added to a
-plan of decodes: which ones does not matter either. What is decided beside is not measured: swaps without a swapped
-sequence.
+like any step, but not computed: K and V are then whatever lies in memory, and what a step costs does not depend on
+them. So the contexts cost no time, and yet every sequence has blocks of its own. Blocks to move are added to a plan of
+decodes: which ones does not matter either. What is decided beside is not measured: swaps without a swapped sequence.
 
 Knows no cost model. How a scheduler is built, and what records the steps, is handed in.
 """
@@ -110,12 +109,11 @@ def measure(
 
 
 def fill_with_noise(kv: Any) -> None:
-    """Gives KV memory contents like those of a run. Multiplying zeros takes a GPU less power, and clocks rise; what
-    nobody has written yet is on a host one page of zeros, which is always in its caches.
+    """Gives a GPU's KV memory contents like those of a run: multiplying zeros takes less power, and clocks rise.
 
     kv: a tensor. FP8 is left alone: torch draws no random numbers in it.
     """
-    if kv.dtype.itemsize > 1:
+    if kv.is_cuda and kv.dtype.itemsize > 1:
         kv.normal_()
 
 
@@ -237,7 +235,8 @@ class _Stage(NoRecords):
         num_out, num_in, num_copied = self._moves
         room = self._bench.room
         gpu = self._draw.sample(range(room.num_gpu_blocks), num_out + num_in + 2 * num_copied)
-        cpu = self._draw.sample(range(min(room.num_cpu_blocks, room.num_gpu_blocks)), num_out + num_in)  # in use, too
+        # a swap space hands out its lowest blocks again and again; beyond them lies memory that nobody has touched
+        cpu = self._draw.sample(range(min(room.num_cpu_blocks, room.num_gpu_blocks)), num_out + num_in)
         inward, sources = gpu[num_out : num_out + num_in], gpu[num_out + num_in :]
         return plan.replace(
             shape=plan.shape.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import pairwise
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     profile = read_profile(folder / "profile.parquet")
     assert profile.manifest.command.startswith("testbed calibrate model=tiny")
     assert profile.manifest.device == "cpu"
-    yardstick = f"for runs to compare: backend.probe_ns={profile.manifest.probe_ns}"
+    yardstick = f"for runs to compare: backend.pace=probe_scaled backend.probe_ns={profile.manifest.probe_ns}"
     assert yardstick in said.out
     assert profile.manifest.attention in ("cpu", "torch"), "the kernel, or without a C compiler the reference"
     shapes = {step.shape for step in profile.steps}
@@ -51,6 +52,31 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "calibration" / "profile.parquet"
     assert f"{tmp_path / 'file'}" in say(capsys, *command, *ENGINE, *FAST, "--out", str(out)).error()
+
+
+def test_the_engine_is_profiled_as_one_in_use(monkeypatch, tmp_path, capsys):
+    """Blocks lie anywhere; prompts are computed beside decodes, and while they wait."""
+    pytest.importorskip("torch")
+    from real.backend import RealBackend
+
+    seen, start = [], RealBackend.start
+
+    def watched(self, plan):
+        rows = plan.rows.make()
+        seen.append(({row.seq_id for row in rows}, plan.shape, [list(row.block_table) for row in rows]))
+        return start(self, plan)
+
+    monkeypatch.setattr(RealBackend, "start", watched)
+    assert say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(tmp_path / "c")).status == 0
+    long = [table for _, _, tables in seen for table in tables if len(table) > 3]
+    neighbours = [b - a == 1 for table in long for a, b in pairwise(table)]
+    assert sum(neighbours) < 0.1 * len(neighbours)
+    assert any(
+        (shape.kind, before & after, during & after) == ("prefill", after, set())
+        for (before, _, _), (during, shape, _), (after, later, _) in zip(seen, seen[1:], seen[2:], strict=False)
+        if later.kind == "decode"
+    ), "those that decode wait"
+    assert any(shape.kind == "mixed" for _, shape, _ in seen)
 
 
 def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkeypatch):

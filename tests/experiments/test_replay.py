@@ -153,7 +153,7 @@ def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_
     assert said.status == 0, said.err
     probe = manifest_of(tmp_path / "first")["replay"]["probe"]
     assert probe["num_probes"] >= 3
-    assert f"for runs to compare: backend.probe_ns={probe['probe_ns']}" in said.out
+    assert f"for runs to compare: backend.pace=probe_scaled backend.probe_ns={probe['probe_ns']}" in said.out
     again = say(capsys, "run", *paced, f"backend.probe_ns={probe['probe_ns']}", f"hydra.run.dir={tmp_path / 'again'}")
     assert again.status == 0, again.err
     assert manifest_of(tmp_path / "again")["replay"]["probe"]["probe_ns"] == probe["probe_ns"]

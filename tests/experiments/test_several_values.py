@@ -9,7 +9,8 @@ import pytest
 from analysis.load import load_sweep
 from experiments.capacity.arms import parse
 from experiments.compose import compose_config, compose_from
-from experiments.options import options
+from experiments.options import Library, options
+from experiments.overrides import of_points, parsed, swept_values
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Said, say
 
@@ -71,6 +72,43 @@ def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, capsys: p
     assert [arm.name for arm in arms] == [
         "cost=constant", "cost=roofline cost.kernel_launch_ns=4000", "cost=roofline cost.kernel_launch_ns=5000",
     ]  # fmt: skip
+
+
+def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def study(params: str) -> list[str]:
+        text = f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {{{params}}}}}}}\n"
+        (tmp_path / "experiment" / "mine.yaml").write_text(text)
+        return [f"--config-dir={tmp_path}", "experiment=mine", f"hydra.sweep.dir={tmp_path / 's'}", *TINY, *SHORT]
+
+    (tmp_path / "experiment").mkdir()
+    said = say(capsys, "run", *study('cost: "constant,roofline"'), "cost.kernel_launch_ns=4000")
+    assert said.status == 0, said.err
+    costs = [run.config["cost"] for run in load_sweep(tmp_path / "s").runs]
+    assert [cost.get("kernel_launch_ns") for cost in costs] == [None, 4000]
+    wrong = say(capsys, "run", *study('cache.blok_size: "8,16"')).error()
+    assert wrong.startswith("unknown key 'cache.blok_size'; did you mean 'cache.block_size'?")
+
+
+@pytest.mark.parametrize("value", ["null", "0.001", "", "'1e3'", '"l\'été, 2.json"', '"a b=c.json"', "[1,2]", "{a:1}"])
+def test_a_value_stays_what_it_is(value: str) -> None:
+    overrides = ["cost=constant,linear", f"cost.path={value}"]
+    _, made = of_points(overrides, overrides)
+    assert set(swept_values(parsed(made), Library())) == {f"cost.path={value}" if value else "cost.path=''"}
+
+
+def test_a_class_of_the_users_has_the_keys_of_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cost").mkdir()
+    text = (
+        "_target_: sim.cost.constant.ConstantCost\nconfig:\n  _target_: sim.cost.config.ConstantConfig\n  step_s: 0.5\n"
+    )
+    (tmp_path / "cost" / "mine.yaml").write_text(text)
+    said = sweep(capsys, tmp_path / "s", f"--config-dir={tmp_path}", "cost=roofline,mine", "cost.kernel_launch_ns=4000")
+    assert said.status == 0, said.err
+
+
+def test_another_sweeper_gets_no_key_that_some_points_have_not(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = say(capsys, "run", "-m", "hydra/sweeper=basic", *TINY, *COSTS).error()
+    assert wrong.startswith("cost.logits=gather: some of the swept options have no such key; leave out hydra/sweeper")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.clocks import SkippingClock
 from real.profiler.grid import Episode, Moves, Room, design, ladder
-from real.profiler.measure import Bench, Profiled, Unit, fill_with_noise, measure, run_episode
+from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
 from sim.cost.calibration import calibrate
 from sim.cost.profiled_range import profiled_ranges
@@ -97,6 +96,7 @@ def test_every_episode_comes_about_as_designed(room, is_quick, seed, data):
         return
     for episode in data.draw(st.lists(st.sampled_from(episodes), min_size=1, max_size=6)):
         shapes = shapes_of(room, episode)
+        assert shapes
         if episode.budget is None:
             found = [(one.num_decodes, sorted(one.prefills), Moves(*one.values()[4:7])) for one in shapes]
             assert found == designed(episode)
@@ -212,11 +212,16 @@ def test_a_noisy_profile_prices_ordinary_mixed_batches():
         assert price == pytest.approx(right, rel=0.08), shape
 
 
-def test_memory_that_is_read_has_been_written():
-    """What nobody has written is one page of zeros, which is always in a processor's caches."""
-    kv = torch.zeros(2, 3, 4)
-    fill_with_noise(kv)
-    assert kv.unique().numel() == 24
+def test_mixed_batches_have_no_hole():
+    """Of each octave of decodes a number beside prompts, with equal contexts and with ragged ones, to what fits."""
+    room = Room(16, 2048, 0, 256, 2048, 4096)
+    mixed = [one.contexts for one in design(room) if one.contexts and not one.decodes_wait and one.budget is None]
+    for low in (1, 2, 4, 8, 16, 32, 64, 128):
+        ragged = [contexts for contexts in mixed if low <= len(contexts) < 2 * low and len(set(contexts)) > 1]
+        equal = [contexts for contexts in mixed if low <= len(contexts) < 2 * low and len(set(contexts)) == 1]
+        assert equal, low
+        assert ragged or low == 1, low
+        assert max(map(sum, equal)) > 0.8 * min(low * room.max_model_len, (2048 - 260) * 16), low
 
 
 def test_a_ladder_has_both_ends_and_a_size_between_any_two():

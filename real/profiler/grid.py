@@ -1,7 +1,7 @@
 """Which steps a profile measures: a grid over what a step's price depends on, within what the engine can do.
 
-An episode is a few sequences that decode, and what is done beside them, step by step. Sizes go up geometrically, with
-a size that is not round between any two: kernels like multiples of 16, and traffic does not. What tells the terms of a
+An episode is a few sequences that decode, and what is done beside them, step by step. Sizes go up geometrically, and
+many of them are not round: kernels like multiples of 16, and traffic does not. What tells the terms of a
 price apart: the same decodes, alone and beside prompts, with short and long contexts, equal and ragged; the same tokens
 as one prompt and as several, from the start and behind a cached prefix, alone and beside decodes; chunks that do not
 end their prompt and so need no logits; blocks moved out, in, both, and copied, beside the same decodes. Prompts alone
@@ -109,6 +109,12 @@ def ladder(low: int, high: int, factor: int, draw: Random | None = None) -> list
     return sorted({*sizes, *between})
 
 
+def rungs(low: int, high: int, factor: int, draw: Random) -> list[int]:
+    """Both ends of a ladder, and a size from each of its steps between: as traffic has them, seldom a round one."""
+    between = [draw.randint(a, b - 1) for a, b in pairwise(ladder(low, high, factor))]
+    return sorted({low, high, *between}) if low <= high else []
+
+
 def _decodes(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     """Batch sizes, each with contexts from short to as long as fits, and with ragged ones."""
     most = min(room.max_num_seqs, room.max_num_batched_tokens, room.num_gpu_blocks)
@@ -133,7 +139,7 @@ def _longest_context(room: Room, num: int, num_steps: int, *, beside: int = 0) -
 def _prefills(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     """Prompts alone, and while others wait: sizes and splits."""
     most = min(room.max_num_batched_tokens, room.max_model_len - 2, room.num_gpu_blocks * room.block_size)
-    for total in ladder(2, most, 4, None) if is_quick else ladder(2, most, 2, draw):
+    for total in rungs(2, most, 4, draw) if is_quick else ladder(2, most, 2, draw):
         splits = [_split(total, num) for num in SPLITS if num * 2 <= total and num <= room.max_num_seqs]
         yield Episode(batches=tuple(splits))
         most_waiting = min(MAX_WAITING, room.max_num_seqs // 2, room.max_num_batched_tokens, room.num_gpu_blocks)
@@ -167,9 +173,9 @@ def _cached(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
 def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     """Prompts and chunks beside decodes."""
     most = min(room.max_num_seqs, room.max_num_batched_tokens) - 1
-    for num in ladder(1, most, 16, None) if is_quick else _one_of_each_octave(most, draw):
+    for num in ladder(1, most, 16, None) if is_quick else rungs(1, most, 2, draw):
         left = min(room.max_num_batched_tokens - num, room.max_model_len - 2)
-        sizes = ladder(1, left, 16, None) if is_quick else ladder(1, left, 4, draw)
+        sizes = rungs(1, left, 16, draw) if is_quick else ladder(1, left, 4, draw)
         start = room.max_model_len // 2 // room.block_size * room.block_size  # of a prompt behind a cached prefix
         beside = max(room.blocks(left) + 4, 2 * room.blocks(start) + 1)
         longest = _longest_context(room, num, 1, beside=min(beside, room.num_gpu_blocks // 2))
@@ -184,12 +190,6 @@ def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
                 yield Episode(contexts, batches=(batch,))
         for contexts in kinds:
             yield Episode(contexts, batches=((PrefillChunk(start, min(left, room.block_size)),),))
-
-
-def _one_of_each_octave(most: int, draw: Random) -> list[int]:
-    """From 1 to most; between them a number from each power of two up to the next."""
-    between = [draw.randint(low, high - 1) for low, high in pairwise(ladder(2, most, 2))]
-    return sorted({1, most, *between}) if most >= 1 else []
 
 
 def _chunks(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:

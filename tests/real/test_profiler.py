@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.clocks import SkippingClock
-from real.profiler.grid import Episode, Moves, Room, design, ladder
+from real.profiler.grid import Episode, Moves, Room, design, ladder, rungs
 from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
 from sim.cost.calibration import calibrate
@@ -231,6 +231,16 @@ def test_a_ladder_has_both_ends_and_a_size_between_any_two():
     finer = ladder(1, 100, 4, Random(1))
     assert set(finer) > {1, 4, 16, 64, 100}
     assert len(finer) == 9
+
+
+def test_rungs_are_one_a_step_and_both_ends():
+    assert rungs(5, 5, 2, Random(0)) == [5]
+    assert rungs(6, 5, 2, Random(0)) == []
+    for seed in range(50):
+        sizes = rungs(2, 500, 4, Random(seed))
+        assert (sizes[0], sizes[-1]) == (2, 500)
+        for low, high in ((8, 32), (32, 128), (128, 500)):
+            assert sum(low <= size < high for size in sizes) == 1
 
 
 # --- order and endings ---

@@ -119,11 +119,15 @@ def together(*profiles: Profile) -> Profile:
     return Profile(profiles[0].manifest, number_repeats(steps))
 
 
-def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
+def _is_cpu(backend: RealConfig) -> bool:
     from real.device import resolve_device
 
+    return resolve_device(backend.device).type == "cpu"
+
+
+def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
     assert isinstance(config.backend, RealConfig)
-    is_cpu = resolve_device(config.backend.device).type == "cpu"
+    is_cpu = _is_cpu(config.backend)
     captured_decodes, captured_tokens = backend.largest_captured
     return ProfileManifest(
         device="cpu" if is_cpu else device_named(backend.device_description) or config.device.name,
@@ -211,6 +215,7 @@ def describe(calibration: Calibration) -> str:
 
 def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
     """The episodes of the grid, under a scheduler that plans what comes."""
+    assert isinstance(config.backend, RealConfig)
     from real.profiler.grid import Room, design
     from real.profiler.measure import Bench, Unit, fill_with_noise, run_episode
 
@@ -221,8 +226,9 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
     )  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-    # as in a pool in use for long: a CPU reads blocks that lie anywhere a third slower than neighbours
-    scattered = Random(PROFILE_SEED).sample(range(pools.num_gpu_blocks), pools.num_gpu_blocks)
+    # as in a pool in use for long; a CPU reads blocks that lie anywhere more slowly than neighbours
+    num = pools.num_gpu_blocks
+    scattered = Random(PROFILE_SEED).sample(range(num), num) if _is_cpu(config.backend) else []
 
     def make_scheduler(*, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler:
         plain = SchedulerConfig(
@@ -233,7 +239,8 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         if caching is not None:
             cache = replace(cache, prefix_caching=caching)
         scheduler = build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
-        scheduler.blocks.hand_out_in(scattered)
+        if scattered:
+            scheduler.blocks.hand_out_in(scattered)
         return scheduler
 
     sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)

@@ -76,5 +76,5 @@ class GPUBlocks:
         self.pool.check_invariants(tables, num_evictable)
         self.cache.check_invariants()
         assert self.num_free == self.pool.num_free + num_evictable
-        assert all(self.cache.content_of[block] is None for block in self.pool.free_blocks())
+        assert all(self.cache.content_of[block] is None for block in self.pool.free)
         assert self._is_one_queue or self.cache.num_cached_blocks >= num_evictable

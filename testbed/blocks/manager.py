@@ -70,8 +70,10 @@ class BlockManager:
         return self._cpu.pool.num_free
 
     def hand_out_in(self, order: list[int]) -> None:
-        """See BlockPool: the order of the free GPU blocks, before there is any cached one."""
-        self._gpu.pool.hand_out_in(order)
+        """The free GPU blocks, the first of them first: in a pool that has been in use they lie anywhere."""
+        free = self._gpu.pool.free
+        assert sorted(order) == sorted(free), "not the blocks that are free"
+        free[:] = order[::-1]
 
     def num_held_blocks(self, seq: KVSequence) -> int:
         """Distinct GPU blocks of the sequence and those scheduled together with it."""

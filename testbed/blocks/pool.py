@@ -15,19 +15,18 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 0
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest id is handed out first
+        self.free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest id is handed out first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
     def allocate(self) -> int:
         """A free block, with count 1. Over-allocation raises."""
-        assert self._free, "no block is free"
-        block = self._free.pop()
+        assert self.free, "no block is free"
+        block = self.free.pop()
         self.ref_counts[block] = 1
         return block
 
@@ -49,15 +48,9 @@ class BlockPool:
         self.ref_counts[block] = count
         return count == 0
 
-    def hand_out_in(self, order: list[int]) -> None:
-        """The free blocks, the first of them first: in a pool that has been in use they lie anywhere."""
-        assert len(order) == self.num_free, "not as many blocks as are free"
-        assert set(order) == set(self._free), "not the blocks that are free"
-        self._free = order[::-1]
-
     def put_back(self, block: int) -> None:
         assert self.ref_counts[block] == 0, "a referenced block is put back"
-        self._free.append(block)
+        self.free.append(block)
 
     def check_invariants(self, tables: list[list[int]], num_kept: int) -> None:
         """tables: all that reference blocks. num_kept: blocks that somebody keeps unreferenced."""
@@ -68,11 +61,6 @@ class BlockPool:
             for block in held:
                 references[block] += 1
         assert references == self.ref_counts, "reference counts differ from the tables"
-        assert len(set(self._free)) == len(self._free), "a block is free twice"
-        assert not any(references[block] for block in self._free), "a free block is referenced"
-        num_referenced = sum([1 for count in references if count])
-        assert self.num_free + num_kept + num_referenced == self.num_blocks, "a block is lost"
-
-    def free_blocks(self) -> tuple[int, ...]:
-        """For checks and tests."""
-        return tuple(self._free)
+        assert len(set(self.free)) == len(self.free), "a block is free twice"
+        assert not any(references[block] for block in self.free), "a free block is referenced"
+        assert self.num_free + num_kept + sum(map(bool, references)) == self.num_blocks, "a block is lost"

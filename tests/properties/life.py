@@ -125,7 +125,7 @@ class Life:
 def shuffle_blocks(blocks: BlockManager, seed: int) -> None:
     """Free blocks are handed out in another order."""
     for pool in (blocks._gpu.pool, blocks._cpu.pool):
-        random.Random(seed).shuffle(pool._free)
+        random.Random(seed).shuffle(pool.free)
 
 
 def repeat(scheduler: Scheduler, calls: list[Call]) -> list[int]:

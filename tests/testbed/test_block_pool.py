@@ -24,19 +24,16 @@ def test_lowest_ids_come_first_and_returned_ones_are_used_again() -> None:
 
 
 def test_free_blocks_are_handed_out_in_an_order_that_is_told() -> None:
-    pool = BlockPool(4)
-    assert pool.allocate() == 0
-    for wrong in ([3, 1], [3, 1, 1], [3, 1, 0], [3, 1, 2, 0]):
-        with pytest.raises(AssertionError, match="are free"):
-            pool.hand_out_in(wrong)
-    pool.hand_out_in([3, 1, 2])
-    assert allocate(pool, 3) == [3, 1, 2]
-    blocks = make_blocks(num_blocks=4)
-    blocks.hand_out_in([2, 0, 3, 1])
-    seq = Sequence(0, make_request("a", 9), 4096)
+    blocks = make_blocks(num_blocks=5)
+    first, seq = (Sequence(num, make_request(str(num), num_tokens), 4096) for num, num_tokens in enumerate((3, 9)))
+    blocks.admit(first, 3, blocks.lookup(first))
+    for wrong in ([3, 1, 2], [3, 1, 1, 2], [3, 1, 0, 2], [4, 3, 1, 2, 0]):
+        with pytest.raises(AssertionError, match="not the blocks that are free"):
+            blocks.hand_out_in(wrong)
+    blocks.hand_out_in([3, 1, 4, 2])
     blocks.admit(seq, 9, blocks.lookup(seq))
-    assert seq.block_table == [2, 0, 3]
-    blocks.check_invariants([seq])
+    assert (first.block_table, seq.block_table) == ([0], [3, 1, 4])
+    blocks.check_invariants([first, seq])
 
 
 @pytest.mark.parametrize("num_blocks", [0, 2])
@@ -91,7 +88,7 @@ def test_a_block_that_somebody_kept_is_referenced_again_and_is_not_free_meanwhil
     assert pool.ref_counts == [1, 1]
     assert pool.drop(block)
     pool.put_back(block)
-    assert pool.free_blocks() == (0,)
+    assert pool.free == [0]
 
 
 def test_a_block_that_is_free_twice_is_found() -> None:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
@@ -216,7 +215,7 @@ def describe(calibration: Calibration) -> str:
 def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
     """The episodes of the grid, under a scheduler that plans what comes."""
     assert isinstance(config.backend, RealConfig)
-    from real.profiler.grid import Room, design
+    from real.profiler.grid import Room, anywhere, design
     from real.profiler.measure import Bench, Unit, fill_with_noise, run_episode
 
     fill_with_noise(backend.cache.gpu.whole)
@@ -226,9 +225,8 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
     )  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-    # as in a pool in use for long; a CPU reads blocks that lie anywhere more slowly than neighbours
-    num = pools.num_gpu_blocks
-    scattered = Random(PROFILE_SEED).sample(range(num), num) if _is_cpu(config.backend) else []
+    # a CPU reads blocks that lie anywhere more slowly than neighbours
+    scattered = anywhere(pools.num_gpu_blocks, PROFILE_SEED) if _is_cpu(config.backend) else []
 
     def make_scheduler(*, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler:
         plain = SchedulerConfig(

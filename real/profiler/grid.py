@@ -97,6 +97,11 @@ def design(room: Room, *, is_quick: bool = False, seed: int = 0) -> list[Episode
     return [one for part in parts for one in part(room, is_quick, draw) if one.fits(room)]
 
 
+def anywhere(num_blocks: int, seed: int = 0) -> list[int]:
+    """Blocks in an order in which a pool that has been in use for long may hand them out."""
+    return Random(seed).sample(range(num_blocks), num_blocks)
+
+
 def ladder(low: int, high: int, factor: int, draw: Random | None = None) -> list[int]:
     """From low to high, each `factor` times the one before; with `draw`, also a size between any two neighbours."""
     if low > high:

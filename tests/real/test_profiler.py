@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.clocks import SkippingClock
-from real.profiler.grid import Episode, Moves, Room, design, ladder, rungs
+from real.profiler.grid import Episode, Moves, Room, anywhere, design, ladder, rungs
 from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
 from sim.cost.calibration import calibrate
@@ -241,6 +241,13 @@ def test_rungs_are_one_a_step_and_both_ends():
         assert (sizes[0], sizes[-1]) == (2, 500)
         for low, high in ((8, 32), (32, 128), (128, 500)):
             assert sum(low <= size < high for size in sizes) == 1
+
+
+def test_blocks_that_lie_anywhere_are_all_blocks():
+    order = anywhere(500, 3)
+    assert sorted(order) == list(range(500))
+    assert sum(abs(a - b) == 1 for a, b in pairwise(order)) < 20
+    assert order == anywhere(500, 3) != anywhere(500, 4)
 
 
 # --- order and endings ---

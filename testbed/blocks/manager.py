@@ -71,9 +71,8 @@ class BlockManager:
 
     def hand_out_in(self, order: list[int]) -> None:
         """The free GPU blocks, the first of them first: in a pool that has been in use they lie anywhere."""
-        free = self._gpu.pool.free
-        assert sorted(order) == sorted(free), "not the blocks that are free"
-        free[:] = order[::-1]
+        assert sorted(order) == sorted(self._gpu.pool.free), "not the blocks that are free"
+        self._gpu.pool.free[:] = order[::-1]
 
     def num_held_blocks(self, seq: KVSequence) -> int:
         """Distinct GPU blocks of the sequence and those scheduled together with it."""

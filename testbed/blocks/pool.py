@@ -15,6 +15,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 0
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest id is handed out first

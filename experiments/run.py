@@ -17,16 +17,16 @@ from typing import Any, Protocol
 from experiments import build, engines
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
+from experiments.ending import failure_message, notes_of
 from experiments.environment import describe_machine, describe_versions
 from experiments.forcing import check_simulated_output, forcing
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
-from experiments.names import device_of_run
 from experiments.origin import UNKNOWN, Origin
 from experiments.progress import Progress
 from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
-from experiments.run_folder import TRACE_FILE, claimed, describe_failure, describe_kept, refuse_overwrite, write_json
+from experiments.run_folder import TRACE_FILE, claimed, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
 from experiments.traces import describe_trace
 from experiments.watches import batch_limits, status_lines
@@ -360,10 +360,10 @@ def _close(
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
     except (OSError, RunFolderError) as error:
-        raise RunFolderError(_failure_message(failure or error, folder, manifest, records)) from None
+        raise RunFolderError(failure_message(failure or error, folder, manifest, records)) from None
     status, message, exit_status = manifest["status"], "", 0
     if failure is not None:
-        message = _failure_message(failure, folder, manifest, records)
+        message = failure_message(failure, folder, manifest, records)
         exit_status = INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1
     elif records.ignored:
         first_id, reason = records.ignored[0]
@@ -384,37 +384,8 @@ def _close(
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
     outrun = outrun_note(summary)
-    notes = (*failed, *([] if outrun is None else [outrun]), *_notes(config, manifest))
+    notes = (*failed, *([] if outrun is None else [outrun]), *notes_of(config, manifest))
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
-
-
-def _notes(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
-    notes = [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
-    is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
-    if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
-        notes.append(
-            f"it ran on {manifest['device']}; a policy that asks what a step costs is told of device="
-            f"{config.device.name}: set device=cpu"
-        )
-    if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:
-        notes.append(
-            f"record.profile={config.record.profile} traced nothing: the run had {manifest['num_steps']} steps"
-        )
-    if manifest["status"] == "complete" and manifest["num_unsent"]:
-        notes.append(
-            f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
-        )
-    return tuple(notes)
-
-
-def _failure_message(
-    failure: BaseException, folder: Path, manifest: dict[str, Any], records: engines.RunRecords
-) -> str:
-    total = manifest["trace"]["num_requests"]
-    after = f"after {records.num_finished} of {'an unknown number of' if total is None else total} requests"
-    if isinstance(failure, KeyboardInterrupt):
-        return f"interrupted {after}; {describe_kept(folder)}"
-    return f"failed {after}: {describe_failure(failure)}; {describe_kept(folder)}"
 
 
 def _summarise(folder: Path, config: RunConfig, manifest: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
 def with_swept(overrides: Sequence[str]) -> list[str]:
     """The overrides, after what the overlay that they name sweeps, but for keys that they set themselves."""
     named = [item for item in overrides if item.startswith("experiment=")]
-    if not named or "," in named[-1]:
+    if not named or parsed(named[-1]).is_sweep_override():
         return list(overrides)
     given = {item.partition("=")[0] for item in overrides}
     searched = [item for item in overrides if item.startswith("hydra.searchpath=")]

@@ -85,6 +85,11 @@ def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, capsys: pytest
     assert said.status == 0, said.err
     costs = [run.config["cost"] for run in load_sweep(tmp_path / "s").runs]
     assert [cost.get("kernel_launch_ns") for cost in costs] == [None, 4000]
+    (tmp_path / "experiment" / "other.yaml").write_text("# @package _global_\nseed: 7\n")
+    both = [item.replace("=mine", "=[other,mine]") for item in study('cost: "constant,roofline"')]
+    said = say(capsys, "run", *both, "cost.kernel_launch_ns=4000")
+    assert said.status == 0, said.err
+    assert sorted(run.config["seed"] for run in load_sweep(tmp_path / "s").runs) == [0, 0, 7, 7]
     wrong = say(capsys, "run", *study('cache.blok_size: "8,16"')).error()
     assert wrong.startswith("unknown key 'cache.blok_size'; did you mean 'cache.block_size'?")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mypy_extensions import i64
+
 from testbed.blocks.config import KVRules
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.errors import ConfigError
@@ -15,19 +17,19 @@ class Demand:
 
     def __init__(self, block_size: int, rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
         _check_goes_together(rules, lookahead_slots, sliding_window)
-        self.block_size = block_size
+        self.block_size: i64 = block_size
         self._is_by_chunk = rules.allocate == "chunk"
-        self.lookahead_slots = lookahead_slots
+        self.lookahead_slots: i64 = lookahead_slots
         self.sliding_window = sliding_window
 
-    def num_blocks_for(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: i64) -> i64:
         return -(-num_tokens // self.block_size)
 
-    def num_new_blocks(self, seq: KVSequence, num_tokens: int, num_held: int) -> int:
+    def num_new_blocks(self, seq: KVSequence, num_tokens: i64, num_held: i64) -> i64:
         """Blocks that a running sequence which holds `num_held` lacks to compute its next `num_tokens` tokens."""
-        lookahead = 0 if seq.is_prefilling else self.lookahead_slots
+        lookahead = i64(0) if seq.is_prefilling else self.lookahead_slots
         missing = seq.num_computed_tokens + num_tokens + lookahead - num_held * self.block_size
-        return -(-missing // self.block_size) if missing > 0 else 0
+        return self.num_blocks_for(missing) if missing > 0 else 0
 
     def num_held_at_most(self, num_tokens: int) -> int:
         """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""

@@ -45,6 +45,7 @@ class BlockManager:
         self.lookahead_slots: i64 = lookahead_slots
         self.sliding_window = sliding_window
         self.publishes_early = rules.hits_visible != "commit"
+        self.holds_victims = rules.victims_return == "next_step"
         self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, but a prompt's last one
         self._wants_spare = rules.growth_test == "one_per_sequence"
         self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
@@ -135,7 +136,7 @@ class BlockManager:
         missing = seq.num_computed_tokens + num_tokens + self.lookahead_slots - len(seq.block_table) * self.block_size
         return missing <= 0 and not self._wants_spare and not seq.shares_blocks
 
-    def can_grow(self, seq: KVSequence, num_tokens: int) -> bool:
+    def can_grow(self, seq: KVSequence, num_tokens: i64) -> bool:
         """Whether the next `num_tokens` tokens of a running sequence, and of those with it, get blocks now."""
         unit = seq.together
         if self._wants_spare:
@@ -144,18 +145,20 @@ class BlockManager:
                 return self.num_free_blocks >= (seq.num_tokens % self.block_size > 0)
             if self.num_free_blocks < len(unit):
                 return False
-        needed = sum([self._demand.num_new_blocks(one, num_tokens, len(one.block_table)) for one in unit])
+        needed = i64(0)
+        for one in unit:
+            needed += self._demand.num_new_blocks(one, num_tokens, len(one.block_table))
         if seq.shares_blocks:
             needed += self._copies.num_needed(unit)
         return needed <= self._gpu.num_free
 
-    def grow(self, seq: KVSequence, num_tokens: int) -> None:
+    def grow(self, seq: KVSequence, num_tokens: i64) -> None:
         """Slots for the next `num_tokens` tokens of one sequence; copies a shared block that it would write into."""
         if seq.shares_blocks:
             self._copies.write(seq)
         self._take(seq, self._demand.num_new_blocks(seq, num_tokens, len(seq.block_table)))
 
-    def _take(self, seq: KVSequence, num_blocks: int) -> None:
+    def _take(self, seq: KVSequence, num_blocks: i64) -> None:
         for _ in range(num_blocks):
             seq.block_table.append(self._gpu.take())
 

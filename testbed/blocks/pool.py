@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from librt.vecs import vec
+from mypy_extensions import i32
+
 from testbed.blocks.kv_sequence import RELEASED
 
 Pair = tuple[int, int]  # (source, destination) blocks
@@ -17,7 +20,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 0
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts: vec[i32] = vec[i32]([0] * num_blocks)
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest id is handed out first
 
     @property
@@ -61,7 +64,7 @@ class BlockPool:
             assert len(set(held)) == len(held), "a table names a block twice"
             for block in held:
                 references[block] += 1
-        assert references == self.ref_counts, "reference counts differ from the tables"
+        assert references == list(self.ref_counts), "reference counts differ from the tables"
         assert len(set(self.free)) == len(self.free), "a block is free twice"
         assert not any(references[block] for block in self.free), "a free block is referenced"
         assert self.num_free + num_kept + sum(map(bool, references)) == self.num_blocks, "a block is lost"

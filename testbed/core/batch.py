@@ -21,12 +21,11 @@ class Batch(Rows):
     def __init__(self, token_budget: int) -> None:
         self.token_budget: i64 = token_budget
         self.seqs: list[Sequence] = []
-        self.counts: vec[i64] = vec[i64]()
+        self.counts: vec[i64] = vec[i64](capacity=32)
         self.samples: list[bool] | None = None
         self.is_over = False  # once it is committed: the counts of its sequences have gone on
 
     def add(self, seq: Sequence, num_tokens: i64) -> None:
-        assert num_tokens > 0, f"{seq.request_id} is scheduled for {num_tokens} tokens; a row computes at least one"
         self.seqs.append(seq)
         self.counts = append(self.counts, num_tokens)
         self.token_budget -= num_tokens

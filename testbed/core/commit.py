@@ -48,7 +48,7 @@ class Commit:
         self.emitters = []
         ending: tuple[Ending, ...] = ()
         parting: tuple[tuple[Sequence, Outcome], ...] = ()
-        num_taken: i64 = 0
+        num_taken = 0
         index: i64
         counts, samples_ahead = batch.counts, batch.samples
         publishes = samples_ahead is not None or not self._blocks.publishes_early  # else it was done at the plan
@@ -91,7 +91,8 @@ class Commit:
             if outcome.dropped:
                 return FinishReason.DROPPED
             token, stop = outcome.tokens[0], outcome.stop
-            seq.note_logprobs(outcome.logprobs[:1])
+            if outcome.logprobs:
+                seq.note_logprobs(outcome.logprobs[:1])
         seq.emit(token)
         self.emitters.append(seq)
         return _end_of(seq, token, stop)

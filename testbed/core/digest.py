@@ -10,13 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 from librt.strings import BytesWriter, read_i64_be, write_i64_le
-from librt.vecs import vec
-from mypy_extensions import i64
 from xxhash import xxh64_digest
 
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import PreemptionMode
-from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 
 VERSION: Final = 2  # of the definition below; tapes do not compare across versions
@@ -35,23 +32,18 @@ class Digest:
         self.value = bytes(8)
         self._numbers = BytesWriter()  # of the step
         self._aborted: list[int] = []  # since the last step
-        self._seqs: list[Sequence] = []
-        self._counts: vec[i64] = vec[i64]()
-        self._composition = self._hash()  # of these
 
     def begin(self, step: Step) -> None:
         """Its batch, admissions with their hits, preemptions, requests ended as ignored, numbers of swapped blocks."""
-        batch = step.batch
-        if batch.seqs != self._seqs or batch.counts != self._counts:
-            self._seqs, self._counts = batch.seqs, batch.counts
-            for seq in batch.seqs:
-                write_i64_le(self._numbers, seq.seq_id)
-            for num_tokens in batch.counts:
-                write_i64_le(self._numbers, num_tokens)
-            self._composition = self._hash()
+        for seq in step.batch.seqs:
+            write_i64_le(self._numbers, seq.seq_id)
+        for num_tokens in step.batch.counts:
+            write_i64_le(self._numbers, num_tokens)
+        composition = self._hash()
         write_i64_le(self._numbers, read_i64_be(self.value, 0))
-        write_i64_le(self._numbers, read_i64_be(self._composition, 0))
-        self._add(step.free_gpu_blocks, step.free_cpu_blocks)
+        write_i64_le(self._numbers, read_i64_be(composition, 0))
+        write_i64_le(self._numbers, step.free_gpu_blocks)
+        write_i64_le(self._numbers, step.free_cpu_blocks)
         for seq_id in self._aborted:
             self._add(5, seq_id)
         self._aborted = []

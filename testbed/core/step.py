@@ -40,7 +40,7 @@ class Step:
         self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
         self._running, self._waiting, self._policies = running, waiting, policies
         self._is_ahead = is_ahead
-        holds = is_ahead or blocks.rules.victims_return == "next_step"
+        holds = is_ahead or blocks.holds_victims
         self.leaving = Preempting(self.batch, blocks, running, waiting, policies, holds=holds)
         self.deferred: tuple[Sequence, ...] = ()  # passed over, and then back in the queue too
 

@@ -96,7 +96,7 @@ class RunRecorder:
         names += [item.request_id for item in plan.admitted if item.is_resumed]
         return {name: self._open[name].num_recomputed_tokens for name in names if name in self._open}
 
-    def _emitted(self, emitters: list[Sequence], end_ns: int) -> None:
+    def _emitted(self, emitters: list[Sequence], end_ns: i64) -> None:
         for seq in emitters:
             self._open[seq.request_id].emitted(end_ns)
 
@@ -150,13 +150,12 @@ class OpenRequest:
         self.num_recomputed_tokens = 0
         # by seq_id: tokens that were computed once, at the last preemption; those that the cache gave back since
         self.restarts: dict[int, tuple[int, int]] = {}
-        self.num_tokens = 0
-        self.num_token_steps = 0
-        self.first_ns = self.last_ns = -1  # of a token
+        self.num_tokens = self.num_token_steps = i64(0)
+        self.first_ns = self.last_ns = i64(-1)  # of a token
         self.instants: vec[i64] = vec[i64]()
         self.keeps_instants = keeps_instants
 
-    def emitted(self, now_ns: int) -> None:
+    def emitted(self, now_ns: i64) -> None:
         """One token."""
         self.num_tokens += 1
         if now_ns == self.last_ns:
@@ -166,7 +165,7 @@ class OpenRequest:
         if self.num_token_steps == 1:
             self.first_ns = now_ns
         if self.keeps_instants:
-            self.instants = append(self.instants, i64(now_ns))
+            self.instants = append(self.instants, now_ns)
 
     def admitted(self, admission: Admission, plan_ns: int) -> None:
         if self.first_scheduled_ns is None:
@@ -187,14 +186,15 @@ class OpenRequest:
 
     def row(self, reason: str | None, message: str | None, finish_ns: int | None, replica: int) -> tuple[Any, ...]:
         """Its row of requests.parquet."""
-        request, num_steps, arrival_ns = self.request, self.num_token_steps, self.request.arrival_ns
+        request, num_steps, arrival_ns = self.request, int(self.num_token_steps), self.request.arrival_ns
+        first_ns, last_ns = int(self.first_ns), int(self.last_ns)
         return (
             request.request_id, request.session_id, request.turn, request.tenant, request.priority, replica,
             len(request.prompt_token_ids), self.num_tokens, num_steps, self.num_cached_tokens,
             self.num_preemptions, self.num_recomputed_tokens, reason, message or None,
             arrival_ns, self.queued_ns, self.first_scheduled_ns,
-            self.first_ns if num_steps else None, finish_ns, memoryview(self.instants) if self.keeps_instants else None,
-            (self.first_ns - arrival_ns) / 1e9 if num_steps else None,
-            (self.last_ns - self.first_ns) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
+            first_ns if num_steps else None, finish_ns, memoryview(self.instants) if self.keeps_instants else None,
+            (first_ns - arrival_ns) / 1e9 if num_steps else None,
+            (last_ns - first_ns) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
             (finish_ns - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip

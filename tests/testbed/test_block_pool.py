@@ -43,7 +43,7 @@ def test_over_allocation_raises_and_takes_nothing(num_blocks: int) -> None:
     with pytest.raises(AssertionError, match="no block is free"):
         pool.allocate()
     assert pool.num_free == 0
-    assert pool.ref_counts == [1] * num_blocks
+    assert list(pool.ref_counts) == [1] * num_blocks
 
 
 def test_double_free_raises() -> None:
@@ -85,7 +85,7 @@ def test_a_block_that_somebody_kept_is_referenced_again_and_is_not_free_meanwhil
     assert pool.drop(block)
     assert (pool.num_free, pool.allocate()) == (1, 1), "kept: nobody else gets it"
     pool.revive(block)
-    assert pool.ref_counts == [1, 1]
+    assert list(pool.ref_counts) == [1, 1]
     assert pool.drop(block)
     pool.put_back(block)
     assert pool.free == [0]

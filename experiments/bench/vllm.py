@@ -4,8 +4,8 @@ Run it in vLLM's environment (docs/vllm.md). A random model of a few layers is s
 simulator's prices are fitted to observed runs of other traces. Every run is a process of its own. As hosts are shared,
 time is scaled by a probe (backend.pace=probe_scaled), of vLLM by a step of vLLM's and of our engine by one of its own,
 the same in all runs; and whole rounds of runs are made, in each of which the runs that prices are fitted to and those
-that they are judged on come by turns. What a probe should take is what it took in the first run of each backend: by as
-much as the machine was faster in one of these two, our engine's column is off, and no other.
+that they are judged on come by turns. What a probe should take is what it took, on average, in runs of both backends by
+turns before the first round: so one second is the same machine's for both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 
@@ -55,6 +56,7 @@ POLICIES = {
     "vllm_v1, sjf": ["scheduler=vllm_v1", "scheduler.max_num_batched_tokens=512", "scheduler.queue_order=sjf"],
 }
 BUDGETS = (512, 128, 1024)  # of the policies
+YARDSTICK_RUNS = 4  # of each backend
 
 
 class Bench:
@@ -62,15 +64,13 @@ class Bench:
 
     def __init__(self, folder: Path, num_requests: int) -> None:
         self.folder, self._num_requests = folder, num_requests
-        self._probes: dict[str, list[str]] = {}  # by backend, what its probe takes
+        self.vllm, self.engine = VLLM, ENGINE  # settings, with the probe of each once it is settled
         self.model = folder / "model"
         self.model.mkdir(parents=True, exist_ok=True)
         (self.model / "config.json").write_text(json.dumps(MODEL))
 
     def run(self, name: str, *settings: str) -> Run:
-        """settings: with the probe of the first run on the same backend, which is measured there."""
         folder = self.folder / name
-        settings = (*settings, *self._probes.get(settings[0], []))
         if not (folder / "done").exists():
             command = [
                 sys.executable, "-m", "experiments", "run", f"model.path={self.model}", *SHARED,
@@ -82,11 +82,24 @@ class Bench:
                 reason = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
                 raise TestbedError(f"{name} failed: {reason[-1] if reason else f'exit status {done.returncode}'}")
         run = load_run(folder)
-        if run.manifest["backend"] != "sim":
-            if (probe_ns := probe_of(run.manifest)) is None:
-                raise ConfigError(f"{folder} is of another backend.pace than probe_scaled; choose another --out")
-            self._probes.setdefault(settings[0], [f"backend.probe_ns={probe_ns}"])
+        if run.manifest["backend"] != "sim" and probe_of(run.manifest) is None:
+            raise ConfigError(f"{folder} is of another backend.pace than probe_scaled; choose another --out")
         return run
+
+    def settle_probes(self) -> None:
+        """Both backends by turns, each run by a probe as it is then; all later runs by their average."""
+        load = [*POLICIES["vllm_v1"], ROOMY, "trace.seed=3", "trace.rate=1000"]
+        found: dict[str, list[int]] = {"vllm": [], "engine": []}
+        for number in range(YARDSTICK_RUNS):
+            for name, backend in (("vllm", VLLM), ("engine", ENGINE)):
+                run = self.run(f"yardstick-{name}-{number}", *backend, *load)
+                found[name].append(probe_of(run.manifest) or 0)
+        means = {name: round(geometric_mean(probes)) for name, probes in found.items()}
+        self.vllm = [*VLLM, f"backend.probe_ns={means['vllm']}"]
+        self.engine = [*ENGINE, f"backend.probe_ns={means['engine']}"]
+        for name, probes in found.items():
+            shown = ", ".join(f"{one / 1e6:.2f}" for one in probes)
+            print(f"{name}: a probe takes {means[name] / 1e6:.2f} ms ({shown})", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -101,6 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.rounds < 2:
         raise ConfigError(f"--rounds is {options.rounds}; vLLM's own noise needs 2 at least")
     bench = Bench(options.out.absolute(), options.requests)
+    bench.settle_probes()
     rates = options.rates or _rates(bench)
     print(f"{rates[0]:.1f} and {rates[1]:.1f} requests/s are 60 and 90 % of capacity")
     loads = {
@@ -134,7 +148,7 @@ def _round(
 ) -> None:  # fmt: skip
     """Each run once, those that are fitted (other traces: light, heavy, all at once, with each policy's budget) between
     those that are judged."""
-    observed, preset = [*VLLM, "backend.decides=vllm"], POLICIES["vllm_v1"]
+    observed, preset = [*bench.vllm, "backend.decides=vllm"], POLICIES["vllm_v1"]
     others = iter((rates[0] / 2, rates[0], rates[1], 3 * rates[1]))
 
     def fit_another() -> None:
@@ -146,11 +160,11 @@ def _round(
     for label, load in loads.items():
         fit_another()
         done.of[label].append(bench.run(f"{_slug(label)}-vllm-{number}", *observed, *preset, *load))
-        done.of[f"{label}, ours"].append(bench.run(f"{_slug(label)}-ours-{number}", *VLLM, *preset, *load))
-        done.of[f"{label}, engine"].append(bench.run(f"{_slug(label)}-engine-{number}", *ENGINE, *preset, *load))
+        done.of[f"{label}, ours"].append(bench.run(f"{_slug(label)}-ours-{number}", *bench.vllm, *preset, *load))
+        done.of[f"{label}, engine"].append(bench.run(f"{_slug(label)}-engine-{number}", *bench.engine, *preset, *load))
     fit_another()
     for name, policy in POLICIES.items():
-        done.of[name].append(bench.run(f"policy-{_slug(name)}-{number}", *VLLM, *policy, *contest))
+        done.of[name].append(bench.run(f"policy-{_slug(name)}-{number}", *bench.vllm, *policy, *contest))
 
 
 def _slug(name: str) -> str:
@@ -160,7 +174,7 @@ def _slug(name: str) -> str:
 def _rates(bench: Bench) -> tuple[float, float]:
     """From a run in which everything comes at once."""
     run = bench.run(
-        "capacity", *VLLM, "backend.decides=vllm", *POLICIES["vllm_v1"], ROOMY, "trace.seed=3",
+        "capacity", *bench.vllm, "backend.decides=vllm", *POLICIES["vllm_v1"], ROOMY, "trace.seed=3",
         "trace.rate=1000",
     )  # fmt: skip
     capacity = float(run.summary["throughput"]["requests_per_s"])

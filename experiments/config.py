@@ -155,6 +155,10 @@ class _Options(dict[str, Any]):
             made = self[file] = ConfigNode(file, OmegaConf.structured(twin), self._group, None, None)
         return made
 
+    def keys(self) -> Any:
+        """What Hydra offers in its help; the schemas that files build on are found by name alone."""
+        return dict.fromkeys(name for name in self if not name.startswith("_")).keys()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
         return self  # Hydra copies its sources before it composes, and each node once more when it loads it
 

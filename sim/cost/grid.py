@@ -6,51 +6,67 @@ floor and so much for each unit, or pair of units. sim/cost/measured.py makes gr
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from math import prod
+
+from librt.vecs import vec
+from mypy_extensions import i64
 
 
 class Grid:
     """axes: for each dimension its points, ascending. values: one for each combination, the last dimension fastest."""
 
     def __init__(self, axes: list[list[float]], values: list[float]) -> None:
+        sizes = [len(axis) for axis in axes]
         assert all(axis == sorted(set(axis)) for axis in axes), "axes ascend"
+        assert len(values) == prod(sizes), "a value for each combination"
         self.axes = axes
-        self._axis = axes[0]
-        self._values: list[float] = []
-        self._parts: list[Grid] = []  # at each point of the first axis, of the other dimensions
-        if len(axes) == 1:
-            assert len(values) == len(self._axis), "a value for each point"
-            self._values = values
-        else:
-            size = len(values) // len(self._axis)
-            self._parts = [Grid(axes[1:], values[i * size : (i + 1) * size]) for i in range(len(self._axis))]
+        self._points: vec[float] = vec[float]([x for axis in axes for x in axis])
+        self._firsts: vec[i64] = vec[i64](
+            [sum(sizes[:dimension]) for dimension in range(len(axes) + 1)]
+        )  # of each axis
+        self._values: vec[float] = vec[float](values)
+        self._num_dimensions: i64 = len(axes)
+        self._strides: vec[i64] = vec[i64]([prod(sizes[dimension + 1 :]) for dimension in range(len(axes))])
+        # of the point that is asked for: where the values to its left begin in each dimension, and how far it is on
+        # its way to those behind them, 0 to 1
+        self._offsets: vec[i64] = vec[i64]([0] * len(axes))
+        self._shares: vec[float] = vec[float]([0.0] * len(axes))
 
     def at(self, point: tuple[float, ...]) -> float:
         """The value at a point, each of whose coordinates counts as the nearest on its axis where it lies outside."""
-        return self._at(point, 0)
+        dimension: i64
+        for dimension, x in enumerate(point):
+            self._seek(dimension, x)
+        return self._value(0, 0)
 
     def along(self, x: float) -> float:
         """The same of one dimension."""
-        axis, values = self._axis, self._values
-        right = bisect_right(axis, x)
-        if right == 0:
-            return values[0]
-        left, low = axis[right - 1], values[right - 1]
-        if right == len(axis) or left == x:
-            return low
-        return low + (values[right] - low) * ((x - left) / (axis[right] - left))
+        self._seek(0, x)
+        return self._value(0, 0)
 
     def clamped(self, point: tuple[float, ...]) -> tuple[float, ...]:
         """The nearest point within the axes; the same one where it lies within."""
         return tuple([min(max(x, axis[0]), axis[-1]) for x, axis in zip(point, self.axes, strict=True)])
 
-    def _at(self, point: tuple[float, ...], dimension: int) -> float:
-        if not self._parts:
-            return self.along(point[dimension])
-        x, axis, parts = point[dimension], self._axis, self._parts
-        right = bisect_right(axis, x)
-        low = parts[max(0, right - 1)]._at(point, dimension + 1)
-        if right == 0 or right == len(axis) or axis[right - 1] == x:
+    def _seek(self, dimension: i64, x: float) -> None:
+        points, first, end = self._points, self._firsts[dimension], self._firsts[dimension + 1]
+        left, right = first, end  # all up to `left` are at most x, all from `right` on are above it
+        while right - left > 1:
+            middle = (left + right) // 2
+            if points[middle] <= x:
+                left = middle
+            else:
+                right = middle
+        self._offsets[dimension] = (left - first) * self._strides[dimension]
+        is_between = right < end and x > points[left]
+        self._shares[dimension] = (x - points[left]) / (points[right] - points[left]) if is_between else 0.0
+
+    def _value(self, dimension: i64, offset: i64) -> float:
+        """Over this dimension and those behind it. offset: what those before it come to."""
+        if dimension == self._num_dimensions:
+            return self._values[offset]
+        left, share = offset + self._offsets[dimension], self._shares[dimension]
+        low = self._value(dimension + 1, left)
+        if share == 0.0:
             return low
-        left = axis[right - 1]
-        return low + (parts[right]._at(point, dimension + 1) - low) * ((x - left) / (axis[right] - left))
+        return low + (self._value(dimension + 1, left + self._strides[dimension]) - low) * share

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from sim.cost.base import Captured, to_ns
 from sim.cost.collectives import collectives_of
@@ -90,13 +90,15 @@ class RooflineCost:
         group = max(1, self._q_size // self._kv_size)
         packed = group if device.attention_packs_heads else 1
         rows = max(device.attention_tile_rows, packed)
-        self._num_sms = device.num_sms
+        self._num_sms: i64 = device.num_sms
         self._cached_bytes = device.cache_bytes // 4  # what tables of activations show, on two devices
-        self._tokens_per_tile = rows // packed
-        self._tile_keys = device.attention_tile_keys
-        self._tiled_heads = num_heads // packed
-        self._reach = MAX_SIZE if self._window is None else self._window + self._tokens_per_tile - 1  # keys of a tile
-        self._unpacked = group // packed
+        self._tokens_per_tile: i64 = rows // packed
+        self._tile_keys: i64 = device.attention_tile_keys
+        self._tiled_heads: i64 = num_heads // packed
+        self._reach: i64 = (
+            MAX_SIZE if self._window is None else self._window + self._tokens_per_tile - 1
+        )  # keys of a tile
+        self._unpacked = float(group // packed)
         self._tile_ns_per_key = self._attention_ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
         self._gemm_floor_ns, self._kernel_floor_ns = slow * device.gemm_floor_ns, slow * device.kernel_floor_ns
         self._gemm_tile_rows = device.gemm_tile_rows
@@ -298,28 +300,34 @@ class RooflineCost:
         K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
         tiles a turn has, the less is left in the caches of what the heads share.
         """
-        tiles, keys, num_read, num_tokens = num_decodes, context, context, num_decodes
+        tiles = num_tokens = i64(num_decodes)
+        keys = num_read = i64(context)
         if longest == 0 and num_decodes:
             longest = context // num_decodes  # not said
+        alone: i64 = longest
+        start: i64
+        length: i64
         for start, length in prefills:
             num_tiles = -(-length // self._tokens_per_tile)
             tiles += num_tiles
             keys += self._keys_of(start, length, num_tiles)
-            longest = max(longest, start + length)
+            alone = max(alone, start + length)
             num_read += start + length
             num_tokens += length
-        evenly = (keys + tiles * self._tile_keys) * self._tiled_heads / self._num_sms
-        alone = min(longest, self._reach) + self._tile_keys
-        flops_ns = max(evenly, alone, self._whole_waves(prefills)) * self._tile_ns_per_key
-        num_reads = min(self._unpacked, max(1, self._unpacked * tiles / self._num_sms))
-        moved = num_reads * num_read + num_tokens  # positions of K and V
-        bytes_ns = moved * self._kv_ns_per_token + num_tokens * self._qo_ns_per_token
+        alone = min(alone, self._reach) + self._tile_keys
+        evenly = float((keys + tiles * self._tile_keys) * self._tiled_heads) / float(self._num_sms)
+        flops_ns = max(evenly, float(max(alone, self._whole_waves(prefills)))) * self._tile_ns_per_key
+        num_reads = min(self._unpacked, max(1.0, self._unpacked * float(tiles) / float(self._num_sms)))
+        moved = num_reads * float(num_read) + float(num_tokens)  # positions of K and V
+        bytes_ns = moved * self._kv_ns_per_token + float(num_tokens) * self._qo_ns_per_token
         return to_ns(self._attention_floor_ns + max(flops_ns, bytes_ns))
 
-    def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> int:
+    def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> i64:
         """Keys that one multiprocessor goes through in whole waves of tiles that are as long as some chunk's first."""
-        rows, tiles, most = self._tokens_per_tile, 0, 0
-        firsts = []
+        rows, tiles, most = self._tokens_per_tile, i64(0), i64(0)
+        firsts: list[tuple[i64, i64]] = []
+        start: i64
+        length: i64
         for start, length in prefills:
             first, whole = min(start + min(length, rows), self._reach), -(-length // rows) - 1
             firsts.append((first, whole + (self._last_keys(start, length, whole) >= first)))
@@ -331,15 +339,15 @@ class RooflineCost:
             most = max(most, waves * (keys + self._tile_keys))
         return most
 
-    def _last_keys(self, start: int, length: int, whole: int) -> int:
+    def _last_keys(self, start: i64, length: i64, whole: i64) -> i64:
         """Of a chunk's last tile, behind `whole` full ones."""
         rows = self._tokens_per_tile
         return min(start + length, self._reach - rows + length - whole * rows)
 
-    def _keys_of(self, start: int, length: int, num_tiles: int) -> int:
+    def _keys_of(self, start: i64, length: i64, num_tiles: i64) -> i64:
         """Positions that the tiles of a chunk go through: each up to its own last token, back to the window's reach."""
         rows, whole = self._tokens_per_tile, num_tiles - 1
-        growing = min(whole, max(0, (self._reach - start) // rows))  # tiles that still see everything before them
+        growing = min(whole, max(i64(0), (self._reach - start) // rows))  # tiles that still see everything before them
         grown = growing * start + rows * growing * (growing + 1) // 2
         return grown + (whole - growing) * self._reach + self._last_keys(start, length, whole)
 

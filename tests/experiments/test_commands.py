@@ -133,6 +133,7 @@ def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
         [sys.executable, "-m", "experiments", "run", "--help"], capture_output=True, text=True, check=True
     )
     assert "hydra.run.dir" in page.stdout
+    assert "device: a100, b200" in page.stdout  # and no schema that only files build on
 
 
 @pytest.mark.parametrize(

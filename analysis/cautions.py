@@ -10,7 +10,8 @@ import numpy as np
 
 from analysis import format as fmt
 from analysis.arms import Arm, decided_alike, grouped, is_policy, paired_replicates, replicates, unsaid_keys
-from analysis.load import Run, flatten, read_json, read_yaml, relative, swept_keys
+from analysis.files import read_json, read_yaml
+from analysis.load import Run, flatten, relative, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.statistics import mser5
 from testbed.errors import RunFolderError

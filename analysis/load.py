@@ -5,7 +5,6 @@ Every mistake is a RunFolderError of one line. Partial runs load and say so; non
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
-import yaml
 
 from analysis.describe import run_lines, sweep_lines
+from analysis.files import one_line, read_json, read_said
 from analysis.frames import as_frame
 from analysis.metrics import SLO
 from analysis.naming import as_cell
@@ -25,7 +24,7 @@ from analysis.request_columns import STRINGS
 from analysis.rows import FileRows, whole
 from analysis.summary import SUMMARY_VERSION, summarise
 from testbed.errors import ConfigError, RunFolderError
-from testbed.foreign_text import not_yaml, parsed, shown, some
+from testbed.foreign_text import shown, some
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 
 if TYPE_CHECKING:
@@ -35,10 +34,6 @@ FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
 _POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
 _REPEAT = "run its command again with overwrite=true, or that of its sweep as it was"
 _AGAIN = f"the run did not get to its end: {_REPEAT}"
-_SAID: dict[str, dict[str, type]] = {  # what these files have of every run, whichever version wrote them
-    "config.yaml": dict.fromkeys(("backend", "scheduler", "cache", "trace"), dict),
-    "manifest.json": {"status": str, "backend": str, "trace": dict, "num_gpu_blocks": object},
-}
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 
@@ -328,54 +323,11 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def read_said(file: Path) -> dict[str, Any]:
-    """config.yaml or manifest.json of a run's folder. Raises RunFolderError naming what is missing of it."""
-    tree = read_yaml(file) if file.suffix == ".yaml" else read_json(file)
-    missing = [key for key, kind in _SAID[file.name].items() if key not in tree or not isinstance(tree[key], kind)]
-    if missing:
-        raise RunFolderError(
-            f"{file}: {', '.join(missing)} missing; it is damaged: copy it again, or make the run again"
-        )
-    return tree
-
-
-_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, where PyYAML was built with it
-
-
-def _load(text: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_FAST)
-    except yaml.YAMLError:
-        return yaml.safe_load(text)  # it names the line that is wrong
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """The mapping in a file of a run. Raises RunFolderError if there is none."""
-    try:
-        tree = parsed(_load, file.read_bytes())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RunFolderError(f"{file}{not_yaml(error)}") from error
-    if not isinstance(tree, dict):
-        raise RunFolderError(f"{file}: holds no mapping of configuration keys")
-    return {str(key): value for key, value in tree.items()}
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file of a run. Raises RunFolderError if there is none."""
-    try:
-        tree = parsed(json.loads, file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{file}: cannot be read as JSON ({_one_line(error)})") from error
-    if not isinstance(tree, dict):
-        raise RunFolderError(f"{file}: holds no JSON object")
-    return tree
-
-
 def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
     try:
         names = set(pq.read_schema(file).names)
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{file}: cannot be read as Parquet ({_one_line(error)})") from error
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)})") from error
     missing = [name for name in columns if name not in names]
     if missing:
         raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
@@ -386,8 +338,4 @@ def read_frame(file: Path, columns: Iterable[str]) -> pd.DataFrame:
     try:
         return as_frame(pq.ParquetFile(file).read(columns=list(columns)))
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{file}: cannot be read as Parquet ({_one_line(error)})") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)})") from error

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.load import read_json
+from analysis.files import read_json
 from analysis.style import COLOURS, grid, say_empty, styled
 from testbed.errors import RunFolderError
 from testbed.foreign_text import whole

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from experiments import build
+from experiments.build_engine import build_real_backend
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.costs import sliding_window
@@ -90,7 +91,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
     many as fit, have batches as runs have them. Traces are generated for this purpose only, so what is predicted later
     was not seen here. Raises ConfigError if the engine has no room for steps.
     """
-    backend: Any = build.build_real_backend(config, swaps=True)  # their time is measured too
+    backend: Any = build_real_backend(config, swaps=True)  # their time is measured too
     from real.clocks import make_clock
     from real.profiler.measure import measure
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.load import read_said
+from analysis.files import read_said
 from experiments import build
 from experiments.config import RunConfig
 from experiments.forcing import forcing

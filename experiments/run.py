@@ -6,55 +6,47 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from experiments import build, engines
+from experiments.build_engine import check_token_ids
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.ending import failure_message, notes_of
 from experiments.environment import describe_machine, describe_versions
-from experiments.forcing import check_simulated_output, forcing
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
 from experiments.interrupt import interruptible, undisturbed
 from experiments.origin import UNKNOWN, Origin
+from experiments.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
 from experiments.progress import Progress
-from experiments.replay_log import NO_REPLAY, ReplayLog, at_speed, check_profile, traced, warnings_of
+from experiments.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
 from experiments.run_folder import TRACE_FILE, claimed, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
 from experiments.traces import describe_trace
 from experiments.watches import batch_limits, status_lines
-from real.config import RealConfig
-from real.late_records import LateRecords
 from real.vllm.config import VllmConfig
-from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.tables import TablesCost
-from sim.front_end import FrontEnd
 from testbed import compiled
-from testbed.core.interfaces import Inbox, Recorder
+from testbed.core.interfaces import Recorder
 from testbed.core.scheduler import Scheduler
-from testbed.core.serve import Loop, serve
+from testbed.core.serve import serve
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
 from testbed.records.recorders import together
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter, tape_names
-from testbed.seeds import needs_seed, seeded
-from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import CountedTrace, whole
 
-_Trace = Trace | CountedTrace  # whole, or gone through once as the run goes on
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-NO_ENGINE: dict[str, Any] = {"attention": None, "attention_reasons": None, "weights": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +83,12 @@ def execute(
     check_profile(config)
     if trace is not None:
         config = _reading(config, folder / TRACE_FILE)
-        given: _Trace = trace
+        given: TraceLike = trace
     else:
         given = _own_trace(config)
     if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
         return _stock(config, folder, whole(given), command, origin)
-    prepared = _prepare_sim(config, given) if config.is_simulated else _prepare_engine(config, whole(given), folder)
+    prepared = prepare_sim(config, given) if config.is_simulated else prepare_engine(config, whole(given), folder)
     with closing(prepared):
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
         manifest = _manifest(config, given, prepared, command) | asdict(origin)
@@ -109,11 +101,11 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
     from analysis.load import load_run  # not at the top: Arrow is slow to import
     from experiments.observe.stock import replay_stock
 
-    build.check_token_ids(config, trace)
+    check_token_ids(config, trace)
     status, message, exit_status = "complete", "", 0
     speed = config.backend.speed if isinstance(config.backend, VllmConfig) else 1.0
     try:
-        replay_stock(config, trace, _trace_inbox(config, at_speed(trace, speed)), folder, command)
+        replay_stock(config, trace, trace_inbox(config, at_speed(trace, speed)), folder, command)
     except KeyboardInterrupt:
         status, message, exit_status = "partial", f"interrupted; partial results kept in {folder}", INTERRUPTED
     origin.state(folder)
@@ -121,7 +113,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
     return RunResult(folder, status, exit_status, message, run.summary, config.raw, run.manifest)
 
 
-def _own_trace(config: RunConfig) -> _Trace:
+def _own_trace(config: RunConfig) -> TraceLike:
     """The configuration's trace: whole, or read row by row in a simulation where that is wanted and possible."""
     if not config.is_simulated or build.recorded_run(config) is not None:
         return build.build_trace(config)  # a tape names any request
@@ -136,118 +128,11 @@ def _reading(config: RunConfig, file: Path) -> RunConfig:
     return replace(config, trace=settings, raw={**config.raw, "trace": {**asdict(settings), "transforms": []}})
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Engines that are ready to be driven: their loops, in order, and the schedulers of these."""
-
-    pools: build.Pools  # of each engine
-    drive: Callable[[list[Loop], list[Scheduler]], object]
-    inboxes: Sequence[Inbox]  # one for each engine
-    description: dict[str, Any]  # of the manifest
-    checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
-    cost: CostModel | None = None  # what prices the steps
-    replay: ReplayLog | None = None  # of a real run
-    late: Sequence[LateRecords] = ()  # for each engine, if steps run elsewhere than here: what is recorded meanwhile
-    close: Callable[[], None] = lambda: None  # ends what the engines have started
-
-
-def _prepare_sim(config: RunConfig, trace: _Trace) -> _Prepared:
-    from sim.driver import run as drive
-
-    recorded = build.recorded_run(config)
-    if recorded is not None:
-        engines.refuse_fleet(config)
-        from experiments.parity import num_tapes, recorded_inputs
-
-        engines.refuse_tapes(Path(recorded), num_tapes(Path(recorded)))
-        inputs = recorded_inputs(Path(recorded), config, whole(trace))
-        description = {**NO_ENGINE, "cost": "recorded", "device": config.device.name}
-        return _Prepared(
-            inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
-        )  # fmt: skip
-    check_simulated_output(config.trace.forced)
-    priced = build.build_sim_backend(config, trace)
-    cost = config.raw["cost"].get("name")
-    description = {**NO_ENGINE, "cost": cost, "device": config.device.name}
-    inbox = _trace_inbox(config, trace)
-    fleet = engines.build_fleet(config, inbox, priced)
-    return _Prepared(
-        build.simulated_pools(config),
-        (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
-        [inbox] if fleet is None else fleet.inboxes,
-        description,
-        cost=priced.cost,
-    )
-
-
-def _prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> _Prepared:
-    """This testbed's engine, or several of them, or vLLM's."""
-    build.check_token_ids(config, trace)
-    if engines.num_engines(config) > 1:
-        return _prepare_replicas(config, trace)
-    backend = build.build_vllm_backend(config) if config.is_vllm else build.build_real_backend(config)
-    from real.clocks import make_clock
-    from real.driver import run as drive
-
-    assert isinstance(config.backend, RealConfig | VllmConfig)
-    options = config.backend
-    clock = make_clock(options, backend)
-    inbox = _trace_inbox(config, at_speed(trace, options.speed))
-    inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
-    log = ReplayLog(options, clock=clock)
-    driven, close = traced(config, backend, folder)
-    late = LateRecords() if build.computes_beside(config) else None
-    return _Prepared(
-        build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks),
-        lambda loops, _: drive(loops[0], driven, clock, log=log.host, catch_up=late.catch_up if late else None),
-        inboxes,
-        _described(backend), replay=log, late=[late] if late else [], close=close,
-    )  # fmt: skip
-
-
-def _prepare_replicas(config: RunConfig, trace: Trace) -> _Prepared:
-    from real.clocks import make_clock
-    from real.fleet import Fleet
-    from real.parallel.replica import close_all
-
-    assert isinstance(config.backend, RealConfig)
-    options = config.backend
-    router = engines.build_router(config, options)
-    backends, said = build.build_replicas(config)
-    inbox, clock = _trace_inbox(config, at_speed(trace, options.speed)), make_clock(options)
-    log = ReplayLog(options, len(backends), clock=clock)
-    fleet = Fleet(inbox, router, backends, clock, log.host)
-    late = [LateRecords() for _ in backends]
-    return _Prepared(
-        build.Pools(said.num_gpu_blocks, said.num_cpu_blocks),
-        partial(fleet.run, catch_ups=[one.catch_up for one in late]), fleet.inboxes, _described(said), replay=log,
-        late=late, close=partial(close_all, backends),
-    )  # fmt: skip
-
-
-def _described(engine: Any) -> dict[str, Any]:
-    """What the manifest says of an engine."""
-    return {
-        "cost": None, "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
-        "weights": engine.load_format, "device": engine.device_description,
-    }  # fmt: skip
-
-
-def _trace_inbox(config: RunConfig, trace: _Trace) -> Inbox:
-    sampling = build.sampling_params(config)
-    inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
-    if needs_seed(sampling):
-        inbox = ChangedInbox(inbox, partial(seeded, run_seed=config.seed))
-    if isinstance(config.backend, SimConfig) and config.backend.frontend_ns:
-        inbox = FrontEnd(inbox, config.backend.frontend_ns)
-    return inbox if config.is_simulated else ChangedInbox(inbox, partial(forcing, forced=config.forced))
-
-
 def _run(
     config: RunConfig,
     folder: Path,
-    trace: _Trace,
-    prepared: _Prepared,
+    trace: TraceLike,
+    prepared: Prepared,
     schedulers: list[Scheduler],
     manifest: dict[str, Any],
     watcher: Recorder | None,
@@ -304,7 +189,7 @@ def _run(
 
 
 def _recorders(
-    prepared: _Prepared,
+    prepared: Prepared,
     records: engines.RunRecords,
     tapes: list[TapeWriter],
     more: list[Recorder],
@@ -394,7 +279,7 @@ def _summarise(folder: Path, config: RunConfig, manifest: dict[str, Any]) -> dic
     return Run(folder, config.raw, manifest).summarise()
 
 
-def _manifest(config: RunConfig, trace: _Trace, prepared: _Prepared, command: str) -> dict[str, Any]:
+def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: str) -> dict[str, Any]:
     return {
         "status": "partial",
         "backend": config.backend_name,

@@ -164,7 +164,7 @@ def saved_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.yaml"
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: config.yaml is missing")
-    from analysis.load import read_said  # not at the top: Arrow is slow to import
+    from analysis.files import read_said  # not at the top: the package imports Arrow, which is slow
 
     raw = read_said(file)
     for key in GONE:

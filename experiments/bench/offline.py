@@ -178,26 +178,25 @@ class Ours:
     takes_uneven = True
 
     def __init__(self, setting: Setting, attention: str = "auto") -> None:
-        from experiments import build
+        from experiments.build_engine import build_real_backend
         from experiments.compose import compose_config
 
         options = [f"backend.num_threads={setting.threads}"] if setting.threads else []
-        self._build = build
         self._config = compose_config(
             ["backend=real", "scheduler=vllm_v1", "cache.prefix_caching=false", f"model.path={setting.path}",
              f"backend.dtype={setting.dtype}", f"backend.device={setting.device}", f"backend.attention={attention}",
              "scheduler.max_num_seqs=256", *options]
         )  # fmt: skip
-        self._backend = build.build_real_backend(self._config)
+        self._backend = build_real_backend(self._config)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        from experiments.build import Pools, build_scheduler
         from real.clocks import RealTimeClock
         from real.driver import run
         from testbed.core.serve import serve
         from testbed.records.recorders import NoRecords
 
-        pools = self._build.Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks)
-        scheduler = self._build.build_scheduler(self._config, pools)
+        scheduler = build_scheduler(self._config, Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks))
         inbox = AllAtOnce(
             [
                 Request(str(i), prompt, sampling=SamplingParams(max_tokens=length, ignore_eos=True))

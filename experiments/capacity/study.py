@@ -20,7 +20,8 @@ from joblib import Parallel, delayed
 from tqdm import tqdm
 
 from analysis.capacity import Load, max_failed, pooled
-from analysis.load import flatten, read_json, require_path
+from analysis.files import read_json
+from analysis.load import flatten, require_path
 from experiments.capacity.arms import Arm, parse
 from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, Search, search

@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from analysis.load import Run, load_run, read_json
+from analysis.files import read_json
+from analysis.load import Run, load_run
 from experiments.compose import compose_from
 from experiments.config import RunConfig
 from experiments.fidelity.library import choice

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments import build
+from experiments.build_engine import build_vllm_backend
 from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.conform.overrides import composition_of
@@ -40,7 +40,7 @@ def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, co
     options = options_of_stock(config) | (config.backend.options or {})
     folder.mkdir(parents=True, exist_ok=True)
     started = replace(config, backend=replace(config.backend, options=options))
-    backend = build.build_vllm_backend(started, observe=folder / LOG_FILE)
+    backend = build_vllm_backend(started, observe=folder / LOG_FILE)
     clock = make_clock(config.backend, backend)
     clock.start()
     sender = Sender([], backend.log_by(clock.now_ns))

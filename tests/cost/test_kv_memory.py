@@ -6,6 +6,7 @@ from typing import cast
 import pytest
 
 from experiments import build, costs
+from experiments.build_engine import build_real_backend
 from experiments.compose import compose_config
 from sim.cost.base import CostModel, Itemised
 from sim.cost.roofline import RooflineCost
@@ -143,7 +144,7 @@ def test_an_unknown_kv_type_is_refused_and_the_real_engine_says_what_it_cannot_d
     with pytest.raises(
         ConfigError, match=r"cache\.kv_dtype is 'float16', and the real engine computes in float32; .*fp8_e4m3"
     ):
-        build.build_real_backend(config)
+        build_real_backend(config)
 
 
 def test_a_models_own_window_holds_unless_the_cache_says_otherwise():

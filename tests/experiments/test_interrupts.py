@@ -85,7 +85,7 @@ def test_ctrl_c_before_anything_is_written_leaves_no_folder(
         assert (tmp_path / "run").is_dir(), "Hydra makes it"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("experiments.run._prepare_sim", pressed)
+    monkeypatch.setattr("experiments.run.prepare_sim", pressed)
     assert say(capsys, "run", *TINY, *LONG, f"hydra.run.dir={tmp_path / 'run'}").status == 130
     assert not (tmp_path / "run").exists()
 

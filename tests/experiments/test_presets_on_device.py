@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from experiments.build import Pools, build_real_backend, build_scheduler
+from experiments.build import Pools, build_scheduler
+from experiments.build_engine import build_real_backend
 from experiments.compose import compose_config
 from real.driver import run
 from testbed.core.request import Request, SamplingParams

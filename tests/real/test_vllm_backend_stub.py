@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from experiments.build import Pools, build_scheduler, build_vllm_backend
+from experiments.build import Pools, build_scheduler
+from experiments.build_engine import build_vllm_backend
 from experiments.compose import compose_config
 from real.driver import run
 from testbed.core.commands import Abort, Event, StepView

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
 
-from experiments.build import Pools, build_scheduler, build_vllm_backend
+from experiments.build import Pools, build_scheduler
+from experiments.build_engine import build_vllm_backend
 from experiments.compose import compose_config
 from real.driver import run
 from testbed.core.request import Request, SamplingParams

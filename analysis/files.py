@@ -1,0 +1,62 @@
+"""The small files of a run's folder: config.yaml and its like. Every mistake is a RunFolderError of one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from testbed.errors import RunFolderError
+from testbed.foreign_text import not_yaml, parsed
+
+_SAID: dict[str, dict[str, type]] = {  # what these files have of every run, whichever version wrote them
+    "config.yaml": dict.fromkeys(("backend", "scheduler", "cache", "trace"), dict),
+    "manifest.json": {"status": str, "backend": str, "trace": dict, "num_gpu_blocks": object},
+}
+_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, where PyYAML was built with it
+
+
+def read_said(file: Path) -> dict[str, Any]:
+    """config.yaml or manifest.json of a run's folder. Raises RunFolderError naming what is missing of it."""
+    tree = read_yaml(file) if file.suffix == ".yaml" else read_json(file)
+    missing = [key for key, kind in _SAID[file.name].items() if key not in tree or not isinstance(tree[key], kind)]
+    if missing:
+        raise RunFolderError(
+            f"{file}: {', '.join(missing)} missing; it is damaged: copy it again, or make the run again"
+        )
+    return tree
+
+
+def _load(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_FAST)
+    except yaml.YAMLError:
+        return yaml.safe_load(text)  # it names the line that is wrong
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a file of a run. Raises RunFolderError if there is none."""
+    try:
+        tree = parsed(_load, file.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunFolderError(f"{file}{not_yaml(error)}") from error
+    if not isinstance(tree, dict):
+        raise RunFolderError(f"{file}: holds no mapping of configuration keys")
+    return {str(key): value for key, value in tree.items()}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of a run. Raises RunFolderError if there is none."""
+    try:
+        tree = parsed(json.loads, file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{file}: cannot be read as JSON ({one_line(error)})") from error
+    if not isinstance(tree, dict):
+        raise RunFolderError(f"{file}: holds no JSON object")
+    return tree
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

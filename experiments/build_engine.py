@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,12 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
     bounds = _bounds_of_engine(config)
     if not getattr(composition, "splits_prompts", True):  # one that has outgrown the budget is computed alone
         bounds["max_num_batched_tokens"] = max(bounds["max_num_batched_tokens"], bounds["max_model_len"])
+    backend = config.backend
+    if backend.dtype is None and config.model.dtype != "fp8":  # by itself it makes bfloat16 of float32
+        backend = replace(backend, dtype=config.model.dtype)
     return VllmBackend(
         str(config.model.path),
-        config.backend,
+        backend,
         **bounds,
         kv_dtype=config.cache.kv_dtype,
         tensor_parallel_size=config.tensor_parallel_size,

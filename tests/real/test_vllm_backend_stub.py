@@ -204,6 +204,13 @@ def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, schedu
     assert build_vllm_backend(compose_config(changed))._llm.options["max_num_batched_tokens"] == num_tokens
 
 
+@pytest.mark.parametrize(("more", "dtype"), [([], "float32"), (["backend.dtype=bfloat16"], "bfloat16")])
+def test_vllm_computes_in_what_the_run_says(tmp_path: Path, more: list[str], dtype: str) -> None:
+    """Told nothing, it computes a float32 model in bfloat16."""
+    changed = [*settings(tmp_path, is_async=False), *more]
+    assert build_vllm_backend(compose_config(changed))._llm.options["dtype"] == dtype
+
+
 def test_vllm_is_told_of_salts(tmp_path: Path) -> None:
     backend = start(tmp_path, is_async=False)
     for name in ("", "own"):

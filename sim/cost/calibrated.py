@@ -37,6 +37,7 @@ class Coefficients:
     prefill: float = 0.0  # a prompt or chunk
     prefill_context_token: float = 0.0  # a position that a chunk attends to
     prefill_pair: float = 0.0  # a (query, key) pair of a chunk
+    prefill_own_pair: float = 0.0  # one of its own tokens alone, beside that: kernels differ in what they do of the mask
     logits_row: float = 0.0  # a row whose logits are needed: LM head
     swap_call: float = 0.0  # a direction that swaps at all
     swapped_out_block: float = 0.0
@@ -155,15 +156,15 @@ class CalibratedCost:
 
     def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
         """Tokens of all chunks, and the ns of their attention."""
-        num_tokens = reads = pairs = 0
+        num_tokens = reads = pairs = own_pairs = 0
         for start, length in shape.prefills:
             num_tokens += length
+            own_pairs += pairs_doubled(0, length, self._window)
             reads += start + length
             pairs += pairs_doubled(start, length, self._window)
         c = self._c
-        return num_tokens, to_ns(
-            len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs * (c.prefill_pair / 2)
-        )
+        pairs_ns = pairs * (c.prefill_pair / 2) + own_pairs * (c.prefill_own_pair / 2)
+        return num_tokens, to_ns(len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs_ns)
 
     def _dense_ns(self, num_tokens: int, shape: BatchShape) -> int:
         """num_tokens: of the shape, on which with its kind alone this depends."""

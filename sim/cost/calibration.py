@@ -16,7 +16,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.cost.base import attention_pairs_doubled, decode_skew
+from sim.cost.base import attention_pairs_doubled, decode_skew, pairs_doubled
 from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality, captured_by
 from sim.cost.profiled_range import REGIONS, profiled_ranges
 from testbed.core.plan import BatchShape
@@ -179,6 +179,7 @@ def _forward(
         len(shape.prefills),
         sum(start + num for start, num in shape.prefills),
         attention_pairs_doubled(shape, window) / 2,
+        sum(pairs_doubled(0, num, window) for _, num in shape.prefills) / 2,
         shape.num_samples,
     ]
 

@@ -30,7 +30,7 @@ KNOWN = Calibration(
     decode_curve=((1, 2e6), (32, 2.1e6), (256, 5e6)),
     prefill_curve=((16, 3e6), (2700, 60e6)),
     coefficients=Coefficients(
-        50.0, 7.0, 0.0, 80.0, 9.0, 4e4, 90.0, 1.5, 0.0, 2e4, 4e4, 3e4, 1500.0, 9e4, 800.0, 3e5, 4e3, 120.0, 700.0
+        50.0, 7.0, 0.0, 80.0, 9.0, 4e4, 90.0, 1.5, 0.8, 0.0, 2e4, 4e4, 3e4, 1500.0, 9e4, 800.0, 3e5, 4e3, 120.0, 700.0
     ),
     ranges=profiled_ranges(grid()),
     quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
@@ -50,7 +50,8 @@ def test_prices_are_positive_integers_and_the_breakdown_adds_up(shape):
 
 def test_the_price_is_the_sum_of_its_parts():
     shape = BatchShape(2, 30, (PrefillChunk(10, 14), PrefillChunk(0, 3)), 4, 1, 2, 3, 21)
-    pairs = 14 * 10 + 14 * 15 // 2 + 6
+    own_pairs = 14 * 15 // 2 + 6
+    pairs = 14 * 10 + own_pairs
     dense = 3e6 + (60e6 - 3e6) * (19 - 16) / (2700 - 16)
     assert CalibratedCost(KNOWN).price(shape) == Spans(
         0,
@@ -59,7 +60,7 @@ def test_the_price_is_the_sum_of_its_parts():
         round(dense)
         + 30 * 80
         + (2 * 21 - 30) * 9
-        + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5 + 0.1),  # a half goes up
+        + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5 + own_pairs * 0.8 + 0.1),  # a half goes up
         round(9e4 + 4 * 800),
     )
     alone = CalibratedCost(KNOWN).breakdown(BatchShape(2, 30, (), 2, longest_decode_context=21))
@@ -81,6 +82,14 @@ def test_a_fit_finds_known_prices_again():
         assert CalibratedCost(fit).price(shape).total_ns == pytest.approx(
             CalibratedCost(KNOWN).price(shape).total_ns, rel=0.05
         )
+
+
+def test_what_a_kernel_does_of_the_mask_is_told_apart_from_what_lies_before():
+    """Some compute all (query, key) pairs of a prompt's own tokens, and some only those that count."""
+    known = replace(KNOWN, coefficients=replace(KNOWN.coefficients, prefill_pair=20.0, prefill_own_pair=40.0))
+    found = calibrate(Profile(manifest(), measured(CalibratedCost(known), grid()))).coefficients
+    assert found.prefill_pair == pytest.approx(20, rel=0.05)
+    assert found.prefill_own_pair == pytest.approx(40, rel=0.1)
 
 
 def test_what_a_block_copy_costs_is_found_again_whoever_priced_it():
@@ -200,7 +209,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 2'"),
+        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 3'"),
         (
             ["coefficients_ns", "prefill"],
             -1,
@@ -302,4 +311,4 @@ def test_a_window_counts_its_own_pairs():
     long = BatchShape(0, 0, (PrefillChunk(0, 1000),), 1)
     fewer = CalibratedCost(KNOWN).price(long).forward_ns - CalibratedCost(windowed).price(long).forward_ns
     pairs = 1000 * 1001 // 2 - (100 * 101 // 2 + 900 * 100)
-    assert fewer == pytest.approx(pairs * 1.5, abs=1)
+    assert fewer == pytest.approx(pairs * (1.5 + 0.8), abs=1)

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.build import can_swap, limits, num_cpu_blocks
 from experiments.config import RunConfig
 from experiments.costs import sliding_window
-from experiments.on_device import check_hits, check_pace, check_plans_ahead
+from experiments.on_device import check_hits, check_in_vllm, check_pace, check_plans_ahead
 from experiments.policies import make_policy
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
@@ -41,6 +41,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
     assert isinstance(config.backend, VllmConfig)
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     check_hits(config, composition)
+    check_in_vllm(config, limits(config).max_model_len)
     if config.model.path is None:
         raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
     if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:

@@ -20,7 +20,7 @@ from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from experiments.environment import describe_machine
 from experiments.observe.importing import MODEL_FOLDER, manifest_in_vllm
-from experiments.on_device import check_hits, check_steps
+from experiments.on_device import check_hits, check_in_vllm, check_steps
 from experiments.policies import make_policy
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
 from real.vllm.observer import describe
@@ -55,6 +55,7 @@ class TestbedScheduler(CoreInVllm):
         config = config_in_vllm(settings, self)
         composition = make_policy("scheduler.composition", config.scheduler.composition)
         check_hits(config, composition)
+        check_in_vllm(config, self.max_model_len)
         check_steps(config, composition, self.scheduler_config.max_num_batched_tokens, self.max_model_len)
         scheduler = build_scheduler(config, Pools(self.num_gpu_blocks, 0))
         records = _Folder(Path(settings["out"]), config, scheduler, self) if settings.get("out") else _Nothing()

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.config import RunConfig
+from experiments.costs import sliding_window
 from experiments.names import device_named
+from experiments.policies import make_policy
 from experiments.settings import SimConfig
 from real.vllm.config import VllmConfig
 from testbed.errors import ConfigError
+from testbed.policies.preemption import Cheaper, Swap
 
 
 def check_device(overrides: Sequence[str], config: RunConfig) -> None:
@@ -93,6 +96,24 @@ def check_hits(config: RunConfig, composition: Any) -> None:
             f"{key}.hits_frozen=true counts blocks as cached that were evicted since (as does {name}), and a real "
             f"engine would give wrong tokens: set {key}.hits_frozen=false or cache.prefix_caching=false; or simulate it"
         )
+
+
+def check_in_vllm(config: RunConfig, max_model_len: int) -> None:
+    """Refuses by name what this testbed's scheduler may decide and vLLM cannot do. Raises ConfigError."""
+    preemption, window, sampling = config.scheduler.preemption, sliding_window(config), config.sampling
+    if isinstance(make_policy("scheduler.preemption", preemption), Swap | Cheaper):
+        raise ConfigError(
+            f"scheduler.preemption={preemption}: vLLM has no CPU blocks to swap to; set it to recompute or auto"
+        )
+    if window is not None and window < max_model_len:
+        raise ConfigError(
+            f"cache.sliding_window={window}: vLLM's workers read the blocks that this releases; leave it out, or run a "
+            f"model without a window (or scheduler.max_model_len of at most {window})"
+        )
+    if max(sampling.n, sampling.best_of or 1, sampling.beam_width) > 1:
+        raise ConfigError("backend=vllm has no groups of sequences: set sampling.n=1, no best_of, no beam_width")
+    if sampling.prompt_logprobs is not None:
+        raise ConfigError("backend=vllm returns no logprobs of prompts: leave sampling.prompt_logprobs out")
 
 
 def check_steps(config: RunConfig, composition: Any, num_tokens: int, max_model_len: int) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+from real.vllm.versions import check_version
+
 GROUP = "testbed.vllm"
 
 
@@ -22,5 +24,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(observer, name)
     for entry in entry_points(group=GROUP, name=name):
+        import vllm
+
+        check_version(vllm.__version__)  # first: in another one what it imports may be missing
         return entry.load()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -90,7 +90,7 @@ class VllmBackend:
                 f"scheduler.async_scheduling is {str(is_async).lower()}, and vLLM has turned it "
                 f"{'off' if is_async else 'on'} on this platform: set it to {str(not is_async).lower()}"
             )
-        self.is_async = is_async
+        self.is_async, self.max_model_len = is_async, max_model_len
         self._in_flight: deque[VllmWork] = deque()
         self._results: deque[tuple[tuple[Outcome, ...] | None, Spans]] = deque()  # not waited for yet
         self._taken_ns = 0  # when the last result came
@@ -160,12 +160,16 @@ class VllmBackend:
         self._results.append((outcomes or None, spans))
 
     def add(self, request: Request) -> None:
+        """Raises RequestError, one line, for what vLLM refuses."""
         self._seat.expected = request.request_id
         salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
-        self._engine.add_request(
-            request.request_id, {"prompt_token_ids": list(request.prompt_token_ids), **salt}, params_of(request),
-            priority=request.priority,
-        )  # fmt: skip
+        try:
+            self._engine.add_request(
+                request.request_id, {"prompt_token_ids": list(request.prompt_token_ids), **salt}, params_of(request),
+                priority=request.priority,
+            )  # fmt: skip
+        except ValueError as error:
+            raise RequestError(f"vLLM refuses request {request.request_id!r}: {_first_line(error)}") from None
 
     def abort(self, request_id: str) -> None:
         if hasattr(self._scheduler, "abort"):
@@ -195,7 +199,8 @@ class VllmInbox:
         events = self._source.due(now_ns)
         for event in events:
             if isinstance(event, Arrive):
-                self._backend.add(event.request)
+                if len(event.request.prompt_token_ids) <= self._backend.max_model_len:  # else our core says why not
+                    self._backend.add(event.request)
             elif isinstance(event, Abort):
                 self._backend.abort(event.request_id)
         return events

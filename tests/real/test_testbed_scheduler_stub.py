@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,7 +110,9 @@ MERGED = FROZEN | {"kv_rules": {"hits_frozen": False}}
         ({"scheduler": "sarathy"}, False, "did you mean 'sarathi'"),
         ({"scheduler": {"name": "sarathi", "max_num_seqs": 99}}, False, "is 99, and vLLM was started for 6"),
         ({"cache": {"block_size": 16}}, False, "cache.block_size is 16, and vLLM's is 4"),
-        ({"scheduler": {"name": "vllm_v1", "preemption": "swap"}}, False, "needs CPU blocks"),
+        ({"scheduler": {"name": "vllm_v1", "preemption": "swap"}}, False, "vLLM has no CPU blocks to swap to"),
+        ({"scheduler": {"name": "vllm_v1", "preemption": "cheaper"}}, False, "vLLM has no CPU blocks to swap to"),
+        ({"cache": {"sliding_window": 32}}, False, "workers read the blocks that this releases"),
         ({"scheduler": {"name": "vllm_v1", "async_scheduling": True}}, False, "is True, and vLLM's is False"),
         ({"scheduler": FROZEN}, False, "hits_frozen=true counts blocks as cached that were evicted"),
         ({"scheduler": "vllm_v0_chunked"}, False, "hits_visible=plan counts chunks as cached"),
@@ -121,6 +124,20 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_served(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         made(settings, is_async=is_async, budget=64)
+
+
+def test_another_vllm_is_refused_before_anything_of_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a name may be missing, and that would be all that is said."""
+    import vllm as stub_of_vllm
+
+    import real.vllm
+
+    monkeypatch.setattr(stub_of_vllm, "__version__", "0.35.0")
+    for module in ("experiments.inside_vllm", "real.vllm.scheduler"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delattr(sys.modules["vllm.v1.core.sched.interface"], "PauseState")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.35\.0 is installed, and this testbed's scheduler fits into 0\.28"):
+        _ = real.vllm.TestbedScheduler
 
 
 def test_merged_blocks_go_where_no_token_is_on_its_way() -> None:

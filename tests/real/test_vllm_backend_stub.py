@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from testbed.core.commands import Abort, Event, StepView
 from testbed.core.outcome import Spans
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, RequestError
 from tests.real import vllm_stub_types as vllm
 from tests.real.test_engine_under_core import Requests, TickingClock
 from tests.real.vllm_stub import stub_vllm
@@ -202,6 +203,51 @@ def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, schedu
     """One that was preempted and has outgrown the budget is computed alone, whole."""
     changed = [item.replace("=vllm_v1", f"={scheduler}") for item in settings(tmp_path, is_async=False)]
     assert build_vllm_backend(compose_config(changed))._llm.options["max_num_batched_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("cache.sliding_window=32", "cache.sliding_window=32: vLLM's workers read the blocks that this releases"),
+        ("scheduler.preemption=swap", "scheduler.preemption=swap: vLLM has no CPU blocks to swap to"),
+        ("scheduler.preemption=cheaper", "scheduler.preemption=cheaper: vLLM has no CPU blocks to swap to"),
+        ("sampling.n=2", "backend=vllm has no groups of sequences"),
+        ("sampling.beam_width=2", "backend=vllm has no groups of sequences"),
+        ("sampling.prompt_logprobs=0", "backend=vllm returns no logprobs of prompts"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_by_name_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, said: str
+) -> None:
+    monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        build_vllm_backend(compose_config([*settings(tmp_path, is_async=False), more]))
+
+
+def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
+    build_vllm_backend(compose_config([*settings(tmp_path, is_async=False), "cache.sliding_window=40"]))
+
+
+def test_a_prompt_that_is_too_long_ends_as_ignored_and_vllm_never_sees_it(tmp_path: Path) -> None:
+    backend = start(tmp_path, is_async=False)
+    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=False)), Pools(NUM_BLOCKS, 0))
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    source = Requests([Request("long", [1] * 41, sampling=sampling), Request("short", [1, 2], sampling=sampling)])
+    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
+    assert list(backend._llm.requests) == ["short"]
+    assert len(source.outputs["short"]) == 3
+    assert source.outputs["long"] == []
+
+
+def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = start(tmp_path, is_async=False)
+
+    def refuse(*given: Any, **more: Any) -> None:
+        raise ValueError("Requested sample logprobs of 25, which is\ngreater than max allowed: 20")
+
+    monkeypatch.setattr(backend._engine, "add_request", refuse)
+    with pytest.raises(RequestError, match=r"^vLLM refuses request 'r': Requested sample logprobs of 25, which is$"):
+        backend.add(Request("r", [1]))
 
 
 @pytest.mark.parametrize(("more", "dtype"), [([], "float32"), (["backend.dtype=bfloat16"], "bfloat16")])

@@ -10,6 +10,7 @@ import json
 from array import array
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm.logger import init_logger
@@ -19,7 +20,7 @@ from experiments.build import Pools, build_scheduler
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from experiments.environment import describe_machine
-from experiments.observe.importing import MODEL_FOLDER, manifest_in_vllm
+from experiments.observe.importing import MODEL_FOLDER, manifest_in_vllm, with_model
 from experiments.on_device import check_hits, check_in_vllm, check_steps
 from experiments.policies import make_policy
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
@@ -52,19 +53,25 @@ class TestbedScheduler(CoreInVllm):
         for key in settings:
             if key not in KEYS:
                 raise ConfigError(unknown(f'additional_config["testbed"] has an unknown key {key!r}', key, KEYS))
-        config = config_in_vllm(settings, self)
+        said = describe(self)
+        with TemporaryDirectory() as scratch:
+            config, why = with_model(
+                said, Path(scratch, MODEL_FOLDER), lambda model: config_in_vllm(settings, self, model)
+            )
+        if why:
+            _logger.warning("%s", why)
         composition = make_policy("scheduler.composition", config.scheduler.composition)
         check_hits(config, composition)
         check_in_vllm(config, self.max_model_len)
         check_steps(config, composition, self.scheduler_config.max_num_batched_tokens, self.max_model_len)
         scheduler = build_scheduler(config, Pools(self.num_gpu_blocks, 0))
-        records = _Folder(Path(settings["out"]), config, scheduler, self) if settings.get("out") else _Nothing()
+        records = _Folder(Path(settings["out"]), config, scheduler, said) if settings.get("out") else _Nothing()
         _logger.info("the testbed decides: scheduler=%s", config.scheduler.name)
         return OwnLoop(scheduler, records, _request_of, records.finish)
 
 
-def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm) -> RunConfig:
-    """The run's configuration: what was asked for, within what vLLM's workers were sized for."""
+def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str, Any]) -> RunConfig:
+    """The run's configuration: what was asked for, within what vLLM's workers were sized for. model: of that group."""
     said, cache = engine.vllm_config.scheduler_config, dict(settings.get("cache") or {})
     chosen = settings.get("scheduler", "vllm_v1")
     scheduler = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
@@ -89,7 +96,7 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm) -> RunConfig:
         to_overrides(
             {
                 **overrides, "device": {"name": settings.get("device", "h100")}, "seed": settings.get("seed", 0),
-                "model": {"max_position_embeddings": engine.max_model_len},
+                "model": model,
                 "trace": {"name": "jsonl", "path": TRACE_FILE, "forced": "lengths"},
             }
         )
@@ -138,15 +145,15 @@ class _Trace(NoRecords):
 class _Folder:
     """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed."""
 
-    def __init__(self, folder: Path, config: RunConfig, scheduler: Scheduler, engine: CoreInVllm) -> None:
+    def __init__(self, folder: Path, config: RunConfig, scheduler: Scheduler, said: dict[str, Any]) -> None:
         self._folder, self._config, self._scheduler = folder.absolute(), config, scheduler
         refuse_overwrite(self._folder, overwrite=False)
         raw = config.raw
         raw["trace"]["path"] = str(self._folder / TRACE_FILE)
-        raw["model"]["path"] = str(self._folder / MODEL_FOLDER)
+        if raw["model"].get("path"):  # else it has no price here
+            raw["model"]["path"] = str(self._folder / MODEL_FOLDER)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / MODEL_FOLDER).mkdir(exist_ok=True)
-        said = describe(engine)
         write_json(self._folder / MODEL_FOLDER / "config.json", said["model"]["hf_config"])
         claim(self._folder, config)
         self._recorder = RunRecorder(self._folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,16 +125,26 @@ def device_of(log: ObservedLog) -> str:
 
 def _config(log: ObservedLog, folder: Path, device: str) -> tuple[RunConfig, str]:
     """The configuration, and why its model has no price; empty: it has. All else is kept of such a run too."""
-    said = log.header["model"]
-    (folder / MODEL_FOLDER).mkdir(exist_ok=True)
-    write_json(folder / MODEL_FOLDER / "config.json", said["hf_config"])
+    return with_model(log.header, folder / MODEL_FOLDER, lambda model: config_of(log, folder, device, model))
+
+
+def with_model(
+    said: dict[str, Any], folder: Path, make: Callable[[dict[str, Any]], RunConfig]
+) -> tuple[RunConfig, str]:
+    """What `make` makes of the `model` group of an observed engine, and why its model has no price; empty: it has.
+    folder: is made, for its config.json."""
+    model, max_model_len = said["model"], said["config"]["max_model_len"]
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "config.json", model["hf_config"])
     try:
-        if said["dtype"] not in DTYPE_BYTES:
-            raise ModelError(f"the model computes in {said['dtype']!r}, not in one of {', '.join(DTYPE_BYTES)}")
-        return config_of(log, folder, device, {"path": str(folder / MODEL_FOLDER), "dtype": said["dtype"]}), ""
+        if model["dtype"] not in DTYPE_BYTES:
+            raise ModelError(f"the model computes in {model['dtype']!r}, not in one of {', '.join(DTYPE_BYTES)}")
+        config = make({"path": str(folder), "dtype": model["dtype"]})
+        if config.model.max_length < max_model_len:
+            raise ModelError(f"config.json has {config.model.max_length} positions, and vLLM serves {max_model_len}")
+        return config, ""
     except ModelError as error:
-        length = {"max_position_embeddings": log.header["config"]["max_model_len"]}
-        return config_of(log, folder, device, length), f"{said['name']} has no price here: {error}"
+        return make({"max_position_embeddings": max_model_len}), f"{model['name']} has no price here: {error}"
 
 
 def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]) -> RunConfig:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from analysis.load import load_run
+from experiments.config import RunConfig
 from experiments.parity import check_parity
 from testbed.errors import ConfigError, RunFolderError
 from tests.real import vllm_stub_types as vllm
@@ -34,7 +35,10 @@ def stub() -> Iterator[None]:
         yield
 
 
-def made(settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: bool = False, budget: int = 32) -> Any:
+def made(
+    settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: bool = False, budget: int = 32,
+    model: dict[str, Any] = MODEL,
+) -> Any:  # fmt: skip
     from experiments.inside_vllm import TestbedScheduler
     from tests.real.vllm_stub_engine import engine_config
 
@@ -43,7 +47,7 @@ def made(settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: b
         scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=budget, async_scheduling=is_async),
         model_config=SimpleNamespace(
             model="/models/tiny", dtype="torch.float32", max_model_len=64, runner_type="generate",
-            hf_text_config=SimpleNamespace(to_json_string=lambda use_diff: json.dumps(MODEL)),
+            hf_text_config=SimpleNamespace(to_json_string=lambda use_diff: json.dumps(model)),
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
@@ -97,6 +101,31 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
     assert report.num_steps == run.manifest["num_steps"]
     with pytest.raises(RunFolderError, match="already holds a run"):
         made({"out": str(folder)})
+
+
+def test_a_model_that_has_no_price_here_is_served_and_its_tape_replays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"out": str(tmp_path / "run"), "device": "cpu"}
+    scheduler = made(settings, model={"architectures": ["OddForCausalLM"], "state_size": 16})
+    assert "/models/tiny has no price here: " in caplog.text
+    worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
+    served(scheduler, worker, is_async=False)
+    assert check_parity(tmp_path / "run").divergence is None
+
+
+def test_policies_that_ask_for_prices_are_told_those_of_the_model_that_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from experiments import inside_vllm
+
+    built: list[RunConfig] = []
+    build = inside_vllm.build_scheduler
+    monkeypatch.setattr(
+        inside_vllm, "build_scheduler", lambda config, pools: built.append(config) or build(config, pools)
+    )
+    made({})
+    assert (built[0].model.hidden_size, built[0].model.dtype) == (MODEL["hidden_size"], "float32")
 
 
 FROZEN = {"name": "vllm_v0", "preemption": "recompute"}

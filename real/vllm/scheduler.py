@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import RequestStatus
 
 from real.vllm.observer import unknown_to_us
-from real.vllm.told import Launched, Told, Translator
+from real.vllm.told import Launched, Translator
 from real.vllm.versions import check_version
 from testbed.core.outcome import Outcome
 from testbed.core.plan import BatchPlan
@@ -89,6 +89,7 @@ class CoreInVllm(SchedulerInterface):
         self._translator = Translator(
             max_model_len=self.max_model_len,
             sends_resumed_as_new=bool(getattr(vllm_config, "use_v2_model_runner", False)),
+            log_stats=log_stats,
         )
         self._names: dict[str, str] = {}  # ours by vLLM's, which have a suffix
         self._launched: dict[int, Launched] = {}  # by the output that the workers were told of it
@@ -122,7 +123,7 @@ class CoreInVllm(SchedulerInterface):
     def _take(self, name: str, request: Any) -> None:
         if self._salt_epoch:
             request.cache_salt = f"{self._salt_epoch}:{request.cache_salt or ''}"
-        self._translator.live[name] = Told(name, request)
+        self._translator.added(name, request)
         self.steering.added(name, request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
@@ -227,9 +228,10 @@ class CoreInVllm(SchedulerInterface):
         if not self._log_stats:
             return None
         num_running, num_waiting = self.steering.num_requests()
+        hits, self._translator.hits = self._translator.hits, PrefixCacheStats()
         return SchedulerStats(
             num_running_reqs=num_running, num_waiting_reqs=num_waiting, kv_cache_usage=self.steering.kv_usage(),
-            prefix_cache_stats=PrefixCacheStats(),
+            prefix_cache_stats=hits,
         )  # fmt: skip
 
     @property

@@ -14,11 +14,12 @@ from typing import Any
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.utils import check_stop
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from testbed.core.outcome import FinishReason, Outcome
-from testbed.core.plan import BatchPlan, ScheduledSequence
+from testbed.core.plan import Admission, BatchPlan, ScheduledSequence
 
 _FIELDS = {item.name for item in fields(SchedulerOutput)}
 
@@ -45,13 +46,16 @@ class Launched:
 
 
 class Translator:
-    """Of one engine. live: by our ids. sends_resumed_as_new: whether the newer model runner reads what is told."""
+    """Of one engine. live: by our ids. sends_resumed_as_new: whether the newer model runner reads what is told.
+    log_stats: whether vLLM wants to know when what happened to requests. hits: since its last statistics."""
 
-    def __init__(self, *, max_model_len: int, sends_resumed_as_new: bool) -> None:
+    def __init__(self, *, max_model_len: int, sends_resumed_as_new: bool, log_stats: bool) -> None:
         self.live: dict[str, Told] = {}
         self.finished: set[str] = set()  # vLLM's ids, which the workers are to forget
         self._max_model_len = max_model_len
         self._sends_resumed_as_new = sends_resumed_as_new
+        self._log_stats = log_stats
+        self.hits = PrefixCacheStats()
         self._step = 0
 
     # --- to the workers ---
@@ -71,7 +75,10 @@ class Translator:
                 told.table, told.num_in_flight = None, 0
                 told.request.status = RequestStatus.PREEMPTED
                 told.request.num_preemptions += 1
+                self._note(told.request, EngineCoreEventType.PREEMPTED)
                 preempted.add(told.request.request_id)
+        for admission in plan.admitted:
+            self._note_admission(self.live[admission.request_id].request, admission)
         new: list[NewRequestData] = []
         cached, launched, counts = CachedRequestData.make_empty(), Launched(plan), dict[str, int]()
         for (name, num_tokens), row in zip(plan.num_scheduled, plan.scheduled, strict=True):
@@ -91,6 +98,25 @@ class Translator:
             told.has_run, told.table, told.step = True, list(row.block_table), self._step
             told.num_in_flight += row.samples
         return self._output(new, cached, counts, preempted), launched
+
+    def added(self, name: str, request: Any) -> None:
+        """A request of our id `name` waits."""
+        self.live[name] = Told(name, request)
+        self._note(request, EngineCoreEventType.QUEUED)
+
+    def _note(self, request: Any, event: Any) -> None:
+        """For vLLM's own metrics."""
+        if self._log_stats:
+            request.record_event(event)
+
+    def _note_admission(self, request: Any, admission: Admission) -> None:
+        self._note(request, EngineCoreEventType.SCHEDULED)
+        self.hits.record(request.num_tokens, admission.num_cached_tokens, admission.is_resumed)
+        if request.prefill_stats is not None and not admission.is_resumed:
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens, num_local_cached_tokens=admission.num_cached_tokens,
+                num_external_cached_tokens=0,
+            )  # fmt: skip
 
     def _new(self, told: Told, row: ScheduledSequence) -> NewRequestData:
         tokens = list(told.request.all_token_ids) if self._sends_resumed_as_new else None
@@ -183,5 +209,6 @@ def _output_of(request: Any, index: int, token: int, answer: Any) -> EngineCoreO
         finish_reason=request.get_finished_reason(),
         stop_reason=request.stop_reason,
         events=request.take_events(),
+        prefill_stats=request.take_prefill_stats(),
         trace_headers=request.trace_headers,
     )

@@ -181,6 +181,23 @@ def test_statistics_are_with_the_outputs_if_vllm_wants_them() -> None:
     assert served.scheduler.get_request_counts() == (1, 0)
 
 
+def test_what_happened_to_a_request_is_with_its_output_if_vllm_wants_it() -> None:
+    """Its own metrics are made of that: time in the queue, of the prefill, tokens found in the cache."""
+    served = Served(log_stats=True)
+    for name in ("a", "b"):  # the second one finds the first one's blocks
+        served.add(name, [7] * 9)
+        output = served.scheduler.schedule()
+        found = served.scheduler.update_from_output(output, served.worker.execute(output))[0]
+        (one,) = [made for made in found.outputs if made.request_id == name]
+        assert one.events == [vllm.EngineCoreEventType.QUEUED, vllm.EngineCoreEventType.SCHEDULED]
+        assert one.prefill_stats == vllm.PrefillStats(9, 8 * (name == "b"))
+        assert found.scheduler_stats.prefix_cache_stats == vllm.PrefixCacheStats(9, 8 * (name == "b"))
+    silent = Served()
+    silent.add("a")
+    output = silent.scheduler.schedule()
+    assert silent.scheduler.update_from_output(output, silent.worker.execute(output))[0].outputs[0].events is None
+
+
 def test_each_client_is_told_of_its_own_requests_and_of_those_that_ended() -> None:
     served = Served(include_finished_set=True)
     served.add("a", max_tokens=1, client=0)

@@ -98,7 +98,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.core.sched.output": _of("CachedRequestData", "NewRequestData", "SchedulerOutput"),
     "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
     "vllm.v1.core.sched.utils": _of("check_stop"),
-    "vllm.v1.engine": _of("EngineCoreOutput", "EngineCoreOutputs", "FinishReason"),
+    "vllm.v1.engine": _of("EngineCoreEventType", "EngineCoreOutput", "EngineCoreOutputs", "FinishReason"),
     "vllm.v1.kv_cache_interface": _of("FullAttentionSpec", "SlidingWindowSpec"),
     "vllm.v1.metrics": {},
     "vllm.v1.metrics.stats": _of("PrefixCacheStats", "SchedulerStats"),

@@ -21,6 +21,22 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class EngineCoreEventType(enum.IntEnum):
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+@dataclass
+class PrefillStats:
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def set(self, num_prompt_tokens: int, num_local_cached_tokens: int, num_external_cached_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = num_local_cached_tokens + num_external_cached_tokens
+
+
 @dataclass
 class EngineCoreOutput:
     request_id: str
@@ -31,6 +47,7 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     events: list[Any] | None = None
     trace_headers: Any = None
+    prefill_stats: PrefillStats | None = None
 
 
 @dataclass
@@ -95,6 +112,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = self.num_preemptions = 0
         self.events: list[Any] = []
+        self.prefill_stats: PrefillStats | None = PrefillStats()
         self.output_token_ids: list[int] = []
         self.all_token_ids = list(prompt_token_ids or ())
 
@@ -116,6 +134,17 @@ class Request:
 
     def get_finished_reason(self) -> FinishReason | None:
         return _REASONS.get(self.status)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or ())
+
+    def record_event(self, event: EngineCoreEventType) -> None:
+        self.events.append(event)
+
+    def take_prefill_stats(self) -> PrefillStats | None:
+        stats, self.prefill_stats = self.prefill_stats, None
+        return stats
 
     def take_events(self) -> list[Any] | None:
         events, self.events = self.events, []
@@ -248,6 +277,11 @@ class SlidingWindowSpec(FullAttentionSpec): ...
 class PrefixCacheStats:
     queries: int = 0
     hits: int = 0
+
+    def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
+        if not preempted:
+            self.queries += num_tokens
+            self.hits += num_hits
 
 
 @dataclass

@@ -117,7 +117,8 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, start: Cal
         ({"scheduler": "sarathy"}, "did you mean 'sarathi'"),
         ({"scheduler": {"name": "sarathi", "max_num_seqs": 99}}, "is 99, and vLLM was started for 16"),
         ({"cache": {"block_size": 16}}, "cache.block_size is 16, and vLLM's is 32"),
-        ({"scheduler": {"name": "vllm_v1", "preemption": "swap"}}, "needs CPU blocks"),
+        ({"scheduler": {"name": "vllm_v1", "preemption": "swap"}}, "vLLM has no CPU blocks to swap to"),
+        ({"cache": {"sliding_window": 32}}, "workers read the blocks that this releases"),
         ({"scheduler": "orca"}, "vLLM's workers were sized for 256"),
     ],
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
 
-from analysis.load import load_run
+from analysis.load import load, load_run
 from experiments.compose import compose_config
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
@@ -68,6 +70,36 @@ def test_vllms_own_scheduler_leaves_a_run_that_conforms(tmp_path: Path, model: P
     assert system.preset == scheduler
     mismatch = replay_case(case, system, system.preset)
     assert mismatch is None, mismatch
+
+
+def test_one_command_gives_the_ablation_in_three_columns(tmp_path: Path, model: Path) -> None:
+    """Two policies, simulated, on our engine and in vLLM, from one trace; points of a sweep follow one another."""
+    shared = [item for item in ENGINE if not item.startswith("backend")]
+    command = [sys.executable, "-m", "experiments", "run", "-m", "backend=sim,real,vllm", "scheduler=vllm_v1,sarathi",
+               f"model.path={model}", "model.dtype=float32", "cache.num_cpu_blocks=0", *shared,
+               f"hydra.sweep.dir={tmp_path / 'three'}"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = load(tmp_path / "three").runs
+    assert {(run.manifest["backend"], run.manifest["scheduler"]) for run in runs} == {
+        (backend, scheduler) for backend in ("sim", "real", "vllm") for scheduler in ("vllm_v1", "sarathi")
+    }
+    assert len({run.manifest["trace"]["fingerprint"] for run in runs}) == 1
+    assert all((run.requests["num_output_tokens"] == 50).all() for run in runs)
+
+
+def test_a_prompt_that_is_too_long_is_ignored_as_in_the_simulator(tmp_path: Path, model: Path) -> None:
+    shared = [
+        *ENGINE[3:], f"model.path={model}", "cache.num_cpu_blocks=0", "allow_ignored=true", "trace.num_requests=8",
+        "trace.prompt={kind:lognormal,value:470,sigma:0.3,max_tokens:700}",
+    ]  # fmt: skip
+    reasons = []
+    for backend in (["backend=sim", "device=cpu"], ENGINE[:3]):
+        result = execute(compose_config([*backend, *shared]), tmp_path / backend[0])
+        assert (result.status, result.exit_status) == ("complete", 0), result.message
+        reasons.append(load_run(result.folder).requests.sort_values("request_id")["finish_reason"].tolist())
+    assert reasons[0] == reasons[1]
+    assert {"ignored", "length"} == set(reasons[0])
 
 
 def test_a_step_that_is_planned_ahead_is_not_probed(tmp_path: Path, model: Path) -> None:

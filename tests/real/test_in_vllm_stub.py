@@ -24,9 +24,6 @@ from tests.real.vllm_stub import stub_vllm
 
 RUNNERS = pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
 LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-# A tape does not say when the loop looked for a plan beside one in flight and found none. A replay looks at the instant
-# of that one's commit, where these may have another head.
-GO_BY_TIME = ("hrrn", "priority, ageing", "mlfq")
 SPLIT_NO_PROMPT = ("prefill_first", "iteration_level", "static")
 
 
@@ -42,8 +39,6 @@ def setup_in_vllm(rng: random.Random, *, is_async: bool) -> Setup:
         setup = random_setup(rng)
         is_merged = setup.rules.duplicates == "merged"
         if is_merged and (is_async or setup.composition not in SPLIT_NO_PROMPT):
-            continue
-        if is_async and setup.queue in GO_BY_TIME:
             continue
         return replace(
             setup,

@@ -12,6 +12,7 @@ from experiments.config import RunConfig
 from experiments.conform.overrides import composition_of
 from experiments.observe.importing import Imported, Replayed, import_log
 from experiments.observe.log import Sender
+from experiments.run_folder import set_aside
 from real.clocks import RealTimeClock, make_clock
 from real.vllm.config import VllmConfig
 from testbed.core.commands import Abort, Arrive
@@ -39,6 +40,7 @@ def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, co
     assert isinstance(config.backend, VllmConfig)
     options = options_of_stock(config) | (config.backend.options or {})
     folder.mkdir(parents=True, exist_ok=True)
+    _make_room(folder / LOG_FILE, overwrite=config.overwrite)
     started = replace(config, backend=replace(config.backend, options=options))
     backend = build_vllm_backend(started, observe=folder / LOG_FILE)
     clock = make_clock(config.backend, backend)
@@ -60,6 +62,15 @@ def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, co
     if stop is not None:
         raise stop
     return imported
+
+
+def _make_room(log: Path, *, overwrite: bool) -> None:
+    """The observer writes over no log. An earlier run's goes if the run may; one that was killed had made no run yet,
+    and its log is kept under another name."""
+    if overwrite:
+        log.unlink(missing_ok=True)
+    elif log.exists():
+        set_aside(log, log)
 
 
 def options_of_stock(config: RunConfig) -> dict[str, Any]:

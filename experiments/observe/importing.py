@@ -207,6 +207,7 @@ def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRe
         "model": config.model.name,
         "num_steps": len(log.steps),
         "num_sent": recorder.num_sent,
+        "num_unsent": max(0, trace.num_requests - recorder.num_sent),  # none of a log's own trace: it is what came
         "prefix_cache": {"queried_tokens": queried, "hit_tokens": sum(first.values())},
     }  # fmt: skip
 

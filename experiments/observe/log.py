@@ -11,7 +11,7 @@ from testbed.core.request import Request
 from testbed.errors import RunFolderError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers.fields import json_object
-from testbed.traces.readers.open_text import read_lines
+from testbed.traces.readers.open_text import DamagedError, read_lines
 
 VERSION = 1
 Place = tuple[int, int]  # steps planned and committed before
@@ -85,7 +85,8 @@ class ObservedLog:
 
 
 def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
-    """Reads a log. A last line that was cut is left out. Raises RunFolderError naming the line that is none."""
+    """Reads a log. A last line that was cut is left out, and what a compressed file that was cut does not give. Raises
+    RunFolderError naming the line that is none."""
     reader: _Reader | None = None
     bad: RunFolderError | None = None
     try:
@@ -103,6 +104,8 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
                 bad = RunFolderError(f"{error}; an observer's log has one JSON object on each line")
             except (KeyError, TypeError, ValueError) as error:
                 raise RunFolderError(f"{place}: not a line of an observer's log ({shown(error)})") from None
+    except DamagedError as error:
+        bad = RunFolderError(str(error))
     except TraceError as error:
         raise RunFolderError(str(error)) from None
     if reader is None:

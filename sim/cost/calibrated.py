@@ -37,7 +37,7 @@ class Coefficients:
     prefill: float = 0.0  # a prompt or chunk
     prefill_context_token: float = 0.0  # a position that a chunk attends to
     prefill_pair: float = 0.0  # a (query, key) pair of a chunk
-    prefill_own_pair: float = 0.0  # one of its own tokens alone, beside that: kernels differ in what they do of the mask
+    prefill_own_pair: float = 0.0  # one of its own tokens alone, beside that: kernels differ in what they do of a mask
     logits_row: float = 0.0  # a row whose logits are needed: LM head
     swap_call: float = 0.0  # a direction that swaps at all
     swapped_out_block: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,25 @@ def test_of_a_log_that_is_cut_all_is_kept_that_was_finished(tmp_path: Path, name
     assert num_steps - 1 <= len(run.steps) <= num_steps
     assert run.manifest["status"] == "partial"
     assert not (tmp_path / "run" / "done").exists()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_of_a_packed_log_that_is_cut_all_is_kept_that_can_be_unpacked(tmp_path: Path, share: float) -> None:
+    packed = (LOGS / "sync.jsonl.gz").read_bytes()
+    there = packed[: int(len(packed) * share)]
+    (tmp_path / "log.jsonl.gz").write_bytes(there)
+    num_steps = zlib.decompressobj(wbits=31).decompress(there).count(b'"kind":"commit"')
+    said = import_log(tmp_path / "log.jsonl.gz", tmp_path / "run").lines
+    assert "the log is cut" in said[0]
+    run = load_run(tmp_path / "run")
+    assert num_steps - 1 <= len(run.steps) <= num_steps < 60
+    assert run.manifest["status"] == "partial"
+
+
+def test_a_packed_log_without_a_whole_line_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl.gz").write_bytes((LOGS / "sync.jsonl.gz").read_bytes()[:100])
+    with pytest.raises(RunFolderError, match="damaged compressed file"):
+        import_log(tmp_path / "log.jsonl.gz", tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Vllm:
         for counts in self._live.values():
             counts[:] = 1, counts[1] - 1
         ended = [name for name, (_, left) in self._live.items() if not left]
-        emitted = dict.fromkeys(self._live, [5])
+        emitted = {name: [5] for name in self._live}
         self._write({"kind": "commit", **step, "emitted": emitted, "ended": dict.fromkeys(ended, "length")})
         for name in ended:
             del self._live[name]

@@ -110,6 +110,17 @@ def test_a_log_is_simulated_by_the_rules_of_its_version(
     assert said == ends_round
 
 
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "a branch"])
+def test_a_log_of_a_version_that_no_preset_mirrors_makes_no_case(tmp_path: Path, version: str) -> None:
+    lines = lines_of("sync")
+    lines[0]["vllm"] = version
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    (line,) = [line for line in said if line.startswith("no case")]
+    assert f"vLLM {version} is outside of 0.28 to 0.33, whose decisions the presets mirror" in line
+    assert not (tmp_path / "run" / "case.jsonl").exists()
+    assert len(load_run(tmp_path / "run").steps) == 60
+
+
 def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:
     lines = lines_of("sync")
     for line in lines:

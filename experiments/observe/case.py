@@ -67,6 +67,8 @@ def why_no_case(log: ObservedLog) -> str:
     for name, usual in _USUAL.items():
         if config.get(name) not in (usual, None):
             return f"vLLM ran with {name}={config[name]}, which the preset has not"
+    if log.left_out:
+        return log.note
     if asked := next((one.unknown for one in log.requests.values() if one.unknown), ""):
         return f"a request asked for {asked}, which this testbed has not"
     if config["policy"] == "priority" and not log.is_in_order:

@@ -96,6 +96,7 @@ def trace_of(log: ObservedLog, name: str) -> Trace:
     rows = [_row(one) for one in log.requests.values() if one.wanted]
     missing = len(log.requests) - len(rows)
     notes = [f"{missing} requests that emitted nothing were left out"] if missing else []
+    notes += [log.note] if log.note else []
     return arrange(name, rows, notes)
 
 
@@ -174,6 +175,8 @@ def _write_profile(
     """Of a synchronous run: with a plan ahead nothing tells the device's time from the host's."""
     if log.header["config"]["async_scheduling"]:
         return ["no profile   asynchronous steps overlap: what each costs by itself is not known"]
+    if log.left_out:
+        return [f"no profile   {log.note}, and what they cost is within that of the steps"]
     said = log.header["device"]
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(

@@ -194,6 +194,53 @@ def test_a_request_for_what_is_not_here_makes_no_case(tmp_path: Path) -> None:
     assert any("a request asked for structured output" in line for line in said)
 
 
+def test_a_request_without_token_ids_is_left_out_and_the_others_are_kept(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    adds = [line for line in lines if line["kind"] == "add"]
+    adds[1] |= {"prompt": [], "unknown": "prompts of embeddings"}
+    adds[5] |= {"prompt": []}
+    imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    said = "2 requests were left out: empty prompts, prompts of embeddings"
+    assert [line.split("  ")[0] for line in imported.lines if said in line] == ["no case", "no profile"]
+    run = load_run(tmp_path / "run")
+    assert said in run.manifest["trace"]["notes"]
+    assert run.manifest["status"] == "complete"
+    assert not {adds[1]["id"], adds[5]["id"]} & set(run.requests["request_id"])
+    assert (len(run.requests), len(run.steps)) == (len(adds) - 2, 60)
+
+
+def test_a_streaming_session_is_left_out_with_all_its_turns(tmp_path: Path) -> None:
+    """vLLM says of each of its turns that the request has ended, and goes on with its tokens."""
+    lines = lines_of("sync")
+    first = next(line for line in lines if line["kind"] == "add")
+    first["unknown"] = "streaming sessions"
+    ends = next(place for place, line in enumerate(lines) if first["id"] in line.get("ended", {}))
+    lines.insert(ends + 1, {**first, "unknown": ""})
+    imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert any("1 requests were left out: streaming sessions" in line for line in imported.lines)
+    assert first["id"] not in set(load_run(tmp_path / "run").requests["request_id"])
+
+
+def test_an_id_that_is_added_again_while_it_is_served_is_a_session(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    place, first = next((place, line) for place, line in enumerate(lines) if line["kind"] == "add")
+    lines.insert(place + 2, first)
+    assert read_log(written(tmp_path / "log.jsonl", lines)).left_out == ("streaming sessions",)
+
+
+def test_an_id_that_comes_again_after_its_end_is_numbered(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    old = next(name for line in lines for name in line.get("ended", {}))
+    end = next(place for place, line in enumerate(lines) if old in line.get("ended", {}))
+    new = next(line["id"] for line in lines[end:] if line["kind"] == "add")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "log.jsonl").write_text(text.replace(new, old))
+    import_log(tmp_path / "log.jsonl", tmp_path / "run")
+    assert {old, f"{old}~2"} < set(load_run(tmp_path / "run").requests["request_id"])
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
+
+
 @pytest.mark.parametrize(("policy", "is_made"), [("fcfs", True), ("priority", False)])
 def test_under_priorities_requests_must_come_in_order(tmp_path: Path, policy: str, is_made: bool) -> None:
     """vLLM breaks ties by the instant of arrival, which several samples of a prompt share."""

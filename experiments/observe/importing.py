@@ -7,6 +7,7 @@ from array import array
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from analysis.load import Run
@@ -64,8 +65,14 @@ def import_log(
         raise RunFolderError(f"{file} has no step that was finished: nothing to import")
     log.is_cut = log.is_cut or (replayed is not None and replayed.is_cut)
     trace = trace_of(log, file.name) if replayed is None else replayed.trace
-    folder.mkdir(parents=True, exist_ok=True)
-    config, unpriced = (replayed.config, "") if replayed is not None else _config(log, folder, device or device_of(log))
+    if replayed is None:
+        device = device or device_of(log)
+        with TemporaryDirectory() as trial:  # what has no configuration is refused before there is a folder
+            _config(log, Path(trial), device)
+        folder.mkdir(parents=True, exist_ok=True)
+        config, unpriced = _config(log, folder, device)
+    else:
+        config, unpriced = replayed.config, ""
     claim(folder, config)
     write_jsonl(trace, folder / TRACE_FILE)
     recorder = RunRecorder(folder, decisions=True, explains=True)  # nobody could repeat it

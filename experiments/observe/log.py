@@ -6,6 +6,7 @@ import itertools
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from testbed.core.request import Request
@@ -15,6 +16,19 @@ from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.open_text import DamagedError, read_lines
 
 VERSION = 1
+_HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first line
+    "": {"vllm": (str,), "ns": (int,), "unix_ns": (int,), "unknown": (list,)},
+    "config": {
+        **dict.fromkeys(
+            ("block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+             "num_kv_cache_groups"), (int,)
+        ),
+        "policy": (str,), "kv_dtype": (str,), "prefix_caching": (bool,), "async_scheduling": (bool, NoneType),
+        "long_prefill_token_threshold": (int, NoneType), "watermark": (int, float, NoneType),
+    },
+    "model": {"name": (str,), "dtype": (str,), "hf_config": (dict,)},
+    "device": {"type": (str,), "name": (str,), "tensor_parallel_size": (int,), "pipeline_parallel_size": (int,)},
+}  # fmt: skip
 Place = tuple[int, int]  # steps planned and committed before
 _SESSION = "streaming sessions"  # as the observer calls them: such a request ends, and is added again, at each turn
 
@@ -113,7 +127,7 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
                     reader.take(fields)
             except TraceError as error:
                 bad = RunFolderError(f"{error}; an observer's log has one JSON object on each line")
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise RunFolderError(f"{place}: not a line of an observer's log ({shown(error)})") from None
     except DamagedError as error:
         bad = RunFolderError(str(error))
@@ -131,7 +145,20 @@ def _header(fields: dict[str, Any], place: str) -> dict[str, Any]:
         )
     if fields.get("version") != VERSION:
         raise RunFolderError(f"{place}: a log of version {shown(fields.get('version'))}; this code reads {VERSION}")
+    for group, kinds in _HEADER.items():
+        found = fields.get(group) if group else fields
+        if not isinstance(found, dict):
+            raise _damaged(place, group, found)
+        for key, kind in kinds.items():
+            if not isinstance(found.get(key), kind) or key not in found:
+                raise _damaged(place, f"{group}.{key}".removeprefix("."), found.get(key))
     return fields
+
+
+def _damaged(place: str, key: str, value: object) -> RunFolderError:
+    return RunFolderError(
+        f"{place}: the first line of the log is damaged: its {key} is {shown(value)}; restore it, or record the log again"
+    )
 
 
 class _Reader:

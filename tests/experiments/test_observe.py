@@ -286,6 +286,13 @@ Change = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines[3].update(kind="surprise"), "log.jsonl:4: not a line of an observer's log"),
         (lambda lines: lines[1].pop("prompt"), "log.jsonl:2: not a line of an observer's log"),
         (lambda lines: lines.__delitem__(slice(2, None)), "has no step that was finished"),
+        (lambda lines: lines[0].pop("device"), "log.jsonl:1: the first line of the log is damaged: its device is None"),
+        (lambda lines: lines[0].pop("vllm"), "its vllm is None"),
+        (lambda lines: lines[0]["model"].pop("hf_config"), "its model.hf_config is None"),
+        (lambda lines: lines[0]["config"].pop("watermark"), "its config.watermark is None"),
+        (lambda lines: lines[0]["config"].update(max_model_len="64"), "its config.max_model_len is '64'"),
+        (lambda lines: lines[0].update(config=[]), "its config is []"),
+        (lambda lines: lines[3].update(emitted=[]), "log.jsonl:4: not a line of an observer's log"),
     ],
 )
 def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, change: Change, message: str) -> None:
@@ -295,7 +302,7 @@ def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, change: Change, m
         import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert not (tmp_path / "run" / "manifest.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_line_in_the_middle_that_is_no_json_is_named(tmp_path: Path) -> None:
@@ -314,7 +321,18 @@ def test_a_gpu_is_found_in_the_device_library_or_asked_for(tmp_path: Path) -> No
     log = written(tmp_path / "log.jsonl", lines)
     with pytest.raises(ConfigError, match="say which is nearest with --device"):
         import_log(log, tmp_path / "run")
+    with pytest.raises(ConfigError, match="h1000"):
+        import_log(log, tmp_path / "run", device="h1000")
+    assert not (tmp_path / "run").exists()
     import_log(log, tmp_path / "run", device="a100")
+
+
+def test_what_has_no_configuration_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    lines[0]["config"]["block_size"] = 0
+    with pytest.raises(ConfigError, match=r"cache\.block_size is 0"):
+        import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -108,10 +108,11 @@ def trace_of(log: ObservedLog, name: str) -> Trace:
 
 
 def _row(one: ObservedRequest) -> TraceRequest:
+    """An aborted one ends with what it had emitted, as after a stop string, or where it was cancelled before that."""
     prompt = Span(one.number + 1, 0, one.prompt) if isinstance(one.prompt, int) else TokenIds(one.prompt)
     cancelled_ns = None if one.aborted is None else max(1, (one.ended_ns or 0) - one.arrival_ns)
     return TraceRequest(
-        one.name, one.arrival_ns, (prompt,), TokenIds(array("i", one.wanted)), priority=one.priority,
+        one.name, one.arrival_ns, (prompt,), TokenIds(array("i", one.output or one.wanted)), priority=one.priority,
         cache_salt=one.salt or None, cancel_after_ns=cancelled_ns,
     )  # fmt: skip
 

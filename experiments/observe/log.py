@@ -157,7 +157,7 @@ def _header(fields: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _damaged(place: str, key: str, value: object) -> RunFolderError:
     return RunFolderError(
-        f"{place}: the first line of the log is damaged: its {key} is {shown(value)}; restore it, or record the log again"
+        f"{place}: the first line of the log is damaged: its {key} is {shown(value)}; restore it, or record another log"
     )
 
 
@@ -170,7 +170,7 @@ class _Reader:
         # the log's clock starts with its header, or with the sender's
         self._zero_ns = int(header["ns"]) if sender is None else sender.origin_ns
         self._unix_ns = int(header["unix_ns"]) - int(header["ns"]) + self._zero_ns
-        self._names: dict[str, str] = {}  # ours by vLLM's; the same without a sender
+        self._names: dict[str, str] = {}  # ours by vLLM's; without a sender the same, or numbered
         self._requests: dict[str, ObservedRequest] = {}
         self._left_out: dict[str, str] = {}  # what each is
         self._plans: dict[int, dict[str, Any]] = {}

@@ -18,7 +18,7 @@ from experiments.compose import compose_config
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
-from experiments.observe.importing import device_of, import_log
+from experiments.observe.importing import device_of, import_log, trace_of
 from experiments.observe.log import read_log
 from experiments.observe.stock import options_of_stock
 from testbed.errors import ConfigError, RunFolderError
@@ -272,6 +272,20 @@ def test_an_aborted_request_wants_no_more_than_it_had_leave_for(tmp_path: Path) 
     added["max_tokens"] = emitted + 1
     log = read_log(written(tmp_path / "log.jsonl", lines))
     assert len(log.requests[aborted["id"]].wanted) == emitted + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_aborted_request_is_as_long_in_the_trace_as_it_was(tmp_path: Path, name: str) -> None:
+    """vLLM's front end aborts a request at its stop string. One that had emitted nothing ends at its instant."""
+    log = read_log(LOGS / f"{name}.jsonl.gz")
+    rows = {row.request_id: row for row in trace_of(log, name)}
+    aborted = [one for one in log.requests.values() if one.aborted is not None]
+    assert any(one.output for one in aborted)
+    for one in aborted:
+        output, cancelled_ns = rows[one.name].output, rows[one.name].cancel_after_ns
+        assert output is not None
+        assert output.num_tokens == (len(one.output) or one.max_tokens)
+        assert cancelled_ns == (one.ended_ns or 0) - one.arrival_ns
 
 
 Change = Callable[[list[dict[str, Any]]], object]

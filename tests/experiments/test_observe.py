@@ -84,7 +84,7 @@ def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
     assert run.manifest["backend"] == "vllm"
 
 
-def test_the_profile_can_be_fitted_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
     assert "60 steps, 4 preemptions" in capsys.readouterr().out
@@ -95,6 +95,26 @@ def test_the_profile_can_be_fitted_and_the_trace_simulated(tmp_path: Path, capsy
     assert main(["run", f"from={folder}", "backend=sim", "cost=constant", f"hydra.run.dir={sim}"]) == 0
     assert load_run(sim).fingerprint == load_run(folder).fingerprint
     assert main(["report", str(folder), str(sim), "--out", str(tmp_path / "report.html")]) == 0
+
+
+def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, fit = tmp_path / "run", tmp_path / "fit.json"
+    assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
+    assert main(["calibrate", "fit", str(folder / "profile.parquet"), "--out", str(fit)]) == 0
+    capsys.readouterr()
+    assert (
+        main(["fidelity", str(folder), "cost=calibrated", f"cost.path={fit}", "--out", str(tmp_path / "judged")]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "backend=vllm, 11 requests matched one to one" in said
+    assert "3 of 14 requests did not end well and were left out" in said
+    (judged,) = json.loads((tmp_path / "judged" / "fidelity.json").read_text())["loads"]
+    errors = {line["metric"]: line["error"] for line in judged["errors"]}
+    assert abs(errors["e2e_s.mean"]) < 0.1
+    assert abs(errors["e2e_s.p50"]) < 0.1
+    assert main(["timeline", str(folder)]) == 0
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert sum("step" in event.get("args", {}) for event in events if event["ph"] == "X") == 60
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -102,13 +102,11 @@ def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsy
     assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
     assert main(["calibrate", "fit", str(folder / "profile.parquet"), "--out", str(fit)]) == 0
     capsys.readouterr()
-    assert (
-        main(["fidelity", str(folder), "cost=calibrated", f"cost.path={fit}", "--out", str(tmp_path / "judged")]) == 0
-    )
+    assert main(["fidelity", str(folder), "cost=calibrated", f"cost.path={fit}", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "backend=vllm, 11 requests matched one to one" in said
     assert "3 of 14 requests did not end well and were left out" in said
-    (judged,) = json.loads((tmp_path / "judged" / "fidelity.json").read_text())["loads"]
+    (judged,) = json.loads((tmp_path / "out" / "fidelity.json").read_text())["loads"]
     errors = {line["metric"]: line["error"] for line in judged["errors"]}
     assert abs(errors["e2e_s.mean"]) < 0.1
     assert abs(errors["e2e_s.p50"]) < 0.1

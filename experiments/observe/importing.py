@@ -74,6 +74,8 @@ def import_log(
     else:
         config, unpriced = replayed.config, ""
     claim(folder, config)
+    for name in (CASE_FILE, PROFILE_FILE):  # of a run that was there, which the new one may have no like of
+        (folder / name).unlink(missing_ok=True)
     write_jsonl(trace, folder / TRACE_FILE)
     recorder = RunRecorder(folder, decisions=True, explains=True)  # nobody could repeat it
     try:

@@ -147,6 +147,16 @@ def test_when_vllm_dies_what_was_finished_is_kept(
     assert not (tmp_path / "run" / "done").exists()
 
 
+def test_of_an_overwritten_run_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run") == 0
+    assert (tmp_path / "run" / "case.jsonl").exists()
+    start(monkeypatch, dies)
+    assert run(tmp_path / "run", "overwrite=true") == 1
+    assert len(load_run(tmp_path / "run").steps) == 6
+    assert not (tmp_path / "run" / "case.jsonl").exists()
+
+
 def test_an_interrupted_run_says_what_was_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start(monkeypatch, is_interrupted)
     assert run(tmp_path / "run") == 130

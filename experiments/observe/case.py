@@ -55,6 +55,8 @@ def system_of(log: ObservedLog) -> str:
 def why_no_case(log: ObservedLog) -> str:
     """What keeps the log from being compared step for step; empty: nothing."""
     config = log.header["config"]
+    if log.left_out:
+        return log.note
     if not is_known(str(log.header["vllm"])):
         return f"vLLM {log.header['vllm']} is outside of {SPAN}, whose decisions the presets mirror"
     if log.header["unknown"]:
@@ -67,8 +69,6 @@ def why_no_case(log: ObservedLog) -> str:
     for name, usual in _USUAL.items():
         if config.get(name) not in (usual, None):
             return f"vLLM ran with {name}={config[name]}, which the preset has not"
-    if log.left_out:
-        return log.note
     if asked := next((one.unknown for one in log.requests.values() if one.unknown), ""):
         return f"a request asked for {asked}, which this testbed has not"
     if config["policy"] == "priority" and not log.is_in_order:

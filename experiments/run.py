@@ -26,7 +26,7 @@ from experiments.origin import UNKNOWN, Origin
 from experiments.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
 from experiments.progress import Progress
 from experiments.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
-from experiments.run_folder import TRACE_FILE, claimed, refuse_overwrite, write_json
+from experiments.run_folder import TRACE_FILE, claimed, describe_failure, describe_kept, refuse_overwrite, write_json
 from experiments.settings import SimConfig, TraceConfig
 from experiments.traces import describe_trace
 from experiments.watches import batch_limits, status_lines
@@ -102,15 +102,16 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
     from experiments.observe.stock import replay_stock
 
     check_token_ids(config, trace)
-    status, message, exit_status = "complete", "", 0
     speed = config.backend.speed if isinstance(config.backend, VllmConfig) else 1.0
-    try:
-        replay_stock(config, trace, trace_inbox(config, at_speed(trace, speed)), folder, command)
-    except KeyboardInterrupt:
-        status, message, exit_status = "partial", f"interrupted; partial results kept in {folder}", INTERRUPTED
+    failure = replay_stock(config, trace, trace_inbox(config, at_speed(trace, speed)), folder, command)
+    message, exit_status = "", 0
+    if failure is not None:
+        is_pressed = isinstance(failure, KeyboardInterrupt)
+        what = "interrupted" if is_pressed else f"failed: {describe_failure(failure)}"
+        message, exit_status = f"{what}; {describe_kept(folder)}", INTERRUPTED if is_pressed else 1
     origin.state(folder)
     run = load_run(folder)
-    return RunResult(folder, status, exit_status, message, run.summary, config.raw, run.manifest)
+    return RunResult(folder, run.manifest["status"], exit_status, message, run.summary, config.raw, run.manifest)
 
 
 def _own_trace(config: RunConfig) -> TraceLike:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
+from real.vllm.versions import SPAN, is_known
 from testbed.core.request import Request
 
 _ALIKE = (  # settings that cases call as logs do
@@ -54,6 +55,10 @@ def system_of(log: ObservedLog) -> str:
 def why_no_case(log: ObservedLog) -> str:
     """What keeps the log from being compared step for step; empty: nothing."""
     config = log.header["config"]
+    if log.left_out:
+        return log.note
+    if not is_known(str(log.header["vllm"])):
+        return f"vLLM {log.header['vllm']} is outside of {SPAN}, whose decisions the presets mirror"
     if log.header["unknown"]:
         return f"vLLM ran with {', '.join(log.header['unknown'])}, which this testbed has not"
     if config["num_kv_cache_groups"] != 1:

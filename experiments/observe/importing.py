@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from analysis.load import Run
@@ -65,9 +66,17 @@ def import_log(
         raise RunFolderError(f"{file} has no step that was finished: nothing to import")
     log.is_cut = log.is_cut or (replayed is not None and replayed.is_cut)
     trace = trace_of(log, file.name) if replayed is None else replayed.trace
-    folder.mkdir(parents=True, exist_ok=True)
-    config, unpriced = (replayed.config, "") if replayed is not None else _config(log, folder, device or device_of(log))
+    if replayed is None:
+        device = device or device_of(log)
+        with TemporaryDirectory() as trial:  # what has no configuration is refused before there is a folder
+            _config(log, Path(trial), device)
+        folder.mkdir(parents=True, exist_ok=True)
+        config, unpriced = _config(log, folder, device)
+    else:
+        config, unpriced = replayed.config, ""
     claim(folder, config)
+    for name in (CASE_FILE, PROFILE_FILE):  # of a run that was there, which the new one may have no like of
+        (folder / name).unlink(missing_ok=True)
     write_jsonl(trace, folder / TRACE_FILE)
     recorder = RunRecorder(folder, decisions=True, explains=True)  # nobody could repeat it
     try:
@@ -97,14 +106,16 @@ def trace_of(log: ObservedLog, name: str) -> Trace:
     rows = [_row(one) for one in log.requests.values() if one.wanted]
     missing = len(log.requests) - len(rows)
     notes = [f"{missing} requests that emitted nothing were left out"] if missing else []
+    notes += [log.note] if log.note else []
     return arrange(name, rows, notes)
 
 
 def _row(one: ObservedRequest) -> TraceRequest:
+    """An aborted one ends with what it had emitted, as after a stop string, or where it was cancelled before that."""
     prompt = Span(one.number + 1, 0, one.prompt) if isinstance(one.prompt, int) else TokenIds(one.prompt)
     cancelled_ns = None if one.aborted is None else max(1, (one.ended_ns or 0) - one.arrival_ns)
     return TraceRequest(
-        one.name, one.arrival_ns, (prompt,), TokenIds(array("i", one.wanted)), priority=one.priority,
+        one.name, one.arrival_ns, (prompt,), TokenIds(array("i", one.output or one.wanted)), priority=one.priority,
         cache_salt=one.salt or None, cancel_after_ns=cancelled_ns,
     )  # fmt: skip
 
@@ -185,6 +196,8 @@ def _write_profile(
     """Of a synchronous run: with a plan ahead nothing tells the device's time from the host's."""
     if log.header["config"]["async_scheduling"]:
         return ["no profile   asynchronous steps overlap: what each costs by itself is not known"]
+    if log.left_out:
+        return [f"no profile   {log.note}, and what they cost is within that of the steps"]
     said = log.header["device"]
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(
@@ -218,6 +231,7 @@ def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRe
         "model": config.model.name,
         "num_steps": len(log.steps),
         "num_sent": recorder.num_sent,
+        "num_unsent": max(0, trace.num_requests - recorder.num_sent),  # none of a log's own trace: it is what came
         "prefix_cache": {"queried_tokens": queried, "hit_tokens": sum(first.values())},
     }  # fmt: skip
 

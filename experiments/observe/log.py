@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from testbed.core.request import Request
 from testbed.errors import RunFolderError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers.fields import json_object
-from testbed.traces.readers.open_text import read_lines
+from testbed.traces.readers.open_text import DamagedError, read_lines
 
 VERSION = 1
+_HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first line
+    "": {"vllm": (str,), "ns": (int,), "unix_ns": (int,), "unknown": (list,)},
+    "config": {
+        **dict.fromkeys(
+            ("block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+             "num_kv_cache_groups"), (int,)
+        ),
+        "policy": (str,), "kv_dtype": (str,), "prefix_caching": (bool,), "async_scheduling": (bool, NoneType),
+        "long_prefill_token_threshold": (int, NoneType), "watermark": (int, float, NoneType),
+    },
+    "model": {"name": (str,), "dtype": (str,), "hf_config": (dict,)},
+    "device": {"type": (str,), "name": (str,), "tensor_parallel_size": (int,), "pipeline_parallel_size": (int,)},
+}  # fmt: skip
 Place = tuple[int, int]  # steps planned and committed before
+_SESSION = "streaming sessions"  # as the observer calls them: such a request ends, and is added again, at each turn
 
 
 @dataclass(slots=True)
@@ -74,7 +90,8 @@ class ObservedStep(NamedTuple):
 
 @dataclass(slots=True)
 class ObservedLog:
-    """A whole log. header: its first line. steps: those that were committed. is_cut: it ends in the middle."""
+    """A whole log. header: its first line. steps: those that were committed. is_cut: it ends in the middle.
+    left_out: of each request that is no row of a trace, what it is; the steps do without."""
 
     header: dict[str, Any]
     requests: dict[str, ObservedRequest]
@@ -82,10 +99,19 @@ class ObservedLog:
     resets: int
     is_cut: bool
     is_in_order: bool = True  # whether those of a priority came by their instants of arrival, no two alike
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """Who was left out; empty: nobody."""
+        if not self.left_out:
+            return ""
+        return f"{len(self.left_out)} requests were left out: {', '.join(sorted(set(self.left_out)))}"
 
 
 def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
-    """Reads a log. A last line that was cut is left out. Raises RunFolderError naming the line that is none."""
+    """Reads a log. A last line that was cut is left out, and what a compressed file that was cut does not give. Raises
+    RunFolderError naming the line that is none."""
     reader: _Reader | None = None
     bad: RunFolderError | None = None
     try:
@@ -101,8 +127,10 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
                     reader.take(fields)
             except TraceError as error:
                 bad = RunFolderError(f"{error}; an observer's log has one JSON object on each line")
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise RunFolderError(f"{place}: not a line of an observer's log ({shown(error)})") from None
+    except DamagedError as error:
+        bad = RunFolderError(str(error))
     except TraceError as error:
         raise RunFolderError(str(error)) from None
     if reader is None:
@@ -117,7 +145,20 @@ def _header(fields: dict[str, Any], place: str) -> dict[str, Any]:
         )
     if fields.get("version") != VERSION:
         raise RunFolderError(f"{place}: a log of version {shown(fields.get('version'))}; this code reads {VERSION}")
+    for group, kinds in _HEADER.items():
+        found = fields.get(group) if group else fields
+        if not isinstance(found, dict):
+            raise _damaged(place, group, found)
+        for key, kind in kinds.items():
+            if not isinstance(found.get(key), kind) or key not in found:
+                raise _damaged(place, f"{group}.{key}".removeprefix("."), found.get(key))
     return fields
+
+
+def _damaged(place: str, key: str, value: object) -> RunFolderError:
+    return RunFolderError(
+        f"{place}: the first line of the log is damaged: its {key} is {shown(value)}; restore it, or record another log"
+    )
 
 
 class _Reader:
@@ -129,8 +170,9 @@ class _Reader:
         # the log's clock starts with its header, or with the sender's
         self._zero_ns = int(header["ns"]) if sender is None else sender.origin_ns
         self._unix_ns = int(header["unix_ns"]) - int(header["ns"]) + self._zero_ns
-        self._names: dict[str, str] = {}  # ours by vLLM's; the same without a sender
+        self._names: dict[str, str] = {}  # ours by vLLM's; without a sender the same, or numbered
         self._requests: dict[str, ObservedRequest] = {}
+        self._left_out: dict[str, str] = {}  # what each is
         self._plans: dict[int, dict[str, Any]] = {}
         self._steps: list[ObservedStep] = []
         self._num_resets = 0
@@ -142,7 +184,10 @@ class _Reader:
         if kind == "add":
             self._add(fields)
         elif kind == "plan":
-            self._plans[int(fields["step"])] = fields
+            self._plans[int(fields["step"])] = fields | {
+                "scheduled": self._named(fields["scheduled"]), "admitted": self._named(fields["admitted"]),
+                "preempted": tuple([self._names[vllm_id] for vllm_id in fields["preempted"]]),
+            }  # fmt: skip
         elif kind == "commit":
             self._commit(fields)
         elif kind == "abort":
@@ -161,10 +206,12 @@ class _Reader:
 
     def _add(self, fields: dict[str, Any]) -> None:
         vllm_id, prompt, queued_ns = fields["id"], fields["prompt"], self._at(fields["ns"])
-        if vllm_id in self._names:
-            raise ValueError(f"request {vllm_id!r} is added twice")
+        before = self._names.get(vllm_id)
+        if before is not None and (before in self._left_out or self._requests[before].reason is None):
+            self._left_out.setdefault(before, _SESSION)
+            return
         number = len(self._requests)
-        name, arrival_ns = vllm_id, int(fields["arrival_unix_ns"]) - self._unix_ns
+        name, arrival_ns = self._free_name(vllm_id), int(fields["arrival_unix_ns"]) - self._unix_ns
         if self._sender is not None:
             name, arrival_ns = self._sender.requests[number].request_id, self._sender.requests[number].arrival_ns
         self._names[vllm_id] = name
@@ -174,9 +221,16 @@ class _Reader:
             prompt, fields["max_tokens"], int(fields["priority"]), str(fields["salt"]),
             bool(fields.get("skips_cache", False)), str(fields.get("unknown", "")),
         )  # fmt: skip
+        if not prompt or fields.get("unknown") == _SESSION:
+            self._left_out[name] = str(fields.get("unknown") or "empty prompts")
         priority, unix_ns = int(fields["priority"]), int(fields["arrival_unix_ns"])
         self._is_in_order &= self._last_unix_ns.get(priority, -1) < unix_ns
         self._last_unix_ns[priority] = unix_ns
+
+    def _free_name(self, vllm_id: str) -> str:
+        """Its id, or the next that is free (id~2): one that ended may come again."""
+        names = itertools.chain((vllm_id,), (f"{vllm_id}~{number}" for number in itertools.count(2)))
+        return next(name for name in names if name not in self._requests)
 
     def _commit(self, fields: dict[str, Any]) -> None:
         plan = self._plans.pop(int(fields["step"]))
@@ -191,8 +245,7 @@ class _Reader:
                 request.reason, request.ended_ns = reason, self._at(fields["ns"])
         self._steps.append(
             ObservedStep(
-                self._named(plan["scheduled"]), self._named(plan["admitted"]),
-                tuple([self._names[name] for name in plan["preempted"]]), int(plan["committed"]),
+                plan["scheduled"], plan["admitted"], plan["preempted"], int(plan["committed"]),
                 int(plan["num_running"]), int(plan["num_waiting"]), int(plan["free_blocks"]),
                 self._at(plan["began_ns"]), self._at(plan["ns"]), self._at(fields["began_ns"]), self._at(fields["ns"]),
                 emitted, ended, int(fields["free_blocks"]),
@@ -203,7 +256,24 @@ class _Reader:
         return {self._names[vllm_id]: value for vllm_id, value in by_id.items()}
 
     def log(self, *, is_torn: bool) -> ObservedLog:
-        is_open = bool(self._plans) or any(request.reason is None for request in self._requests.values())
+        requests, steps = self._requests, self._steps
+        if self._left_out:
+            requests = {name: request for name, request in requests.items() if name not in self._left_out}
+            steps = [_of_these(step, requests) for step in steps]
+        is_open = bool(self._plans) or any(request.reason is None for request in requests.values())
         return ObservedLog(
-            self._header, self._requests, self._steps, self._num_resets, is_torn or is_open, self._is_in_order
-        )
+            self._header, requests, steps, self._num_resets, is_torn or is_open, self._is_in_order,
+            tuple(self._left_out.values()),
+        )  # fmt: skip
+
+
+def _of_these(step: ObservedStep, requests: dict[str, ObservedRequest]) -> ObservedStep:
+    """What the step did for these."""
+
+    def kept(by_name: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in by_name.items() if name in requests}
+
+    return step._replace(
+        scheduled=kept(step.scheduled), admitted=kept(step.admitted), emitted=kept(step.emitted),
+        ended=kept(step.ended), preempted=tuple([name for name in step.preempted if name in requests]),
+    )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,16 @@ from experiments.build_engine import build_vllm_backend
 from experiments.compose import compose_config
 from experiments.config import RunConfig
 from experiments.conform.overrides import composition_of
-from experiments.observe.importing import Imported, Replayed, import_log
+from experiments.observe.importing import Replayed, import_log
 from experiments.observe.log import Sender
+from experiments.run_folder import describe_failure, set_aside
 from real.clocks import RealTimeClock, make_clock
 from real.vllm.config import VllmConfig
 from testbed.core.commands import Abort, Arrive
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, DeviceError, RunFolderError, TestbedError
 from testbed.foreign_text import shown
 from testbed.traces.schema import Trace
 
@@ -34,32 +37,58 @@ _TOLD_OF_CACHE = (
 )  # fmt: skip
 
 
-def replay_stock(config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str) -> Imported:
-    """Runs the trace to its end and makes the folder a run's; after Ctrl-C, of what was finished, and raises it."""
+def replay_stock(
+    config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str
+) -> KeyboardInterrupt | TestbedError | None:
+    """Runs the trace to its end and makes the folder a run's. What ended it before, if anything did, is returned: the
+    folder then has what was finished. Raises TestbedError where there is no run: vLLM did not start, or finished no
+    step."""
     assert isinstance(config.backend, VllmConfig)
     options = options_of_stock(config) | (config.backend.options or {})
     folder.mkdir(parents=True, exist_ok=True)
+    log = folder / LOG_FILE
+    _make_room(log, overwrite=config.overwrite)
     started = replace(config, backend=replace(config.backend, options=options))
-    backend = build_vllm_backend(started, observe=folder / LOG_FILE)
+    backend = build_vllm_backend(started, observe=log)
     clock = make_clock(config.backend, backend)
     clock.start()
     sender = Sender([], backend.log_by(clock.now_ns))
-    stop: KeyboardInterrupt | None = None
-    try:
-        _serve(backend, inbox, clock, sender.requests)
-    except KeyboardInterrupt as pressed:
-        stop = pressed
-    finally:
-        backend.close()
+    failures = [_failure_of(do) for do in (partial(_serve, backend, inbox, clock, sender.requests), backend.close)]
+    failure = failures[0] or failures[1]
     how = config.backend
     replay = {"pace": how.pace, "speed": how.speed, "probe": clock.describe(), "notes": []}
-    imported = import_log(
-        folder / LOG_FILE, folder, command=command,
-        replayed=Replayed(config, trace, sender, replay, is_cut=stop is not None),
-    )  # fmt: skip
-    if stop is not None:
-        raise stop
-    return imported
+    replayed = Replayed(config, trace, sender, replay, is_cut=failure is not None)
+    try:
+        import_log(log, folder, command=command, replayed=replayed)
+    except (OSError, TestbedError) as error:
+        why = "" if failure is None else f"{str(failure) or 'interrupted'}; "
+        raise RunFolderError(
+            f"{why}no run could be made of the log ({describe_failure(error)}); it is kept: "
+            f"testbed observe import {log}"
+        ) from failure
+    return failure
+
+
+def _failure_of(do: Callable[[], None]) -> KeyboardInterrupt | TestbedError | None:
+    """Does it. What vLLM raises, in one line."""
+    try:
+        do()
+    except (KeyboardInterrupt, TestbedError) as error:
+        return error
+    except Exception as error:  # noqa: BLE001  (whatever vLLM raises: what it has done until then is kept)
+        failure = DeviceError(f"vLLM raised {type(error).__name__}: {' '.join(str(error).split())}")
+        failure.__cause__ = error
+        return failure
+    return None
+
+
+def _make_room(log: Path, *, overwrite: bool) -> None:
+    """The observer writes over no log. An earlier run's goes if the run may; one that was killed had made no run yet,
+    and its log is kept under another name."""
+    if overwrite:
+        log.unlink(missing_ok=True)
+    elif log.exists():
+        set_aside(log, log)
 
 
 def options_of_stock(config: RunConfig) -> dict[str, Any]:

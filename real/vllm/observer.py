@@ -1,9 +1,9 @@
 """vLLM's own schedulers, with a log of what they are asked and what they decide, at each step.
 
 Set as `scheduler_cls`, in process or served; the log's file is the environment's TESTBED_OBSERVE, or
-`additional_config={"testbed": {"observe": "log.jsonl"}}`. One JSON object a line, flushed at each step: what was
-running when the engine was killed is there. `testbed observe import <log>` makes a run folder of it; docs/vllm.md
-describes the lines.
+`additional_config={"testbed": {"observe": "log.jsonl"}}`, or log-1.jsonl and so on where a log is there already. One
+JSON object a line, flushed at each step: what was running when the engine was killed is there. `testbed observe import
+<log>` makes a run folder of it; docs/vllm.md describes the lines.
 
 Knows vLLM and the standard library only. A log that cannot be written any more is given up with a warning: serving goes
 on.
@@ -48,7 +48,7 @@ class Log:
         self._ids = settings.get("tokens", "ids") == "ids"
         # the log's clock: "cpu" is the process's CPU time, for a shared host
         self.now_ns = time.process_time_ns if settings.get("clock") == "cpu" else time.monotonic_ns
-        self._file: Any = open(path, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+        self._file: Any = _new_file(path)
         self._scheduler = scheduler
         self._num_plans = self._num_commits = 0
         self._in_flight: deque[int] = deque()
@@ -145,6 +145,23 @@ class Log:
     def _give_up(self, error: Exception) -> None:
         _logger.warning("the testbed's log is given up at step %d: %s", self._num_plans, error)
         self._file = None
+
+
+def _new_file(path: str) -> Any:
+    """A file of that name, or where one is there already of the next that is free (log-1.jsonl): a log is never written
+    over, and no two engines write to one."""
+    place, number = path, 0
+    stem, suffix = os.path.splitext(path)
+    while True:
+        try:
+            file = open(place, "x", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+        except FileExistsError:
+            number += 1
+            place = f"{stem}-{number}{suffix}"
+            continue
+        if number:
+            _logger.warning("the testbed's log is written to %s: %s is there already", place, path)
+        return file
 
 
 def free_blocks(scheduler: Any) -> int:

@@ -8,17 +8,22 @@ from testbed.errors import ConfigError
 
 OLDEST: Final = (0, 28)
 NEWEST: Final = (0, 33)
+SPAN: Final = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
-def check_version(version: str) -> None:
-    """Raises ConfigError for a vLLM that this was not written for."""
+def is_known(version: str) -> bool:
+    """Whether it is of those that this was written for."""
     parts = version.split(".")
     try:
         found = int(parts[0]), int(parts[1])
     except (ValueError, IndexError):
-        found = (0, 0)
-    if not OLDEST <= found <= NEWEST:
-        span = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+        return False
+    return OLDEST <= found <= NEWEST
+
+
+def check_version(version: str) -> None:
+    """Raises ConfigError for a vLLM that this was not written for."""
+    if not is_known(version):
         raise ConfigError(
-            f"vLLM {version} is installed, and this testbed's scheduler fits into {span}: install one of these"
+            f"vLLM {version} is installed, and this testbed's scheduler fits into {SPAN}: install one of these"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from experiments.compose import compose_config
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
-from experiments.observe.importing import device_of, import_log
+from experiments.observe.importing import device_of, import_log, trace_of
 from experiments.observe.log import read_log
 from experiments.observe.stock import options_of_stock
 from testbed.errors import ConfigError, RunFolderError
@@ -83,7 +84,7 @@ def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
     assert run.manifest["backend"] == "vllm"
 
 
-def test_the_profile_can_be_fitted_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
     assert "60 steps, 4 preemptions" in capsys.readouterr().out
@@ -94,6 +95,24 @@ def test_the_profile_can_be_fitted_and_the_trace_simulated(tmp_path: Path, capsy
     assert main(["run", f"from={folder}", "backend=sim", "cost=constant", f"hydra.run.dir={sim}"]) == 0
     assert load_run(sim).fingerprint == load_run(folder).fingerprint
     assert main(["report", str(folder), str(sim), "--out", str(tmp_path / "report.html")]) == 0
+
+
+def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, fit = tmp_path / "run", tmp_path / "fit.json"
+    assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
+    assert main(["calibrate", "fit", str(folder / "profile.parquet"), "--out", str(fit)]) == 0
+    capsys.readouterr()
+    assert main(["fidelity", str(folder), "cost=calibrated", f"cost.path={fit}", "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "backend=vllm, 11 requests matched one to one" in said
+    assert "3 of 14 requests did not end well and were left out" in said
+    (judged,) = json.loads((tmp_path / "out" / "fidelity.json").read_text())["loads"]
+    errors = {line["metric"]: line["error"] for line in judged["errors"]}
+    assert abs(errors["e2e_s.mean"]) < 0.1
+    assert abs(errors["e2e_s.p50"]) < 0.1
+    assert main(["timeline", str(folder)]) == 0
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert sum("step" in event.get("args", {}) for event in events if event["ph"] == "X") == 60
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,6 +126,17 @@ def test_a_log_is_simulated_by_the_rules_of_its_version(
     composition = load_run(tmp_path / "run").config["scheduler"]["composition"]
     said = composition.get("own_victim_ends_round", False) if isinstance(composition, dict) else False
     assert said == ends_round
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "a branch"])
+def test_a_log_of_a_version_that_no_preset_mirrors_makes_no_case(tmp_path: Path, version: str) -> None:
+    lines = lines_of("sync")
+    lines[0]["vllm"] = version
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    (line,) = [line for line in said if line.startswith("no case")]
+    assert f"vLLM {version} is outside of 0.28 to 0.33, whose decisions the presets mirror" in line
+    assert not (tmp_path / "run" / "case.jsonl").exists()
+    assert len(load_run(tmp_path / "run").steps) == 60
 
 
 def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:
@@ -137,6 +167,25 @@ def test_of_a_log_that_is_cut_all_is_kept_that_was_finished(tmp_path: Path, name
     assert not (tmp_path / "run" / "done").exists()
 
 
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_of_a_packed_log_that_is_cut_all_is_kept_that_can_be_unpacked(tmp_path: Path, share: float) -> None:
+    packed = (LOGS / "sync.jsonl.gz").read_bytes()
+    there = packed[: int(len(packed) * share)]
+    (tmp_path / "log.jsonl.gz").write_bytes(there)
+    num_steps = zlib.decompressobj(wbits=31).decompress(there).count(b'"kind":"commit"')
+    said = import_log(tmp_path / "log.jsonl.gz", tmp_path / "run").lines
+    assert "the log is cut" in said[0]
+    run = load_run(tmp_path / "run")
+    assert num_steps - 1 <= len(run.steps) <= num_steps < 60
+    assert run.manifest["status"] == "partial"
+
+
+def test_a_packed_log_without_a_whole_line_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl.gz").write_bytes((LOGS / "sync.jsonl.gz").read_bytes()[:100])
+    with pytest.raises(RunFolderError, match="damaged compressed file"):
+        import_log(tmp_path / "log.jsonl.gz", tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -161,6 +210,53 @@ def test_a_request_for_what_is_not_here_makes_no_case(tmp_path: Path) -> None:
     lines[1]["unknown"] = "structured output"
     said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
     assert any("a request asked for structured output" in line for line in said)
+
+
+def test_a_request_without_token_ids_is_left_out_and_the_others_are_kept(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    adds = [line for line in lines if line["kind"] == "add"]
+    adds[1] |= {"prompt": [], "unknown": "prompts of embeddings"}
+    adds[5] |= {"prompt": []}
+    imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    said = "2 requests were left out: empty prompts, prompts of embeddings"
+    assert [line.split("  ")[0] for line in imported.lines if said in line] == ["no case", "no profile"]
+    run = load_run(tmp_path / "run")
+    assert said in run.manifest["trace"]["notes"]
+    assert run.manifest["status"] == "complete"
+    assert not {adds[1]["id"], adds[5]["id"]} & set(run.requests["request_id"])
+    assert (len(run.requests), len(run.steps)) == (len(adds) - 2, 60)
+
+
+def test_a_streaming_session_is_left_out_with_all_its_turns(tmp_path: Path) -> None:
+    """vLLM says of each of its turns that the request has ended, and goes on with its tokens."""
+    lines = lines_of("sync")
+    first = next(line for line in lines if line["kind"] == "add")
+    first["unknown"] = "streaming sessions"
+    ends = next(place for place, line in enumerate(lines) if first["id"] in line.get("ended", {}))
+    lines.insert(ends + 1, {**first, "unknown": ""})
+    imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert any("1 requests were left out: streaming sessions" in line for line in imported.lines)
+    assert first["id"] not in set(load_run(tmp_path / "run").requests["request_id"])
+
+
+def test_an_id_that_is_added_again_while_it_is_served_is_a_session(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    place, first = next((place, line) for place, line in enumerate(lines) if line["kind"] == "add")
+    lines.insert(place + 2, first)
+    assert read_log(written(tmp_path / "log.jsonl", lines)).left_out == ("streaming sessions",)
+
+
+def test_an_id_that_comes_again_after_its_end_is_numbered(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    old = next(name for line in lines for name in line.get("ended", {}))
+    end = next(place for place, line in enumerate(lines) if old in line.get("ended", {}))
+    new = next(line["id"] for line in lines[end:] if line["kind"] == "add")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "log.jsonl").write_text(text.replace(new, old))
+    import_log(tmp_path / "log.jsonl", tmp_path / "run")
+    assert {old, f"{old}~2"} < set(load_run(tmp_path / "run").requests["request_id"])
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
 
 
 @pytest.mark.parametrize(("policy", "is_made"), [("fcfs", True), ("priority", False)])
@@ -196,6 +292,20 @@ def test_an_aborted_request_wants_no_more_than_it_had_leave_for(tmp_path: Path) 
     assert len(log.requests[aborted["id"]].wanted) == emitted + 1
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_aborted_request_is_as_long_in_the_trace_as_it_was(tmp_path: Path, name: str) -> None:
+    """vLLM's front end aborts a request at its stop string. One that had emitted nothing ends at its instant."""
+    log = read_log(LOGS / f"{name}.jsonl.gz")
+    rows = {row.request_id: row for row in trace_of(log, name)}
+    aborted = [one for one in log.requests.values() if one.aborted is not None]
+    assert any(one.output for one in aborted)
+    for one in aborted:
+        output, cancelled_ns = rows[one.name].output, rows[one.name].cancel_after_ns
+        assert output is not None
+        assert output.num_tokens == (len(one.output) or one.max_tokens)
+        assert cancelled_ns == (one.ended_ns or 0) - one.arrival_ns
+
+
 Change = Callable[[list[dict[str, Any]]], object]
 
 
@@ -208,6 +318,13 @@ Change = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines[3].update(kind="surprise"), "log.jsonl:4: not a line of an observer's log"),
         (lambda lines: lines[1].pop("prompt"), "log.jsonl:2: not a line of an observer's log"),
         (lambda lines: lines.__delitem__(slice(2, None)), "has no step that was finished"),
+        (lambda lines: lines[0].pop("device"), "log.jsonl:1: the first line of the log is damaged: its device is None"),
+        (lambda lines: lines[0].pop("vllm"), "its vllm is None"),
+        (lambda lines: lines[0]["model"].pop("hf_config"), "its model.hf_config is None"),
+        (lambda lines: lines[0]["config"].pop("watermark"), "its config.watermark is None"),
+        (lambda lines: lines[0]["config"].update(max_model_len="64"), "its config.max_model_len is '64'"),
+        (lambda lines: lines[0].update(config=[]), "its config is []"),
+        (lambda lines: lines[3].update(emitted=[]), "log.jsonl:4: not a line of an observer's log"),
     ],
 )
 def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, change: Change, message: str) -> None:
@@ -217,7 +334,7 @@ def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, change: Change, m
         import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert not (tmp_path / "run" / "manifest.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_line_in_the_middle_that_is_no_json_is_named(tmp_path: Path) -> None:
@@ -236,7 +353,18 @@ def test_a_gpu_is_found_in_the_device_library_or_asked_for(tmp_path: Path) -> No
     log = written(tmp_path / "log.jsonl", lines)
     with pytest.raises(ConfigError, match="say which is nearest with --device"):
         import_log(log, tmp_path / "run")
+    with pytest.raises(ConfigError, match="h1000"):
+        import_log(log, tmp_path / "run", device="h1000")
+    assert not (tmp_path / "run").exists()
     import_log(log, tmp_path / "run", device="a100")
+
+
+def test_what_has_no_configuration_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    lines[0]["config"]["block_size"] = 0
+    with pytest.raises(ConfigError, match=r"cache\.block_size is 0"):
+        import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_not_overwritten(tmp_path: Path) -> None:

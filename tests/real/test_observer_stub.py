@@ -270,7 +270,22 @@ def test_a_log_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
             made(config)
         monkeypatch.setenv("TESTBED_OBSERVE", str(tmp_path / "log.jsonl"))
         made(config).shutdown()
-        assert len(lines(tmp_path / "log.jsonl")) == 1
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_log_is_never_written_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that is started again after a crash, and each of its engines, gets a file of its own."""
+    log = tmp_path / "log.jsonl"
+    engines = [observed(log) for _ in range(3)]
+    for number, engine in enumerate(engines):
+        add(engine, f"r{number}", [1])
+        engine.shutdown()
+    for number, name in enumerate(("log.jsonl", "log-1.jsonl", "log-2.jsonl")):
+        assert [line["id"] for line in lines(tmp_path / name, "add")] == [f"r{number}"]
+    assert caplog.messages == [
+        f"the testbed's log is written to {tmp_path / name}: {log} is there already"
+        for name in ("log-1.jsonl", "log-2.jsonl")
+    ]
 
 
 def test_what_vllm_is_told_to_import_is_found_by_name() -> None:

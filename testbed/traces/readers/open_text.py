@@ -19,6 +19,10 @@ _LINES_TOLD = 2000
 _watcher: ContextVar[Callable[[int], object] | None] = ContextVar("watcher", default=None)
 
 
+class DamagedError(TraceError):
+    """A compressed file is damaged, or was cut; the lines before that place were read."""
+
+
 @contextmanager
 def watching(told: Callable[[int], object]) -> Iterator[None]:
     """Within: `told` is called with a number of lines whenever so many more were read, as a progress bar wants."""
@@ -49,7 +53,7 @@ def format_suffix(path: str | Path) -> str:
 def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
     """Yields (line number from 1, line without its end), blank lines left out. Any line end; a byte-order mark is cut.
 
-    Raises TraceError if the file is absent, is not UTF-8, or its compression is damaged.
+    Raises TraceError if the file is absent or is not UTF-8, and DamagedError if its compression is damaged.
     """
     file = existing_file(path)
     numbers = [0]
@@ -86,13 +90,13 @@ def _failures(path: str | Path, file: Path, numbers: list[int]) -> Iterator[None
         bad = _undecodable_line(file) or numbers[0] + 1
         raise TraceError(f"{path}:{bad}: not UTF-8 text ({error.reason}); expected a text file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
+        raise DamagedError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "zstandard":
             raise
-        raise TraceError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
+        raise DamagedError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
 
 
 def _undecodable_line(file: Path) -> int | None:

@@ -1,0 +1,174 @@
+"""`testbed run backend.decides=vllm` that does not get to its end, over what stands for vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.load import load_run
+from experiments.cli import main
+from experiments.observe import stock
+from testbed.core.request import Request
+from tests.experiments.test_observe import lines_of
+
+NUM_REQUESTS = 6
+
+
+class Vllm:
+    """What real.vllm.backend has of vLLM, and its observer's log: each step computes a whole prompt, or a token, of
+    every request. on_step: called with the number of each before it is made."""
+
+    def __init__(self, log: Path, on_step: Callable[[int], object]) -> None:
+        self._file = log.open("x")
+        self._on_step = on_step
+        self._live: dict[str, list[int]] = {}  # tokens of the next step, tokens left
+        self._num_steps = 0
+        self._write(lines_of("sync")[0])
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def log_by(self, now_ns: Callable[[], int]) -> int:
+        self._now_ns = now_ns
+        return 0
+
+    def add(self, request: Request) -> None:
+        name, prompt = request.request_id, list(request.prompt_token_ids)
+        place = {"plans": self._num_steps, "commits": self._num_steps}
+        self._write(
+            {
+                "kind": "add", "id": name, "ns": self._now_ns(), "arrival_unix_ns": 0, **place, "prompt": prompt,
+                "max_tokens": request.sampling.max_tokens, "priority": 0, "salt": "",
+            }
+        )  # fmt: skip
+        assert request.sampling.max_tokens is not None
+        self._live[name] = [len(prompt), request.sampling.max_tokens]
+
+    def step_alone(self) -> list[str]:
+        self._on_step(self._num_steps)
+        instants = {"began_ns": self._now_ns(), "ns": self._now_ns()}
+        step = {"step": self._num_steps, **instants, "free_blocks": 8}
+        self._write(
+            {
+                "kind": "plan", **step, "committed": self._num_steps, "preempted": [], "num_waiting": 0,
+                "scheduled": {name: num for name, (num, _) in self._live.items()},
+                "admitted": {name: 0 for name, (num, _) in self._live.items() if num > 1},
+                "num_running": len(self._live),
+            }
+        )  # fmt: skip
+        for counts in self._live.values():
+            counts[:] = 1, counts[1] - 1
+        ended = [name for name, (_, left) in self._live.items() if not left]
+        emitted = {name: [5] for name in self._live}
+        self._write({"kind": "commit", **step, "emitted": emitted, "ended": dict.fromkeys(ended, "length")})
+        for name in ended:
+            del self._live[name]
+        self._num_steps += 1
+        return ended
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def start(monkeypatch: pytest.MonkeyPatch, on_step: Callable[[int], object], kind: type[Vllm] = Vllm) -> None:
+    monkeypatch.setattr(stock, "build_vllm_backend", lambda config, observe: kind(observe, on_step))
+
+
+def run(folder: Path, *more: str) -> int:
+    """The exit status."""
+    (folder.parent / "config.json").write_text(json.dumps(lines_of("sync")[0]["model"]["hf_config"]))
+    return main([
+        "run", "backend=vllm", "backend.decides=vllm", "backend.pace=as_fast_as_possible", "device=cpu",
+        f"model.path={folder.parent}", f"trace.num_requests={NUM_REQUESTS}", "trace.rate=0.001",
+        "trace.prompt={kind:constant,value:20}", "trace.output={kind:constant,value:4}", "trace.forced=lengths",
+        "scheduler=vllm_v1", "scheduler.max_model_len=512", "cache.num_gpu_blocks=30", "cache.num_cpu_blocks=0",
+        f"hydra.run.dir={folder}", *more,
+    ])  # fmt: skip
+
+
+def dies(number: int, at: int = 6) -> None:
+    if number == at:
+        raise RuntimeError("CUDA error:\nout of luck")
+
+
+def is_interrupted(number: int) -> None:
+    if number == 6:
+        raise KeyboardInterrupt
+
+
+class Dead(Vllm):
+    """One that cannot be shut down either."""
+
+    def close(self) -> None:
+        raise OSError("nobody answers")
+
+
+def said_by(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    return line
+
+
+def test_a_whole_run_replaces_an_earlier_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start(monkeypatch, lambda number: None)
+    for more in ((), ("overwrite=true",)):
+        assert run(tmp_path / "run", *more) == 0
+        found = load_run(tmp_path / "run")
+        assert (len(found.requests), len(found.steps)) == (NUM_REQUESTS, 4 * NUM_REQUESTS)
+        assert (found.manifest["status"], found.manifest["num_unsent"]) == ("complete", 0)
+    assert [file.name for file in (tmp_path / "run").glob("observed*")] == ["observed.jsonl"]
+
+
+def test_a_log_of_which_no_run_was_made_is_set_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process was killed."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "observed.jsonl").write_text("what was served")
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run") == 0
+    assert (tmp_path / "run" / "observed.jsonl-1").read_text() == "what was served"
+
+
+@pytest.mark.parametrize("kind", [Vllm, Dead])
+def test_when_vllm_dies_what_was_finished_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Vllm]
+) -> None:
+    start(monkeypatch, dies, kind)
+    assert run(tmp_path / "run") == 1
+    said = said_by(capsys)
+    assert "failed: vLLM raised RuntimeError: CUDA error: out of luck" in said
+    assert f"partial results kept in {tmp_path / 'run'}" in said
+    found = load_run(tmp_path / "run")
+    assert (found.manifest["status"], len(found.steps)) == ("partial", 6)
+    assert (found.manifest["num_sent"], found.manifest["num_unsent"]) == (2, NUM_REQUESTS - 2)
+    assert not (tmp_path / "run" / "done").exists()
+
+
+def test_of_an_overwritten_run_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run") == 0
+    assert (tmp_path / "run" / "case.jsonl").exists()
+    start(monkeypatch, dies)
+    assert run(tmp_path / "run", "overwrite=true") == 1
+    assert len(load_run(tmp_path / "run").steps) == 6
+    assert not (tmp_path / "run" / "case.jsonl").exists()
+
+
+def test_an_interrupted_run_says_what_was_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start(monkeypatch, is_interrupted)
+    assert run(tmp_path / "run") == 130
+    assert load_run(tmp_path / "run").manifest["num_unsent"] == NUM_REQUESTS - 2
+
+
+def test_where_no_run_can_be_made_the_log_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(monkeypatch, lambda number: dies(number, 0))
+    assert run(tmp_path / "run") == 1
+    said, log = said_by(capsys), tmp_path / "run" / "observed.jsonl"
+    assert "vLLM raised RuntimeError: CUDA error: out of luck; no run could be made of the log" in said
+    assert said.endswith(f"it is kept: testbed observe import {log}")
+    assert log.exists()

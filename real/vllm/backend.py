@@ -50,7 +50,7 @@ class VllmBackend:
         tensor_parallel_size: int = 1, prefix_caching: bool = False, is_async: bool = False,
         observe: str | None = None,
     ) -> None:  # fmt: skip
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # plans are handed over in this process
         try:
             import vllm
         except ImportError as error:

@@ -289,6 +289,7 @@ def check_engine(config: Any, kv_cache_config: Any) -> None:
         "speculative decoding": config.speculative_config is not None,
         "LoRA": config.lora_config is not None,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+        "data parallelism": getattr(config.parallel_config, "data_parallel_size", 1) > 1,
         "KV connectors": config.kv_transfer_config is not None,
         "encoder-cache connectors": getattr(config, "ec_transfer_config", None) is not None,
         "KV events": getattr(config.kv_events_config, "enable_kv_cache_events", False),

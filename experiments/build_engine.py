@@ -41,7 +41,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
     assert isinstance(config.backend, VllmConfig)
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     check_hits(config, composition)
-    check_in_vllm(config, limits(config).max_model_len)
+    check_in_vllm(config, limits(config).max_model_len, is_ours=observe is None)
     if config.model.path is None:
         raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
     if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:
@@ -52,7 +52,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
     if not getattr(composition, "splits_prompts", True):  # one that has outgrown the budget is computed alone
         bounds["max_num_batched_tokens"] = max(bounds["max_num_batched_tokens"], bounds["max_model_len"])
     backend = config.backend
-    if backend.dtype is None and config.model.dtype != "fp8":  # by itself it makes bfloat16 of float32
+    if backend.dtype is None and config.model.dtype == "float32":  # of which vLLM by itself makes bfloat16
         backend = replace(backend, dtype=config.model.dtype)
     return VllmBackend(
         str(config.model.path),

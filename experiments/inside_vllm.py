@@ -59,7 +59,7 @@ class TestbedScheduler(CoreInVllm):
                 said, Path(scratch, MODEL_FOLDER), lambda model: config_in_vllm(settings, self, model)
             )
         if why:
-            _logger.warning("%s", why)
+            _logger.warning("%s; policies that ask for prices are told another model's", why)
         composition = make_policy("scheduler.composition", config.scheduler.composition)
         check_hits(config, composition)
         check_in_vllm(config, self.max_model_len)

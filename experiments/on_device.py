@@ -98,17 +98,18 @@ def check_hits(config: RunConfig, composition: Any) -> None:
         )
 
 
-def check_in_vllm(config: RunConfig, max_model_len: int) -> None:
-    """Refuses by name what this testbed's scheduler may decide and vLLM cannot do. Raises ConfigError."""
+def check_in_vllm(config: RunConfig, max_model_len: int, *, is_ours: bool = True) -> None:
+    """Refuses by name what vLLM cannot do, or not under this testbed's scheduler (is_ours). Raises ConfigError."""
     preemption, window, sampling = config.scheduler.preemption, sliding_window(config), config.sampling
-    if isinstance(make_policy("scheduler.preemption", preemption), Swap | Cheaper):
+    if is_ours and isinstance(make_policy("scheduler.preemption", preemption), Swap | Cheaper):
         raise ConfigError(
             f"scheduler.preemption={preemption}: vLLM has no CPU blocks to swap to; set it to recompute or auto"
         )
-    if window is not None and window < max_model_len:
+    if is_ours and window is not None and window < max_model_len:
+        key = "model" if config.cache.sliding_window is None else "cache"
         raise ConfigError(
-            f"cache.sliding_window={window}: vLLM's workers read the blocks that this releases; leave it out, or run a "
-            f"model without a window (or scheduler.max_model_len of at most {window})"
+            f"{key}.sliding_window={window}: vLLM's workers read the blocks that this releases; leave it out, run a "
+            f"model without a window, or set scheduler.max_model_len to {window} at most"
         )
     if max(sampling.n, sampling.best_of or 1, sampling.beam_width) > 1:
         raise ConfigError("backend=vllm has no groups of sequences: set sampling.n=1, no best_of, no beam_width")

@@ -168,7 +168,9 @@ class VllmBackend:
                 request.request_id, {"prompt_token_ids": list(request.prompt_token_ids), **salt}, params_of(request),
                 priority=request.priority,
             )  # fmt: skip
-        except ValueError as error:
+        except TestbedError:
+            raise
+        except Exception as error:  # noqa: BLE001  of classes of its own, which are no ValueErrors
             raise RequestError(f"vLLM refuses request {request.request_id!r}: {_first_line(error)}") from None
 
     def abort(self, request_id: str) -> None:

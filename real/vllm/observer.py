@@ -153,6 +153,8 @@ class Log:
 def _new_file(path: str) -> Any:
     """A file of that name, or where one is there already of the next that is free (log-1.jsonl): a log is never written
     over, and no two engines write to one."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        return open(path, "w", encoding="utf-8")
     place, number = path, 0
     stem, suffix = os.path.splitext(path)
     while True:

@@ -4,7 +4,7 @@ The form is the roofline's with its numbers measured instead of looked up. What 
 launches) is a curve over them, piecewise linear and never falling: over the tokens of a step, or as many as the graph
 has in which the profiled engine replays it; one for steps of decodes only, and one for steps with prefills. Attention
 is linear in decode context and in how far contexts lie below the longest (both apart for steps with prefills), in
-prefill context and in (query, key) pairs.
+prefill context, in (query, key) pairs, and in those of a chunk's own tokens beside that.
 Prices are integers from plain arithmetic; sim/cost/calibration.py fits them.
 """
 

@@ -16,6 +16,7 @@ import pytest
 from experiments.build import Pools, build_scheduler
 from experiments.build_engine import build_vllm_backend
 from experiments.compose import compose_config
+from experiments.on_device import check_in_vllm
 from real.driver import run
 from testbed.core.commands import Abort, Event, StepView
 from testbed.core.outcome import Spans
@@ -224,6 +225,13 @@ def test_what_vllm_cannot_do_is_refused_by_name_before_it_starts(
         build_vllm_backend(compose_config([*settings(tmp_path, is_async=False), more]))
 
 
+def test_under_its_own_scheduler_vllm_may_have_a_window(tmp_path: Path) -> None:
+    config = compose_config([*settings(tmp_path, is_async=False), "backend.decides=vllm", "cache.sliding_window=32"])
+    check_in_vllm(config, 40, is_ours=False)
+    with pytest.raises(ConfigError, match=r"^cache.sliding_window=32: "):
+        check_in_vllm(config, 40)
+
+
 def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
     build_vllm_backend(compose_config([*settings(tmp_path, is_async=False), "cache.sliding_window=40"]))
 
@@ -242,8 +250,10 @@ def test_a_prompt_that_is_too_long_ends_as_ignored_and_vllm_never_sees_it(tmp_pa
 def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = start(tmp_path, is_async=False)
 
+    class OddError(Exception): ...
+
     def refuse(*given: Any, **more: Any) -> None:
-        raise ValueError("Requested sample logprobs of 25, which is\ngreater than max allowed: 20")
+        raise OddError("Requested sample logprobs of 25, which is\ngreater than max allowed: 20")
 
     monkeypatch.setattr(backend._engine, "add_request", refuse)
     with pytest.raises(RequestError, match=r"^vLLM refuses request 'r': Requested sample logprobs of 25, which is$"):

@@ -74,8 +74,13 @@ class VllmBackend:
             **({} if config.dtype is None else {"dtype": config.dtype}),
             **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
             **({} if observe is None else {"additional_config": {"testbed": {"observe": observe}}}),
-            **(config.options or {}),
         }  # fmt: skip
+        if taken := sorted({*options, "additional_config", "dtype", "kv_cache_dtype"} & {*(config.options or {})}):
+            raise ConfigError(
+                f"backend.options has {', '.join(taken)}, which other keys of the run set (scheduler, cache, backend, "
+                "model): the folder would say what vLLM did not do; set it there"
+            )
+        options |= config.options or {}
         try:
             self._llm = vllm.LLM(**options)
         except TestbedError:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.config import RunConfig
-from experiments.costs import block_bytes, build_cost, sliding_window, unread_settings
+from experiments.costs import block_bytes, build_cost, unread_settings
 from experiments.estimator import CostEstimator
 from experiments.foreign import policy_failure
 from experiments.on_device import check_plans_ahead
@@ -116,7 +116,7 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
         key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
         isolate_tenants=cache.isolate_tenants,
         lookahead_slots=scheduler.lookahead_slots,
-        sliding_window=sliding_window(config),
+        sliding_window=config.sliding_window,
     )
     composition = make_policy("scheduler.composition", scheduler.composition)
     queue = make_policy("scheduler.queue_order", scheduler.queue_order)

@@ -11,7 +11,6 @@ from typing import Any
 
 from experiments.build import can_swap, limits, num_cpu_blocks
 from experiments.config import RunConfig
-from experiments.costs import sliding_window
 from experiments.on_device import check_hits, check_in_vllm, check_pace, check_plans_ahead
 from experiments.policies import make_policy
 from real.config import RealConfig
@@ -35,9 +34,25 @@ def check_token_ids(config: RunConfig, trace: Trace) -> None:
                     )
 
 
-def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
-    """Starts vLLM in this process. Whoever gets it closes it. observe: vLLM's own scheduler decides, and leaves a log
-    there. Raises ConfigError for what it, or this testbed in it, cannot do."""
+def check_prompts(config: RunConfig, trace: Trace) -> None:
+    """Refuses prompts that vLLM does not take, and that no other column of an ablation treats as it: of a whole model's
+    length, which our core admits for one token; under its own scheduler also longer ones, which our core ends as
+    ignored. Raises TraceError before vLLM starts."""
+    assert isinstance(config.backend, VllmConfig)
+    most, is_ours = limits(config).max_model_len, config.backend.decides == "testbed"
+    for row in trace.rows:
+        num_tokens = row.num_prompt_tokens
+        if num_tokens == most or (num_tokens > most and not is_ours):
+            raise TraceError(
+                f"{row.place or row.request_id}: the prompt of {num_tokens} tokens leaves no room for one more in "
+                f"scheduler.max_model_len ({most}), and vLLM does not take it: raise that, or set "
+                f"trace.max_prompt_tokens={most - 1}"
+            )
+
+
+def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dict[str, Any] | None = None) -> Any:
+    """Starts vLLM in this process. Whoever gets it closes it. observe: vLLM's own scheduler decides, told this, and
+    leaves a log there. Raises ConfigError for what it, or this testbed in it, cannot do."""
     assert isinstance(config.backend, VllmConfig)
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     check_hits(config, composition)
@@ -63,6 +78,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None) -> Any:
         prefix_caching=config.cache.prefix_caching,
         is_async=config.scheduler.async_scheduling,
         observe=None if observe is None else str(observe),
+        told=told,
     )
 
 
@@ -120,7 +136,7 @@ def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str
         **_bounds_of_engine(config),
         "num_cpu_blocks": num_cpu_blocks(config),
         "swaps": can_swap(config) if swaps is None else swaps,
-        "sliding_window": sliding_window(config),
+        "sliding_window": config.sliding_window,
         "kv_dtype": _kv_dtype(config, config.backend),
     }
 

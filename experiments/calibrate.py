@@ -21,7 +21,6 @@ from experiments import build
 from experiments.build_engine import build_real_backend
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
-from experiments.costs import sliding_window
 from experiments.environment import describe_driver, describe_versions
 from experiments.names import device_named
 from real.config import RealConfig
@@ -141,7 +140,7 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
         block_size=config.cache.block_size,
         dtype="fp8" if config.model.dtype == "fp8" else config.backend.dtype or config.model.dtype,
         kv_dtype=config.cache.kv_dtype,
-        sliding_window=sliding_window(config),
+        sliding_window=config.sliding_window,
         tensor_parallel_size=config.tensor_parallel_size,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command,

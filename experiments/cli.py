@@ -107,7 +107,7 @@ def _parity(arguments: list[str]) -> int:
     from experiments.parity import check_parity, num_tapes, print_divergence
 
     parser = Parser("testbed parity", description="Replay a real run's tape, compare every decision.")
-    parser.add_argument("run", type=folder_named, help="a run folder made with backend=real")
+    parser.add_argument("run", type=folder_named, help="a run folder made with backend=real or backend=vllm")
     options = parser.parse_args(arguments)
     num = num_tapes(options.run)
     for replica in range(num):
@@ -118,6 +118,7 @@ def _parity(arguments: list[str]) -> int:
             print_divergence(report)
             return 1
         until = "; the run was interrupted there" if report.is_cut else ""
+        until = until if report.failure is None else f"; there the run's own class failed: {report.failure}"
         print(f"{who}identical: {report.num_steps} steps, decision digest {report.digest:016x}{until}")
     return 0
 

@@ -201,6 +201,11 @@ class RunConfig:
         return next(name for name, kind in BACKENDS.items() if isinstance(self.backend, kind))
 
     @property
+    def sliding_window(self) -> int | None:
+        """What attention looks back at: what the cache was told, else what the model was trained with."""
+        return self.model.sliding_window if self.cache.sliding_window is None else self.cache.sliding_window
+
+    @property
     def forced(self) -> str:
         """What of the outputs is forced: of vLLM's no tokens can be, but as many."""
         return "lengths" if self.is_vllm and self.trace.forced == "tokens" else self.trace.forced

@@ -48,11 +48,6 @@ def block_bytes(config: RunConfig) -> int:
     return cache.block_size * config.model.kv_bytes_per_token(cache.kv_dtype, config.tensor_parallel_size)
 
 
-def sliding_window(config: RunConfig) -> int | None:
-    """What attention looks back at: what the cache was told, else what the model was trained with."""
-    return config.model.sliding_window if config.cache.sliding_window is None else config.cache.sliding_window
-
-
 def build_cost(config: RunConfig) -> CostModel:
     """The cost model of a simulated run."""
     values = config.raw["cost"]
@@ -65,7 +60,7 @@ def build_cost(config: RunConfig) -> CostModel:
     if name == "constant":
         return ConstantCost(freeze(ConstantConfig, "cost", values))
     if name == "linear":
-        return LinearCost(freeze(LinearConfig, "cost", values), sliding_window(config))
+        return LinearCost(freeze(LinearConfig, "cost", values), config.sliding_window)
     if name == "calibrated":
         return _calibrated(config, freeze(CalibratedConfig, "cost", values))
     if name == "roofline":
@@ -165,7 +160,7 @@ def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineCo
         config.device,
         options,
         tensor_parallel_size=config.tensor_parallel_size,
-        kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, sliding_window(config)),
+        kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, config.sliding_window),
     )
 
 
@@ -174,7 +169,7 @@ def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
     file = options.path
     modified_ns = Path(file).stat().st_mtime_ns if file is not None and Path(file).is_file() else 0
     source = _Source(file, modified_ns, options.engine, options.version)
-    shape = config.tensor_parallel_size, config.cache.kv_dtype, sliding_window(config)
+    shape = config.tensor_parallel_size, config.cache.kv_dtype, config.sliding_window
     device = replace(config.device, kernel_factor=1.0)  # acts on the prices, not on what was measured
     measured = _measured(source, config.model, device, *shape)
     return _roofline(partial(TablesCost, measured=measured), config, options)
@@ -232,7 +227,7 @@ def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
         block_size=config.cache.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
         kv_dtype=config.cache.kv_dtype,
-        sliding_window=sliding_window(config),
+        sliding_window=config.sliding_window,
     )
     return CalibratedCost(calibration, options.outside)
 

@@ -71,7 +71,7 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
             "record.explain=true record.steps=true"
         )
     if keep is not None:
-        refuse_overwrite(keep, overwrite=False)
+        refuse_overwrite(keep, overwrite=False, key="--keep", allow=None)
     with TemporaryDirectory(prefix="testbed-explain-") as scratch:
         target = keep or Path(scratch, "run")
         source = _repeat(run, target) if is_simulated else _replay(run, target)

@@ -106,8 +106,8 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str
 def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
     """Ours of one of vLLM's. vLLM judges who stops; the length it may have at most is known."""
     salt = request.cache_salt or ""
-    if request.sampling_params.prompt_logprobs is not None:  # it reads no prefix of another
-        salt = f"{salt} prompt logprobs of {name}"
+    if request.skip_reading_prefix_cache:  # it reads no prefix of another
+        salt = f"{salt} read by {name} alone"
     return Request(
         name, array("i", request.prompt_token_ids), arrival_ns=arrival_ns,
         sampling=SamplingParams(max_tokens=request.max_tokens, ignore_eos=True), priority=request.priority,
@@ -147,7 +147,7 @@ class _Folder:
 
     def __init__(self, folder: Path, config: RunConfig, scheduler: Scheduler, said: dict[str, Any]) -> None:
         self._folder, self._config, self._scheduler = folder.absolute(), config, scheduler
-        refuse_overwrite(self._folder, overwrite=False)
+        refuse_overwrite(self._folder, overwrite=False, key="out", allow=None)
         raw = config.raw
         raw["trace"]["path"] = str(self._folder / TRACE_FILE)
         if raw["model"].get("path"):  # else it has no price here

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.config import RunConfig
-from experiments.costs import sliding_window
 from experiments.names import device_named
 from experiments.policies import make_policy
 from experiments.settings import SimConfig
@@ -100,7 +99,7 @@ def check_hits(config: RunConfig, composition: Any) -> None:
 
 def check_in_vllm(config: RunConfig, max_model_len: int, *, is_ours: bool = True) -> None:
     """Refuses by name what vLLM cannot do, or not under this testbed's scheduler (is_ours). Raises ConfigError."""
-    preemption, window, sampling = config.scheduler.preemption, sliding_window(config), config.sampling
+    preemption, window, sampling = config.scheduler.preemption, config.sliding_window, config.sampling
     if is_ours and isinstance(make_policy("scheduler.preemption", preemption), Swap | Cheaper):
         raise ConfigError(
             f"scheduler.preemption={preemption}: vLLM has no CPU blocks to swap to; set it to recompute or auto"
@@ -110,6 +109,13 @@ def check_in_vllm(config: RunConfig, max_model_len: int, *, is_ours: bool = True
         raise ConfigError(
             f"{key}.sliding_window={window}: vLLM's workers read the blocks that this releases; leave it out, run a "
             f"model without a window, or set scheduler.max_model_len to {window} at most"
+        )
+    num_gpu_blocks, block_size = config.cache.num_gpu_blocks, config.cache.block_size
+    if num_gpu_blocks is not None and num_gpu_blocks * block_size < max_model_len:
+        raise ConfigError(
+            f"cache.num_gpu_blocks={num_gpu_blocks} of {block_size} tokens each hold no request of max_model_len "
+            f"({max_model_len}), and vLLM does not start with fewer: set scheduler.max_model_len to "
+            f"{num_gpu_blocks * block_size} at most, or cache.num_gpu_blocks to {-(-max_model_len // block_size)}"
         )
     if max(sampling.n, sampling.best_of or 1, sampling.beam_width) > 1:
         raise ConfigError("backend=vllm has no groups of sequences: set sampling.n=1, no best_of, no beam_width")

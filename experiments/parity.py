@@ -12,6 +12,7 @@ from analysis.files import read_said
 from experiments import build
 from experiments.config import RunConfig
 from experiments.forcing import forcing
+from experiments.foreign import PolicyError, policy_failure
 from experiments.run_folder import read_config
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
@@ -46,6 +47,7 @@ class ParityReport:
     digest: int
     divergence: Divergence | None
     is_cut: bool = False  # the real run was interrupted: the replay agrees up to the end of its tape
+    failure: PolicyError | None = None  # what the run's own class raised where its tape ends
 
 
 def print_divergence(report: ParityReport) -> None:
@@ -120,7 +122,7 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
 
 def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> ParityReport:
     """Replays the tape of a real run's folder, or of one of its replicas, and compares every step. Raises
-    RunFolderError for another folder.
+    RunFolderError for another folder, PolicyError where a class of the run's own raises before its tape ends.
 
     recorders: see the replay too."""
     config = RunConfig.from_container(read_config(folder))
@@ -132,14 +134,23 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
     scheduler = build.build_scheduler(config, inputs.pools)
     checker = inputs.checker
     divergence: Divergence | None = None
-    is_cut = False
+    is_cut, failure = False, None
     try:
         inputs.drive(serve(inputs.inbox, scheduler, together([*recorders, checker])))
     except _DivergedError as diverged:
         divergence = diverged.divergence
     except _TapeEndedError:
         is_cut = True
-    return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut)
+    except TestbedError:
+        raise
+    except Exception as error:
+        failure = policy_failure(error, config)
+        if failure is None:
+            raise
+        if not checker.has_ended:
+            raise failure from error
+        is_cut = True
+    return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut, failure)
 
 
 class _Checker(NoRecords):
@@ -195,6 +206,11 @@ class _Checker(NoRecords):
             )
         if not self._is_whole:
             raise self._tape_ended()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every step of an interrupted run was replayed."""
+        return not self._is_whole and self.num_steps == len(self._tape.steps)
 
     def _tape_ended(self) -> _TapeEndedError:
         return _TapeEndedError(

@@ -13,6 +13,7 @@ from experiments.build_engine import (
     build_real_backend,
     build_replicas,
     build_vllm_backend,
+    check_prompts,
     check_token_ids,
     computes_beside,
 )
@@ -86,6 +87,8 @@ def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:
     check_token_ids(config, trace)
     if engines.num_engines(config) > 1:
         return _prepare_replicas(config, trace)
+    if config.is_vllm:
+        check_prompts(config, trace)
     backend = build_vllm_backend(config) if config.is_vllm else build_real_backend(config)
     from real.clocks import make_clock
     from real.driver import run as drive

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments import build, engines
-from experiments.build_engine import check_token_ids
+from experiments.build_engine import check_prompts, check_token_ids
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.ending import failure_message, notes_of
@@ -102,6 +102,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
     from experiments.observe.stock import replay_stock
 
     check_token_ids(config, trace)
+    check_prompts(config, trace)
     speed = config.backend.speed if isinstance(config.backend, VllmConfig) else 1.0
     failure = replay_stock(config, trace, trace_inbox(config, at_speed(trace, speed)), folder, command)
     message, exit_status = "", 0

@@ -37,19 +37,22 @@ def has_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("done", "manifest.json", "requests.parquet"))
 
 
-def refuse_overwrite(folder: Path, overwrite: bool) -> None:
+def refuse_overwrite(
+    folder: Path, overwrite: bool, key: str = "hydra.run.dir", allow: str | None = "overwrite=true"
+) -> None:
+    """Raises RunFolderError for a folder that is in use or holds runs. key: what names it; allow: what, if anything,
+    lets a run there be replaced."""
     if is_locked(folder):
         raise _in_use(folder)
     if not has_run(folder) and (point := next(folder.glob("*/manifest.json"), None)) is not None:
         raise RunFolderError(
-            f"{folder} holds other runs ({point.parent.name}), which a run there would hide; choose another "
-            "hydra.run.dir"
+            f"{folder} holds other runs ({point.parent.name}), which a run there would hide; choose another {key}"
         )
-    refuse_run(folder.parent, "hydra.run.dir")
+    refuse_run(folder.parent, key)
     if has_run(folder) and not overwrite:
         raise RunFolderError(
-            f"{folder} already holds a run, and runs are not overwritten; choose another hydra.run.dir or pass "
-            "overwrite=true"
+            f"{folder} already holds a run, and runs are not overwritten; choose another {key}"
+            + ("" if allow is None else f" or pass {allow}")
         )
 
 

@@ -60,7 +60,7 @@ def import_log(
     """Makes the folder of a log. Raises TestbedError in one line; then nothing was written."""
     folder = folder.absolute()
     if replayed is None:
-        refuse_overwrite(folder, overwrite)
+        refuse_overwrite(folder, overwrite, key="--out", allow="--overwrite")
     log = read_log(file, None if replayed is None else replayed.sender)
     if not log.steps:
         raise RunFolderError(f"{file} has no step that was finished: nothing to import")
@@ -96,7 +96,7 @@ def import_log(
     if not log.is_cut:
         (folder / "done").write_text("observed\n")
     num_preempted = sum(len(step.preempted) for step in log.steps)
-    cut = "; the log is cut: what was in flight at its end is left out" if log.is_cut else ""
+    cut = f"; the log is cut, {log.num_open} requests had not ended" if log.is_cut else ""
     head = f"{len(log.requests)} requests, {len(log.steps)} steps, {num_preempted} preemptions{cut}"
     return Imported(folder, (head, *lines, f"imported     {folder}"))
 
@@ -106,6 +106,8 @@ def trace_of(log: ObservedLog, name: str) -> Trace:
     rows = [_row(one) for one in log.requests.values() if one.wanted]
     missing = len(log.requests) - len(rows)
     notes = [f"{missing} requests that emitted nothing were left out"] if missing else []
+    if num_open := sum(one.reason is None for one in log.requests.values() if one.wanted):
+        notes.append(f"{num_open} requests had not ended: their outputs are what they had emitted")
     notes += [log.note] if log.note else []
     return arrange(name, rows, notes)
 

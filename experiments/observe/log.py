@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -13,7 +13,7 @@ from testbed.core.request import Request
 from testbed.errors import RunFolderError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers.fields import json_object
-from testbed.traces.readers.open_text import DamagedError, read_lines
+from testbed.traces.readers.open_text import DamagedError, existing_file, read_lines
 
 VERSION = 1
 _HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first line
@@ -102,6 +102,10 @@ class ObservedLog:
     left_out: tuple[str, ...] = ()
 
     @property
+    def num_open(self) -> int:
+        return sum(one.reason is None for one in self.requests.values())
+
+    @property
     def note(self) -> str:
         """Who was left out; empty: nobody."""
         if not self.left_out:
@@ -115,7 +119,7 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
     reader: _Reader | None = None
     bad: RunFolderError | None = None
     try:
-        for number, line in read_lines(file):
+        for number, line in read_lines(existing_file(file, "an observer's log")):
             if bad is not None:
                 raise bad  # it was not the last one
             place = f"{file}:{number}"
@@ -127,8 +131,12 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
                     reader.take(fields)
             except TraceError as error:
                 bad = RunFolderError(f"{error}; an observer's log has one JSON object on each line")
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except (AttributeError, TypeError, ValueError) as error:
                 raise RunFolderError(f"{place}: not a line of an observer's log ({shown(error)})") from None
+            except KeyError as error:
+                raise RunFolderError(
+                    f"{place}: not a line of an observer's log, or one before it is missing: {error} is not there"
+                ) from None
     except DamagedError as error:
         bad = RunFolderError(str(error))
     except TraceError as error:
@@ -171,6 +179,7 @@ class _Reader:
         self._zero_ns = int(header["ns"]) if sender is None else sender.origin_ns
         self._unix_ns = int(header["unix_ns"]) - int(header["ns"]) + self._zero_ns
         self._names: dict[str, str] = {}  # ours by vLLM's; without a sender the same, or numbered
+        self._num_before: Counter[str] = Counter()  # of vLLM's ids that came again
         self._requests: dict[str, ObservedRequest] = {}
         self._left_out: dict[str, str] = {}  # what each is
         self._plans: dict[int, dict[str, Any]] = {}
@@ -207,7 +216,7 @@ class _Reader:
     def _add(self, fields: dict[str, Any]) -> None:
         vllm_id, prompt, queued_ns = fields["id"], fields["prompt"], self._at(fields["ns"])
         before = self._names.get(vllm_id)
-        if before is not None and (before in self._left_out or self._requests[before].reason is None):
+        if before is not None and (self._requests[before].reason is None or self._left_out.get(before) == _SESSION):
             self._left_out.setdefault(before, _SESSION)
             return
         number = len(self._requests)
@@ -229,8 +238,11 @@ class _Reader:
 
     def _free_name(self, vllm_id: str) -> str:
         """Its id, or the next that is free (id~2): one that ended may come again."""
-        names = itertools.chain((vllm_id,), (f"{vllm_id}~{number}" for number in itertools.count(2)))
-        return next(name for name in names if name not in self._requests)
+        name = vllm_id
+        while name in self._requests:
+            self._num_before[vllm_id] += 1
+            name = f"{vllm_id}~{self._num_before[vllm_id] + 1}"
+        return name
 
     def _commit(self, fields: dict[str, Any]) -> None:
         plan = self._plans.pop(int(fields["step"]))

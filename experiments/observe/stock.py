@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,10 @@ def replay_stock(
     folder then has what was finished. Raises TestbedError where there is no run: vLLM did not start, or finished no
     step."""
     assert isinstance(config.backend, VllmConfig)
-    options = options_of_stock(config) | (config.backend.options or {})
+    told = options_of_stock(config)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / LOG_FILE
-    _make_room(log, overwrite=config.overwrite)
-    started = replace(config, backend=replace(config.backend, options=options))
-    backend = build_vllm_backend(started, observe=log)
+    backend = _started(config, log, told)
     clock = make_clock(config.backend, backend)
     clock.start()
     sender = Sender([], backend.log_by(clock.now_ns))
@@ -61,7 +59,9 @@ def replay_stock(
     try:
         import_log(log, folder, command=command, replayed=replayed)
     except (OSError, TestbedError) as error:
-        why = "" if failure is None else f"{str(failure) or 'interrupted'}; "
+        if isinstance(failure, KeyboardInterrupt):
+            raise failure from error
+        why = "" if failure is None else f"{failure}; "
         raise RunFolderError(
             f"{why}no run could be made of the log ({describe_failure(error)}); it is kept: "
             f"testbed observe import {log}"
@@ -82,13 +82,19 @@ def _failure_of(do: Callable[[], None]) -> KeyboardInterrupt | TestbedError | No
     return None
 
 
-def _make_room(log: Path, *, overwrite: bool) -> None:
-    """The observer writes over no log. An earlier run's goes if the run may; one that was killed had made no run yet,
-    and its log is kept under another name."""
-    if overwrite:
-        log.unlink(missing_ok=True)
-    elif log.exists():
-        set_aside(log, log)
+def _started(config: RunConfig, log: Path, told: dict[str, Any]) -> Any:
+    """vLLM, which writes over no log: an earlier one is kept under another name, and goes once vLLM has started if the
+    run may be overwritten. If it does not start all is as before."""
+    earlier = set_aside(log, log) if log.exists() else None
+    try:
+        backend = build_vllm_backend(config, observe=log, told=told)
+    except BaseException:
+        if earlier is not None:
+            earlier.replace(log)
+        raise
+    if earlier is not None and config.overwrite:
+        earlier.unlink()
+    return backend
 
 
 def options_of_stock(config: RunConfig) -> dict[str, Any]:

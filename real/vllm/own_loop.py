@@ -58,6 +58,7 @@ class OwnLoop:
         close: Callable[[], None] = lambda: None, read_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:  # fmt: skip
         self._scheduler, self._make_request, self._close, self._read_ns = scheduler, make_request, close, read_ns
+        self.cached_block_size = None if (source := scheduler.blocks.prefixes.source) is None else source.block_size
         self._inbox = ServedInbox()
         self._loop = serve(self._inbox, scheduler, recorder)
         self._origin_ns, self._last_ns = read_ns(), -1

@@ -30,7 +30,9 @@ _logger = init_logger("vllm.testbed")
 
 
 class Steering(Protocol):
-    """Where plans come from, and outcomes go."""
+    """Where plans come from, and outcomes go. cached_block_size: of the prefix cache that plans hit; None: none."""
+
+    cached_block_size: int | None
 
     def added(self, name: str, request: Any) -> None:
         """vLLM has a request of ours, or of its own clients."""
@@ -86,11 +88,6 @@ class CoreInVllm(SchedulerInterface):
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._log_stats = log_stats
         self._pause_state = PauseState.UNPAUSED
-        self._translator = Translator(
-            max_model_len=self.max_model_len,
-            sends_resumed_as_new=bool(getattr(vllm_config, "use_v2_model_runner", False)),
-            log_stats=log_stats,
-        )
         self._names: dict[str, str] = {}  # ours by vLLM's, which have a suffix
         self._launched: dict[int, Launched] = {}  # by the output that the workers were told of it
         self._refused: list[tuple[Any, str]] = []  # ended here; reported with the next step
@@ -98,6 +95,12 @@ class CoreInVllm(SchedulerInterface):
         self._finished_sets: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._salt_epoch = 0  # raised when the prefix cache is reset: what was cached before is found no more
         self.steering = self.make_steering()
+        self._translator = Translator(
+            max_model_len=self.max_model_len,
+            sends_resumed_as_new=bool(getattr(vllm_config, "use_v2_model_runner", False)),
+            log_stats=log_stats,
+            cached_block_size=self.steering.cached_block_size,
+        )
 
     def make_steering(self) -> Steering:
         raise NotImplementedError

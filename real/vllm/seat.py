@@ -11,6 +11,8 @@ from testbed.core.plan import BatchPlan
 class Seat:
     """Where plans are laid from outside for vLLM to carry out. Implements real.vllm.scheduler.Steering."""
 
+    cached_block_size: int | None = None  # nobody asks for vLLM's own statistics
+
     def __init__(self) -> None:
         self.expected = ""  # our id of the request that is being added
         self.plan: BatchPlan | None = None

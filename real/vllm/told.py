@@ -47,14 +47,18 @@ class Launched:
 
 class Translator:
     """Of one engine. live: by our ids. sends_resumed_as_new: whether the newer model runner reads what is told.
-    log_stats: whether vLLM wants to know when what happened to requests. hits: since its last statistics."""
+    log_stats: whether vLLM wants to know when what happened to requests. cached_block_size: of the prefix cache, if
+    there is one. hits: since its last statistics."""
 
-    def __init__(self, *, max_model_len: int, sends_resumed_as_new: bool, log_stats: bool) -> None:
+    def __init__(
+        self, *, max_model_len: int, sends_resumed_as_new: bool, log_stats: bool, cached_block_size: int | None
+    ) -> None:
         self.live: dict[str, Told] = {}
         self.finished: set[str] = set()  # vLLM's ids, which the workers are to forget
         self._max_model_len = max_model_len
         self._sends_resumed_as_new = sends_resumed_as_new
         self._log_stats = log_stats
+        self._cached_block_size = cached_block_size
         self.hits = PrefixCacheStats()
         self._step = 0
 
@@ -111,7 +115,8 @@ class Translator:
 
     def _note_admission(self, request: Any, admission: Admission) -> None:
         self._note(request, EngineCoreEventType.SCHEDULED)
-        self.hits.record(request.num_tokens, admission.num_cached_tokens, admission.is_resumed)
+        if self._cached_block_size is not None and not request.skip_reading_prefix_cache:
+            self.hits.record(request.num_tokens, admission.num_cached_tokens, admission.is_resumed)
         if request.prefill_stats is not None and not admission.is_resumed:
             request.prefill_stats.set(
                 num_prompt_tokens=request.num_prompt_tokens, num_local_cached_tokens=admission.num_cached_tokens,
@@ -173,7 +178,11 @@ class Translator:
             request.append_output_token_ids(token)
             stopped = check_stop(request, self._max_model_len)
             outcomes.append(Outcome(seq_id, (token,), _reason(request) if stopped else None))
-            outputs[request.client_index].append(_output_of(request, index, token, answer))
+            output = _output_of(request, index, token, answer)
+            if output.prefill_stats is not None:
+                size = self._cached_block_size
+                output.prefill_stats.finalize(0 if size is None else request.num_prompt_tokens // size * size)
+            outputs[request.client_index].append(output)
             if stopped:
                 self.forget(told.name)
         return tuple(outcomes), outputs

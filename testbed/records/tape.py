@@ -111,7 +111,10 @@ class TapeWriter:
 def read_tape(path: Path) -> Tape:
     """Reads a tape. A torn last line (a killed run) is left out. Raises RunFolderError if it is none."""
     if not path.is_file():
-        raise RunFolderError(f"no tape at {path}: only runs with backend=real have one")
+        raise RunFolderError(
+            f"no tape at {path}: only runs with backend=real or backend=vllm have one (of what vLLM's own scheduler "
+            "decided there is a case for `testbed conform` instead)"
+        )
     steps: list[TapeStep] = []
     events: list[TapeEvent] = []
     is_tape = is_live = False

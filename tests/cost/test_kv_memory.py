@@ -149,10 +149,10 @@ def test_an_unknown_kv_type_is_refused_and_the_real_engine_says_what_it_cannot_d
 
 def test_a_models_own_window_holds_unless_the_cache_says_otherwise():
     own = ["model.sliding_window=4096"]
-    assert costs.sliding_window(compose_config([])) is None
-    assert costs.sliding_window(compose_config(own)) == 4096
-    assert costs.sliding_window(compose_config([*own, "cache.sliding_window=128"])) == 128
-    assert costs.sliding_window(compose_config(["model.sliding_window=null", "cache.sliding_window=128"])) == 128
+    assert compose_config([]).sliding_window is None
+    assert compose_config(own).sliding_window == 4096
+    assert compose_config([*own, "cache.sliding_window=128"]).sliding_window == 128
+    assert compose_config(["model.sliding_window=null", "cache.sliding_window=128"]).sliding_window == 128
 
 
 def test_not_one_block_is_one_clear_line():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from analysis.load import load_run
+from analysis.load import load_run, load_sweep
 from experiments.cli import main
 from experiments.compose import compose_config
 from experiments.conform.cases import read_cases
@@ -259,6 +259,45 @@ def test_an_id_that_comes_again_after_its_end_is_numbered(tmp_path: Path) -> Non
     assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
 
 
+def test_the_id_of_one_that_was_left_out_may_come_again(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    first = next(line for line in lines if line["kind"] == "add")
+    ends = next(place for place, line in enumerate(lines) if first["id"] in line.get("ended", {}))
+    num_steps = sum(line["kind"] == "commit" for line in lines[: ends + 1])
+    again = {**first, "plans": num_steps, "commits": num_steps, "ns": lines[ends]["ns"]}
+    first |= {"prompt": [], "unknown": "prompts of embeddings"}
+    lines.insert(ends + 1, again)
+    log = read_log(written(tmp_path / "log.jsonl", lines))
+    assert log.left_out == ("prompts of embeddings",)
+    assert f"{first['id']}~2" in log.requests
+
+
+def test_of_a_log_that_is_cut_it_is_said_what_is_in_it(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    last = next(place for place, line in enumerate(lines) if line["kind"] == "commit" and line["step"] == 20)
+    imported = import_log(
+        written(tmp_path / "log.jsonl", lines[: last + 1]), tmp_path / "run", command="testbed observe import log"
+    )
+    run = load_run(tmp_path / "run")
+    num_open = int((run.requests["finish_reason"] == "").sum() + run.requests["finish_reason"].isna().sum())
+    assert num_open > 0
+    assert f"the log is cut, {num_open} requests had not ended" in imported.lines[0]
+    with pytest.raises(RunFolderError, match="the log that it was made of ends with requests in flight"):
+        load_sweep(tmp_path / "run")
+
+
+def test_the_options_of_the_import_are_named_where_they_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = str(LOGS / "sync.jsonl.gz")
+    assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 0
+    assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err.strip().endswith("choose another --out or pass --overwrite")
+    assert main(["observe", "import", log, "--out", str(tmp_path / "run"), "--overwrite"]) == 0
+    assert main(["observe", "import", str(tmp_path / "nosuch")]) == 1
+    assert capsys.readouterr().err.strip().endswith("nosuch: does not exist; expected the path of an observer's log")
+
+
 @pytest.mark.parametrize(("policy", "is_made"), [("fcfs", True), ("priority", False)])
 def test_under_priorities_requests_must_come_in_order(tmp_path: Path, policy: str, is_made: bool) -> None:
     """vLLM breaks ties by the instant of arrival, which several samples of a prompt share."""
@@ -306,6 +345,10 @@ def test_an_aborted_request_is_as_long_in_the_trace_as_it_was(tmp_path: Path, na
         assert cancelled_ns == (one.ended_ns or 0) - one.arrival_ns
 
 
+def planned(lines: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    return next(line for line in lines if line["kind"] == "plan" and line["step"] == step)
+
+
 Change = Callable[[list[dict[str, Any]]], object]
 
 
@@ -317,6 +360,7 @@ Change = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines[0].update(version=9), "a log of version 9"),
         (lambda lines: lines[3].update(kind="surprise"), "log.jsonl:4: not a line of an observer's log"),
         (lambda lines: lines[1].pop("prompt"), "log.jsonl:2: not a line of an observer's log"),
+        (lambda lines: lines.remove(planned(lines, 6)), "or one before it is missing: 6 is not there"),
         (lambda lines: lines.__delitem__(slice(2, None)), "has no step that was finished"),
         (lambda lines: lines[0].pop("device"), "log.jsonl:1: the first line of the log is damaged: its device is None"),
         (lambda lines: lines[0].pop("vllm"), "its vllm is None"),

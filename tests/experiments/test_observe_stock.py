@@ -13,6 +13,7 @@ from analysis.load import load_run
 from experiments.cli import main
 from experiments.observe import stock
 from testbed.core.request import Request
+from testbed.errors import ConfigError
 from tests.experiments.test_observe import lines_of
 
 NUM_REQUESTS = 6
@@ -76,7 +77,7 @@ class Vllm:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, on_step: Callable[[int], object], kind: type[Vllm] = Vllm) -> None:
-    monkeypatch.setattr(stock, "build_vllm_backend", lambda config, observe: kind(observe, on_step))
+    monkeypatch.setattr(stock, "build_vllm_backend", lambda config, observe, told: kind(observe, on_step))
 
 
 def run(folder: Path, *more: str) -> int:
@@ -130,6 +131,34 @@ def test_a_log_of_which_no_run_was_made_is_set_aside(monkeypatch: pytest.MonkeyP
     start(monkeypatch, lambda number: None)
     assert run(tmp_path / "run") == 0
     assert (tmp_path / "run" / "observed.jsonl-1").read_text() == "what was served"
+
+
+def test_where_vllm_does_not_start_the_run_that_was_there_is_as_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run") == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+
+    class Unstarted(Vllm):
+        def __init__(self, log: Path, on_step: Callable[[int], object]) -> None:
+            log.write_text("a header")
+            raise ConfigError("vLLM did not start")
+
+    start(monkeypatch, lambda number: None, Unstarted)
+    assert run(tmp_path / "run", "overwrite=true") == 1
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+
+
+def test_interrupted_before_its_first_step_a_run_says_just_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(number: int) -> None:
+        raise KeyboardInterrupt
+
+    start(monkeypatch, press)
+    assert run(tmp_path / "run") == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [Vllm, Dead])

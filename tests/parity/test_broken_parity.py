@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from experiments.cli import main
 from experiments.parity import check_parity
 from experiments.run import execute
 from testbed.errors import RunFolderError, TestbedError
@@ -141,6 +142,39 @@ def test_an_arrival_that_is_moved_is_found(copied: Path) -> None:
     report = check_parity(copied)
     assert report.divergence is not None
     assert report.divergence.step == 0
+
+
+class Fails:
+    """Composes as unified does, until it raises."""
+
+    num_left = 5
+
+    def __init__(self) -> None:
+        self._num_left = self.num_left
+
+    def compose(self, step: Any) -> None:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise ZeroDivisionError("nothing left")
+        Unified().compose(step)
+
+
+def test_a_class_that_raised_raises_in_the_replay_at_the_same_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "real"
+    run = real_run(folder, real_config("unified", scheduler__composition={"_target_": f"{__name__}.Fails"}))
+    assert (run.status, run.exit_status) == ("partial", 1)
+    report = check_parity(folder)
+    assert (report.num_steps, report.is_cut, report.divergence) == (5, True, None)
+    assert main(["parity", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("identical: 5 steps")
+    assert "there the run's own class failed: " in said
+    assert "ZeroDivisionError: nothing left" in said
+    monkeypatch.setattr(Fails, "num_left", 3)  # it was changed since
+    assert main(["parity", str(folder)]) == 1
+    assert "ZeroDivisionError: nothing left" in capsys.readouterr().err
 
 
 def test_a_policy_that_was_changed_since_is_found(copied: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from experiments.build import Pools, build_scheduler
-from experiments.build_engine import build_vllm_backend
+from experiments.build_engine import build_vllm_backend, check_prompts
 from experiments.compose import compose_config
 from experiments.on_device import check_in_vllm
 from real.driver import run
@@ -22,7 +22,9 @@ from testbed.core.commands import Abort, Event, StepView
 from testbed.core.outcome import Spans
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
-from testbed.errors import ConfigError, RequestError
+from testbed.errors import ConfigError, RequestError, TraceError
+from testbed.traces.arrange import arrange
+from testbed.traces.schema import Span, TraceRequest
 from tests.real import vllm_stub_types as vllm
 from tests.real.test_engine_under_core import Requests, TickingClock
 from tests.real.vllm_stub import stub_vllm
@@ -217,6 +219,7 @@ def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, schedu
         ("backend.options={max_num_seqs:2,seed:1}", "backend.options has max_num_seqs, seed, which other keys"),
         ("backend.options={scheduler_cls:mine.Own}", "backend.options has scheduler_cls, which other keys"),
         ("sampling.prompt_logprobs=0", "backend=vllm returns no logprobs of prompts"),
+        ("cache.num_gpu_blocks=9", "cache.num_gpu_blocks=9 of 4 tokens each hold no request of max_model_len (40)"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_by_name_before_it_starts(
@@ -225,6 +228,32 @@ def test_what_vllm_cannot_do_is_refused_by_name_before_it_starts(
     monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
         build_vllm_backend(compose_config([*settings(tmp_path, is_async=False), more]))
+
+
+def test_what_its_own_scheduler_is_told_is_no_option_either(tmp_path: Path) -> None:
+    own = ["backend.decides=vllm", "backend.options={long_prefill_token_threshold:8}"]
+    with pytest.raises(ConfigError, match=r"^backend.options has long_prefill_token_threshold, which other keys"):
+        build_vllm_backend(
+            compose_config([*settings(tmp_path, is_async=False), *own]), tmp_path / "log.jsonl",
+            {"long_prefill_token_threshold": 4},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("decides", "num_tokens", "is_taken"),
+    [("testbed", 39, True), ("testbed", 40, False), ("testbed", 41, True), ("vllm", 39, True), ("vllm", 41, False)],
+)
+def test_prompts_that_vllm_does_not_take_are_refused_before_it_starts(
+    tmp_path: Path, decides: str, num_tokens: int, is_taken: bool
+) -> None:
+    """Our core ends those that are too long as ignored; one of max_model_len it would compute, and vLLM would not."""
+    rows = [TraceRequest(f"r{n}", n, (Span(n + 1, 0, n),), Span(n + 1, n, 2)) for n in (5, num_tokens)]
+    config = compose_config([*settings(tmp_path, is_async=False), f"backend.decides={decides}"])
+    if is_taken:
+        check_prompts(config, arrange("two", rows))
+        return
+    with pytest.raises(TraceError, match=f"the prompt of {num_tokens} tokens .* set trace.max_prompt_tokens=39$"):
+        check_prompts(config, arrange("two", rows))
 
 
 def test_under_its_own_scheduler_vllm_may_have_a_window(tmp_path: Path) -> None:
@@ -258,7 +287,10 @@ def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monke
         raise OddError("Requested sample logprobs of 25, which is\ngreater than max allowed: 20")
 
     monkeypatch.setattr(backend._engine, "add_request", refuse)
-    with pytest.raises(RequestError, match=r"^vLLM refuses request 'r': Requested sample logprobs of 25, which is$"):
+    with pytest.raises(
+        RequestError,
+        match=r"^vLLM refuses request 'r': Requested sample logprobs of 25, which is greater than max allowed: 20$",
+    ):
         backend.add(Request("r", [1]))
 
 

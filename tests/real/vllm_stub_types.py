@@ -31,6 +31,10 @@ class EngineCoreEventType(enum.IntEnum):
 class PrefillStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_cache_creation_tokens: int = 0
+
+    def finalize(self, num_cached_tokens: int) -> None:
+        self.num_cache_creation_tokens = max(0, min(num_cached_tokens, self.num_prompt_tokens) - self.num_cached_tokens)
 
     def set(self, num_prompt_tokens: int, num_local_cached_tokens: int, num_external_cached_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -107,7 +111,7 @@ class Request:
         self.priority, self.lora_request, self.mm_features = priority, lora_request, mm_features or []
         self.max_tokens = 1 if sampling_params is None else sampling_params.max_tokens
         self.pooling_params = self.structured_output_request = self.prompt_embeds = self.trace_headers = None
-        self.resumable = False
+        self.resumable = self.skip_reading_prefix_cache = False
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = self.num_preemptions = 0

@@ -53,12 +53,14 @@ class RecordedDevice:
         return Resume(step.commit_ns, StepResult(step.commit_ns, step.outcomes, step.spans))
 
     def _looked_again_ns(self, number: int) -> int:
-        """When the loop planned again after a launch that it did not wait for. If there was nothing to plan then, what
-        is known of that instant is what it saw arrive."""
+        """When the loop planned again after a launch that it did not wait for. Of that instant an older tape, if there
+        was nothing to plan then, says what was seen to arrive."""
         step = self._tape.steps[number]
         if self._tape.is_live:
             return step.plan_ns + 1  # then it waits to be asked
+        if step.looked_ns is not None:
+            return step.looked_ns
         if number + 1 < len(self._tape.steps) and self._tape.steps[number + 1].plan_ns < step.commit_ns:
             return self._tape.steps[number + 1].plan_ns
         seen = [event.now_ns for event in self._tape.events if step.plan_ns < event.now_ns < step.commit_ns]
-        return max(seen, default=step.plan_ns)
+        return max(seen, default=step.plan_ns + 1)

@@ -80,22 +80,25 @@ class StepView(Value):
     """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
 
     digest_bytes: after the step, the highest byte first. emitters: the sequences that emitted, once for each token, in
-    the order scheduled. free_gpu_blocks: after the plan, before its commit; evictable ones count as free.
+    the order scheduled. free_gpu_blocks: after the plan, before its commit; evictable ones count as free. looked_ns:
+    when, with this step in flight, the loop first found nothing more to plan, if it did.
     """
 
     FIELDS: ClassVar = (
         "plan", "plan_ns", "result", "digest_bytes", "emitters", "num_running", "num_waiting", "num_swapped",
-        "free_gpu_blocks", "free_cpu_blocks",
+        "free_gpu_blocks", "free_cpu_blocks", "looked_ns",
     )  # fmt: skip
     __slots__ = FIELDS
 
     def __init__(
         self, plan: BatchPlan, plan_ns: int, result: StepResult, digest_bytes: bytes, emitters: list[Sequence],
         num_running: int, num_waiting: int, num_swapped: int, free_gpu_blocks: int, free_cpu_blocks: int,
+        looked_ns: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.plan_ns, self.result, self.digest_bytes = plan, plan_ns, result, digest_bytes
         self.emitters, self.num_running, self.num_waiting = emitters, num_running, num_waiting
         self.num_swapped, self.free_gpu_blocks, self.free_cpu_blocks = num_swapped, free_gpu_blocks, free_cpu_blocks
+        self.looked_ns = looked_ns
 
     @property
     def end_ns(self) -> int:

@@ -21,19 +21,18 @@ Loop = Generator[WaitUntil | Execute, Resume, None]
 
 
 class Planned:
-    """A plan in flight, when it was made, and what there was after it."""
+    """A plan in flight, when it was made, what there was after it, and when nothing more was found to plan."""
 
     def __init__(self, plan: BatchPlan, plan_ns: int, scheduler: Scheduler) -> None:
-        self.plan = plan
-        self.plan_ns = plan_ns
+        self.plan, self.plan_ns = plan, plan_ns
+        self.looked_ns: int | None = None
         self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
         self.num_swapped = scheduler.num_swapped
         self.free_gpu_blocks, self.free_cpu_blocks = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
 
 
 def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
-    """Serves the inbox to its end. Raises LivelockError when work remains that nothing will ever move, or that goes
-    round in circles."""
+    """Serves the inbox to its end. Raises LivelockError for work that nothing will move, or that goes in circles."""
     thrash = Thrash()
     in_flight: tuple[Planned, ...] = ()
     first_ns = inbox.next_ns()
@@ -44,6 +43,8 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
         newest = _plan(scheduler, now_ns) if scheduler.has_work else None
         if newest is not None:
             in_flight += (newest,)
+        elif in_flight and in_flight[-1].looked_ns is None:
+            in_flight[-1].looked_ns = now_ns
         if in_flight:
             is_ahead = newest is not None and len(in_flight) < scheduler.limits.max_num_plans
             resume = yield Execute(None if newest is None else newest.plan, is_ahead)
@@ -82,12 +83,11 @@ def _commit(
 ) -> bool:
     """Commits the oldest plan in flight; whether a request ended with it."""
     finished = scheduler.commit(result, now_ns)
-    recorder.committed(
-        StepView(
-            planned.plan, planned.plan_ns, result, scheduler.digest_bytes, scheduler.emitters, planned.num_running,
-            planned.num_waiting, planned.num_swapped, planned.free_gpu_blocks, planned.free_cpu_blocks,
-        )
+    step = StepView(
+        planned.plan, planned.plan_ns, result, scheduler.digest_bytes, scheduler.emitters, planned.num_running,
+        planned.num_waiting, planned.num_swapped, planned.free_gpu_blocks, planned.free_cpu_blocks, planned.looked_ns,
     )  # fmt: skip
+    recorder.committed(step)
     if finished:
         recorder.ended(finished, now_ns)
         inbox.finished(finished, now_ns)

@@ -31,7 +31,8 @@ def tape_names(num_replicas: int) -> list[str]:
 
 
 class TapeStep(NamedTuple):
-    """One recorded step. decision: what it decided, in the form of decisions.jsonl."""
+    """One recorded step. decision: what it decided, in the form of decisions.jsonl. looked_ns: when, with it in flight,
+    nothing more was found to plan; older tapes do not say."""
 
     plan_ns: int
     commit_ns: int
@@ -39,6 +40,7 @@ class TapeStep(NamedTuple):
     spans: Spans
     digest: int
     decision: dict[str, Any]
+    looked_ns: int | None = None
 
 
 class TapeEvent(NamedTuple):
@@ -85,6 +87,7 @@ class TapeWriter:
 
     def committed(self, step: StepView) -> None:
         outcomes = step.result.outcomes
+        looked = {} if step.looked_ns is None else {"looked_ns": step.looked_ns}
         self._write(
             {
                 "kind": "step",
@@ -94,6 +97,7 @@ class TapeWriter:
                 "spans": list(step.result.spans),
                 "digest": f"{step.digest:016x}",
                 "decision": self._decide(step),
+                **looked,
             }
         )
         self._file.flush()
@@ -155,6 +159,9 @@ def read_tape(path: Path) -> Tape:
 def _step(item: dict[str, Any]) -> TapeStep:
     outcomes, numbers = item["outcomes"], (item["plan_ns"], item["commit_ns"], *item["spans"])
     _check_numbers("plan_ns, commit_ns, spans", numbers)
+    looked_ns = item.get("looked_ns")
+    if looked_ns is not None:
+        _check_numbers("looked_ns", [looked_ns])
     if item["commit_ns"] < item["plan_ns"] or len(item["spans"]) != len(Spans.FIELDS):
         raise ValueError(f"a step ends after its plan, and has {len(Spans.FIELDS)} spans; it has {shown(numbers)}")
     return TapeStep(
@@ -164,6 +171,7 @@ def _step(item: dict[str, Any]) -> TapeStep:
         Spans(*item["spans"]),
         int(item["digest"], 16),
         item["decision"],
+        looked_ns,
     )
 
 

@@ -79,6 +79,7 @@ class Checked(Log):
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 @example(seed=4_024_923_662)  # a group aborted while a plan in flight ignores its last member
+@example(seed=36_831_652)  # at the instant of a look that found nothing another order would have found something
 def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_path: Path) -> None:
     """And a tape of them, replayed, decides the same at the same instants."""
     rng = random.Random(seed)

@@ -142,7 +142,7 @@ def test_a_binary_file_is_no_tape(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tape_says_which_runs_have_one(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="only runs with backend=real have one"):
+    with pytest.raises(RunFolderError, match="only runs with backend=real or backend=vllm have one"):
         read_tape(tmp_path / "tape.jsonl")
 
 

@@ -32,9 +32,7 @@ SCHEDULER_FIELDS: Final = (
 )  # fmt: skip
 UNKNOWN_TO_US: Final = ("speculative_config", "lora_config", "kv_transfer_config", "ec_transfer_config")
 _logger = init_logger("vllm.testbed")
-_encoded: Final = json.JSONEncoder(
-    separators=(",", ":"), check_circular=False
-).encode  # made once: it is half of a line
+_encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # once: it is half of a line
 
 
 class Log:
@@ -139,7 +137,7 @@ class Log:
         if self._file is None:
             return
         try:
-            self._file.write(_encoded(line) + "\n")
+            self._file.write(_encode(line) + "\n")
             if is_last:
                 self._file.flush()
         except (OSError, ValueError) as error:

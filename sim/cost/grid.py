@@ -21,9 +21,8 @@ class Grid:
         assert len(values) == prod(sizes), "a value for each combination"
         self.axes = axes
         self._points: vec[float] = vec[float]([x for axis in axes for x in axis])
-        self._firsts: vec[i64] = vec[i64](
-            [sum(sizes[:dimension]) for dimension in range(len(axes) + 1)]
-        )  # of each axis
+        firsts = [sum(sizes[:dimension]) for dimension in range(len(axes) + 1)]  # of each axis, among all points
+        self._firsts: vec[i64] = vec[i64](firsts)
         self._values: vec[float] = vec[float](values)
         self._num_dimensions: i64 = len(axes)
         self._strides: vec[i64] = vec[i64]([prod(sizes[dimension + 1 :]) for dimension in range(len(axes))])

@@ -238,17 +238,11 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         if run.is_complete:
             runs.append(run)
         else:
-            incomplete.append((folder, _why_partial(run)))
+            incomplete.append((folder, f"the run is partial (interrupted or still going): {_REPEAT}"))
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
     return Sweep(root, tuple(_in_order(runs)), tuple(incomplete))
-
-
-def _why_partial(run: Run) -> str:
-    if "observe import" in str(run.manifest.get("command")):
-        return "the log that it was made of ends with requests in flight: record one in which all of them end"
-    return f"the run is partial (interrupted or still going): {_REPEAT}"
 
 
 def same_trace(runs: Iterable[Run]) -> str:

@@ -23,7 +23,7 @@ from experiments.environment import ask_early
 from experiments.origin import Origin, kept_in
 from experiments.overrides import check, is_sweep, literal, of_points, parsed, readable
 from experiments.run import INTERRUPTED, RunResult, execute
-from experiments.run_folder import TRACE_FILE, named_folder, read_config
+from experiments.run_folder import TRACE_FILE, check_priced, named_folder, read_config
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import nearest
@@ -250,7 +250,9 @@ def _with_its_trace(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 def config_from(source: Path, overrides: list[str]) -> RunConfig:
     """The configuration of a run's folder, checked as any other, with overrides laid over it."""
     saved = _with_its_trace(read_config(source), source)
-    return compose_from(saved, [*overrides, *_replicas_of(saved["backend"], overrides)])
+    config = compose_from(saved, [*overrides, *_replicas_of(saved["backend"], overrides)])
+    check_priced(source, config, overrides)
+    return config
 
 
 def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ to write, with tape. What vLLM has decided already (pool, lengths, budgets) is t
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from experiments.build import Pools, build_scheduler
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from experiments.environment import describe_machine
-from experiments.observe.importing import MODEL_FOLDER, manifest_in_vllm, with_model
+from experiments.observe.importing import MODEL_FOLDER, device_of, manifest_in_vllm, with_model
 from experiments.on_device import check_hits, check_in_vllm, check_steps
 from experiments.policies import make_policy
 from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
@@ -28,6 +29,7 @@ from real.vllm.observer import describe
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
 from testbed import compiled
+from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
@@ -36,12 +38,19 @@ from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import NoRecords, together
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
+from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
-from testbed.traces.schema import Span, TokenIds, TraceRequest
-from testbed.traces.serialize import row_to_json
+from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
+from testbed.traces.serialize import row_to_json, write_jsonl
 
 KEYS = ("scheduler", "cache", "seed", "out", "device")
+_OWN_FLAGS = (  # of vLLM's own scheduler, with the keys that say it to ours, and what says nothing
+    ("policy", "scheduler", "queue_order", "fcfs"),
+    ("long_prefill_token_threshold", "scheduler", "long_prefill_token_threshold", 0),
+    ("watermark", "cache", "watermark", 0.0),
+)
+_BOUNDS = "of requests that had not ended, outputs are as long as they had leave for"
 _logger = init_logger("vllm.testbed")
 
 
@@ -54,9 +63,10 @@ class TestbedScheduler(CoreInVllm):
             if key not in KEYS:
                 raise ConfigError(unknown(f'additional_config["testbed"] has an unknown key {key!r}', key, KEYS))
         said = describe(self)
+        device = settings.get("device") or _device_of(said)
         with TemporaryDirectory() as scratch:
             config, why = with_model(
-                said, Path(scratch, MODEL_FOLDER), lambda model: config_in_vllm(settings, self, model)
+                said, Path(scratch, MODEL_FOLDER), lambda model: config_in_vllm(settings, self, model, device)
             )
         if why:
             _logger.warning("%s; policies that ask for prices are told another model's", why)
@@ -65,12 +75,23 @@ class TestbedScheduler(CoreInVllm):
         check_in_vllm(config, self.max_model_len)
         check_steps(config, composition, self.scheduler_config.max_num_batched_tokens, self.max_model_len)
         scheduler = build_scheduler(config, Pools(self.num_gpu_blocks, 0))
-        records = _Folder(Path(settings["out"]), config, scheduler, said) if settings.get("out") else _Nothing()
+        records = _Folder(Path(settings["out"]), config, scheduler, said, why) if settings.get("out") else _Nothing()
         _logger.info("the testbed decides: scheduler=%s", config.scheduler.name)
         return OwnLoop(scheduler, records, _request_of, records.finish)
 
 
-def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str, Any]) -> RunConfig:
+def _device_of(said: dict[str, Any]) -> str:
+    try:
+        return device_of(said)
+    except ConfigError:
+        _logger.warning("%s is not in the device library; policies that ask for prices are told an h100's, or those of "
+                        'additional_config["testbed"]["device"]', said["device"]["name"])  # fmt: skip
+        return "h100"
+
+
+def config_in_vllm(
+    settings: dict[str, Any], engine: CoreInVllm, model: dict[str, Any], device: str
+) -> RunConfig:  # fmt: skip
     """The run's configuration: what was asked for, within what vLLM's workers were sized for. model: of that group."""
     said, cache = engine.vllm_config.scheduler_config, dict(settings.get("cache") or {})
     chosen = settings.get("scheduler", "vllm_v1")
@@ -83,8 +104,12 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str
         raise ConfigError(
             f"scheduler.async_scheduling is {scheduler['async_scheduling']}, and vLLM's is {said.async_scheduling}"
         )
-    overrides = {"scheduler": scheduler, "cache": {"prefix_caching": True} | cache | fixed, "backend": {"name": "vllm"}}
-    free = compose_config(to_overrides({**overrides, "device": {"name": settings.get("device", "h100")}}))
+    caches = bool(engine.vllm_config.cache_config.enable_prefix_caching)
+    if cache.setdefault("prefix_caching", caches) and not caches:
+        raise ConfigError("cache.prefix_caching is true, and vLLM was started without: start it with prefix caching")
+    overrides = {"scheduler": scheduler, "cache": cache | fixed, "backend": {"name": "vllm"}}
+    free = compose_config(to_overrides({**overrides, "device": {"name": device}}))
+    _check_flags(said, scheduler, cache)
     for key, most in (("max_num_seqs", said.max_num_seqs), ("max_num_batched_tokens", said.max_num_batched_tokens)):
         wanted = scheduler.get(key)
         if wanted is not None and wanted > most:
@@ -95,12 +120,23 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str
     return compose_config(
         to_overrides(
             {
-                **overrides, "device": {"name": settings.get("device", "h100")}, "seed": settings.get("seed", 0),
+                **overrides, "device": {"name": device}, "seed": settings.get("seed", 0),
                 "model": model,
                 "trace": {"name": "jsonl", "path": TRACE_FILE, "forced": "lengths"},
             }
         )
     )  # fmt: skip
+
+
+def _check_flags(said: Any, scheduler: dict[str, Any], cache: dict[str, Any]) -> None:
+    """Refuses what vLLM's own scheduler was told and this one was not. Raises ConfigError."""
+    for flag, group, key, usual in _OWN_FLAGS:
+        value = getattr(said, flag, usual)
+        if value != usual and key not in (scheduler if group == "scheduler" else cache):
+            raise ConfigError(
+                f"vLLM was started with {flag}={value}, which only its own scheduler reads: leave it out, and say "
+                f"{group}.{key} to this one"
+            )
 
 
 def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
@@ -120,11 +156,15 @@ class _Nothing(NoRecords):
 
 
 class _Trace(NoRecords):
-    """trace.jsonl, a row for each request as it comes, with as many tokens of output as it had leave for."""
+    """trace.jsonl, a row for each request as it comes, with as many tokens of output as it has leave for; in the end
+    with those that came."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("w", encoding="utf-8")
         self._num = 0
+        self._outputs: dict[str, array[int]] = {}
+        self._cancelled_ns: dict[str, int] = {}  # after their arrivals
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         self._num += 1
@@ -138,14 +178,42 @@ class _Trace(NoRecords):
         self._file.write(json.dumps(fields, separators=(",", ":")) + "\n")
         self._file.flush()
 
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        for one in finished:
+            name = one.request.request_id
+            if len(one.output_token_ids):
+                self._outputs[name] = array("i", one.output_token_ids)
+            if one.reason is FinishReason.ABORT:
+                self._cancelled_ns[name] = max(1, now_ns - one.request.arrival_ns)
+
     def close(self) -> None:
         self._file.close()
+
+    def finish(self) -> Trace | None:
+        """Writes what came of the requests; the whole trace, or None of none."""
+        self.close()
+        if not self._num:
+            return None
+        rows = [
+            row._replace(
+                output=row.output if (output := self._outputs.get(row.request_id)) is None else TokenIds(output),
+                cancel_after_ns=self._cancelled_ns.get(row.request_id),
+                place="",
+            )
+            for row in read_jsonl(self._path)
+        ]
+        written = self._path.with_suffix(".tmp")
+        write_jsonl(arrange(self._path.name, rows), written)
+        os.replace(written, self._path)
+        return read_jsonl(self._path)
 
 
 class _Folder:
     """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed."""
 
-    def __init__(self, folder: Path, config: RunConfig, scheduler: Scheduler, said: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, config: RunConfig, scheduler: Scheduler, said: dict[str, Any], unpriced: str
+    ) -> None:
         self._folder, self._config, self._scheduler = folder.absolute(), config, scheduler
         refuse_overwrite(self._folder, overwrite=False, key="out", allow=None)
         raw = config.raw
@@ -162,21 +230,21 @@ class _Folder:
         self._all = together([self._recorder, self._tape, self._trace])
         self.arrived, self.aborted = self._all.arrived, self._all.aborted
         self.committed, self.ended = self._all.committed, self._all.ended
-        self._manifest = self._describe(said)
+        self._manifest = self._describe(said) | {"unpriced": unpriced or None}
         write_json(self._folder / "manifest.json", self._manifest)
 
     def finish(self) -> None:
         """vLLM shuts down: the folder is closed."""
-        for file in (self._recorder, self._tape, self._trace):
-            file.close()
+        self._recorder.close()
+        self._tape.close()
         is_whole, scheduler, prefixes = not self._scheduler.has_work, self._scheduler, self._scheduler.blocks.prefixes
-        rows = self._folder / TRACE_FILE
-        trace = read_jsonl(rows) if rows.stat().st_size else None
+        trace = self._trace.finish()
         self._manifest |= {
             "status": "complete" if is_whole else "partial",
             "trace": {
                 "name": TRACE_FILE, "num_requests": 0 if trace is None else trace.num_requests,
-                "fingerprint": None if trace is None else fingerprint(trace), "notes": [],
+                "fingerprint": None if trace is None else fingerprint(trace),
+                "notes": [] if is_whole else [_BOUNDS],
             },
             "num_steps": scheduler.num_steps,
             "num_sent": self._recorder.num_sent,
@@ -197,6 +265,6 @@ class _Folder:
             "status": "partial", "created": datetime.now().astimezone().isoformat(timespec="seconds"),
             "core": core.mode, "compiler": core.why if core.mode == "compiled" else None,
             "machine": describe_machine(), "model": Path(said["model"]["name"]).name, "attention": "vllm",
-            "trace": {"name": TRACE_FILE, "num_requests": None, "fingerprint": None, "notes": []},
+            "trace": {"name": TRACE_FILE, "num_requests": None, "fingerprint": None, "notes": [_BOUNDS]},
             "num_steps": 0, "num_sent": 0, "prefix_cache": None,
         }  # fmt: skip

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -60,6 +60,15 @@ def refuse_run(folder: Path, key: str) -> None:
     """Raises RunFolderError for a folder that holds a run, where others are to be put: who reads it sees that one."""
     if has_run(folder):
         raise RunFolderError(f"{folder} holds a run, and other runs need a folder of their own; choose another {key}")
+
+
+def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a simulation, at the prices of another model, of one that vLLM served and that has none
+    here. overrides: what the user says of the run in the folder."""
+    why, cost = read_manifest(folder).get("unpriced"), config.raw["cost"].get("name")
+    is_chosen = any(item.startswith("model") for item in overrides)
+    if why and config.is_simulated and cost in ("roofline", "tables") and not is_chosen:
+        raise ConfigError(f"{folder}: {why}; say whose prices to take, as model=llama3.1_8b, or choose another cost")
 
 
 def named_folder(key: str, value: object) -> Path:

@@ -25,7 +25,7 @@ from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
 from experiments.names import device_of_run
-from experiments.run_folder import TRACE_FILE, read_config, write_json
+from experiments.run_folder import TRACE_FILE, check_priced, read_config, write_json
 from experiments.traces import build_trace, describe_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
@@ -65,7 +65,9 @@ class Load:
             return composed((*_RECORDED, *self.settings), overrides)
         keys = {item.partition("=")[0] for item in overrides}
         own = [item for item in self.settings if item.partition("=")[0] not in keys]
-        return compose_from(self.saved, [*own, *_carried(self.saved, [*own, *overrides]), *overrides, *_RECORDED])
+        config = compose_from(self.saved, [*own, *_carried(self.saved, [*own, *overrides]), *overrides, *_RECORDED])
+        check_priced(self.measured.path, config, overrides)
+        return config
 
 
 def _carried(saved: dict[str, Any], overrides: Sequence[str]) -> list[str]:

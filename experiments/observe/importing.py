@@ -64,10 +64,10 @@ def import_log(
     log = read_log(file, None if replayed is None else replayed.sender)
     if not log.steps:
         raise RunFolderError(f"{file} has no step that was finished: nothing to import")
-    log.is_cut = log.is_cut or (replayed is not None and replayed.is_cut)
+    log.is_cut = replayed is not None and replayed.is_cut
     trace = trace_of(log, file.name) if replayed is None else replayed.trace
     if replayed is None:
-        device = device or device_of(log)
+        device = device or device_of(log.header)
         with TemporaryDirectory() as trial:  # what has no configuration is refused before there is a folder
             _config(log, Path(trial), device)
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def import_log(
     lines += (
         [f"no profile   {unpriced}"] if unpriced else _write_profile(log, folder, config, measured, command, probe_ns)
     )
-    manifest = _manifest(log, config, trace, recorder, command)
+    manifest = _manifest(log, config, trace, recorder, command, unpriced)
     if replayed is not None:
         manifest |= {"replay": replayed.replay, "identity": identity_of(config).describe()}
     write_json(folder / "manifest.json", manifest)
@@ -96,8 +96,9 @@ def import_log(
     if not log.is_cut:
         (folder / "done").write_text("observed\n")
     num_preempted = sum(len(step.preempted) for step in log.steps)
-    cut = f"; the log is cut, {log.num_open} requests had not ended" if log.is_cut else ""
-    head = f"{len(log.requests)} requests, {len(log.steps)} steps, {num_preempted} preemptions{cut}"
+    head = f"{len(log.requests)} requests, {len(log.steps)} steps, {num_preempted} preemptions"
+    if log.num_open:
+        head += f"; {log.open_note}"
     return Imported(folder, (head, *lines, f"imported     {folder}"))
 
 
@@ -106,8 +107,7 @@ def trace_of(log: ObservedLog, name: str) -> Trace:
     rows = [_row(one) for one in log.requests.values() if one.wanted]
     missing = len(log.requests) - len(rows)
     notes = [f"{missing} requests that emitted nothing were left out"] if missing else []
-    if num_open := sum(one.reason is None for one in log.requests.values() if one.wanted):
-        notes.append(f"{num_open} requests had not ended: their outputs are what they had emitted")
+    notes += [log.open_note] if log.num_open else []
     notes += [log.note] if log.note else []
     return arrange(name, rows, notes)
 
@@ -122,15 +122,14 @@ def _row(one: ObservedRequest) -> TraceRequest:
     )  # fmt: skip
 
 
-def device_of(log: ObservedLog) -> str:
-    """The entry of the device library that the log's device is. Raises ConfigError where that cannot be told."""
-    said = log.header["device"]
-    if said["type"] == "cpu":
-        return "cpu"
-    found = device_named(said["name"])
+def device_of(said: dict[str, Any]) -> str:
+    """The entry of the device library that an observed engine's device is. Raises ConfigError where that cannot be
+    told."""
+    device = said["device"]
+    found = "cpu" if device["type"] == "cpu" else device_named(device["name"])
     if found is None:
         raise ConfigError(
-            f"the log's device is {said['name']!r}, which the device library does not have; say which is nearest with "
+            f"vLLM's device is {device['name']!r}, which the device library does not have; say which is nearest with "
             f"--device ({', '.join(options('device'))})"
         )
     return found
@@ -200,6 +199,8 @@ def _write_profile(
         return ["no profile   asynchronous steps overlap: what each costs by itself is not known"]
     if log.left_out:
         return [f"no profile   {log.note}, and what they cost is within that of the steps"]
+    if log.header["unknown"]:
+        return [f"no profile   vLLM ran with {', '.join(log.header['unknown'])}: what steps computed is not known"]
     said = log.header["device"]
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(
@@ -217,7 +218,9 @@ def _date(log: ObservedLog) -> str:
     return datetime.fromtimestamp(int(log.header["unix_ns"]) / 1e9, UTC).isoformat(timespec="seconds")
 
 
-def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRecorder, command: str) -> dict[str, Any]:
+def _manifest(
+    log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRecorder, command: str, unpriced: str
+) -> dict[str, Any]:
     said = log.header
     queried = sum(len(prompt) if isinstance(prompt := one.prompt, array) else prompt for one in log.requests.values())
     first: dict[str, int] = {}
@@ -230,7 +233,8 @@ def _manifest(log: ObservedLog, config: RunConfig, trace: Trace, recorder: RunRe
         "wall_s": round(log.steps[-1].end_ns / 1e9, 3),
         "machine": {"gpu": said["device"]["name"]},
         "trace": describe_trace(trace),
-        "model": config.model.name,
+        "model": Path(said["model"]["name"]).name if unpriced else config.model.name,
+        "unpriced": unpriced or None,
         "num_steps": len(log.steps),
         "num_sent": recorder.num_sent,
         "num_unsent": max(0, trace.num_requests - recorder.num_sent),  # none of a log's own trace: it is what came

@@ -90,20 +90,22 @@ class ObservedStep(NamedTuple):
 
 @dataclass(slots=True)
 class ObservedLog:
-    """A whole log. header: its first line. steps: those that were committed. is_cut: it ends in the middle.
-    left_out: of each request that is no row of a trace, what it is; the steps do without."""
+    """A whole log. header: its first line. steps: those that were committed. is_cut: of a replay of ours that did not
+    get to its end. num_open: requests that lived where the log ends; they count as aborted then. left_out: of each
+    request that is no row of a trace, what it is; the steps do without."""
 
     header: dict[str, Any]
     requests: dict[str, ObservedRequest]
     steps: list[ObservedStep]
     resets: int
-    is_cut: bool
+    is_cut: bool = False
+    num_open: int = 0
     is_in_order: bool = True  # whether those of a priority came by their instants of arrival, no two alike
     left_out: tuple[str, ...] = ()
 
     @property
-    def num_open(self) -> int:
-        return sum(one.reason is None for one in self.requests.values())
+    def open_note(self) -> str:
+        return f"{self.num_open} requests had not ended where the log ends, and count as aborted then"
 
     @property
     def note(self) -> str:
@@ -114,7 +116,8 @@ class ObservedLog:
 
 
 def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
-    """Reads a log. A last line that was cut is left out, and what a compressed file that was cut does not give. Raises
+    """Reads a log. A last line that was cut is left out, and what a compressed file that was cut does not give; so are
+    plans that were in flight where it ends. Raises
     RunFolderError naming the line that is none."""
     reader: _Reader | None = None
     bad: RunFolderError | None = None
@@ -143,7 +146,7 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
         raise RunFolderError(str(error)) from None
     if reader is None:
         raise bad or RunFolderError(f"{file} is empty; an observer's log begins with a line about its engine")
-    return reader.log(is_torn=bad is not None)
+    return reader.log()
 
 
 def _header(fields: dict[str, Any], place: str) -> dict[str, Any]:
@@ -267,16 +270,27 @@ class _Reader:
     def _named(self, by_id: dict[str, Any]) -> dict[str, Any]:
         return {self._names[vllm_id]: value for vllm_id, value in by_id.items()}
 
-    def log(self, *, is_torn: bool) -> ObservedLog:
+    def log(self) -> ObservedLog:
         requests, steps = self._requests, self._steps
+        still = [one for one in requests.values() if one.reason is None]
+        for one in still if self._sender is None else ():
+            last_ns = steps[-1].end_ns if steps else 0
+            one.reason, one.ended_ns = "abort", max(last_ns, one.queued_ns)
+            one.place = min(one.place[0], len(steps)), min(one.place[1], len(steps))
+            one.aborted = len(steps), len(steps)
         if self._left_out:
             requests = {name: request for name, request in requests.items() if name not in self._left_out}
             steps = [_of_these(step, requests) for step in steps]
-        is_open = bool(self._plans) or any(request.reason is None for request in requests.values())
+        num_open = sum(one.name in requests for one in still)
         return ObservedLog(
-            self._header, requests, steps, self._num_resets, is_torn or is_open, self._is_in_order,
-            tuple(self._left_out.values()),
-        )  # fmt: skip
+            self._header,
+            requests,
+            steps,
+            self._num_resets,
+            num_open=num_open,
+            is_in_order=self._is_in_order,
+            left_out=tuple(self._left_out.values()),
+        )
 
 
 def _of_these(step: ObservedStep, requests: dict[str, ObservedRequest]) -> ObservedStep:

@@ -113,7 +113,7 @@ class CoreInVllm(SchedulerInterface):
 
     def add_request(self, request: Any) -> None:
         name = self.name_of(request)
-        why = unknown_to_us(request)
+        why = unknown_to_us(request) or _not_returned(request)
         self._names[request.request_id] = name
         if why:
             self._refuse(request, f"this testbed's scheduler has no {why}")
@@ -284,6 +284,12 @@ class CoreInVllm(SchedulerInterface):
         return None
 
 
+def _not_returned(request: Any) -> str:
+    """What a request wants to be told that is not carried back from the workers; empty: nothing."""
+    wants = getattr(request.sampling_params, "prompt_logprob_token_ids", None) is not None
+    return "prompt_logprob_token_ids" if wants else ""
+
+
 def check_engine(config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError naming what of vLLM's configuration this scheduler has not."""
     groups = kv_cache_config.kv_cache_groups
@@ -297,6 +303,9 @@ def check_engine(config: Any, kv_cache_config: Any) -> None:
         "encoder-cache connectors": getattr(config, "ec_transfer_config", None) is not None,
         "KV events": getattr(config.kv_events_config, "enable_kv_cache_events", False),
         "multimodal models": bool(getattr(model, "is_multimodal_model", False)),
+        "returning routed experts": getattr(model, "enable_return_routed_experts", False)
+        or getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False),
+        "returning sampling masks": bool(getattr(model, "return_sampling_mask", False)),
         "encoder-decoder models": bool(getattr(model, "is_encoder_decoder", False)),
         "pooling models": getattr(model, "runner_type", "generate") != "generate",
         f"{len(groups)} groups of KV caches": len(groups) != 1,

@@ -208,7 +208,7 @@ def _reason(request: Any) -> FinishReason:
 
 def _output_of(request: Any, index: int, token: int, answer: Any) -> EngineCoreOutput:
     logprobs = None
-    if request.sampling_params.logprobs is not None and answer.logprobs:
+    if request.sampling_params.num_logprobs is not None and answer.logprobs:
         logprobs = answer.logprobs.slice_request(index, 1)
     return EngineCoreOutput(
         request_id=request.request_id,
@@ -220,4 +220,5 @@ def _output_of(request: Any, index: int, token: int, answer: Any) -> EngineCoreO
         events=request.take_events(),
         prefill_stats=request.take_prefill_stats(),
         trace_headers=request.trace_headers,
+        num_nans_in_logits=(answer.num_nans_in_logits or {}).get(request.request_id, 0),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,13 +44,15 @@ class TapeStep(NamedTuple):
 
 
 class TapeEvent(NamedTuple):
-    """An arrival or an abort, first seen at the boundary before `step`, at `now_ns`."""
+    """An arrival or an abort, first seen at the boundary before `step`, at `now_ns`. max_tokens: of an arrival at a
+    live loop, what it had leave for; the trace has what came of it."""
 
     kind: str  # arrive, abort
     request_id: str
     step: int
     now_ns: int
     arrival_ns: int  # arrivals: the intended instant
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,18 @@ class TapeWriter:
     def __init__(self, path: Path, decide: Callable[[StepView], dict[str, Any]], *, is_live: bool = False) -> None:
         self._file = path.open("w", encoding="utf-8")
         self._decide = decide
+        self._is_live = is_live
         live = {"is_live": True} if is_live else {}
         self._write({"kind": "tape", "version": VERSION, "digest_version": DIGEST_VERSION, **live})
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        bound = {"max_tokens": request.sampling.max_tokens} if self._is_live else {}
         self._write(
-            {"kind": "arrive", "id": request.request_id, "step": step, "ns": now_ns, "arrival_ns": request.arrival_ns}
-        )
+            {
+                "kind": "arrive", "id": request.request_id, "step": step, "ns": now_ns,
+                "arrival_ns": request.arrival_ns, **bound,
+            }
+        )  # fmt: skip
 
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
         self._write({"kind": "abort", "id": request_id, "step": step, "ns": now_ns})
@@ -146,7 +153,7 @@ def read_tape(path: Path) -> Tape:
             else:
                 numbers = (item["step"], item["ns"], item.get("arrival_ns", item["ns"]))
                 _check_numbers("step, ns, arrival_ns", numbers)
-                events.append(TapeEvent(kind, item["id"], *numbers))
+                events.append(TapeEvent(kind, item["id"], *numbers, item.get("max_tokens")))
         except (KeyError, TypeError, ValueError) as error:
             if number == len(lines):
                 break
@@ -224,7 +231,10 @@ class TapeInbox:
             if event.kind == "abort":
                 events.append(Abort(event.request_id))
             else:
-                events.append(Arrive(self._make_request(event.request_id, event.arrival_ns)))
+                request = self._make_request(event.request_id, event.arrival_ns)
+                if event.max_tokens is not None:
+                    request = replace(request, sampling=replace(request.sampling, max_tokens=event.max_tokens))
+                events.append(Arrive(request))
         return events
 
     def next_ns(self) -> int | None:

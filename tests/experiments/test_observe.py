@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -160,11 +161,12 @@ def test_of_a_log_that_is_cut_all_is_kept_that_was_finished(tmp_path: Path, name
     (tmp_path / "log.jsonl").write_bytes(text[: int(len(text) * share)])
     num_steps = text[: int(len(text) * share)].count(b'"kind":"commit"')
     said = import_log(tmp_path / "log.jsonl", tmp_path / "run").lines
-    assert "the log is cut" in said[0]
-    run = load_run(tmp_path / "run")
+    assert "had not ended where the log ends, and count as aborted then" in said[0]
+    run = load_sweep(tmp_path / "run").runs[0]
     assert num_steps - 1 <= len(run.steps) <= num_steps
-    assert run.manifest["status"] == "partial"
-    assert not (tmp_path / "run" / "done").exists()
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    assert len(case.steps) == len(run.steps)
+    assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
@@ -174,10 +176,9 @@ def test_of_a_packed_log_that_is_cut_all_is_kept_that_can_be_unpacked(tmp_path: 
     (tmp_path / "log.jsonl.gz").write_bytes(there)
     num_steps = zlib.decompressobj(wbits=31).decompress(there).count(b'"kind":"commit"')
     said = import_log(tmp_path / "log.jsonl.gz", tmp_path / "run").lines
-    assert "the log is cut" in said[0]
+    assert "had not ended where the log ends" in said[0]
     run = load_run(tmp_path / "run")
     assert num_steps - 1 <= len(run.steps) <= num_steps < 60
-    assert run.manifest["status"] == "partial"
 
 
 def test_a_packed_log_without_a_whole_line_is_refused(tmp_path: Path) -> None:
@@ -272,18 +273,27 @@ def test_the_id_of_one_that_was_left_out_may_come_again(tmp_path: Path) -> None:
     assert f"{first['id']}~2" in log.requests
 
 
-def test_of_a_log_that_is_cut_it_is_said_what_is_in_it(tmp_path: Path) -> None:
-    lines = lines_of("sync")
-    last = next(place for place, line in enumerate(lines) if line["kind"] == "commit" and line["step"] == 20)
-    imported = import_log(
-        written(tmp_path / "log.jsonl", lines[: last + 1]), tmp_path / "run", command="testbed observe import log"
-    )
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_lines", range(12, 120, 9))
+def test_wherever_a_log_ends_its_case_conforms_and_its_trace_runs(tmp_path: Path, name: str, num_lines: int) -> None:
+    imported = import_log(written(tmp_path / "log.jsonl", lines_of(name)[:num_lines]), tmp_path / "run")
     run = load_run(tmp_path / "run")
-    num_open = int((run.requests["finish_reason"] == "").sum() + run.requests["finish_reason"].isna().sum())
-    assert num_open > 0
-    assert f"the log is cut, {num_open} requests had not ended" in imported.lines[0]
-    with pytest.raises(RunFolderError, match="the log that it was made of ends with requests in flight"):
-        load_sweep(tmp_path / "run")
+    num_aborted = int((run.requests["finish_reason"] == "abort").sum())
+    said = re.search(r"; (\d+) requests had not ended", imported.lines[0])
+    assert said is not None
+    assert 0 < int(said[1]) <= num_aborted
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
+    again = ["run", f"from={tmp_path / 'run'}", "backend=sim", "cost=constant", f"hydra.run.dir={tmp_path / 'sim'}"]
+    assert main(again) == 0
+
+
+def test_what_speculation_computed_is_no_profile(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    lines[0]["unknown"] = ["speculative_config"]
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    assert [line.split("  ")[0] for line in said if "speculative_config" in line] == ["no case", "no profile"]
+    assert not (tmp_path / "run" / "profile.parquet").exists()
 
 
 def test_the_options_of_the_import_are_named_where_they_are_wrong(
@@ -392,7 +402,7 @@ def test_a_line_in_the_middle_that_is_no_json_is_named(tmp_path: Path) -> None:
 def test_a_gpu_is_found_in_the_device_library_or_asked_for(tmp_path: Path) -> None:
     lines = lines_of("sync")
     lines[0]["device"] |= {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
-    assert device_of(read_log(written(tmp_path / "log.jsonl", lines))) == "h100"
+    assert device_of(lines[0]) == "h100"
     lines[0]["device"]["name"] = "NVIDIA Nothing 9000"
     log = written(tmp_path / "log.jsonl", lines)
     with pytest.raises(ConfigError, match="say which is nearest with --device"):

@@ -194,7 +194,7 @@ def test_what_happened_to_a_request_is_with_its_output_if_vllm_wants_it() -> Non
         found = served.scheduler.update_from_output(output, served.worker.execute(output))[0]
         (one,) = [made for made in found.outputs if made.request_id == name]
         assert one.events == [vllm.EngineCoreEventType.QUEUED, vllm.EngineCoreEventType.SCHEDULED]
-        assert one.prefill_stats == vllm.PrefillStats(9, 8 * (name == "b"))
+        assert one.prefill_stats == vllm.PrefillStats(9, 8 * (name == "b"), 8 * (name == "a"))
         assert found.scheduler_stats.prefix_cache_stats == vllm.PrefixCacheStats(9, 8 * (name == "b"))
     silent = Served()
     silent.add("a")

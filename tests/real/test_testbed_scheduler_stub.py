@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 
 from analysis.load import load_run
+from experiments.app import config_from
 from experiments.config import RunConfig
 from experiments.parity import check_parity
+from experiments.run import execute
 from testbed.errors import ConfigError, RunFolderError
+from testbed.traces.readers.own import read_jsonl
+from testbed.traces.schema import TokenIds
 from tests.real import vllm_stub_types as vllm
 from tests.real.vllm_stub import stub_vllm
 from tests.real.vllm_stub_worker import VOCAB_SIZE, Memory, NewerRunner, OlderRunner
@@ -37,21 +41,23 @@ def stub() -> Iterator[None]:
 
 def made(
     settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: bool = False, budget: int = 32,
-    model: dict[str, Any] = MODEL,
+    model: dict[str, Any] = MODEL, caches: bool = True, device: tuple[str, str] = ("cpu", "cpu"), **flags: Any,
 ) -> Any:  # fmt: skip
     from experiments.inside_vllm import TestbedScheduler
     from tests.real.vllm_stub_engine import engine_config
 
     config = engine_config(
         num_blocks=NUM_BLOCKS, is_newer=is_newer, additional_config={"testbed": settings},
-        scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=budget, async_scheduling=is_async),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=6, max_num_batched_tokens=budget, async_scheduling=is_async, **flags
+        ),
         model_config=SimpleNamespace(
             model="/models/tiny", dtype="torch.float32", max_model_len=64, runner_type="generate",
             hf_text_config=SimpleNamespace(to_json_string=lambda use_diff: json.dumps(model)),
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches, cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
-        device_config=SimpleNamespace(device_type="cpu"),
+        device_config=SimpleNamespace(device_type=device[0]),
     )  # fmt: skip
     return TestbedScheduler(*config, None, BLOCK_SIZE, BLOCK_SIZE)
 
@@ -99,6 +105,18 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
     report = check_parity(folder)
     assert report.divergence is None, report.divergence
     assert report.num_steps == run.manifest["num_steps"]
+    rows = {row.request_id: row for row in read_jsonl(folder / "trace.jsonl")}
+    for name, request in requests.items():
+        assert isinstance(output := rows[name].output, TokenIds)
+        assert output.ids.tolist() == request.output_token_ids, "what came, not what might have"
+    assert any(one.num_output_tokens < one.max_tokens for one in requests.values())
+    assert rows["r8"].cancel_after_ns is not None
+    config = config_from(folder, ["backend=sim", "cost=constant"])
+    again = execute(config, tmp_path / "sim")
+    simulated = load_run(again.folder).requests.set_index("request_id")["num_output_tokens"]
+    assert {name: simulated[name] for name in requests} == {
+        name: request.num_output_tokens for name, request in requests.items()
+    }
     with pytest.raises(RunFolderError, match="already holds a run"):
         made({"out": str(folder)})
 
@@ -112,6 +130,76 @@ def test_a_model_that_has_no_price_here_is_served_and_its_tape_replays(
     worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
     served(scheduler, worker, is_async=False)
     assert check_parity(tmp_path / "run").divergence is None
+    assert load_run(tmp_path / "run").manifest["model"] == "tiny"
+    with pytest.raises(ConfigError, match=r"tiny has no price here.*say whose prices to take, as model=llama3.1_8b"):
+        config_from(tmp_path / "run", ["backend=sim"])
+    config_from(tmp_path / "run", ["backend=sim", "cost=constant"])
+    config_from(tmp_path / "run", ["backend=sim", "model=llama3.1_8b"])
+
+
+def test_a_killed_engine_leaves_what_its_tape_needs(tmp_path: Path) -> None:
+    from tests.real.vllm_stub_engine import Engine
+
+    scheduler = made({"out": str(tmp_path / "run")})
+    worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
+    engine = Engine(scheduler, worker, is_async=False)
+    for number in range(4):
+        scheduler.add_request(vllm.Request(f"r{number}", [7 + number] * 5, vllm.SamplingParams(12, stop_token_ids=[3])))
+        engine.step()
+    report = check_parity(tmp_path / "run")  # vLLM never said that it was over
+    assert (report.divergence, report.is_cut, report.num_steps) == (None, True, 4)
+    (note,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["trace"]["notes"]
+    assert note == "of requests that had not ended, outputs are as long as they had leave for"
+
+
+def test_the_device_is_the_engines_if_nobody_says_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from experiments import inside_vllm
+    from real.vllm import observer
+
+    built: list[RunConfig] = []
+    build = inside_vllm.build_scheduler
+    monkeypatch.setattr(
+        inside_vllm, "build_scheduler", lambda config, pools: built.append(config) or build(config, pools)
+    )
+    made({})
+    monkeypatch.setattr(observer, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    made({}, device=("cuda", ""))
+    made({"device": "l40s"}, device=("cuda", ""))
+    assert not caplog.text
+    monkeypatch.setattr(observer, "device_name", lambda: "NVIDIA Nothing 9000")
+    made({}, device=("cuda", ""))
+    assert "NVIDIA Nothing 9000 is not in the device library" in caplog.text
+    assert [config.device.name for config in built] == ["cpu", "a100", "l40s", "h100"]
+
+
+def test_what_vllm_was_started_with_holds_for_the_cache() -> None:
+    assert made({}).steering.cached_block_size == BLOCK_SIZE
+    assert made({"cache": {"prefix_caching": False}}).steering.cached_block_size is None
+    assert made({}, caches=False).steering.cached_block_size is None
+    with pytest.raises(ConfigError, match=r"^cache.prefix_caching is true, and vLLM was started without"):
+        made({"cache": {"prefix_caching": True}}, caches=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "settings"),
+    [
+        ({"policy": "priority"}, "scheduler.queue_order", {"name": "vllm_v1", "queue_order": "fcfs"}),
+        (
+            {"long_prefill_token_threshold": 9}, "scheduler.long_prefill_token_threshold",
+            {"name": "vllm_v1", "long_prefill_token_threshold": 9},
+        ),
+    ],
+)  # fmt: skip
+def test_what_only_vllms_own_scheduler_reads_is_refused(
+    flags: dict[str, Any], key: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=f"^vLLM was started with .* leave it out, and say {key} to this one"):
+        made({}, **flags)
+    made({"scheduler": settings}, **flags)
+    with pytest.raises(ConfigError, match=r"say cache\.watermark to this one"):
+        made({}, watermark=0.01)
 
 
 def test_policies_that_ask_for_prices_are_told_those_of_the_model_that_is_served(

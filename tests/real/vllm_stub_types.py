@@ -51,6 +51,7 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     events: list[Any] | None = None
     trace_headers: Any = None
+    num_nans_in_logits: int = 0
     prefill_stats: PrefillStats | None = None
 
 
@@ -96,6 +97,10 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class Request:

@@ -91,6 +91,7 @@ def answer(order: list[str], drawn: dict[str, int]) -> Any:
         sampled_token_ids=[[drawn[name]] if name in drawn else [] for name in order],
         logprobs=None,
         prompt_logprobs_dict={},
+        num_nans_in_logits=None,
     )
 
 

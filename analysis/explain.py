@@ -119,6 +119,7 @@ def refuse_unknown(run: Run, request_id: str) -> None:
     """Raises RunFolderError, which names the nearest ids, if the run has no such request."""
     known = read_frame(run.path / "requests.parquet", ["request_id"])["request_id"].tolist()
     if request_id not in known:
-        near = get_close_matches(request_id, known, n=3, cutoff=0.0)
+        begins = [name for name in known if str(name).startswith(request_id)]  # vLLM lengthens ids
+        near = begins[:3] or get_close_matches(request_id, known, n=3, cutoff=0.0)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise RunFolderError(f"{run.path} has no request {request_id!r} among its {len(known):,}{hint}")

@@ -23,7 +23,7 @@ from experiments.environment import ask_early
 from experiments.origin import Origin, kept_in
 from experiments.overrides import check, is_sweep, literal, of_points, parsed, readable
 from experiments.run import INTERRUPTED, RunResult, execute
-from experiments.run_folder import TRACE_FILE, check_priced, named_folder, read_config
+from experiments.run_folder import check_priced, named_folder, read_config
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import nearest
@@ -238,18 +238,9 @@ def _finish(result: RunResult) -> dict[str, Any]:
     return result.summary
 
 
-def _with_its_trace(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The configuration of a folder that was moved since: a trace that it holds itself is still found."""
-    path = raw.get("trace", {}).get("path")
-    kept = source.absolute() / TRACE_FILE
-    if path is not None and Path(path).name == TRACE_FILE and not Path(path).exists() and kept.exists():
-        raw["trace"]["path"] = str(kept)
-    return raw
-
-
 def config_from(source: Path, overrides: list[str]) -> RunConfig:
     """The configuration of a run's folder, checked as any other, with overrides laid over it."""
-    saved = _with_its_trace(read_config(source), source)
+    saved = read_config(source)
     config = compose_from(saved, [*overrides, *_replicas_of(saved["backend"], overrides)])
     check_priced(source, config, overrides)
     return config

@@ -118,7 +118,7 @@ def _parity(arguments: list[str]) -> int:
             print_divergence(report)
             return 1
         until = "; the run was interrupted there" if report.is_cut else ""
-        until = until if report.failure is None else f"; there the run's own class failed: {report.failure}"
+        until = until if report.failure is None else f"; there the run failed: {report.failure}"
         print(f"{who}identical: {report.num_steps} steps, decision digest {report.digest:016x}{until}")
     return 0
 

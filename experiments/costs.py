@@ -29,6 +29,7 @@ from testbed.foreign_text import unknown
 from testbed.policies.config import resolve_limits
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
+from testbed.specs.hf_config import ARCHITECTURES
 from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
 from testbed.specs.profiles import read_profile
@@ -110,6 +111,11 @@ def unread_settings(config: RunConfig) -> list[str]:
     if values.get("name") not in ("roofline", "tables"):
         return []
     notes, is_cpu = [], config.device.kind == "cpu"
+    if config.model.architecture not in ARCHITECTURES:
+        notes.append(
+            f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}: it is priced as a decoder of the "
+            "Llama shape with its sizes"
+        )
     if values.get("name") == "tables":
         notes += [
             f"device.{name} changes only what tables lack: the operators of {config.device.name} were measured as it is"

@@ -21,10 +21,10 @@ from experiments.build import Pools, build_scheduler
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
 from experiments.environment import describe_machine
-from experiments.observe.importing import MODEL_FOLDER, device_of, manifest_in_vllm, with_model
+from experiments.observe.importing import device_of, manifest_in_vllm, with_model
 from experiments.on_device import check_hits, check_in_vllm, check_steps
 from experiments.policies import make_policy
-from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
+from experiments.run_folder import MODEL_FOLDER, TRACE_FILE, claim, refuse_overwrite, write_json
 from real.vllm.observer import describe
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
@@ -44,7 +44,9 @@ from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.serialize import row_to_json, write_jsonl
 
-KEYS = ("scheduler", "cache", "seed", "out", "device")
+KEYS: dict[str, tuple[type, ...]] = {
+    "scheduler": (str, dict), "cache": (dict,), "seed": (int,), "out": (str,), "device": (str,)
+}  # fmt: skip
 _OWN_FLAGS = (  # of vLLM's own scheduler, with the keys that say it to ours, and what says nothing
     ("policy", "scheduler", "queue_order", "fcfs"),
     ("long_prefill_token_threshold", "scheduler", "long_prefill_token_threshold", 0),
@@ -59,9 +61,7 @@ class TestbedScheduler(CoreInVllm):
 
     def make_steering(self) -> Steering:
         settings = (self.vllm_config.additional_config or {}).get("testbed") or {}
-        for key in settings:
-            if key not in KEYS:
-                raise ConfigError(unknown(f'additional_config["testbed"] has an unknown key {key!r}', key, KEYS))
+        _check(settings)
         said = describe(self)
         device = settings.get("device") or _device_of(said)
         with TemporaryDirectory() as scratch:
@@ -75,9 +75,33 @@ class TestbedScheduler(CoreInVllm):
         check_in_vllm(config, self.max_model_len)
         check_steps(config, composition, self.scheduler_config.max_num_batched_tokens, self.max_model_len)
         scheduler = build_scheduler(config, Pools(self.num_gpu_blocks, 0))
-        records = _Folder(Path(settings["out"]), config, scheduler, said, why) if settings.get("out") else _Nothing()
+        records = self._records(settings.get("out"), config, scheduler, said, why)
         _logger.info("the testbed decides: scheduler=%s", config.scheduler.name)
         return OwnLoop(scheduler, records, _request_of, records.finish)
+
+    @staticmethod
+    def _records(
+        out: str | None, config: RunConfig, scheduler: Scheduler, said: dict[str, Any], unpriced: str
+    ) -> _Nothing | _Folder:
+        if not out:
+            return _Nothing()
+        try:
+            return _Folder(Path(out), config, scheduler, said, unpriced)
+        except OSError as error:
+            raise ConfigError(f'additional_config["testbed"]: out is {out}, and {error.strerror or error}') from None
+
+
+def _check(settings: Any) -> None:
+    """Raises ConfigError for settings that are none."""
+    place = 'additional_config["testbed"]'
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{place} is {settings!r}; it must have keys, as {{'scheduler': 'sarathi'}}")
+    for key, value in settings.items():
+        if key not in KEYS:
+            raise ConfigError(unknown(f"{place} has an unknown key {key!r}", key, KEYS))
+        if not isinstance(value, KEYS[key]):
+            wanted = " or ".join({str: "a text", dict: "keys", int: "a number"}[kind] for kind in KEYS[key])
+            raise ConfigError(f"{place}: {key} is {value!r}; it must be {wanted}")
 
 
 def _device_of(said: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from analysis.files import read_said
 from experiments import build
 from experiments.config import RunConfig
 from experiments.forcing import forcing
-from experiments.foreign import PolicyError, policy_failure
+from experiments.foreign import policy_failure
 from experiments.run_folder import read_config
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
@@ -21,7 +21,7 @@ from testbed.core.interfaces import Recorder
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.serve import Loop, serve
-from testbed.errors import RunFolderError, TestbedError
+from testbed.errors import LivelockError, RunFolderError, TestbedError
 from testbed.records.recorders import NoRecords, together
 from testbed.records.schema import decision, num_scheduled
 from testbed.records.tape import Tape, TapeInbox, read_tape, tape_names
@@ -47,7 +47,7 @@ class ParityReport:
     digest: int
     divergence: Divergence | None
     is_cut: bool = False  # the real run was interrupted: the replay agrees up to the end of its tape
-    failure: PolicyError | None = None  # what the run's own class raised where its tape ends
+    failure: TestbedError | None = None  # how the run ended where its tape does, if it did so by itself
 
 
 def print_divergence(report: ParityReport) -> None:
@@ -122,7 +122,7 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
 
 def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> ParityReport:
     """Replays the tape of a real run's folder, or of one of its replicas, and compares every step. Raises
-    RunFolderError for another folder, PolicyError where a class of the run's own raises before its tape ends.
+    RunFolderError for another folder, TestbedError where a class of the run's own raises before its tape ends.
 
     recorders: see the replay too."""
     config = RunConfig.from_container(read_config(folder))
@@ -134,22 +134,25 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
     scheduler = build.build_scheduler(config, inputs.pools)
     checker = inputs.checker
     divergence: Divergence | None = None
-    is_cut, failure = False, None
+    is_cut = False
+    failure: TestbedError | None = None
     try:
         inputs.drive(serve(inputs.inbox, scheduler, together([*recorders, checker])))
     except _DivergedError as diverged:
         divergence = diverged.divergence
     except _TapeEndedError:
         is_cut = True
+    except LivelockError as error:
+        failure = error
     except TestbedError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure = policy_failure(error, config)
         if failure is None:
             raise
-        if not checker.has_ended:
-            raise failure from error
-        is_cut = True
+    if failure is not None and not checker.has_ended:
+        raise failure
+    is_cut = is_cut or failure is not None
     return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut, failure)
 
 

@@ -26,7 +26,15 @@ from experiments.origin import UNKNOWN, Origin
 from experiments.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
 from experiments.progress import Progress
 from experiments.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
-from experiments.run_folder import TRACE_FILE, claimed, describe_failure, describe_kept, refuse_overwrite, write_json
+from experiments.run_folder import (
+    TRACE_FILE,
+    claimed,
+    describe_failure,
+    describe_kept,
+    locked,
+    refuse_overwrite,
+    write_json,
+)
 from experiments.settings import SimConfig, TraceConfig
 from experiments.traces import describe_trace
 from experiments.watches import batch_limits, status_lines
@@ -99,12 +107,14 @@ def execute(
 def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: Origin) -> RunResult:
     """vLLM's own scheduler decides; its log becomes the folder."""
     from analysis.load import load_run  # not at the top: Arrow is slow to import
-    from experiments.observe.stock import replay_stock
+    from experiments.observe.stock import options_of_stock, replay_stock
 
     check_token_ids(config, trace)
     check_prompts(config, trace)
     speed = config.backend.speed if isinstance(config.backend, VllmConfig) else 1.0
-    failure = replay_stock(config, trace, trace_inbox(config, at_speed(trace, speed)), folder, command)
+    told, inbox = options_of_stock(config), trace_inbox(config, at_speed(trace, speed))
+    with locked(folder):
+        failure = replay_stock(config, trace, inbox, folder, command, told)
     message, exit_status = "", 0
     if failure is not None:
         is_pressed = isinstance(failure, KeyboardInterrupt)

@@ -27,6 +27,7 @@ from testbed.records.schema import STEP_TRACE_FILE
 
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where it was built with libyaml
 
+MODEL_FOLDER = "model"  # of a run of a model that vLLM served
 TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
 LOG_FILE = "run.log"
 SET_ASIDE = ".stale"  # of a sweep's folder: finished points that were made from something else
@@ -106,13 +107,20 @@ def as_yaml(tree: dict[str, Any]) -> str:
 @contextmanager
 def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
     """Within, the folder is claimed and its log open, and no other process can claim it. Raises RunFolderError."""
+    with locked(folder):
+        claim(folder, config)
+        with _log_to(folder / LOG_FILE):
+            yield
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within, the folder is there and no other process can claim it. Raises RunFolderError."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG_FILE).open("ab") as log:
         if not _lock(log):
             raise _in_use(folder)
-        claim(folder, config)
-        with _log_to(folder / LOG_FILE):
-            yield
+        yield
 
 
 def is_locked(folder: Path) -> bool:
@@ -189,9 +197,18 @@ def saved_config(folder: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The same, its files as they are found from here."""
     raw, started_in = saved_config(folder), read_manifest(folder).get("started_in")
+    for group, name in (("model", MODEL_FOLDER), ("trace", TRACE_FILE)):
+        raw[group] = _with_own(raw.get(group), folder.absolute() / name)
     if not isinstance(started_in, str) or Path(started_in) == Path.cwd():
         return raw
     return {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
+
+
+def _with_own(group: Any, kept: Path) -> Any:
+    """A group whose file the folder itself keeps, which was moved since."""
+    path = group.get("path") if isinstance(group, dict) else None
+    is_moved = path is not None and Path(path).name == kept.name and not Path(path).exists() and kept.exists()
+    return group | {"path": str(kept)} if is_moved else group
 
 
 def _from_here(tree: Any, started_in: Path) -> Any:

@@ -23,17 +23,19 @@ from experiments.observe.case import case_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
 from experiments.options import options
-from experiments.run_folder import TRACE_FILE, claim, refuse_overwrite, write_json
+from experiments.run_folder import MODEL_FOLDER, TRACE_FILE, claim, refuse_overwrite, write_json
 from experiments.traces import describe_trace
-from testbed.errors import ConfigError, ModelError, RunFolderError
+from testbed.errors import ConfigError, IllegalTransitionError, ModelError, RunFolderError, TestbedError
+from testbed.foreign_text import shown
 from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import NoRecords
 from testbed.specs.model import DTYPE_BYTES
 from testbed.specs.profiles import ProfileManifest, number_repeats, write_profile
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.serialize import write_jsonl
 
-CASE_FILE, PROFILE_FILE, MODEL_FOLDER = "case.jsonl", "profile.parquet", "model"
+CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
 
 
 class Imported(NamedTuple):
@@ -68,8 +70,9 @@ def import_log(
     trace = trace_of(log, file.name) if replayed is None else replayed.trace
     if replayed is None:
         device = device or device_of(log.header)
-        with TemporaryDirectory() as trial:  # what has no configuration is refused before there is a folder
+        with TemporaryDirectory() as trial:  # what cannot be is refused before there is a folder
             _config(log, Path(trial), device)
+            _try(log, file)
         folder.mkdir(parents=True, exist_ok=True)
         config, unpriced = _config(log, folder, device)
     else:
@@ -100,6 +103,14 @@ def import_log(
     if log.num_open:
         head += f"; {log.open_note}"
     return Imported(folder, (head, *lines, f"imported     {folder}"))
+
+
+def _try(log: ObservedLog, file: Path) -> None:
+    """Raises RunFolderError for steps that no scheduler can have taken."""
+    try:
+        replay(log, NoRecords())
+    except (ArithmeticError, LookupError, TypeError, ValueError, IllegalTransitionError, TestbedError) as error:
+        raise RunFolderError(f"{file}: its steps do not fit together ({shown(error)}); it was changed") from None
 
 
 def trace_of(log: ObservedLog, name: str) -> Trace:
@@ -231,7 +242,7 @@ def _manifest(
         "status": "partial" if log.is_cut else "complete",
         "created": _date(log),
         "wall_s": round(log.steps[-1].end_ns / 1e9, 3),
-        "machine": {"gpu": said["device"]["name"]},
+        "machine": {"gpu": None if said["device"]["type"] == "cpu" else said["device"]["name"]},
         "trace": describe_trace(trace),
         "model": Path(said["model"]["name"]).name if unpriced else config.model.name,
         "unpriced": unpriced or None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 from testbed.core.request import Request
 from testbed.errors import RunFolderError, TraceError
-from testbed.foreign_text import shown
+from testbed.foreign_text import shown, whole
+from testbed.records.tape import MAX_NS
 from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.open_text import DamagedError, existing_file, read_lines
 
@@ -28,6 +30,37 @@ _HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first l
     },
     "model": {"name": (str,), "dtype": (str,), "hf_config": (dict,)},
     "device": {"type": (str,), "name": (str,), "tensor_parallel_size": (int,), "pipeline_parallel_size": (int,)},
+}  # fmt: skip
+_COUNT, _ID = whole(0, MAX_NS), lambda value: isinstance(value, str)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(whole(0, 2**31 - 1), value))
+
+
+def _is_by_id(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_one, value.values()))
+
+
+def _is_tokens(value: Any) -> bool:
+    """Ids, or how many."""
+    return _COUNT(value) or _is_ids(value)
+
+
+_PLACE = {"ns": _COUNT, "plans": _COUNT, "commits": _COUNT}
+_OF_STEPS = {"step": _COUNT, "began_ns": _COUNT, "ns": _COUNT, "free_blocks": _COUNT}
+_KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the other lines
+    "add": _PLACE | {
+        "id": _ID, "arrival_unix_ns": _COUNT, "prompt": _is_tokens, "priority": whole(-(2**31), 2**31), "salt": _ID,
+        "max_tokens": lambda value: value is None or _COUNT(value),
+    },
+    "plan": _OF_STEPS | {
+        "committed": _COUNT, "num_running": _COUNT, "num_waiting": _COUNT, "scheduled": _is_by_id(_COUNT),
+        "admitted": _is_by_id(_COUNT), "preempted": lambda value: isinstance(value, list),
+    },
+    "commit": _OF_STEPS | {"emitted": _is_by_id(_is_tokens), "ended": _is_by_id(_ID)},
+    "abort": _PLACE | {"id": _ID},
+    "reset_prefix_cache": {"ns": _COUNT},
 }  # fmt: skip
 Place = tuple[int, int]  # steps planned and committed before
 _SESSION = "streaming sessions"  # as the observer calls them: such a request ends, and is added again, at each turn
@@ -188,18 +221,23 @@ class _Reader:
         self._plans: dict[int, dict[str, Any]] = {}
         self._steps: list[ObservedStep] = []
         self._num_resets = 0
+        self._running: set[str] = set()
+        self._last_ns = 0
         self._last_unix_ns: dict[int, int] = {}  # by priority
         self._is_in_order = True
 
     def take(self, fields: dict[str, Any]) -> None:
         kind = fields["kind"]
+        for key, is_one in _KINDS.get(kind, {}).items():
+            if not is_one(fields[key]):
+                raise ValueError(f"its {key} is {shown(fields[key])}")
+        if fields["ns"] < self._last_ns:
+            raise ValueError("its instant is before that of the line before it")
+        self._last_ns = fields["ns"]
         if kind == "add":
             self._add(fields)
         elif kind == "plan":
-            self._plans[int(fields["step"])] = fields | {
-                "scheduled": self._named(fields["scheduled"]), "admitted": self._named(fields["admitted"]),
-                "preempted": tuple([self._names[vllm_id] for vllm_id in fields["preempted"]]),
-            }  # fmt: skip
+            self._plan(fields)
         elif kind == "commit":
             self._commit(fields)
         elif kind == "abort":
@@ -211,6 +249,19 @@ class _Reader:
             self._num_resets += 1
         else:
             raise ValueError(f"a line of kind {kind!r}")
+
+    def _plan(self, fields: dict[str, Any]) -> None:
+        num_planned = len(self._steps) + len(self._plans)
+        if (fields["step"], fields["committed"]) != (num_planned, len(self._steps)):
+            raise ValueError(f"it is step {fields['step']}, and {num_planned} are before it: a line is missing")
+        plan = fields | {
+            "scheduled": self._named(fields["scheduled"]), "admitted": self._named(fields["admitted"]),
+            "preempted": tuple([self._names[vllm_id] for vllm_id in fields["preempted"]]),
+        }  # fmt: skip
+        self._plans[num_planned] = plan
+        if strays := {*plan["preempted"], *plan["admitted"]} - {*plan["scheduled"], *self._running}:
+            raise ValueError(f"it has {min(strays)!r}, which did not run")
+        self._running = (self._running - {*plan["preempted"]}) | {*plan["scheduled"]}
 
     def _at(self, ns: Any) -> int:
         """An instant on the log's clock."""
@@ -248,7 +299,9 @@ class _Reader:
         return name
 
     def _commit(self, fields: dict[str, Any]) -> None:
-        plan = self._plans.pop(int(fields["step"]))
+        if fields["step"] != len(self._steps):
+            raise ValueError(f"it is of step {fields['step']}, and that of step {len(self._steps)} is missing")
+        plan = self._plans.pop(len(self._steps))
         emitted = self._named(fields["emitted"])
         for name, tokens in emitted.items():
             emitted[name] = tokens if isinstance(tokens, list) else [0] * tokens

@@ -38,14 +38,13 @@ _TOLD_OF_CACHE = (
 
 
 def replay_stock(
-    config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str
+    config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str, told: dict[str, Any]
 ) -> KeyboardInterrupt | TestbedError | None:
-    """Runs the trace to its end and makes the folder a run's. What ended it before, if anything did, is returned: the
+    """Runs the trace to its end and makes the folder, which nobody else may write to, a run's. told: vLLM's scheduler,
+    options_of_stock(config). What ended it before, if anything did, is returned: the
     folder then has what was finished. Raises TestbedError where there is no run: vLLM did not start, or finished no
     step."""
     assert isinstance(config.backend, VllmConfig)
-    told = options_of_stock(config)
-    folder.mkdir(parents=True, exist_ok=True)
     log = folder / LOG_FILE
     backend = _started(config, log, told)
     clock = make_clock(config.backend, backend)

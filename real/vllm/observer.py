@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 VERSION: Final = 1
 VARIABLE: Final = "TESTBED_OBSERVE"
+SETTINGS: Final = {"observe": (), "tokens": ("ids", "lengths"), "clock": ("cpu", "monotonic")}
 SCHEDULER_FIELDS: Final = (
     "max_num_seqs", "max_num_batched_tokens", "policy", "long_prefill_token_threshold", "max_num_partial_prefills",
     "max_long_partial_prefills", "async_scheduling", "watermark", "scheduler_reserve_full_isl", "max_num_active_seqs",
@@ -40,6 +41,7 @@ class Log:
 
     def __init__(self, scheduler: Any) -> None:
         settings = (scheduler.vllm_config.additional_config or {}).get("testbed") or {}
+        _check(settings)
         path = settings.get("observe") or os.environ.get(VARIABLE)
         if not path:
             raise ValueError(
@@ -148,9 +150,20 @@ class Log:
         self._file = None
 
 
+def _check(settings: Any) -> None:
+    """Raises ValueError for settings that nobody reads."""
+    for key, value in settings.items() if isinstance(settings, dict) else (("", settings),):
+        if key not in SETTINGS or (SETTINGS[key] and value not in SETTINGS[key]):
+            known = ", ".join(f"{name} ({' or '.join(of) or 'a file'})" for name, of in SETTINGS.items())
+            found = f"{key}={value!r}" if key else repr(value)
+            raise ValueError(f'additional_config["testbed"] has {found}; the observer has {known}')
+
+
 def _new_file(path: str) -> Any:
     """A file of that name, or where one is there already of the next that is free (log-1.jsonl): a log is never written
     over, and no two engines write to one."""
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise ValueError(f"the observer's log is to be {path}, and there is no such folder: make it, or name another")
     if os.path.exists(path) and not os.path.isfile(path):
         return open(path, "w", encoding="utf-8")
     place, number = path, 0
@@ -228,6 +241,11 @@ class ObservedScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.scheduler_config.async_scheduling and not isinstance(self, AsyncScheduler):
+            raise ValueError(
+                "vLLM schedules asynchronously, and ObservedScheduler does not: take real.vllm.ObservedAsyncScheduler, "
+                "or --no-async-scheduling"
+            )
         self.testbed_log = Log(self)
 
     def add_request(self, request: Any) -> None:

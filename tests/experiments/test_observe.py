@@ -234,7 +234,7 @@ def test_a_streaming_session_is_left_out_with_all_its_turns(tmp_path: Path) -> N
     first = next(line for line in lines if line["kind"] == "add")
     first["unknown"] = "streaming sessions"
     ends = next(place for place, line in enumerate(lines) if first["id"] in line.get("ended", {}))
-    lines.insert(ends + 1, {**first, "unknown": ""})
+    lines.insert(ends + 1, {**first, "unknown": "", "ns": lines[ends]["ns"]})
     imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert any("1 requests were left out: streaming sessions" in line for line in imported.lines)
     assert first["id"] not in set(load_run(tmp_path / "run").requests["request_id"])
@@ -243,7 +243,7 @@ def test_a_streaming_session_is_left_out_with_all_its_turns(tmp_path: Path) -> N
 def test_an_id_that_is_added_again_while_it_is_served_is_a_session(tmp_path: Path) -> None:
     lines = lines_of("sync")
     place, first = next((place, line) for place, line in enumerate(lines) if line["kind"] == "add")
-    lines.insert(place + 2, first)
+    lines.insert(place + 2, {**first, "ns": lines[place + 1]["ns"]})
     assert read_log(written(tmp_path / "log.jsonl", lines)).left_out == ("streaming sessions",)
 
 
@@ -306,6 +306,38 @@ def test_the_options_of_the_import_are_named_where_they_are_wrong(
     assert main(["observe", "import", log, "--out", str(tmp_path / "run"), "--overwrite"]) == 0
     assert main(["observe", "import", str(tmp_path / "nosuch")]) == 1
     assert capsys.readouterr().err.strip().endswith("nosuch: does not exist; expected the path of an observer's log")
+
+
+@pytest.mark.parametrize("kind", ["plan", "commit"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_log_with_a_hole_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    whole = lines_of(name)
+    for step in range(0, 58, 7):
+        lines = [line for line in whole if (line["kind"], line.get("step")) != (kind, step)]
+        with pytest.raises(RunFolderError, match=r"not a line of an observer's log.* is missing"):
+            import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps_that_cannot_have_been_leave_no_folder(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    planned(lines, 20)["admitted"] = dict.fromkeys(planned(lines, 20)["scheduled"], 10_000)
+    with pytest.raises(RunFolderError, match="its steps do not fit together"):
+        import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_imported_run_can_be_moved(tmp_path: Path) -> None:
+    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    again = ["run", f"from={tmp_path / 'moved'}", "backend=sim", "cost=constant", f"hydra.run.dir={tmp_path / 'sim'}"]
+    assert main(again) == 0
+    assert main(["fidelity", str(tmp_path / "moved"), "cost=constant", "--out", str(tmp_path / "out")]) == 0
+
+
+def test_a_run_on_a_cpu_had_no_gpu(tmp_path: Path) -> None:
+    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
+    assert load_run(tmp_path / "run").manifest["machine"] == {"gpu": None}
 
 
 @pytest.mark.parametrize(("policy", "is_made"), [("fcfs", True), ("priority", False)])

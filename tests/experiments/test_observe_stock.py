@@ -12,6 +12,7 @@ import pytest
 from analysis.load import load_run
 from experiments.cli import main
 from experiments.observe import stock
+from experiments.run_folder import is_locked, locked
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from tests.experiments.test_observe import lines_of
@@ -148,6 +149,20 @@ def test_where_vllm_does_not_start_the_run_that_was_there_is_as_before(
     start(monkeypatch, lambda number: None, Unstarted)
     assert run(tmp_path / "run", "overwrite=true") == 1
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+
+
+def test_while_one_runs_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[bool] = []
+    start(monkeypatch, lambda number: seen.append(is_locked(tmp_path / "run")))
+    assert run(tmp_path / "run") == 0
+    assert set(seen) == {True}
+    kept = (tmp_path / "run" / "observed.jsonl").read_text()
+    with locked(tmp_path / "run"):
+        assert run(tmp_path / "run", "overwrite=true") == 1
+    assert "another process is writing a run to" in said_by(capsys)
+    assert (tmp_path / "run" / "observed.jsonl").read_text() == kept
 
 
 def test_interrupted_before_its_first_step_a_run_says_just_that(

@@ -145,7 +145,7 @@ def test_an_arrival_that_is_moved_is_found(copied: Path) -> None:
 
 
 class Fails:
-    """Composes as unified does, until it raises."""
+    """Composes as unified does, until it fails."""
 
     num_left = 5
 
@@ -155,8 +155,36 @@ class Fails:
     def compose(self, step: Any) -> None:
         self._num_left -= 1
         if self._num_left < 0:
-            raise ZeroDivisionError("nothing left")
+            self.fail()
         Unified().compose(step)
+
+    def fail(self) -> None:
+        raise ZeroDivisionError("nothing left")
+
+
+class Exits(Fails):
+    def fail(self) -> None:
+        raise SystemExit(0)
+
+
+class Stalls(Fails):
+    def compose(self, step: Any) -> None:
+        self._num_left -= 1
+        if self._num_left >= 0:
+            Unified().compose(step)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Exits", "SystemExit: 0"), ("Stalls", "nothing can be scheduled")])
+def test_a_class_that_ended_the_run_otherwise_is_named_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, said: str
+) -> None:
+    folder = tmp_path / "real"
+    run = real_run(folder, real_config("unified", scheduler__composition={"_target_": f"{__name__}.{kind}"}))
+    assert (run.status, run.exit_status) == ("partial", 1)
+    assert main(["parity", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("identical: 5 steps")
+    assert said in printed
 
 
 def test_a_class_that_raised_raises_in_the_replay_at_the_same_place(
@@ -170,7 +198,7 @@ def test_a_class_that_raised_raises_in_the_replay_at_the_same_place(
     assert main(["parity", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("identical: 5 steps")
-    assert "there the run's own class failed: " in said
+    assert "there the run failed: " in said
     assert "ZeroDivisionError: nothing left" in said
     monkeypatch.setattr(Fails, "num_left", 3)  # it was changed since
     assert main(["parity", str(folder)]) == 1

@@ -37,8 +37,10 @@ class Pool:
         return NUM_BLOCKS - 1 - sum(-(-num // BLOCK_SIZE) for num in computed)
 
 
-def made(additional_config: dict[str, Any] | None, *, is_async: bool = False, **unknown: Any) -> Any:
-    """An observed scheduler."""
+def made(
+    additional_config: dict[str, Any] | None, *, is_async: bool = False, observes: bool | None = None, **unknown: Any
+) -> Any:
+    """An observed scheduler. observes: whether the asynchronous class does; by default that which fits."""
     from real.vllm.observer import ObservedAsyncScheduler, ObservedScheduler
 
     pool = Pool()
@@ -60,7 +62,7 @@ def made(additional_config: dict[str, Any] | None, *, is_async: bool = False, **
     caches = SimpleNamespace(
         num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=vllm.FullAttentionSpec())]
     )
-    kind = ObservedAsyncScheduler if is_async else ObservedScheduler
+    kind = ObservedAsyncScheduler if (is_async if observes is None else observes) else ObservedScheduler
     pool.scheduler = kind(config, caches, BLOCK_SIZE)
     return pool.scheduler
 
@@ -106,6 +108,30 @@ def test_the_first_line_describes_the_engine(tmp_path: Path) -> None:
     assert picked(first["config"], *expected) == expected
     assert first["model"] == {"name": "/models/tiny", "dtype": "float32", "hf_config": MODEL}
     assert picked(first["device"], "type", "tensor_parallel_size") == {"type": "cpu", "tensor_parallel_size": 1}
+
+
+def test_the_synchronous_class_is_refused_where_vllm_plans_ahead(tmp_path: Path) -> None:
+    settings = {"testbed": {"observe": str(tmp_path / "log.jsonl")}}
+    with pytest.raises(ValueError, match=r"take real\.vllm\.ObservedAsyncScheduler"):
+        made(settings, is_async=True, observes=False)
+    made(settings, is_async=False, observes=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"observe": "log.jsonl", "tokens": "length"},
+            r"has tokens='length'; the observer has observe \(a file\)",
+        ),
+        ({"observ": "log.jsonl"}, "has observ='log.jsonl'; the observer has"),
+        ("log.jsonl", "has 'log.jsonl'; the observer has"),
+        ({"observe": "nosuch/log.jsonl"}, "to be nosuch/log.jsonl, and there is no such folder"),
+    ],
+)
+def test_settings_of_the_observer_that_cannot_be_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made({"testbed": settings})
 
 
 def test_steps_are_logged_as_they_are_planned_and_taken(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def stub() -> Iterator[None]:
 
 
 def made(
-    settings: dict[str, Any] | None, *, is_async: bool = False, is_newer: bool = False, budget: int = 32,
+    settings: Any, *, is_async: bool = False, is_newer: bool = False, budget: int = 32,
     model: dict[str, Any] = MODEL, caches: bool = True, device: tuple[str, str] = ("cpu", "cpu"), **flags: Any,
 ) -> Any:  # fmt: skip
     from experiments.inside_vllm import TestbedScheduler
@@ -223,6 +223,11 @@ MERGED = FROZEN | {"kv_rules": {"hits_frozen": False}}
 @pytest.mark.parametrize(
     ("settings", "is_async", "message"),
     [
+        ("sarathi", False, "is 'sarathi'; it must have keys, as {'scheduler': 'sarathi'}"),
+        ({"scheduler": 5}, False, "scheduler is 5; it must be a text or keys"),
+        ({"cache": "off"}, False, "cache is 'off'; it must be keys"),
+        ({"out": 5}, False, "out is 5; it must be a text"),
+        ({"out": "/dev/null/run"}, False, "out is /dev/null/run, and Not a directory"),
         ({"schedular": "sarathi"}, False, "unknown key 'schedular'; did you mean 'scheduler'"),
         ({"scheduler": "sarathy"}, False, "did you mean 'sarathi'"),
         ({"scheduler": {"name": "sarathi", "max_num_seqs": 99}}, False, "is 99, and vLLM was started for 6"),
@@ -237,7 +242,7 @@ MERGED = FROZEN | {"kv_rules": {"hits_frozen": False}}
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_served(
-    settings: dict[str, Any], is_async: bool, message: str
+    settings: Any, is_async: bool, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         made(settings, is_async=is_async, budget=64)

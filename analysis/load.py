@@ -206,7 +206,9 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     if len(missing) == len(FILES):
         if below := [str(path) for path in run_folders(folder) if path != folder]:
             raise RunFolderError(f"{folder} is no run, but has {len(below)} below it; name one: {some(below)}")
-        raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(FILES)})")
+        log = folder / "observed.jsonl"
+        hint = f"; of vLLM's log there is a run to be made: testbed observe import {log}" if log.exists() else ""
+        raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(FILES)}){hint}")
     if missing:
         raise RunFolderError(f"{folder}: {', '.join(missing)} missing; {_AGAIN}")
     try:

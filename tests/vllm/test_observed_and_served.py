@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
 
 from analysis.load import load_run
+from experiments.app import config_from
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_log
 from experiments.parity import check_parity
+from experiments.run import execute
 from real.vllm.observer import unknown_to_us
 from real.vllm.scheduler import check_engine
 from real.vllm.versions import check_version
@@ -127,6 +129,48 @@ def test_bad_settings_are_refused_before_anything_is_served(
 ) -> None:
     with pytest.raises(Exception, match=message):
         start(scheduler_cls="real.vllm.TestbedScheduler", additional_config={"testbed": settings})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheduling_policy": "priority"}, "policy=priority, which only its own scheduler reads"),
+        ({"long_prefill_token_threshold": 64}, "long_prefill_token_threshold=64, which only its own scheduler reads"),
+    ],
+)
+def test_what_only_vllms_own_scheduler_reads_is_refused(
+    start: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Exception, match=message):
+        start(scheduler_cls="real.vllm.TestbedScheduler", **options)
+
+
+def test_a_served_run_can_be_simulated_as_it_was(
+    tmp_path: Path, start: Callable[..., Any], prompts: list[list[int]], stock: list[list[int]]
+) -> None:
+    """Without prefix caching, as vLLM was started; with outputs as long as they came, not as they might have."""
+    import vllm
+
+    llm = start(
+        scheduler_cls="real.vllm.TestbedScheduler", enable_prefix_caching=False,
+        additional_config={"testbed": {"out": str(tmp_path / "run")}},
+    )  # fmt: skip
+    stops = [output[2] for output in stock[:6]]
+    sent = [{"prompt_token_ids": prompt} for prompt in prompts[:6]]
+    params = [
+        vllm.SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop], logprob_token_ids=[stop, 1])
+        for stop in stops
+    ]
+    outputs = [one.outputs[0] for one in llm.generate(sent, params, use_tqdm=False)]
+    assert all({stop, 1} <= {*one.logprobs[0]} for one, stop in zip(outputs, stops, strict=True))
+    llm.llm_engine.engine_core.shutdown()
+    run = load_run(tmp_path / "run")
+    assert run.manifest["prefix_cache"]["hit_tokens"] == 0
+    assert check_parity(tmp_path / "run").divergence is None
+    lengths = sorted(len(one.token_ids) for one in outputs)
+    assert max(lengths) < 40
+    again = execute(config_from(tmp_path / "run", ["backend=sim", "cost=constant"]), tmp_path / "sim")
+    assert sorted(load_run(again.folder).requests["num_output_tokens"]) == lengths
 
 
 def test_a_log_without_a_place_is_refused(start: Callable[..., Any]) -> None:

@@ -1,67 +1,20 @@
-"""The lines of an observer's log, read and checked: requests, and steps with what was planned, emitted and ended."""
+"""An observer's log, read: requests, and steps with what was planned, emitted and ended."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
+from experiments.observe.lines import check_header, check_line
 from testbed.core.request import Request
 from testbed.errors import RunFolderError, TraceError
-from testbed.foreign_text import shown, whole
-from testbed.records.tape import MAX_NS
+from testbed.foreign_text import shown
 from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.open_text import DamagedError, existing_file, read_lines
 
-VERSION = 1
-_HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first line
-    "": {"vllm": (str,), "ns": (int,), "unix_ns": (int,), "unknown": (list,)},
-    "config": {
-        **dict.fromkeys(
-            ("block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
-             "num_kv_cache_groups"), (int,)
-        ),
-        "policy": (str,), "kv_dtype": (str,), "prefix_caching": (bool,), "async_scheduling": (bool, NoneType),
-        "long_prefill_token_threshold": (int, NoneType), "watermark": (int, float, NoneType),
-    },
-    "model": {"name": (str,), "dtype": (str,), "hf_config": (dict,)},
-    "device": {"type": (str,), "name": (str,), "tensor_parallel_size": (int,), "pipeline_parallel_size": (int,)},
-}  # fmt: skip
-_COUNT, _ID = whole(0, MAX_NS), lambda value: isinstance(value, str)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(whole(0, 2**31 - 1), value))
-
-
-def _is_by_id(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_one, value.values()))
-
-
-def _is_tokens(value: Any) -> bool:
-    """Ids, or how many."""
-    return _COUNT(value) or _is_ids(value)
-
-
-_PLACE = {"ns": _COUNT, "plans": _COUNT, "commits": _COUNT}
-_OF_STEPS = {"step": _COUNT, "began_ns": _COUNT, "ns": _COUNT, "free_blocks": _COUNT}
-_KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the other lines
-    "add": _PLACE | {
-        "id": _ID, "arrival_unix_ns": _COUNT, "prompt": _is_tokens, "priority": whole(-(2**31), 2**31), "salt": _ID,
-        "max_tokens": lambda value: value is None or _COUNT(value),
-    },
-    "plan": _OF_STEPS | {
-        "committed": _COUNT, "num_running": _COUNT, "num_waiting": _COUNT, "scheduled": _is_by_id(_COUNT),
-        "admitted": _is_by_id(_COUNT), "preempted": lambda value: isinstance(value, list),
-    },
-    "commit": _OF_STEPS | {"emitted": _is_by_id(_is_tokens), "ended": _is_by_id(_ID)},
-    "abort": _PLACE | {"id": _ID},
-    "reset_prefix_cache": {"ns": _COUNT},
-}  # fmt: skip
 Place = tuple[int, int]  # steps planned and committed before
 _SESSION = "streaming sessions"  # as the observer calls them: such a request ends, and is added again, at each turn
 
@@ -162,7 +115,7 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
             try:
                 fields = json_object(line, place)
                 if reader is None:
-                    reader = _Reader(_header(fields, place), sender)
+                    reader = _Reader(check_header(fields, place), sender)
                 else:
                     reader.take(fields)
             except TraceError as error:
@@ -180,29 +133,6 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
     if reader is None:
         raise bad or RunFolderError(f"{file} is empty; an observer's log begins with a line about its engine")
     return reader.log()
-
-
-def _header(fields: dict[str, Any], place: str) -> dict[str, Any]:
-    if fields.get("kind") != "observed":
-        raise RunFolderError(
-            f"{place}: not the first line of an observer's log: its kind is {shown(fields.get('kind'))}"
-        )
-    if fields.get("version") != VERSION:
-        raise RunFolderError(f"{place}: a log of version {shown(fields.get('version'))}; this code reads {VERSION}")
-    for group, kinds in _HEADER.items():
-        found = fields.get(group) if group else fields
-        if not isinstance(found, dict):
-            raise _damaged(place, group, found)
-        for key, kind in kinds.items():
-            if not isinstance(found.get(key), kind) or key not in found:
-                raise _damaged(place, f"{group}.{key}".removeprefix("."), found.get(key))
-    return fields
-
-
-def _damaged(place: str, key: str, value: object) -> RunFolderError:
-    return RunFolderError(
-        f"{place}: the first line of the log is damaged: its {key} is {shown(value)}; restore it, or record another log"
-    )
 
 
 class _Reader:
@@ -228,9 +158,7 @@ class _Reader:
 
     def take(self, fields: dict[str, Any]) -> None:
         kind = fields["kind"]
-        for key, is_one in _KINDS.get(kind, {}).items():
-            if not is_one(fields[key]):
-                raise ValueError(f"its {key} is {shown(fields[key])}")
+        check_line(kind, fields)
         if fields["ns"] < self._last_ns:
             raise ValueError("its instant is before that of the line before it")
         self._last_ns = fields["ns"]

@@ -1,0 +1,88 @@
+"""The lines of an observer's log: which fields they have, of which kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+from testbed.errors import RunFolderError
+from testbed.foreign_text import shown, whole
+from testbed.records.tape import MAX_NS
+
+VERSION = 1
+_HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first line
+    "": {"vllm": (str,), "ns": (int,), "unix_ns": (int,), "unknown": (list,)},
+    "config": {
+        **dict.fromkeys(
+            ("block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+             "num_kv_cache_groups"), (int,)
+        ),
+        "policy": (str,), "kv_dtype": (str,), "prefix_caching": (bool,), "async_scheduling": (bool, NoneType),
+        "long_prefill_token_threshold": (int, NoneType), "watermark": (int, float, NoneType),
+    },
+    "model": {"name": (str,), "dtype": (str,), "hf_config": (dict,)},
+    "device": {"type": (str,), "name": (str,), "tensor_parallel_size": (int,), "pipeline_parallel_size": (int,)},
+}  # fmt: skip
+_COUNT, _ID = whole(0, MAX_NS), lambda value: isinstance(value, str)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(whole(0, 2**31 - 1), value))
+
+
+def _is_by_id(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_one, value.values()))
+
+
+def _is_tokens(value: Any) -> bool:
+    """Ids, or how many."""
+    return _COUNT(value) or _is_ids(value)
+
+
+_PLACE = {"ns": _COUNT, "plans": _COUNT, "commits": _COUNT}
+_OF_STEPS = {"step": _COUNT, "began_ns": _COUNT, "ns": _COUNT, "free_blocks": _COUNT}
+_KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the other lines
+    "add": _PLACE | {
+        "id": _ID, "arrival_unix_ns": _COUNT, "prompt": _is_tokens, "priority": whole(-(2**31), 2**31), "salt": _ID,
+        "max_tokens": lambda value: value is None or _COUNT(value),
+    },
+    "plan": _OF_STEPS | {
+        "committed": _COUNT, "num_running": _COUNT, "num_waiting": _COUNT, "scheduled": _is_by_id(_COUNT),
+        "admitted": _is_by_id(_COUNT), "preempted": lambda value: isinstance(value, list),
+    },
+    "commit": _OF_STEPS | {"emitted": _is_by_id(_is_tokens), "ended": _is_by_id(_ID)},
+    "abort": _PLACE | {"id": _ID},
+    "reset_prefix_cache": {"ns": _COUNT},
+}  # fmt: skip
+
+
+def check_header(fields: dict[str, Any], place: str) -> dict[str, Any]:
+    """The first line, if it is one. Raises RunFolderError."""
+    if fields.get("kind") != "observed":
+        raise RunFolderError(
+            f"{place}: not the first line of an observer's log: its kind is {shown(fields.get('kind'))}"
+        )
+    if fields.get("version") != VERSION:
+        raise RunFolderError(f"{place}: a log of version {shown(fields.get('version'))}; this code reads {VERSION}")
+    for group, kinds in _HEADER.items():
+        found = fields.get(group) if group else fields
+        if not isinstance(found, dict):
+            raise _damaged(place, group, found)
+        for key, kind in kinds.items():
+            if not isinstance(found.get(key), kind) or key not in found:
+                raise _damaged(place, f"{group}.{key}".removeprefix("."), found.get(key))
+    return fields
+
+
+def _damaged(place: str, key: str, value: object) -> RunFolderError:
+    return RunFolderError(
+        f"{place}: the first line of the log is damaged: its {key} is {shown(value)}; restore it, or record another log"
+    )
+
+
+def check_line(kind: str, fields: dict[str, Any]) -> None:
+    """Of any line but the first. Raises ValueError, KeyError for a field that is not there."""
+    for key, is_one in _KINDS.get(kind, {}).items():
+        if not is_one(fields[key]):
+            raise ValueError(f"its {key} is {shown(fields[key])}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from analysis import format as fmt
 from analysis.arms import Arm, decided_alike, grouped, is_policy, paired_replicates, replicates, unsaid_keys
+from analysis.compare import ignored
 from analysis.files import read_json, read_yaml
 from analysis.load import Run, flatten, relative, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
@@ -45,14 +46,14 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
         said[-1] += f" ({relative(first, start)}: {reason})."
     return said + [
         f"{arm.name} ignored {fmt.number(num)} requests that can never fit: they have no latency, so its latencies are "
-        "of the others."
+        "of the others, and are not compared with those of arms that served them."
         for arm in arms
         if (num := num_ignored(arm))
     ]
 
 
 def num_ignored(arm: Arm) -> int:
-    return sum(int(run.summary["finish_reasons"]["ignored"]) for run in arm.runs)
+    return sum(map(ignored, arm.runs))
 
 
 def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:

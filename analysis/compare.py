@@ -157,12 +157,20 @@ def judge(rows: Sequence[Comparison], margin: float) -> list[Comparison]:
 def paired_values(
     pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None
 ) -> tuple[FloatArray, FloatArray] | None:
-    """(baseline's, arm's) `[num_pairs]` each; None where one is missing or negative."""
+    """(baseline's, arm's) `[num_pairs]` each; None where one is missing or negative, and of latencies where one side
+    ignored requests that the other served: those that are left are not the same."""
+    if metric.path.split(".")[0] in TIMES and any(ignored(base) != ignored(other) for base, other in pairs):
+        return None
     values = [[metric.of(run.summary_under(slo)) for run in pair] for pair in pairs]
     if not values or any(value is None or value < 0 for pair in values for value in pair):
         return None
     base, other = np.array(values, dtype=np.float64).T
     return base, other
+
+
+def ignored(run: Run) -> int:
+    """Requests that could never fit."""
+    return int(run.summary["finish_reasons"]["ignored"])
 
 
 def _within_one_trace(baseline: Run, run: Run, metric: Metric) -> Estimate | None:

@@ -146,7 +146,9 @@ _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
         f"{fmt.listing(texts)}."
     ),
     "no interval": lambda texts, _: f"Observed without an interval, so no claim is made: {fmt.listing(texts)}.",
-    "not comparable": lambda texts, _: f"Not comparable (zero, not reached or not recorded): {fmt.listing(texts)}.",
+    "not comparable": lambda texts, _: (
+        f"Not comparable (zero, not reached, not recorded, or of an arm that ignored requests): {fmt.listing(texts)}."
+    ),
 }
 
 

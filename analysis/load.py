@@ -232,6 +232,8 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         raise RunFolderError(f"{root}: {'a file, and no folder of runs' if root.is_file() else 'no such folder'}")
     runs, incomplete = [], []
     for folder in run_folders(root):
+        if _was_made_again(folder):
+            continue
         try:
             run = load_run(folder)
         except RunFolderError as error:
@@ -245,6 +247,12 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
     return Sweep(root, tuple(_in_order(runs)), tuple(incomplete))
+
+
+def _was_made_again(folder: Path) -> bool:
+    """Whether a point that did not get to its end, and was set aside, has been run since."""
+    name, _, number = folder.name.rpartition(".partial-")
+    return bool(name) and number.isdigit() and (folder.parent / name / "done").exists()
 
 
 def same_trace(runs: Iterable[Run]) -> str:

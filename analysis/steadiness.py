@@ -7,7 +7,12 @@ Poisson count). Arrivals outran the engine if the requests that were never sched
 do (an engine may take in all that comes, and be slow with all of it), this tells the same where requests stay for less
 than a quarter in the mean, or where the last one to end does so later, after the last arrival, than LATE times what any
 request of the first quarter took. Else it may only be filling up, which cannot be told; nor can anything where requests
-stay for more than half of the time in which they came.
+stay for more than half of the time in which they came (sessions: all of it, for a recorded one has long pauses).
+
+A later turn comes because the one before it has ended: however slow the engine is, as many come as it serves. So of a
+trace with sessions the time is that in which sessions began, the last of which leaves the engine to drain; sessions are
+counted too, from their first arrival to their last end; and requests that were never scheduled yet tell where sessions,
+their waits left out, last for less than a quarter.
 """
 
 from __future__ import annotations
@@ -25,66 +30,95 @@ LATE = 2.0
 QUARTERS = (1, 2, 3)
 
 
+class Customers(NamedTuple):
+    """Whoever comes by itself, and not because something else has ended: a request outside sessions, or a session with
+    all its turns. ns; infinite for what did not end."""
+
+    arrival_ns: FloatArray
+    end_ns: FloatArray
+    num_sessions: int
+    waited_ns: float  # until they were first scheduled, all requests together
+
+    @property
+    def window_ns(self) -> tuple[float, float]:
+        """The first and the last arrival; equal where there are none."""
+        return (float(self.arrival_ns.min()), float(self.arrival_ns.max())) if self.arrival_ns.size else (0.0, 0.0)
+
+    def stays(self) -> Stays:
+        first, last = self.window_ns
+        stay = self.end_ns - self.arrival_ns
+        ended = np.isfinite(stay)
+        early = self.arrival_ns <= first + (last - first) / 4
+        return Stays(
+            float(stay[ended].mean()) if ended.any() else np.inf,
+            float(stay[early].max(initial=0.0)),
+            float(self.end_ns[ended].max(initial=last)) - last,
+        )
+
+
 class Stays(NamedTuple):
-    """How long requests stayed, in ns from their arrivals, those that ended."""
+    """How long customers stayed, in ns from their arrivals, those that ended."""
 
     mean_ns: float
     longest_early_ns: float  # of those that came in the first quarter
     drain_ns: float  # from the last arrival to the last end
 
 
+def customers_of(requests: Requests) -> Customers:
+    arrivals, ends, waited_ns = [np.empty(0)], [np.empty(0)], 0.0
+    sessions: dict[str, tuple[float, float]] = {}
+    for piece in requests.pieces():
+        arrival, end, in_session = piece.numbers("arrival_ns"), _ends(piece), piece.is_known("session_id")
+        waited_ns += float(np.nansum(piece.numbers("first_scheduled_ns") - arrival))
+        arrivals.append(arrival[~in_session])
+        ends.append(end[~in_session])
+        codes = piece.codes("session_id")
+        began, ended = np.full(len(codes.labels), np.inf), np.full(len(codes.labels), -np.inf)
+        np.minimum.at(began, codes.codes[in_session], arrival[in_session])
+        np.maximum.at(ended, codes.codes[in_session], end[in_session])
+        for name, *span in zip(codes.labels, began.tolist(), ended.tolist(), strict=True):
+            before = sessions.get(name, (np.inf, -np.inf))
+            sessions[name] = min(before[0], span[0]), max(before[1], span[1])
+    sessions = {name: span for name, span in sessions.items() if np.isfinite(span[0])}
+    spans = np.array(list(sessions.values())).reshape(-1, 2)
+    starts, lasts = np.concatenate([*arrivals, spans[:, 0]]), np.concatenate([*ends, spans[:, 1]])
+    return Customers(starts, lasts, len(sessions), waited_ns)
+
+
 def waiting_by_quarter(requests: Requests) -> tuple[float, ...]:
-    """Mean number of requests that were not scheduled yet, in the second, third and fourth quarter of the arrivals'
-    time; none where all arrive at once."""
-    return _by_quarter(requests, only_waiting=True)
+    """Mean number of requests that were not scheduled yet, in the second, third and fourth quarter of the time in which
+    customers came; none where all came at once."""
+    return _by_quarter(requests, customers_of(requests).window_ns, only_waiting=True)
 
 
-def in_system_by_quarter(requests: Requests) -> tuple[float, ...]:
-    """The same of the requests that had not ended: waiting, running or swapped."""
-    return _by_quarter(requests, only_waiting=False)
-
-
-def _by_quarter(requests: Requests, only_waiting: bool) -> tuple[float, ...]:
-    first, last = _arrivals(requests)
-    quarter = (last - first) / 4
-    if quarter == 0:
-        return ()
-    sums = dict.fromkeys(QUARTERS, 0.0)
+def _by_quarter(requests: Requests, window_ns: tuple[float, float], *, only_waiting: bool) -> tuple[float, ...]:
+    """Of requests that were not scheduled yet, or had not ended."""
+    sums = np.zeros(len(QUARTERS))
     for piece in requests.pieces():
         arrival, left = piece.numbers("arrival_ns"), _ends(piece)
         if only_waiting:
             left = np.fmin(left, piece.numbers("first_scheduled_ns"))
-        for number in QUARTERS:
-            start = first + number * quarter
-            inside = np.minimum(left, start + quarter) - np.maximum(arrival, start)
-            sums[number] += float(np.maximum(inside, 0.0).sum())
-    return tuple(total / quarter for total in sums.values())
+        sums += _areas(arrival, left, window_ns)
+    return _means(sums, window_ns)
 
 
-def _arrivals(requests: Requests) -> tuple[float, float]:
-    """The first and the last, ns; equal where there are none."""
-    arrivals = [piece.numbers("arrival_ns") for piece in requests.pieces()]
-    ends = [(float(arrival.min()), float(arrival.max())) for arrival in arrivals if arrival.size]
-    return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else (0.0, 0.0)
+def _areas(arrival: FloatArray, left: FloatArray, window_ns: tuple[float, float]) -> FloatArray:
+    """Of each quarter but the first: the time that all of them spent there together."""
+    first, last = window_ns
+    starts = [first + number * (last - first) / 4 for number in QUARTERS]
+    inside = [np.minimum(left, start + (last - first) / 4) - np.maximum(arrival, start) for start in starts]
+    return np.array([float(np.maximum(one, 0.0).sum()) for one in inside])
+
+
+def _means(sums: FloatArray, window_ns: tuple[float, float]) -> tuple[float, ...]:
+    quarter = (window_ns[1] - window_ns[0]) / 4
+    return tuple((sums / quarter).tolist()) if quarter else ()
 
 
 def _ends(piece: RequestColumns) -> FloatArray:
     """ns; infinite for what did not end."""
     finish = piece.numbers("finish_ns")
     return np.where(np.isnan(finish), np.inf, finish)
-
-
-def _stays(requests: Requests) -> Stays:
-    first, last = _arrivals(requests)
-    total, num, early, end = 0.0, 0, 0.0, last
-    for piece in requests.pieces():
-        arrival, finish = piece.numbers("arrival_ns"), _ends(piece)
-        stay = finish - arrival
-        ended = np.isfinite(stay)
-        total, num = total + float(stay[ended].sum()), num + int(ended.sum())
-        early = max(early, float(stay[arrival <= first + (last - first) / 4].max(initial=0.0)))
-        end = max(end, float(finish[ended].max(initial=0.0)))
-    return Stays(total / num if num else np.inf, early, end - last)
 
 
 def is_outrun(waiting: Sequence[float], num_requests: int) -> bool:
@@ -96,23 +130,25 @@ def is_outrun(waiting: Sequence[float], num_requests: int) -> bool:
     return second < third < fourth and fourth - second >= max(OUTRUN * between, 3 * between**0.5)
 
 
-def _judged(requests: Requests, waiting: Sequence[float], in_system: Sequence[float]) -> bool | None:
+def _judged(customers: Customers, waiting: Sequence[float], in_system: Sequence[float]) -> bool | None:
     """Whether arrivals outran the engine; None where it cannot be told."""
-    if is_outrun(waiting, len(requests)):
+    num, stays, (first, last) = len(customers.arrival_ns), customers.stays(), customers.window_ns
+    quarter, without_waits = (last - first) / 4, stays.mean_ns - customers.waited_ns / max(1, num)
+    if is_outrun(waiting, num) and (not customers.num_sessions or without_waits <= quarter):
         return True
-    stays, (first, last) = _stays(requests), _arrivals(requests)
-    if is_outrun(in_system, len(requests)):
-        is_filled = stays.mean_ns <= (last - first) / 4
-        return True if is_filled or stays.drain_ns > LATE * stays.longest_early_ns else None
-    return None if stays.mean_ns > (last - first) / 2 else False
+    there = _means(_areas(customers.arrival_ns, customers.end_ns, customers.window_ns), customers.window_ns)
+    if any(is_outrun(one, num) for one in (waiting, in_system, there)):
+        return True if stays.mean_ns <= quarter or stays.drain_ns > LATE * stays.longest_early_ns else None
+    return None if stays.mean_ns > (4 if customers.num_sessions else 2) * quarter else False
 
 
 def steadiness(requests: Requests) -> dict[str, Any] | None:
     """For the summary; None where all came at once."""
-    waiting, in_system = waiting_by_quarter(requests), in_system_by_quarter(requests)
+    customers = customers_of(requests)
+    waiting, in_system = (_by_quarter(requests, customers.window_ns, only_waiting=only) for only in (True, False))
     if not waiting:
         return None
-    judged = _judged(requests, waiting, in_system)
+    judged = _judged(customers, waiting, in_system)
     return {"waiting": list(waiting), "in_system": list(in_system), "is_outrun": judged}
 
 

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from experiments.build import Pools, build_scheduler
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
+from experiments.observe.case import USUAL
 from experiments.observe.importing import device_of, with_model
 from experiments.on_device import check_hits, check_in_vllm, check_steps
 from experiments.policies import make_policy
@@ -143,6 +144,13 @@ def _check_flags(said: Any, scheduler: dict[str, Any], cache: dict[str, Any]) ->
             raise ConfigError(
                 f"vLLM was started with {flag}={value}, which only its own scheduler reads: leave it out, and say "
                 f"{group}.{key} to this one"
+            )
+    for flag, usual in USUAL.items():
+        value = getattr(said, flag, None)
+        if value not in (usual, None):
+            raise ConfigError(
+                f"vLLM was started with {flag}={value}, which only its own scheduler reads, and this one has not: "
+                "leave it out"
             )
 
 

@@ -67,7 +67,7 @@ def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> N
     """Raises ConfigError for a simulation, at the prices of another model, of one that vLLM served and that has none
     here. overrides: what the user says of the run in the folder."""
     why, cost = read_manifest(folder).get("unpriced"), config.raw["cost"].get("name")
-    is_chosen = any(item.startswith("model") for item in overrides)
+    is_chosen = any(item.partition("=")[0] in ("model", "model.path") for item in overrides)
     if why and config.is_simulated and cost in ("roofline", "tables") and not is_chosen:
         raise ConfigError(f"{folder}: {why}; say whose prices to take, as model=llama3.1_8b, or choose another cost")
 
@@ -197,11 +197,11 @@ def saved_config(folder: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The same, its files as they are found from here."""
     raw, started_in = saved_config(folder), read_manifest(folder).get("started_in")
+    if isinstance(started_in, str) and Path(started_in) != Path.cwd():
+        raw = {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
     for group, name in (("model", MODEL_FOLDER), ("trace", TRACE_FILE)):
         raw[group] = _with_own(raw.get(group), folder.absolute() / name)
-    if not isinstance(started_in, str) or Path(started_in) == Path.cwd():
-        return raw
-    return {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
+    return raw
 
 
 def _with_own(group: Any, kept: Path) -> Any:

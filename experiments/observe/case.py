@@ -12,7 +12,7 @@ from testbed.core.request import Request
 _ALIKE = (  # settings that cases call as logs do
     "block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefix_caching"
 )  # fmt: skip
-_USUAL: dict[str, Any] = {  # what the presets have not, and the value with which it changes nothing; logs may lack them
+USUAL: dict[str, Any] = {  # what the presets have not, and the value with which it changes nothing; logs may lack them
     "enable_chunked_prefill": True, "scheduler_reserve_full_isl": True, "long_prefill_token_threshold_adaptive": False,
     "max_num_active_seqs": None, "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1,
 }  # fmt: skip
@@ -24,7 +24,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     config, requests = log.header["config"], log.requests
     first: set[str] = set()
     steps = [_step(number, step, requests, first, is_ahead=_is_ahead(log)) for number, step in enumerate(log.steps)]
-    if log.num_open and _is_ahead(log):  # at its commit another plan was in flight, which is left out
+    if log.was_in_flight and _is_ahead(log):  # at its commit another plan was in flight, which is left out
         del steps[-1]["free_blocks_after_commit"]
     aborts = [
         {"request_id": str(one.number), "planned": one.aborted[0], "committed": one.aborted[1]}
@@ -68,7 +68,7 @@ def why_no_case(log: ObservedLog) -> str:
     for spec in config.get("kv_cache_specs", ()):
         if spec not in _FULL_ATTENTION:
             return f"vLLM's KV cache was of a {spec}, the preset's is of full attention"
-    for name, usual in _USUAL.items():
+    for name, usual in USUAL.items():
         if config.get(name) not in (usual, None):
             return f"vLLM ran with {name}={config[name]}, which the preset has not"
     if asked := next((one.unknown for one in log.requests.values() if one.unknown), ""):

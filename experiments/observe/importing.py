@@ -109,6 +109,8 @@ def _try(log: ObservedLog, file: Path) -> None:
     """Raises RunFolderError for steps that no scheduler can have taken."""
     try:
         replay(log, NoRecords())
+        if not why_no_case(log):
+            case_of(log, file.name)
     except (ArithmeticError, LookupError, TypeError, ValueError, IllegalTransitionError, TestbedError) as error:
         raise RunFolderError(f"{file}: its steps do not fit together ({shown(error)}); it was changed") from None
 
@@ -178,7 +180,10 @@ def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]
         "scheduler": {
             "name": system.preset, "max_num_seqs": said["max_num_seqs"],
             "max_num_batched_tokens": said["max_num_batched_tokens"], "max_model_len": said["max_model_len"],
-            "queue_order": said["policy"], "long_prefill_token_threshold": said["long_prefill_token_threshold"] or 0,
+            "queue_order": said["policy"],
+            "long_prefill_token_threshold": min(
+                said["long_prefill_token_threshold"] or 0, said["max_num_batched_tokens"]
+            ),
             **composition_of(system.options),
         },
         "cache": {

@@ -12,7 +12,7 @@ from testbed.records.tape import MAX_NS
 
 VERSION = 1
 _HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first line
-    "": {"vllm": (str,), "ns": (int,), "unix_ns": (int,), "unknown": (list,)},
+    "": {"vllm": (str,), "unknown": (list,)},
     "config": {
         **dict.fromkeys(
             ("block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
@@ -24,11 +24,11 @@ _HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first l
     "model": {"name": (str,), "dtype": (str,), "hf_config": (dict,)},
     "device": {"type": (str,), "name": (str,), "tensor_parallel_size": (int,), "pipeline_parallel_size": (int,)},
 }  # fmt: skip
-_COUNT, _ID = whole(0, MAX_NS), lambda value: isinstance(value, str)
+_NS, _COUNT, _ID = whole(0, MAX_NS), whole(0, 2**31 - 1), lambda value: isinstance(value, str)
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(whole(0, 2**31 - 1), value))
+    return isinstance(value, list) and all(map(_COUNT, value))
 
 
 def _is_by_id(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -40,11 +40,11 @@ def _is_tokens(value: Any) -> bool:
     return _COUNT(value) or _is_ids(value)
 
 
-_PLACE = {"ns": _COUNT, "plans": _COUNT, "commits": _COUNT}
-_OF_STEPS = {"step": _COUNT, "began_ns": _COUNT, "ns": _COUNT, "free_blocks": _COUNT}
+_PLACE = {"ns": _NS, "plans": _COUNT, "commits": _COUNT}
+_OF_STEPS = {"step": _COUNT, "began_ns": _NS, "ns": _NS, "free_blocks": _COUNT}
 _KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the other lines
     "add": _PLACE | {
-        "id": _ID, "arrival_unix_ns": _COUNT, "prompt": _is_tokens, "priority": whole(-(2**31), 2**31), "salt": _ID,
+        "id": _ID, "arrival_unix_ns": _NS, "prompt": _is_tokens, "priority": whole(1 - 2**31, 2**31 - 1), "salt": _ID,
         "max_tokens": lambda value: value is None or _COUNT(value),
     },
     "plan": _OF_STEPS | {
@@ -53,7 +53,7 @@ _KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the o
     },
     "commit": _OF_STEPS | {"emitted": _is_by_id(_is_tokens), "ended": _is_by_id(_ID)},
     "abort": _PLACE | {"id": _ID},
-    "reset_prefix_cache": {"ns": _COUNT},
+    "reset_prefix_cache": {"ns": _NS},
 }  # fmt: skip
 
 
@@ -72,6 +72,13 @@ def check_header(fields: dict[str, Any], place: str) -> dict[str, Any]:
         for key, kind in kinds.items():
             if not isinstance(found.get(key), kind) or key not in found:
                 raise _damaged(place, f"{group}.{key}".removeprefix("."), found.get(key))
+    texts = {"unknown": fields["unknown"], "config.kv_cache_specs": fields["config"].get("kv_cache_specs", [])}
+    for key, value in texts.items():
+        if not (isinstance(value, list) and all(map(_ID, value))):
+            raise _damaged(place, key, value)
+    for key in ("ns", "unix_ns"):
+        if not _NS(fields.get(key)):
+            raise _damaged(place, key, fields.get(key))
     return fields
 
 

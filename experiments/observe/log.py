@@ -88,6 +88,7 @@ class ObservedLog:
     num_open: int = 0
     is_in_order: bool = True  # whether those of a priority came by their instants of arrival, no two alike
     left_out: tuple[str, ...] = ()
+    was_in_flight: bool = False  # whether a plan was, where it ends
 
     @property
     def open_note(self) -> str:
@@ -102,9 +103,8 @@ class ObservedLog:
 
 
 def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
-    """Reads a log. A last line that was cut is left out, and what a compressed file that was cut does not give; so are
-    plans that were in flight where it ends. Raises
-    RunFolderError naming the line that is none."""
+    """Reads a log. Left out are a last line that was cut, what a compressed file that was cut does not give, and plans
+    that were in flight where it ends. Raises RunFolderError naming the line that is none."""
     reader: _Reader | None = None
     bad: RunFolderError | None = None
     try:
@@ -151,6 +151,7 @@ class _Reader:
         self._plans: dict[int, dict[str, Any]] = {}
         self._steps: list[ObservedStep] = []
         self._num_resets = 0
+        self._max_model_len = int(header["config"]["max_model_len"])
         self._running: set[str] = set()
         self._last_ns = 0
         self._last_unix_ns: dict[int, int] = {}  # by priority
@@ -207,9 +208,16 @@ class _Reader:
             name, arrival_ns = self._sender.requests[number].request_id, self._sender.requests[number].arrival_ns
         self._names[vllm_id] = name
         prompt = array("i", prompt) if isinstance(prompt, list) else int(prompt)
+        num_prompt, max_tokens = len(prompt) if isinstance(prompt, array) else prompt, fields["max_tokens"]
+        if num_prompt > self._max_model_len:
+            raise ValueError(
+                f"its prompt has {num_prompt} tokens, and a request of vLLM's {self._max_model_len} at most"
+            )
+        if max_tokens is not None:
+            max_tokens = min(max_tokens, max(1, self._max_model_len - num_prompt))
         self._requests[name] = ObservedRequest(
             name, number, (int(fields["plans"]), int(fields["commits"])), min(max(0, arrival_ns), queued_ns), queued_ns,
-            prompt, fields["max_tokens"], int(fields["priority"]), str(fields["salt"]),
+            prompt, max_tokens, int(fields["priority"]), str(fields["salt"]),
             bool(fields.get("skips_cache", False)), str(fields.get("unknown", "")),
         )  # fmt: skip
         if not prompt or fields.get("unknown") == _SESSION:
@@ -232,6 +240,10 @@ class _Reader:
         plan = self._plans.pop(len(self._steps))
         emitted = self._named(fields["emitted"])
         for name, tokens in emitted.items():
+            if isinstance(tokens, int) and tokens > self._max_model_len:
+                raise ValueError(
+                    f"it has {tokens} tokens of {name!r}, and a request of vLLM's {self._max_model_len} at most"
+                )
             emitted[name] = tokens if isinstance(tokens, list) else [0] * tokens
             self._requests[name].output += emitted[name]
         ended = self._named(fields["ended"])
@@ -254,11 +266,13 @@ class _Reader:
     def log(self) -> ObservedLog:
         requests, steps = self._requests, self._steps
         still = [one for one in requests.values() if one.reason is None]
+        last: Place = (len(steps), len(steps))  # plans that were in flight are left out, and places beside them
         for one in still if self._sender is None else ():
-            last_ns = steps[-1].end_ns if steps else 0
-            one.reason, one.ended_ns = "abort", max(last_ns, one.queued_ns)
-            one.place = min(one.place[0], len(steps)), min(one.place[1], len(steps))
-            one.aborted = len(steps), len(steps)
+            one.reason, one.aborted = "abort", last
+            one.ended_ns = max(steps[-1].end_ns if steps else 0, one.queued_ns)
+        for one in requests.values():
+            one.place = min(one.place, last)
+            one.aborted = None if one.aborted is None else min(one.aborted, last)
         if self._left_out:
             requests = {name: request for name, request in requests.items() if name not in self._left_out}
             steps = [_of_these(step, requests) for step in steps]
@@ -270,8 +284,8 @@ class _Reader:
             self._num_resets,
             num_open=num_open,
             is_in_order=self._is_in_order,
-            left_out=tuple(self._left_out.values()),
-        )
+            left_out=tuple(self._left_out.values()), was_in_flight=bool(self._plans),
+        )  # fmt: skip
 
 
 def _of_these(step: ObservedStep, requests: dict[str, ObservedRequest]) -> ObservedStep:

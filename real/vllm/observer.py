@@ -153,7 +153,8 @@ class Log:
 def _check(settings: Any) -> None:
     """Raises ValueError for settings that nobody reads."""
     for key, value in settings.items() if isinstance(settings, dict) else (("", settings),):
-        if key not in SETTINGS or (SETTINGS[key] and value not in SETTINGS[key]):
+        is_one = key in SETTINGS and (value in SETTINGS[key] if SETTINGS[key] else isinstance(value, str))
+        if not is_one:
             known = ", ".join(f"{name} ({' or '.join(of) or 'a file'})" for name, of in SETTINGS.items())
             found = f"{key}={value!r}" if key else repr(value)
             raise ValueError(f'additional_config["testbed"] has {found}; the observer has {known}')

@@ -152,8 +152,9 @@ def read_tape(path: Path) -> Tape:
                 is_tape, is_live = True, bool(item.get("is_live"))
             else:
                 numbers = (item["step"], item["ns"], item.get("arrival_ns", item["ns"]))
-                _check_numbers("step, ns, arrival_ns", numbers)
-                events.append(TapeEvent(kind, item["id"], *numbers, item.get("max_tokens")))
+                bound = item.get("max_tokens")
+                _check_numbers("step, ns, arrival_ns, max_tokens", [*numbers, *([] if bound is None else [bound])])
+                events.append(TapeEvent(kind, item["id"], *numbers, bound))
         except (KeyError, TypeError, ValueError) as error:
             if number == len(lines):
                 break

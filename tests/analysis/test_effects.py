@@ -26,6 +26,7 @@ class Known:
     def __init__(self, name: str, seed: int, value: float) -> None:
         self.path, self.fingerprint = Path(f"{name}-{seed}"), f"trace {seed}"
         self.manifest = {"seed": seed, "backend": "real"}
+        self.summary = {"finish_reasons": {"ignored": 0}}
         self._value = value
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:

@@ -268,6 +268,9 @@ def test_what_failed_or_was_ignored_is_told_first_with_its_arm(tmp_path):
     assert "1 run of decode\\_first" in before
     assert "failed or did not end, and is left out (runs/cut: " in before
     assert "prefill\\_first ignored 3 requests that can never fit" in before
+    claims = text.partition("## Findings")[2].partition("##")[0]
+    assert re.search(r"Not comparable .*an arm that ignored requests\): .*P99 TTFT", claims)
+    assert not re.search(r"(better|worse) in [^.]*(TTFT|TPOT|E2E)", claims)
     assert "| records | fair | 1 of the runs failed or did not end" in text
     assert not re.search(r"\| load \| good", text)
 

@@ -98,3 +98,22 @@ def test_a_server_beyond_its_capacity_is_outrun(tmp_path: Path, rate: float, is_
 def test_a_frame_says_what_the_files_say(tmp_path: Path) -> None:
     run = simulate({"num_requests": 400, "rate": 60.0}, folder=tmp_path / "run")
     assert steadiness(Requests.of(run.requests)) == run.summary["steadiness"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "num", "verdict"),
+    [(10.0, 1200, False), (30.0, 1200, False), (60.0, 1200, True), (150.0, 3000, True), (60.0, 40, None)],
+)
+def test_a_server_that_sessions_outrun_is_told_though_their_turns_wait_for_one_another(
+    tmp_path: Path, rate: float, num: int, verdict: bool | None
+) -> None:
+    """As above, 80 requests/s: 40 sessions of two turns. As many turns come as are served, however slow it is."""
+    run = simulate(
+        {
+            "num_requests": num, "rate": rate, "arrival": "deterministic", "output": {"kind": "constant", "value": 1},
+            "min_turns": 2, "max_turns": 2, "think_time_s": 1.0,
+        },
+        folder=tmp_path / "run", model="tiny", cost={"name": "constant", "step_s": 0.1},
+        scheduler={"name": "vllm_v1", "max_num_seqs": 8},
+    )  # fmt: skip
+    assert run.summary["steadiness"]["is_outrun"] is verdict

@@ -123,7 +123,8 @@ def test_a_partial_point_is_set_aside_and_run_again(tmp_path: Path, capsys: pyte
     assert manifest_of(cut)["digest"] == digest
     after = stamps(tmp_path / "s")
     assert {name: after[name] for name in before} == before
-    assert len(load_sweep(tmp_path / "s").runs) == 3
+    found = load_sweep(tmp_path / "s")
+    assert (len(found.runs), found.incomplete) == (3, ()), "what was made again is not missing"
 
 
 def test_a_point_that_was_killed_before_its_manifest_is_run_again(

@@ -262,7 +262,7 @@ def fidelity_findings(
             said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
     if known:
         told = fmt.listing([f"{metric_of(path).label} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
-        reach = "" if _largest(noise)[0] > _TOO_NOISY else ": no simulator can be expected to come closer"
+        reach = "" if _largest(noise)[0] > _TOO_NOISY else ": a smaller error cannot be told from that"
         said.append(f"The real engine itself, run again on one trace under one policy, differed by {told}{reach}.")
     for load, ranking in rankings.items():
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())

@@ -282,7 +282,11 @@ def _fidelity(arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, p
     found = worst_errors(errors.values())
     worst = {path: found[path] for path in _ERRORS if path in found}
     told = fmt.listing(
-        [f"{metric_of(path).label} {fmt.significant(100 * value, 2)} %" for path, value in worst.items()]
+        [
+            f"{metric_of(path).label} {fmt.significant(100 * found[path], 2)} %"
+            for path in (*_ERRORS, "ttft_s.p99")
+            if path in found
+        ]
     )
     most = max(worst.values(), default=1.0)
     level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"

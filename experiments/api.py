@@ -58,7 +58,7 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     if result.status != "complete":
         raise TestbedError(result.message)
-    for sentence in failures(result.summary["checks"]):
+    for sentence in [*([result.message] if result.message else []), *failures(result.summary["checks"])]:
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
     return Run(result.folder, result.config, result.manifest)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from experiments.config import RunConfig
-from experiments.policies import GROUPS
+from experiments.policies import GROUPS, missing_name
 from testbed.errors import TestbedError
 
 ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
@@ -36,7 +36,9 @@ def check_importable(config: RunConfig) -> None:
             resolve_name(target)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise PolicyError(f"{named} cannot be imported ({what}); mend it, or name another class") from None
+            raise PolicyError(
+                f"{named} cannot be imported ({missing_name(target) or what}); mend it, or name another class"
+            ) from None
 
 
 def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
 from testbed.blocks import eviction
 from testbed.errors import ConfigError, TestbedError
-from testbed.foreign_text import unknown
+from testbed.foreign_text import nearest, unknown
 from testbed.policies import admission, oracle, orders, preemption, victim
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel
@@ -137,6 +138,15 @@ def _methods(example: Any) -> list[str]:
     return [name for name in names if callable(getattr(cls, name))]
 
 
+def missing_name(target: str) -> str:
+    """What to say of a class whose module is there and has no such name; empty: something else is wrong."""
+    module, _, name = target.rpartition(".")
+    there = sys.modules.get(module)
+    if there is None or hasattr(there, name):
+        return ""
+    return f"{module} has no {name!r}; {nearest(name, [*vars(there)])}".rstrip("; ")
+
+
 def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
     """An object named by `_target_`. Raises ConfigError in one line."""
     from hydra.errors import InstantiationException
@@ -148,6 +158,7 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
         if isinstance(error.__cause__, TestbedError):
             raise error.__cause__ from None
         reason = " ".join(str(error.__cause__ or error).split()).partition(" Are you sure that module")[0]
+        reason = missing_name(str(node.get("_target_"))) or reason
         raise ConfigError(f"{key}: cannot make {node.get('_target_')!r}: {reason}") from None
     except SystemExit as error:
         raise ConfigError(f"{key}: {node.get('_target_')!r} ends Python (SystemExit {error}); mend it") from None

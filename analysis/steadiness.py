@@ -72,6 +72,8 @@ def customers_of(requests: Requests) -> Customers:
         waited_ns += float(np.nansum(piece.numbers("first_scheduled_ns") - arrival))
         arrivals.append(arrival[~in_session])
         ends.append(end[~in_session])
+        if not in_session.any():
+            continue
         codes = piece.codes("session_id")
         began, ended = np.full(len(codes.labels), np.inf), np.full(len(codes.labels), -np.inf)
         np.minimum.at(began, codes.codes[in_session], arrival[in_session])

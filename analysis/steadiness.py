@@ -17,7 +17,7 @@ their waits left out, last for less than a quarter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,30 +30,54 @@ LATE = 2.0
 QUARTERS = (1, 2, 3)
 
 
-class Customers(NamedTuple):
+class Customers:
     """Whoever comes by itself, and not because something else has ended: a request outside sessions, or a session with
-    all its turns. ns; infinite for what did not end."""
+    all its turns.
 
-    arrival_ns: FloatArray
-    end_ns: FloatArray
-    num_sessions: int
-    waited_ns: float  # until they were first scheduled, all requests together
+    num: how many. first_ns, last_ns: arrivals, equal where there are none. waited_ns: until they were first scheduled,
+    all requests together.
+    """
 
-    @property
-    def window_ns(self) -> tuple[float, float]:
-        """The first and the last arrival; equal where there are none."""
-        return (float(self.arrival_ns.min()), float(self.arrival_ns.max())) if self.arrival_ns.size else (0.0, 0.0)
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self.sessions = _sessions(requests)
+        self.num, self.waited_ns, arrivals = 0, 0.0, []
+        for arrival, _ in self.spans():
+            self.num += len(arrival)
+            arrivals += [float(arrival.min()), float(arrival.max())] if len(arrival) else []
+        for piece in requests.pieces():
+            self.waited_ns += float(np.nansum(piece.numbers("first_scheduled_ns") - piece.numbers("arrival_ns")))
+        self.first_ns, self.last_ns = min(arrivals, default=0.0), max(arrivals, default=0.0)
+        self.quarter_ns = (self.last_ns - self.first_ns) / 4
+
+    def spans(self) -> Iterator[tuple[FloatArray, FloatArray]]:
+        """From the arrivals to the ends, infinite for what did not end; a piece at a time."""
+        for piece in self._requests.pieces():
+            alone = ~piece.is_known("session_id")
+            yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone]
+        yield self.sessions[:, 0], self.sessions[:, 1]
+
+    def by_quarter(self, spans: Iterable[tuple[FloatArray, FloatArray]]) -> tuple[float, ...]:
+        """How many of them there are, in the mean over each quarter of the arrivals but the first; none where all came
+        at once."""
+        if not self.quarter_ns:
+            return ()
+        sums = dict.fromkeys(QUARTERS, 0.0)
+        for begin, end in spans:
+            for number in QUARTERS:
+                start = self.first_ns + number * self.quarter_ns
+                inside = np.minimum(end, start + self.quarter_ns) - np.maximum(begin, start)
+                sums[number] += float(np.maximum(inside, 0.0).sum())
+        return tuple(total / self.quarter_ns for total in sums.values())
 
     def stays(self) -> Stays:
-        first, last = self.window_ns
-        stay = self.end_ns - self.arrival_ns
-        ended = np.isfinite(stay)
-        early = self.arrival_ns <= first + (last - first) / 4
-        return Stays(
-            float(stay[ended].mean()) if ended.any() else np.inf,
-            float(stay[early].max(initial=0.0)),
-            float(self.end_ns[ended].max(initial=last)) - last,
-        )
+        total, num, early, last_end = 0.0, 0, 0.0, self.last_ns
+        for begin, end in self.spans():
+            stay, ended = end - begin, np.isfinite(end)
+            total, num = total + float(stay[ended].sum()), num + int(ended.sum())
+            early = max(early, float(stay[begin <= self.first_ns + self.quarter_ns].max(initial=0.0)))
+            last_end = max(last_end, float(end[ended].max(initial=0.0)))
+        return Stays(total / num if num else np.inf, early, last_end - self.last_ns)
 
 
 class Stays(NamedTuple):
@@ -64,57 +88,37 @@ class Stays(NamedTuple):
     drain_ns: float  # from the last arrival to the last end
 
 
-def customers_of(requests: Requests) -> Customers:
-    arrivals, ends, waited_ns = [np.empty(0)], [np.empty(0)], 0.0
-    sessions: dict[str, tuple[float, float]] = {}
+def _sessions(requests: Requests) -> FloatArray:
+    """`[num_sessions, 2]`: the first arrival and the last end of each."""
+    found: dict[str, tuple[float, float]] = {}
     for piece in requests.pieces():
-        arrival, end, in_session = piece.numbers("arrival_ns"), _ends(piece), piece.is_known("session_id")
-        waited_ns += float(np.nansum(piece.numbers("first_scheduled_ns") - arrival))
-        arrivals.append(arrival[~in_session])
-        ends.append(end[~in_session])
+        in_session = piece.is_known("session_id")
         if not in_session.any():
             continue
         codes = piece.codes("session_id")
         began, ended = np.full(len(codes.labels), np.inf), np.full(len(codes.labels), -np.inf)
-        np.minimum.at(began, codes.codes[in_session], arrival[in_session])
-        np.maximum.at(ended, codes.codes[in_session], end[in_session])
-        for name, *span in zip(codes.labels, began.tolist(), ended.tolist(), strict=True):
-            before = sessions.get(name, (np.inf, -np.inf))
-            sessions[name] = min(before[0], span[0]), max(before[1], span[1])
-    sessions = {name: span for name, span in sessions.items() if np.isfinite(span[0])}
-    spans = np.array(list(sessions.values())).reshape(-1, 2)
-    starts, lasts = np.concatenate([*arrivals, spans[:, 0]]), np.concatenate([*ends, spans[:, 1]])
-    return Customers(starts, lasts, len(sessions), waited_ns)
+        np.minimum.at(began, codes.codes[in_session], piece.numbers("arrival_ns")[in_session])
+        np.maximum.at(ended, codes.codes[in_session], _ends(piece)[in_session])
+        for code in np.unique(codes.codes[in_session]).tolist():
+            name = codes.labels[code]
+            before = found.get(name, (np.inf, -np.inf))
+            found[name] = min(before[0], float(began[code])), max(before[1], float(ended[code]))
+    return np.array(list(found.values())).reshape(-1, 2)
 
 
 def waiting_by_quarter(requests: Requests) -> tuple[float, ...]:
     """Mean number of requests that were not scheduled yet, in the second, third and fourth quarter of the time in which
     customers came; none where all came at once."""
-    return _by_quarter(requests, customers_of(requests).window_ns, only_waiting=True)
+    return Customers(requests).by_quarter(_spans(requests, only_waiting=True))
 
 
-def _by_quarter(requests: Requests, window_ns: tuple[float, float], *, only_waiting: bool) -> tuple[float, ...]:
-    """Of requests that were not scheduled yet, or had not ended."""
-    sums = np.zeros(len(QUARTERS))
+def _spans(requests: Requests, *, only_waiting: bool) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """Of requests: from their arrivals to their ends, or to when they were first scheduled."""
     for piece in requests.pieces():
-        arrival, left = piece.numbers("arrival_ns"), _ends(piece)
+        left = _ends(piece)
         if only_waiting:
             left = np.fmin(left, piece.numbers("first_scheduled_ns"))
-        sums += _areas(arrival, left, window_ns)
-    return _means(sums, window_ns)
-
-
-def _areas(arrival: FloatArray, left: FloatArray, window_ns: tuple[float, float]) -> FloatArray:
-    """Of each quarter but the first: the time that all of them spent there together."""
-    first, last = window_ns
-    starts = [first + number * (last - first) / 4 for number in QUARTERS]
-    inside = [np.minimum(left, start + (last - first) / 4) - np.maximum(arrival, start) for start in starts]
-    return np.array([float(np.maximum(one, 0.0).sum()) for one in inside])
-
-
-def _means(sums: FloatArray, window_ns: tuple[float, float]) -> tuple[float, ...]:
-    quarter = (window_ns[1] - window_ns[0]) / 4
-    return tuple((sums / quarter).tolist()) if quarter else ()
+        yield piece.numbers("arrival_ns"), left
 
 
 def _ends(piece: RequestColumns) -> FloatArray:
@@ -134,20 +138,21 @@ def is_outrun(waiting: Sequence[float], num_requests: int) -> bool:
 
 def _judged(customers: Customers, waiting: Sequence[float], in_system: Sequence[float]) -> bool | None:
     """Whether arrivals outran the engine; None where it cannot be told."""
-    num, stays, (first, last) = len(customers.arrival_ns), customers.stays(), customers.window_ns
-    quarter, without_waits = (last - first) / 4, stays.mean_ns - customers.waited_ns / max(1, num)
-    if is_outrun(waiting, num) and (not customers.num_sessions or without_waits <= quarter):
+    num, quarter_ns, in_sessions = customers.num, customers.quarter_ns, len(customers.sessions) > 0
+    stays = customers.stays()
+    without_waits_ns = stays.mean_ns - customers.waited_ns / max(1, num)
+    if is_outrun(waiting, num) and (not in_sessions or without_waits_ns <= quarter_ns):
         return True
-    there = _means(_areas(customers.arrival_ns, customers.end_ns, customers.window_ns), customers.window_ns)
+    there = customers.by_quarter(customers.spans()) if in_sessions else in_system
     if any(is_outrun(one, num) for one in (waiting, in_system, there)):
-        return True if stays.mean_ns <= quarter or stays.drain_ns > LATE * stays.longest_early_ns else None
-    return None if stays.mean_ns > (4 if customers.num_sessions else 2) * quarter else False
+        return True if stays.mean_ns <= quarter_ns or stays.drain_ns > LATE * stays.longest_early_ns else None
+    return None if stays.mean_ns > (4 if in_sessions else 2) * quarter_ns else False
 
 
 def steadiness(requests: Requests) -> dict[str, Any] | None:
     """For the summary; None where all came at once."""
-    customers = customers_of(requests)
-    waiting, in_system = (_by_quarter(requests, customers.window_ns, only_waiting=only) for only in (True, False))
+    customers = Customers(requests)
+    waiting, in_system = (customers.by_quarter(_spans(requests, only_waiting=only)) for only in (True, False))
     if not waiting:
         return None
     judged = _judged(customers, waiting, in_system)

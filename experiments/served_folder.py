@@ -49,9 +49,7 @@ class _Trace(NoRecords):
             Span(self._num, 0, request.sampling.max_tokens or 1), priority=request.priority,
             cache_salt=request.cache_salt or None,
         )  # fmt: skip
-        fields = row_to_json(row)
-        fields.pop("place", None)
-        self._file.write(json.dumps(fields, separators=(",", ":")) + "\n")
+        self._file.write(json.dumps(row_to_json(row), separators=(",", ":")) + "\n")
         self._file.flush()
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
@@ -78,10 +76,10 @@ class _Trace(NoRecords):
             )
             for row in read_jsonl(self._path)
         ]
-        written = self._path.with_suffix(".tmp")
-        write_jsonl(arrange(self._path.name, rows), written)
+        trace, written = arrange(self._path.name, rows), self._path.with_suffix(".tmp")
+        write_jsonl(trace, written)
         os.replace(written, self._path)
-        return read_jsonl(self._path)
+        return trace
 
 
 class ServedFolder:

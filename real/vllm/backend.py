@@ -166,7 +166,7 @@ class VllmBackend:
             )  # fmt: skip
         except TestbedError:
             raise
-        except Exception as error:  # noqa: BLE001  of classes of its own, which are no ValueErrors
+        except Exception as error:  # noqa: BLE001  (vLLM has classes of its own, of no common base)
             raise RequestError(f"vLLM refuses request {request.request_id!r}: {_one_line(error)}") from None
 
     def abort(self, request_id: str) -> None:

@@ -38,7 +38,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "OPTForCausalLM": {"tie_word_embeddings": True, "eos_token_id": 2, "activation_function": "relu"},
 }  # fmt: skip
-ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known; others are taken for the first one's
+ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known; others are priced in Llama's shape
 _OWN_BIASES = ("MistralForCausalLM", "Qwen2ForCausalLM")  # no key says which projections add one
 _SCALED = ("linear", "dynamic", "yarn", "llama3")
 

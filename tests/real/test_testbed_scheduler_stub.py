@@ -152,17 +152,24 @@ def test_a_killed_engine_leaves_what_its_tape_needs(tmp_path: Path) -> None:
     assert note == "of requests that had not ended, outputs are as long as they had leave for"
 
 
-def test_the_device_is_the_engines_if_nobody_says_another(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """The configurations of the schedulers that are made."""
     from experiments import inside_vllm
-    from real.vllm import observer
 
-    built: list[RunConfig] = []
+    configs: list[RunConfig] = []
     build = inside_vllm.build_scheduler
     monkeypatch.setattr(
-        inside_vllm, "build_scheduler", lambda config, pools: built.append(config) or build(config, pools)
+        inside_vllm, "build_scheduler", lambda config, pools: configs.append(config) or build(config, pools)
     )
+    return configs
+
+
+def test_the_device_is_the_engines_if_nobody_says_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, built: list[RunConfig]
+) -> None:
+    from real.vllm import observer
+
     made({})
     monkeypatch.setattr(observer, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
     made({}, device=("cuda", ""))
@@ -202,16 +209,7 @@ def test_what_only_vllms_own_scheduler_reads_is_refused(
         made({}, watermark=0.01)
 
 
-def test_policies_that_ask_for_prices_are_told_those_of_the_model_that_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from experiments import inside_vllm
-
-    built: list[RunConfig] = []
-    build = inside_vllm.build_scheduler
-    monkeypatch.setattr(
-        inside_vllm, "build_scheduler", lambda config, pools: built.append(config) or build(config, pools)
-    )
+def test_policies_that_ask_for_prices_are_told_those_of_the_model_that_is_served(built: list[RunConfig]) -> None:
     made({})
     assert (built[0].model.hidden_size, built[0].model.dtype) == (MODEL["hidden_size"], "float32")
 

@@ -190,14 +190,6 @@ class BlockManager:
         if self.publishes_early:
             self.prefixes.publish(seq, num_tokens)
 
-    def computed(self, seq: KVSequence, num_tokens: i64) -> None:
-        """The first `num_tokens` tokens are computed: others may hit them."""
-        self.prefixes.publish(seq, num_tokens)
-
-    def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
-        """Takes `scheduled` back: only the first `num_tokens` tokens are computed."""
-        self.prefixes.withdraw(seq, num_tokens)
-
     def planned(self) -> tuple[Pair, ...]:
         """The step is decided: what it allocated for its content counts as computed for the next one, and what it
         emptied on the CPU is free. Returns the (source, destination) pairs to copy."""

@@ -43,9 +43,6 @@ class Batch(Rows):
     def num_tokens_of(self, seq: Sequence) -> int:
         return sum([self.counts[index] for index, other in enumerate(self.seqs) if other is seq])
 
-    def rows(self) -> list[Row]:
-        return [(seq, seq.num_computed_tokens, self.counts[index]) for index, seq in enumerate(self.seqs)]
-
     def shape(self, window: int | None, num_out: int, num_in: int, num_copied: int) -> BatchShape:
         """What is priced. window: as far as attention looks back, in tokens; beside it the blocks that move."""
         num_decodes = context = longest = num_samples = i64(0)

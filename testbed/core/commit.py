@@ -60,7 +60,7 @@ class Commit:
                 samples = samples_ahead[index]
                 is_there = seq.arrive(counts[index], samples=samples)
             if publishes and is_there and seq.state is RUNNING:
-                self._blocks.computed(seq, seq.num_computed_tokens - seq.num_in_flight_tokens)
+                self._blocks.prefixes.publish(seq, seq.num_computed_tokens - seq.num_in_flight_tokens)
             if not samples:
                 continue
             outcome: Outcome | None = None
@@ -137,11 +137,11 @@ class Commit:
 
 def _end_of(seq: Sequence, token: int, stop: FinishReason | None) -> FinishReason | None:
     """The reason if the sequence ends with this token. stop: what the backend says."""
-    if stop is None and seq.stop_tokens and not seq.is_forced and token in seq.stop_tokens:
-        stop = FinishReason.STOP
-    if stop is None and seq.num_known_tokens >= seq.token_limit:
-        stop = FinishReason.LENGTH
-    return stop
+    if stop is not None:
+        return stop
+    if not seq.is_forced and seq.stop_tokens and token in seq.stop_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if seq.num_known_tokens >= seq.token_limit else None
 
 
 def note_prompts(batch: Batch, parts: tuple[PromptLogprobs, ...]) -> None:

@@ -82,7 +82,7 @@ class Preempting:
         was_scheduled = False
         for one in seq.together:
             if self._batch.remove(one):
-                self._blocks.withdraw(one, one.num_computed_tokens)
+                self._blocks.prefixes.withdraw(one, one.num_computed_tokens)
                 was_scheduled = True
         return was_scheduled
 

@@ -14,6 +14,7 @@ class Running:
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, in order of admission
         self._num_groups = 0  # running units that are, or will be, several sequences
+        self._in_order: tuple[Sequence, ...] | None = ()  # the units; None: they have changed since somebody asked
 
     @property
     def num_seqs(self) -> int:
@@ -25,6 +26,13 @@ class Running:
         """Running sequences that there are now."""
         return sum([seq.num_together for seq in self.units.values()]) if self._num_groups else len(self.units)
 
+    @property
+    def in_order(self) -> tuple[Sequence, ...]:
+        """The units, as they are now: it stays as it is while they change."""
+        if self._in_order is None:
+            self._in_order = tuple(self.units.values())
+        return self._in_order
+
     def admit(self, seq: Sequence) -> None:
         """A sequence begins its prefill, behind all others."""
         seq.is_prefilling = True
@@ -33,6 +41,7 @@ class Running:
     def start(self, seq: Sequence) -> None:
         """A unit runs, behind all others."""
         self.units[seq.unit_id] = seq
+        self._in_order = None
         self._num_groups += seq.group is not None
         for one in seq.together:
             one.enter(SequenceState.RUNNING)
@@ -41,6 +50,7 @@ class Running:
 
     def stop(self, seq: Sequence) -> None:
         del self.units[seq.unit_id]
+        self._in_order = None
         self._num_groups -= seq.group is not None
         self.prefilling.pop(seq.seq_id, None)
 
@@ -48,6 +58,7 @@ class Running:
         """One sequence runs no more, or is swapped out no more: its siblings go on."""
         units = self.units if seq.state is SequenceState.RUNNING else self.swapped
         self.prefilling.pop(seq.seq_id, None)
+        self._in_order = None
         if seq.siblings is None:
             del units[seq.unit_id]
             self._num_groups -= units is self.units and seq.group is not None
@@ -76,11 +87,11 @@ class Running:
         assert len(seqs) == len(self.units)
         if seqs == list(self.units.values()):
             return
-        self.units.clear()
-        for seq in seqs:
-            self.units[seq.unit_id] = seq
+        self._in_order = None
+        self.units = {seq.unit_id: seq for seq in seqs}
 
     def check_invariants(self, *, is_between_steps: bool) -> None:
+        assert self._in_order is None or list(self._in_order) == list(self.units.values())
         assert self._num_groups == sum([1 for seq in self.units.values() if seq.group is not None])
         if is_between_steps:
             prefilling = [seq.seq_id for seq in self.units.values() if seq.is_prefilling]

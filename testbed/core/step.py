@@ -47,7 +47,8 @@ class Step:
     @property
     def rows(self) -> list[Row]:
         """(seq, start, num_tokens) of everything that the step computes so far."""
-        return self.batch.rows()
+        counts = self.batch.counts
+        return [(seq, seq.num_computed_tokens, counts[index]) for index, seq in enumerate(self.batch.seqs)]
 
     @property
     def token_budget(self) -> i64:
@@ -84,12 +85,11 @@ class Step:
         """Running sequences whose prefill is unfinished, those admitted here included, in order of admission."""
         return self._running.prefilling
 
-    def running(self) -> list[Sequence]:
+    def running(self) -> tuple[Sequence, ...]:
         """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones.
         Without those of which a step in flight says how they go on."""
-        if self._is_ahead:
-            return [seq for seq in self._running.units.values() if not seq.awaits_outcome]
-        return list(self._running.units.values())
+        running = self._running.in_order
+        return tuple([seq for seq in running if not seq.awaits_outcome]) if self._is_ahead else running
 
     def swapped(self) -> list[Sequence]:
         """The swapped-out sequences in order, one for each group."""
@@ -166,7 +166,7 @@ class Step:
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running sequences another order; `seqs` are all that `running` gives."""
         if self._is_ahead:
-            seqs = [seq for seq in self._running.units.values() if seq.awaits_outcome] + seqs
+            seqs = [seq for seq in self._running.in_order if seq.awaits_outcome] + seqs
         self._running.reorder(seqs)
 
     # --- preemption and swap ---

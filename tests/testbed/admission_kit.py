@@ -76,7 +76,7 @@ def compute(blocks: BlockManager, seq: Sequence) -> Sequence:
     """The sequence runs, and what it knows is computed and cached."""
     blocks.admit(seq, seq.num_tokens, blocks.lookup(seq))
     seq.num_computed_tokens = seq.num_tokens
-    blocks.computed(seq, seq.num_tokens)
+    blocks.prefixes.publish(seq, seq.num_tokens)
     return seq
 
 

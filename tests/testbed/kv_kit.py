@@ -22,7 +22,7 @@ def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
     blocks.scheduled(seq, seq.num_tokens)
     blocks.planned()
     seq.num_computed_tokens = seq.num_tokens
-    blocks.computed(seq, seq.num_tokens)
+    blocks.prefixes.publish(seq, seq.num_tokens)
     return list(seq.block_table)
 
 

@@ -47,7 +47,7 @@ def cache(blocks: BlockManager, prompt: Iterable[int]) -> None:
         return
     seq = make_seq(99_999, tokens)
     blocks.admit(seq, len(tokens), blocks.lookup(seq))
-    blocks.computed(seq, len(tokens))
+    blocks.prefixes.publish(seq, len(tokens))
     blocks.free(seq)
     blocks.forget(seq)
 

@@ -81,7 +81,7 @@ def test_hit_blocks_need_no_room_but_stop_counting_as_free() -> None:
     blocks = make_blocks(num_blocks=4, block_size=4, watermark=0.25)
     first = Sequence(0, make_request("a", range(8)), 4096)
     blocks.admit(first, 8, blocks.lookup(first))
-    blocks.computed(first, 8)
+    blocks.prefixes.publish(first, 8)
     again = Sequence(1, make_request("b", range(12)), 4096)
     hit = blocks.lookup(again)
     assert (hit.num_tokens, hit.num_unreferenced) == (8, 0)

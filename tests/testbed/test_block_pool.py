@@ -153,7 +153,7 @@ def admitted(num_tokens: int = 8) -> tuple[BlockManager, Sequence]:
     seq = Sequence(0, make_request("a", num_tokens), 4096)
     blocks.admit(seq, num_tokens, blocks.lookup(seq))
     seq.num_computed_tokens = num_tokens
-    blocks.computed(seq, num_tokens)
+    blocks.prefixes.publish(seq, num_tokens)
     blocks.check_invariants([seq])
     return blocks, seq
 

@@ -133,7 +133,7 @@ def side_by_side(duplicates: str) -> tuple[BlockManager, Sequence, Sequence]:
         blocks.grow(seq, 1)
         seq.num_computed_tokens = 4
     for seq in seqs:
-        blocks.computed(seq, 4)
+        blocks.prefixes.publish(seq, 4)
     blocks.check_invariants([*seqs])
     return blocks, *seqs
 

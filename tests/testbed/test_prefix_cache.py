@@ -40,7 +40,7 @@ def sequence(seq_id: int, tokens: int | Seq[int], salt: str = "") -> Sequence:
 def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
     """Admits a sequence and publishes all it knows; returns its table."""
     blocks.admit(seq, seq.num_tokens, blocks.lookup(seq))
-    blocks.computed(seq, seq.num_tokens)
+    blocks.prefixes.publish(seq, seq.num_tokens)
     return seq.block_table[:]
 
 
@@ -199,12 +199,12 @@ def test_a_sequence_that_collided_stays_uncached_until_it_comes_back_although_th
     first, second = sequence(0, (1, 2)), sequence(1, (3, 4, 5, 6))
     compute(blocks, first)
     blocks.admit(second, 4, blocks.lookup(second))
-    blocks.computed(second, 2)  # the key is taken
+    blocks.prefixes.publish(second, 2)  # the key is taken
     blocks.free(first)
     filler = sequence(2, range(50, 62))
     blocks.admit(filler, 12, blocks.lookup(filler))  # all the others: the first's content is evicted
     blocks.free(filler)
-    blocks.computed(second, 4)
+    blocks.prefixes.publish(second, 4)
     assert num_hit(blocks, (3, 4, 5, 6, 7)) == 0
     blocks.check_invariants([second])
 
@@ -334,7 +334,7 @@ def test_two_sequences_that_compute_one_content_side_by_side_both_keep_it_findab
     for seq in (first, second):  # both admitted before either is published
         blocks.admit(seq, 4, blocks.lookup(seq))
     for seq in (first, second):
-        blocks.computed(seq, 4)
+        blocks.prefixes.publish(seq, 4)
     assert first.block_table != second.block_table
     blocks.check_invariants([first, second])
     blocks.free(first)

@@ -24,7 +24,7 @@ def test_lpm_finds_what_the_block_manager_has_cached() -> None:
     blocks = make_blocks(num_blocks=64, block_size=4)
     done = make_seq(0, 40)
     blocks.admit(done, 40, blocks.lookup(done))
-    blocks.computed(done, 40)
+    blocks.prefixes.publish(done, 40)
     blocks.free(done)
     queue = bound(orders.longest_prefix(duplicate_tokens=0), blocks=blocks)
     cold, warm, warmer = make_seq(1, 40), make_seq(2, range(10)), make_seq(3, range(30))

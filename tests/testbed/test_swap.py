@@ -223,7 +223,7 @@ def test_what_was_swapped_out_may_be_hit_while_its_blocks_are_not_taken() -> Non
     seq = Sequence(0, make_request("a", range(8)), 4096)
     blocks.admit(seq, 8, blocks.lookup(seq))
     seq.num_computed_tokens = 8
-    blocks.computed(seq, 8)
+    blocks.prefixes.publish(seq, 8)
     blocks.swapping.swap_out(seq.together)
     again = Sequence(1, make_request("b", range(9)), 4096)
     assert blocks.lookup(again).num_tokens == 8

@@ -127,12 +127,12 @@ class World:
         end = seq.num_computed_tokens + num_tokens
         self.blocks.scheduled(seq, end)
         if may_be_withdrawn and self.rng.random() < 0.1:  # preempted before it is computed
-            self.blocks.withdraw(seq, seq.num_computed_tokens)
+            self.blocks.prefixes.withdraw(seq, seq.num_computed_tokens)
             self.leave(seq, comes_back=True)
             return
         self.seen.append(self.blocks.planned())
         seq.advance(num_tokens)
-        self.blocks.computed(seq, end)
+        self.blocks.prefixes.publish(seq, end)
         if end == seq.num_tokens:
             if seq.num_tokens == seq.token_limit:
                 self.leave(seq, comes_back=False)

@@ -43,28 +43,27 @@ def main(arguments: list[str]) -> int:
 
 
 def _bench_scheduler(repeats: int) -> None:
-    """plan + commit, one step at a time, distinct tokens coming back for every sequence, digest on.
+    """plan + commit, one step at a time, digest on.
 
+    Simulated: outputs are known beforehand, as a trace has them. Drawn: distinct tokens come back for every sequence.
     With rows: the same and `plan.scheduled`, the inputs of a device, which a simulator never asks for.
     """
     print(f"scheduler: {NUM_SEQS} running, {OUTPUT_TOKENS} output tokens each, 16-token blocks, best of {repeats}")
-    print(f"  {'scheduler':<16}{'prefix caching':<16}{'steps/s':>10}{'µs/step':>10}{'with rows':>12}")
+    print(f"  {'':<32}{'simulated':^20}{'drawn':^20}{'with rows':^20}")
+    print(f"  {'scheduler':<16}{'prefix caching':<16}" + f"{'steps/s':>10}{'µs/step':>10}" * 3)
     points = [(name, caching) for name in SCHEDULERS for caching in (False, True)]
-    rows: list[tuple[str, bool, float, float]] = []
+    lines: list[str] = []
     for name, caching in tqdm(points, desc="scheduler", disable=None, leave=False):
-        core_ns, all_ns = (
-            min(_step_ns(name, caching, repeat, with_rows=with_rows) for repeat in range(repeats))
-            for with_rows in (False, True)
-        )
-        rows.append((name, caching, core_ns, all_ns))
-    for name, caching, core_ns, all_ns in rows:
-        print(
-            f"  {name:<16}{'on' if caching else 'off':<16}{1e9 / core_ns:>10,.0f}{core_ns / 1e3:>10.1f}"
-            f"{1e9 / all_ns:>12,.0f}"
-        )
+        best_ns = [
+            min(_step_ns(name, caching, repeat, draws=draws, with_rows=with_rows) for repeat in range(repeats))
+            for draws, with_rows in ((False, False), (True, False), (True, True))
+        ]
+        numbers = "".join(f"{1e9 / step_ns:>10,.0f}{step_ns / 1e3:>10.1f}" for step_ns in best_ns)
+        lines.append(f"  {name:<16}{'on' if caching else 'off':<16}{numbers}")
+    print("\n".join(lines))
 
 
-def _step_ns(name: str, caching: bool, repeat: int, *, with_rows: bool) -> float:
+def _step_ns(name: str, caching: bool, repeat: int, *, draws: bool, with_rows: bool) -> float:
     """ns a step of plan + commit; with_rows: and of making the plan's rows."""
     scheduler = _scheduler(
         [f"scheduler={name}", f"cache.prefix_caching={str(caching).lower()}", "scheduler.max_num_batched_tokens=32768"],
@@ -73,17 +72,19 @@ def _step_ns(name: str, caching: bool, repeat: int, *, with_rows: bool) -> float
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     for index in range(NUM_SEQS):
         prompt = synthesize(Span(content_key("bench", repeat, index), 0, PROMPT_TOKENS), VOCAB)
-        scheduler.add(Request(str(index), prompt, sampling=sampling))
+        output = synthesize(Span(content_key("output", repeat, index), 0, OUTPUT_TOKENS), VOCAB)
+        scheduler.add(Request(str(index), prompt, sampling=sampling, forced_output=None if draws else output))
     with fewer_collections():  # as in every run
-        return _drive(scheduler, with_rows=with_rows)
+        return _drive(scheduler, draws=draws, with_rows=with_rows)
 
 
-def _drive(scheduler: Scheduler, *, with_rows: bool) -> float:
+def _drive(scheduler: Scheduler, *, draws: bool, with_rows: bool) -> float:
     """All run from the first step to the last. Making the outcomes, a model's work, is not counted."""
     spent_ns = now_ns = 0
     clock = time.perf_counter_ns
     while scheduler.has_work:
-        outcomes = tuple(Outcome(seq_id, ((now_ns * 7919 + seq_id * 31) % VOCAB,)) for seq_id in range(NUM_SEQS))
+        ids = range(NUM_SEQS if draws else 0)
+        outcomes = tuple(Outcome(seq_id, ((now_ns * 7919 + seq_id * 31) % VOCAB,)) for seq_id in ids)
         now_ns += 1
         result = StepResult(now_ns, outcomes)
         began_ns = clock()

@@ -35,19 +35,24 @@ class Grid:
         """The value at a point, each of whose coordinates counts as the nearest on its axis where it lies outside."""
         dimension: i64
         for dimension, x in enumerate(point):
-            self._seek(dimension, x)
-        return self._value(0, 0)
+            self.seek(dimension, x)
+        return self.value()
 
     def along(self, x: float) -> float:
         """The same of one dimension."""
-        self._seek(0, x)
-        return self._value(0, 0)
+        self.seek(0, x)
+        return self.value()
 
     def clamped(self, point: tuple[float, ...]) -> tuple[float, ...]:
         """The nearest point within the axes; the same one where it lies within."""
         return tuple([min(max(x, axis[0]), axis[-1]) for x, axis in zip(point, self.axes, strict=True)])
 
-    def _seek(self, dimension: i64, x: float) -> None:
+    def value(self) -> float:
+        """At the point that was sought last."""
+        return self._value(0, 0)
+
+    def seek(self, dimension: i64, x: float) -> None:
+        """One coordinate of the point whose value is asked for next."""
         points, first, end = self._points, self._firsts[dimension], self._firsts[dimension + 1]
         left, right = first, end  # all up to `left` are at most x, all from `right` on are above it
         while right - left > 1:

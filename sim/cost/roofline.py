@@ -34,6 +34,10 @@ _SAMPLER_KERNELS: Final = 10
 LOGIT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
 
+# of the query tiles of chunks: how many, the keys that they go through, those of the longest, positions read, positions
+# written, and the keys of whole waves
+Tiles = tuple[i64, i64, i64, i64, i64, i64]
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -294,29 +298,37 @@ class RooflineCost:
     def _mixed_attention_ns(
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
-        """One kernel over chunks and decodes, each decode a tile. It takes the longest of: all tiles shared evenly; the
-        longest tile; whole waves of tiles that are at least as long as one of them. Each grows with any work added.
+        """One kernel over chunks and decodes."""
+        return self._tiles_ns(self._tiles_of(prefills), num_decodes, context, longest)
 
-        K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
-        tiles a turn has, the less is left in the caches of what the heads share.
-        """
-        tiles = num_tokens = i64(num_decodes)
-        keys = num_read = i64(context)
-        if longest == 0 and num_decodes:
-            longest = context // num_decodes  # not said
-        alone: i64 = longest
+    def _tiles_of(self, prefills: tuple[PrefillChunk, ...]) -> Tiles:
+        tiles, keys, longest, num_read, num_tokens = i64(0), i64(0), i64(0), i64(0), i64(0)
         start: i64
         length: i64
         for start, length in prefills:
             num_tiles = -(-length // self._tokens_per_tile)
             tiles += num_tiles
             keys += self._keys_of(start, length, num_tiles)
-            alone = max(alone, start + length)
+            longest = max(longest, start + length)
             num_read += start + length
             num_tokens += length
+        return tiles, keys, longest, num_read, num_tokens, self._whole_waves(prefills)
+
+    def _tiles_ns(self, of_chunks: Tiles, num_decodes: i64, context: i64, longest: i64) -> int:
+        """One kernel over chunks and decodes, each decode a tile. It takes the longest of: all tiles shared evenly; the
+        longest tile; whole waves of tiles that are at least as long as one of them. Each grows with any work added.
+
+        K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
+        tiles a turn has, the less is left in the caches of what the heads share.
+        """
+        tiles, keys, alone, num_read, num_tokens, waves = of_chunks
+        if num_decodes:
+            alone = max(alone, longest if longest else context // num_decodes)  # 0: not said
+            tiles, keys = tiles + num_decodes, keys + context
+            num_read, num_tokens = num_read + context, num_tokens + num_decodes
         alone = min(alone, self._reach) + self._tile_keys
         evenly = float((keys + tiles * self._tile_keys) * self._tiled_heads) / float(self._num_sms)
-        flops_ns = max(evenly, float(max(alone, self._whole_waves(prefills)))) * self._tile_ns_per_key
+        flops_ns = max(evenly, float(max(alone, waves))) * self._tile_ns_per_key
         num_reads = min(self._unpacked, max(1.0, self._unpacked * float(tiles) / float(self._num_sms)))
         moved = num_reads * float(num_read) + float(num_tokens)  # positions of K and V
         bytes_ns = moved * self._kv_ns_per_token + float(num_tokens) * self._qo_ns_per_token
@@ -324,20 +336,26 @@ class RooflineCost:
 
     def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> i64:
         """Keys that one multiprocessor goes through in whole waves of tiles that are as long as some chunk's first."""
-        rows, tiles, most = self._tokens_per_tile, i64(0), i64(0)
-        firsts: list[tuple[i64, i64]] = []
+        tiles, most = i64(0), i64(0)
         start: i64
         length: i64
+        if len(prefills) > 1:
+            prefills = tuple(sorted(prefills, key=self._order))
         for start, length in prefills:
-            first, whole = min(start + min(length, rows), self._reach), -(-length // rows) - 1
-            firsts.append((first, whole + (self._last_keys(start, length, whole) >= first)))
-        if len(firsts) > 1:
-            firsts.sort(reverse=True)
-        for keys, num_tiles in firsts:
-            tiles += num_tiles
+            first, whole = self._first_keys(start, length), -(-length // self._tokens_per_tile) - 1
+            tiles += whole + (self._last_keys(start, length, whole) >= first)
             waves = -(-tiles * self._tiled_heads // self._num_sms)
-            most = max(most, waves * (keys + self._tile_keys))
+            most = max(most, waves * (first + self._tile_keys))
         return most
+
+    def _order(self, chunk: PrefillChunk) -> int:
+        """The chunk with the longest first tile comes first."""
+        start, length = chunk
+        return -self._first_keys(start, length)
+
+    def _first_keys(self, start: i64, length: i64) -> i64:
+        """Of a chunk's first tile."""
+        return min(start + min(length, self._tokens_per_tile), self._reach)
 
     def _last_keys(self, start: i64, length: i64, whole: i64) -> i64:
         """Of a chunk's last tile, behind `whole` full ones."""

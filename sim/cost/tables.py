@@ -180,15 +180,20 @@ class TablesCost(RooflineCost):
     def _mixed_attention_ns(
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
-        whole_ns, measured = super()._mixed_attention_ns(num_decodes, context, longest, prefills), self.measured
+        measured, tiles = self.measured, self._tiles_of(prefills)
+        whole_ns = self._tiles_ns(tiles, num_decodes, context, longest)
         if measured.prefill is None:
             return whole_ns
-        alone_ns = whole_ns if num_decodes == 0 else super()._mixed_attention_ns(0, 0, 0, prefills)
+        alone_ns = whole_ns if num_decodes == 0 else self._tiles_ns(tiles, 0, 0, 0)
         prefill_ns = alone_ns * self._prefill_ratio(measured.prefill.grid, prefills)
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)
-        start, num_tokens = _largest(prefills).start, sum([num for _, num in prefills])
-        mixed_ns = whole_ns * measured.mixed.grid.at((num_tokens, start, num_decodes, context / num_decodes))
+        grid, num_tokens = measured.mixed.grid, sum([num for _, num in prefills])
+        grid.seek(0, num_tokens)
+        grid.seek(1, _largest(prefills).start)
+        grid.seek(2, num_decodes)
+        grid.seek(3, context / num_decodes)
+        mixed_ns = whole_ns * grid.value()
         return to_ns(max(mixed_ns, prefill_ns))  # prompts are not cheaper for the decodes beside them
 
     def _prefill_ratio(self, grid: Grid, prefills: tuple[PrefillChunk, ...]) -> float:
@@ -196,7 +201,9 @@ class TablesCost(RooflineCost):
         ratios = weights = 0.0
         for start, length in prefills:
             pairs = length * (start + length)
-            ratios += pairs * grid.at((float(length), float(start)))
+            grid.seek(0, length)
+            grid.seek(1, start)
+            ratios += pairs * grid.value()
             weights += pairs
         return ratios / weights
 

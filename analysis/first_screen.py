@@ -98,8 +98,9 @@ def _keeps(names: Sequence[str]) -> str:
 
 
 def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
-    """At most so many sentences: who serves most within the SLO, and the claimed changes."""
+    """At most so many sentences: who serves most within the SLO, what turns with the load, and the claimed changes."""
     ranked: list[tuple[float, str]] = []
+    claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: at which load
     num_quiet = num_unknown = 0
     for group in groups:
         at_load = f"At {group.load}, " if group.load else ""
@@ -109,10 +110,12 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
                 num_unknown += all(row.verdict == "unknown" for row in rows)
                 num_quiet += any(row.verdict != "unknown" for row in rows)
                 continue
+            for row in claims:
+                claimed.setdefault((subject, row.metric.label), []).append((group.load, row))
             ranked.append((max(abs(row.gain) for row in claims), f"{at_load}{subject}: {_told(claims)}{uneven}."))
     ranked.sort(key=lambda item: -item[0])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
-    said = [*best[: most - 2], *(text for _, text in ranked)]
+    said = [*best[: most - 2], *_turning(claimed), *(text for _, text in ranked)]
     if not said and num_unknown:
         return ["There is too little data for a claim: too few replicates, or too few requests of one."]
     if not said and num_quiet:
@@ -125,6 +128,20 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
             f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'} no difference beyond the noise."
         )
     return said
+
+
+def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]) -> list[str]:
+    """One sentence on what is better at some loads and worse at others, if anything is: that with the largest loss."""
+    found: list[tuple[float, str]] = []
+    for (subject, label), at_loads in claimed.items():
+        (worst_load, worst), (best_load, best) = (pick(at_loads, key=lambda one: one[1].gain) for pick in (min, max))
+        if worst.gain < 0 < best.gain:
+            said = (
+                f"{subject} turns with the load: {label} is worse at {worst_load} ({change_text(worst)}) and better at "
+                f"{best_load} ({change_text(best)})."
+            )
+            found.append((worst.gain, said[0].upper() + said[1:] if subject.startswith("on average") else said))
+    return [min(found)[1]] if found else []
 
 
 def _described(group: Compared, slo: SLO | None) -> str:

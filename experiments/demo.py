@@ -24,8 +24,9 @@ CACHING = (True, False)
 SEEDS = (0, 1, 2, 3, 4)
 OTHER_RATES = (2.0, 3.5, 6.5)  # sessions a second; the overlay's own is 5
 QUESTION = (
-    "Serving multi-turn chats with a KV pool that is too small for comfort: whole prompts first or chunked prefill, "
-    "with or without a watermark, with or without prefix caching?"
+    "Serving multi-turn chats with a KV pool that is too small for comfort: whole prompts first, or chunks beside the "
+    f"decodes in steps of {SCHEDULERS['decode_first']} tokens; with or without a watermark, with or without prefix "
+    "caching?"
 )
 
 
@@ -106,13 +107,15 @@ def _ablation(out: Path, seeds: tuple[int, ...]) -> list[Arm]:
 
 
 def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:
-    """What repeats the report: everything at once, or the ablation as a sweep of its own."""
+    """What repeats the report: everything at once, or the ablation as sweeps of its own."""
+    design = f"cache.watermark={','.join(f'{w:g}' for w in WATERMARKS)} cache.prefix_caching=true,false"
+    curve = f"cache.watermark={WATERMARKS[0]:g} trace.rate={','.join(f'{rate:g}' for rate in OTHER_RATES)}"
     sweeps = [
-        "testbed run -m experiment=demo "
-        + " ".join(_scheduler(scheduler))
-        + f" cache.watermark={','.join(f'{w:g}' for w in WATERMARKS)} cache.prefix_caching=true,false "
-        + f"seed={','.join(map(str, seeds))} hydra.sweep.dir=sweeps/demo/{scheduler}"
-        for scheduler in SCHEDULERS
+        f"testbed run -m experiment=demo {' '.join(_scheduler(scheduler))} {swept} seed={','.join(map(str, seeds))} "
+        f"hydra.sweep.dir=sweeps/demo/{scheduler}{suffix}"
+        for scheduler, (swept, suffix) in itertools.product(SCHEDULERS, ((design, ""), (curve, "-rates")))
     ]
     everything: list[Any] = ["testbed demo", *(["--quick"] if quick else []), "--out", shlex.quote(str(out)) + "-again"]
-    return [" ".join(everything), *sweeps, "testbed report sweeps/demo --out ablation.html"]
+    baseline = shlex.quote(f"{next(iter(SCHEDULERS))}, watermark {WATERMARKS[0]:g}, prefix caching on")
+    report = f"testbed report sweeps/demo --baseline {baseline} --out ablation.html"
+    return [" ".join(everything), *sweeps, report]

@@ -46,6 +46,20 @@ def test_what_is_inside_the_noise_is_no_answer() -> None:
     ]
 
 
+def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None:
+    base = [Arm("base", {}, ())]
+    changes = {"9 requests/s": 0.1, "12 requests/s": -0.05, "20 requests/s": -0.4}
+    groups = [Compared(load, base, [row("a", 0, change), row("b", 0, 0.6)], ()) for load, change in changes.items()]
+    said = answer(groups, None)
+    assert len(said) == MAX_SENTENCES
+    assert said[0].replace("\u00a0", " ") == (
+        "a against base turns with the load: mean TTFT is worse at 9 requests/s (+11 %) and better at 20 requests/s "
+        "(−33 %)."
+    )
+    assert not any("turns" in text for text in answer(groups[1:], None))
+    assert not any("turns" in text for text in said[1:])
+
+
 def test_no_interval_is_no_equality() -> None:
     rows = [Comparison("a", metric, 1.0, None, "unknown") for metric in LATENCY]
     (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)

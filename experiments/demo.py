@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> int:
         _name(name, caching): _policy(name, caching, shorter=SHORTER)
         for name, caching in itertools.product(SCHEDULERS, CACHING)
     }
+    print(f"replaying   {len(policies)} policies on the real engine of this machine: a few minutes", flush=True)
     fidelity = measure_fidelity(out, policies, quick=options.quick)
     print(f"replayed    {len(policies)} policies on the real engine, each with its simulation: {fidelity.description}")
     report = write_report(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     sim = simulate(config, load.trace, folder / load.name / "simulated", command)
     matched = match_requests(sim, load.measured)
     noise = real_noise([[_named(one.measured, load.key) for one in group]])
-    notes = (*_of_device(load, config), *_of_clock(group, config))
+    notes = (*_of_device(load, config), *_of_prices(group, config))
     return Compared(
         load, tuple(again.name for again in group[1:]), sim, described(config), error_table(sim, load.measured),
         request_errors(matched), matched, noise, step_errors(sim, load.measured), notes,
@@ -96,12 +96,23 @@ def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
     return ()
 
 
-def _of_clock(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
-    """A note where times that are compared are of different clocks (backend.pace=probe_scaled)."""
+def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
+    """A note where prices were fitted on another device, or to another number of its threads; and where times that are
+    compared are of different clocks (backend.pace=probe_scaled)."""
     clocks = {probe_of(one.measured.manifest) for one in group}
+    notes: tuple[str, ...] = ()
     if config.raw["cost"].get("name") == "calibrated":
-        clocks.add(load_calibration(Path(config.raw["cost"]["path"])).manifest.probe_ns)
-    return unlike_clocks(clocks)
+        fitted = load_calibration(Path(config.raw["cost"]["path"])).manifest
+        clocks.add(fitted.probe_ns)
+        notes = _of_fit(fitted.device_description, group[0].measured.manifest)
+    return *notes, *unlike_clocks(clocks)
+
+
+def _of_fit(fitted_on: str, manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    measured_on = manifest.get("device")
+    if manifest.get("backend") == "sim" or not fitted_on or measured_on in (None, fitted_on):
+        return ()
+    return (f"measured on {measured_on!r}, and priced by what was fitted on {fitted_on!r}",)
 
 
 def _second_half(

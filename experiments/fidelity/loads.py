@@ -137,6 +137,8 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     if not len(kept):
         raise RunFolderError(f"{run.path}: no request that ended well; expected at least one")
     notes = []
+    if run.manifest.get("backend") == "sim":
+        notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
     if len(kept) < len(recorded):
         notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
     trace = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))

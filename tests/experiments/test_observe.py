@@ -104,10 +104,17 @@ def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsy
     said = capsys.readouterr().out
     assert "backend=vllm, 11 requests matched one to one" in said
     assert "3 of 14 requests did not end well and were left out" in said
+    assert "priced by what was fitted" not in said
     (judged,) = json.loads((tmp_path / "out" / "fidelity.json").read_text())["loads"]
     errors = {line["metric"]: line["error"] for line in judged["errors"]}
     assert abs(errors["e2e_s.mean"]) < 0.1
     assert abs(errors["e2e_s.p50"]) < 0.1
+    told, manifest = json.loads(fit.read_text()), json.loads((folder / "manifest.json").read_text())
+    told["manifest"]["device_description"] = "AMD EPYC, 7 threads"
+    fit.write_text(json.dumps(told))
+    assert main(["fidelity", str(folder), "cost=calibrated", f"cost.path={fit}"]) == 0
+    note = f"measured on {manifest['device']!r}, and priced by what was fitted on 'AMD EPYC, 7 threads'"
+    assert note in capsys.readouterr().out
     assert main(["timeline", str(folder)]) == 0
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     assert sum("step" in event.get("args", {}) for event in events if event["ph"] == "X") == 60

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from experiments import build
-from experiments.build_engine import build_real_backend
+from experiments.build_engine import build_real_backend, computes_beside
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
 from experiments.environment import describe_driver, describe_versions
@@ -46,7 +46,7 @@ from testbed.traces.schema import Trace
 
 if TYPE_CHECKING:  # it needs numpy, and a torch engine to be of any use
     from real.clocks import Clock
-    from real.profiler.measure import Profiled, Unit
+    from real.profiler.measure import Profiled, Recorded, Unit
 
 PROFILE_FILE = "profile.parquet"  # in the folder of a calibration
 PROFILE_SEED = 1_000_003  # of the profiling traces: not a seed that an experiment would use
@@ -242,7 +242,9 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         return scheduler
 
     sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
-    bench = Bench(backend, clock, room, make_scheduler, partial(_recorded, scratch), build.vocab_size(config), sampling)
+    bench = Bench(
+        backend, clock, room, make_scheduler, partial(_recorded, config, scratch), build.vocab_size(config), sampling
+    )
     return [
         Unit(partial(run_episode, bench, episode, number))
         for number, episode in enumerate(design(room, is_quick=extent.is_quick, seed=PROFILE_SEED))
@@ -250,11 +252,17 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
 
 
 @contextmanager
-def _recorded(scratch: Path, recorder: Recorder) -> Iterator[Recorder]:
-    """The recorder, beside those of a real run: its steps pay for them too."""
+def _recorded(config: RunConfig, scratch: Path, recorder: Recorder) -> Iterator[Recorded]:
+    """The recorder, beside those of a real run, for which steps pay as that run's do: on a GPU they are late."""
+    from real.late_records import LateRecords
+
     records, tape = RunRecorder(scratch), TapeWriter(scratch / "tape.jsonl", decision)
     with closing(records), closing(tape):
-        yield Recorders(records, tape, recorder)
+        if not computes_beside(config):
+            yield Recorders(records, tape, recorder), None
+            return
+        with closing(LateRecords().of(Recorders(records, tape))) as late:
+            yield Recorders(late, recorder), late.catch_up
 
 
 _COMPOSITIONS = (("prefill_first", None), ("decode_first", None), ("decode_first", 256))  # with a budget, or the own
@@ -288,14 +296,15 @@ def _load_steps(
     trace: Trace,
     scratch: Path,
 ) -> list[tuple[BatchShape, Spans, int]]:
-    """Every step that the engine needs for a trace."""
+    """Every step that the engine needs for a trace, one at a time: what the host does is to be seen."""
     from real.driver import run as drive
 
-    changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget)
+    changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget, async_scheduling=False)
     scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
     collector = _Collector()
-    with _recorded(scratch, collector) as recorder:
-        drive(serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder), backend, clock)
+    with _recorded(config, scratch, collector) as (recorder, catch_up):
+        loop = serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder)
+        drive(loop, backend, clock, catch_up=catch_up)
     return collector.steps
 
 

@@ -164,9 +164,9 @@ class RealBackend:
         self._eos_token_id = spec.eos_token_id
         self.probe = make_probe(self.runner, self.cache, placement, limits)
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
-            warm_up(self.runner, self.cache, placement, limits)
-            if captured is not None:
+            if captured is not None:  # first: a capture gives back the pinned memory that a warm-up has brought
                 self.runner.graphs = capture_steps(self.runner, self.cache, placement, limits, *captured)
+            warm_up(self.runner, self.cache, placement, limits)
 
     def start(self, plan: BatchPlan) -> RealWork:
         """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done."""

@@ -40,7 +40,8 @@ class StepLog(Protocol):
     """Is told of each step that was waited for; real.replay.HostTimes is one."""
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
-        """launch_ns: of the launch, without preparing. length_ns: from its plan to its result."""
+        """launch_ns: of the launch, without preparing. length_ns: from its plan to its result; of a step planned while
+        another was in flight, from that one's result on."""
         ...
 
 
@@ -85,7 +86,7 @@ class Drive(Generic[Result]):
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
         self.catch_up = catch_up or (lambda: None)  # does now what was to wait for a launch, where there is none
         self._failure: Exception | None = None
-        self._last_ns, self._schedule_ns = 0, 0
+        self._last_ns, self._schedule_ns, self._ended_ns = 0, 0, 0
         self._in_flight: deque[_Launched] = deque()
         self._is_begun = False  # whether the next command's plan is launched
         self._command: WaitUntil | Execute
@@ -159,8 +160,9 @@ class Drive(Generic[Result]):
             raise self._failure
         now_ns = max(clock.now_ns(), self._last_ns + 1)
         spans = scaled(spans, launched.rate).replace(schedule_ns=launched.schedule_ns)
+        began_ns, self._ended_ns = max(launched.plan_ns, self._ended_ns), now_ns
         if self._log is not None:
-            self._log.stepped(max(0, launched.launch_ns - spans.prepare_ns), now_ns - launched.plan_ns, spans)
+            self._log.stepped(max(0, launched.launch_ns - spans.prepare_ns), now_ns - began_ns, spans)
         return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=launched.work.prompt_logprobs))
 
 

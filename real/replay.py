@@ -80,7 +80,7 @@ class HostTimes:
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
         """launch_ns: from the inputs' being ready until the backend returned; on a CPU that is the work itself.
-        length_ns: from the instant before the step to its end."""
+        length_ns: as `StepLog` has it."""
         self._num_steps += 1
         self._schedule_ns += spans.schedule_ns
         self._prepare_ns += spans.prepare_ns

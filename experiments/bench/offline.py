@@ -210,15 +210,16 @@ class Ours:
 
 
 OURS = "this engine"
+PROVIDERS = ("flash_attn_3", "flash_attn", "varlen", "triton", "torch")  # of attention on a GPU
 ARMS: dict[str, Callable[[Setting], Arm]] = {
     "transformers.generate": Generate,
     "transformers, continuous batching": ContinuousBatching,
     "vLLM": Vllm,
     OURS: Ours,
-    **{f"{OURS}, {name}": partial(Ours, attention=name) for name in ("flash_attn", "triton", "torch")},
+    **{f"{OURS}, {name}": partial(Ours, attention=name) for name in PROVIDERS},
 }
 CPU_ARMS = ("transformers.generate", "transformers, continuous batching", "vLLM", OURS)
-GPU_ARMS = (*CPU_ARMS[1:3], *(f"{OURS}, {name}" for name in ("flash_attn", "triton", "torch")))
+GPU_ARMS = (*CPU_ARMS[1:3], *(f"{OURS}, {name}" for name in PROVIDERS))
 
 
 def _model_of(setting: Setting) -> Any:

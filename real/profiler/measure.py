@@ -34,6 +34,7 @@ from testbed.core.serve import serve
 from testbed.records.recorders import NoRecords
 
 Measured = tuple[BatchShape, Spans, int]  # of a step, and the ns from its plan to its commit
+Recorded = tuple[Recorder, Callable[[], None] | None]  # and what the driver catches up with
 
 
 class MakeScheduler(Protocol):
@@ -52,7 +53,7 @@ class Bench(NamedTuple):
     clock: Clock
     room: Room
     make_scheduler: MakeScheduler
-    record: Callable[[Recorder], AbstractContextManager[Recorder]]  # this one, beside those that a run has
+    record: Callable[[Recorder], AbstractContextManager[Recorded]]  # this one, beside those that a run has
     vocab_size: int
     sampling: SamplingParams
 
@@ -126,8 +127,8 @@ def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
         budget=budget, caching=True if has_prefixes else None, decodes_wait=episode.decodes_wait
     )
     stage = _Stage(bench, episode, Random(seed))
-    with bench.record(stage) as recorder:
-        drive(serve(stage, scheduler, recorder), stage, bench.clock)
+    with bench.record(stage) as (recorder, catch_up):
+        drive(serve(stage, scheduler, recorder), stage, bench.clock, catch_up=catch_up)
     return stage.measured
 
 

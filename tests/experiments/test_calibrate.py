@@ -54,6 +54,33 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert f"{tmp_path / 'file'}" in say(capsys, *command, *ENGINE, *FAST, "--out", str(out)).error()
 
 
+def test_records_of_a_profile_wait_for_a_launch_where_those_of_a_run_do(monkeypatch, tmp_path, capsys):
+    """As a GPU's do, which computes meanwhile; the same steps are measured, one at a time under any preset."""
+    from real.late_records import LateRecords
+
+    waiting, caught = [], LateRecords.catch_up
+
+    def counted(self):
+        waiting.append(len(self._events))
+        caught(self)
+
+    monkeypatch.setattr(LateRecords, "catch_up", counted)
+    shapes = []
+    for name, late in (("late", True), ("at_once", False)):
+        monkeypatch.setattr(calibrate, "computes_beside", lambda config, late=late: late)
+        file = tmp_path / f"{name}.parquet"
+        few = ("--quick", "--repeats", "1", "--requests", "4")
+        asynchronous = ("scheduler=vllm_v1_async", "cache.num_gpu_blocks=256")
+        said = say(capsys, "calibrate", "profile", *ENGINE, *few, *asynchronous, "--out", str(file))
+        assert said.status == 0, said.err
+        steps = read_profile(file).steps
+        assert all(sum(step.spans) <= step.total_ns for step in steps), "a step began before the one before had ended"
+        assert sum(step.total_ns > 1.8 * sum(step.spans) for step in steps) < len(steps) / 4
+        shapes.append(sorted(map(repr, (step.shape for step in steps))))
+    assert shapes[0] == shapes[1]
+    assert max(waiting) > 0
+
+
 def test_the_engine_is_profiled_as_one_in_use(monkeypatch, tmp_path, capsys):
     """Blocks lie anywhere; prompts are computed beside decodes, and while they wait."""
     pytest.importorskip("torch")
@@ -141,4 +168,4 @@ def test_a_gpu_is_profiled_within_its_time_and_its_name_is_the_library_s(tmp_pat
         spans = step.spans
         assert sum(spans) - spans.swap_ns <= step.total_ns, "only swaps have a stream of their own"
         assert spans.forward_ns > 0
-        assert (spans.swap_ns > 0) >= step.shape.num_blocks_moved > 0
+        assert (spans.swap_ns > 0) >= (step.shape.num_blocks_moved > 0)

@@ -57,7 +57,7 @@ class Device:
 
 @contextmanager
 def alone(recorder):
-    yield recorder
+    yield recorder, None
 
 
 def bench_of(room: Room, device: Device) -> Bench:

@@ -164,6 +164,11 @@ def join_repeats(pairs: Sequence[Pair]) -> list[Pair]:
 _FROM_MEMORY = ("num_gpu_blocks", "num_cpu_blocks", "gpu_memory_utilization", "swap_space_gib")
 
 
+def stated_replicates(runs: Iterable[Run]) -> list[str]:
+    """The keys of the trace whose values somebody called replicates (`report.replicates`)."""
+    return sorted({name for run in runs for name in run.flat_config.get("report.replicates") or ()})
+
+
 def load_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str]:
     """The swept settings of the trace, without its seed: what makes one load (one condition) another. replicated: those
     whose values are replicates instead."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from analysis import format as fmt
-from analysis.arms import Arm, decided_alike, grouped, is_policy, paired_replicates, replicates, unsaid_keys
+from analysis.arms import Arm, decided_alike, grouped, is_policy, replicates, unsaid_keys
 from analysis.compare import ignored
 from analysis.files import read_json, read_yaml
 from analysis.load import Run, flatten, relative, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.statistics import mser5
+from analysis.triggered import hardly_triggered, never_triggered
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
@@ -24,13 +25,14 @@ _MAX_KEYS = 6  # that are spelt out
 def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
     """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
-    said = [*_extrapolated(arms), *_copies(loads), *_unnamed(arms)]
+    said = [*_extrapolated(arms), *_copies(loads), *_unnamed(arms), *_left_out_start(arms), *_few_requests(arms)]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     for load, group in loads.items():
         at_load = f"At {load}: " if load else ""
-        found = [*_outrun(group), *_warm_up(group, margin), *_never_triggered(group)]
+        found = [*_outrun(group), *_uneven(group), *_warm_up(group, margin)]
+        found += [*never_triggered(group), *hardly_triggered(group)]
         said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
     return said
 
@@ -44,12 +46,23 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
         of = f" of {name}" if name else ""
         said.append(f"{runs}{of} failed or did not end, and {'is' if len(entries) == 1 else 'are'} left out")
         said[-1] += f" ({relative(first, start)}: {reason})."
-    return said + [
-        f"{arm.name} ignored {fmt.number(num)} requests that can never fit: they have no latency, so its latencies are "
-        "of the others, and are not compared with those of arms that served them."
-        for arm in arms
-        if (num := num_ignored(arm))
-    ]
+    for arm in arms:
+        if num := num_ignored(arm):
+            said.append(
+                f"{arm.name} ignored {fmt.number(num)} requests that can never fit: they have no latency, so its "
+                "latencies are of the others, and are not compared with those of arms that served them."
+            )
+        if share := _aborted_share(arm):
+            said.append(
+                f"{fmt.share(share)} of the requests of {arm.name} were aborted: they have no E2E, and their TTFT and "
+                "TPOT are of what came before."
+            )
+    return said
+
+
+def _aborted_share(arm: Arm) -> float:
+    sent = sum(run.summary["num_requests"] for run in arm.runs)
+    return sum(run.summary["finish_reasons"]["abort"] for run in arm.runs) / sent if sent else 0.0
 
 
 def num_ignored(arm: Arm) -> int:
@@ -145,28 +158,74 @@ def _span(values: Sequence[object]) -> str:
 def _outrun(arms: Sequence[Arm]) -> list[str]:
     """Loads beyond the capacity of some arms."""
     beyond = {arm.name: [run for run in replicates(arm).values() if is_outrun(run)] for arm in arms}
+    nums = {arm.name: len(replicates(arm)) for arm in arms}
     named = [name for name, runs in beyond.items() if runs]
     if not named:
         return []
     rates = [run.summary["throughput"] for runs in beyond.values() for run in runs]
     offered = float(np.mean([rate["offered_per_s"] or 0.0 for rate in rates]))
     reached = float(np.mean([rate["requests_per_s"] or 0.0 for rate in rates]))
-    who = "Every arm" if len(named) == len(arms) else fmt.listing(named)
+    is_all = all(len(beyond[arm.name]) == nums[arm.name] for arm in arms)
+    told = [
+        name if len(beyond[name]) == nums[name] else f"{name} (in {len(beyond[name])} of {nums[name]} replicates)"
+        for name in named
+    ]
+    who = "Every arm" if is_all else fmt.listing(told)
     return [
-        f"{who} {'is' if len(named) == 1 or who == 'Every arm' else 'are'} beyond capacity: {offered:.3g} requests/s "
-        f"came, {reached:.3g} were served, and more and more were in the system until the last one came. Such "
-        "latencies depend on how long the trace is; compare throughputs there, or lower the rate."
+        f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {offered:.3g} requests/s came there, "
+        f"{reached:.3g} were served, and more and more were in the system until the last one came. Such latencies "
+        "depend on how long the trace is; compare throughputs there, or lower the rate."
+    ]
+
+
+def _uneven(arms: Sequence[Arm]) -> list[str]:
+    """Arms with more replicates than others."""
+    nums = {arm.name: len(replicates(arm)) for arm in arms}
+    if len(set(nums.values())) < 2:
+        return []
+    told = "; ".join(f"{num} of {name}" for name, num in list(nums.items())[:_MAX_KEYS])
+    return [
+        f"There are not as many replicates of every arm ({told}{'; …' if len(nums) > _MAX_KEYS else ''}). Means in "
+        f"tables are over all that an arm has, changes over those that it shares with {arms[0].name}."
+    ]
+
+
+def _left_out_start(arms: Sequence[Arm]) -> list[str]:
+    """What report.warmup_s leaves out."""
+    runs = [run for arm in arms for run in arm.runs if run.summary.get("num_in_warmup")]
+    if not runs:
+        return []
+    left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
+    warmup_s = runs[0].flat_config.get("report.warmup_s")
+    return [
+        f"Of each run the requests that came in its first {warmup_s:g} s are left out of all numbers "
+        f"(report.warmup_s): {fmt.number(left)} of {fmt.number(left + kept)}."
+    ]
+
+
+_FEW_BEYOND = 100  # requests: of fewer, none is expected beyond P99
+
+
+def _few_requests(arms: Sequence[Arm]) -> list[str]:
+    """Runs of which P99 is little more than the largest value."""
+    least = min((run.summary["num_finished"] for arm in arms for run in arm.runs), default=_FEW_BEYOND)
+    if least >= _FEW_BEYOND:
+        return []
+    return [
+        f"A run has {fmt.number(least)} requests that ended: its P99s are all but its largest values, and say little "
+        "of a tail. More requests help."
     ]
 
 
 def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
-    """Where the start, as MSER-5 finds it in TTFT, moves the mean by more than the margin: in most replicates."""
+    """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates. An
+    empty system is fast; what is slower than the rest is a burst, and none of the start's."""
     changes: dict[str, float] = {}
     for arm in arms:
         runs = [run for run in replicates(arm).values() if not is_outrun(run)]  # others come to no steady state
         changes[arm.name] = float(np.median([_change_by_warm_up(run) for run in runs])) if runs else 0.0
-    worst = max(changes, key=lambda name: abs(changes[name]))
-    if abs(changes[worst]) <= margin:
+    worst = max(changes, key=lambda name: changes[name])
+    if changes[worst] <= margin:
         return []
     return [
         f"The start, when the system is still empty, is part of all numbers: without it (MSER-5's cut) mean TTFT "
@@ -180,62 +239,9 @@ def is_outrun(run: Run) -> bool:
 
 
 def _change_by_warm_up(run: Run) -> float:
-    ttft = run.requests.sort_values("arrival_ns", kind="stable")["ttft_s"].dropna().to_numpy(dtype=np.float64)
+    requests = run.requests.sort_values("arrival_ns", kind="stable")
+    start_ns = requests["arrival_ns"].min() + round((run.flat_config.get("report.warmup_s") or 0.0) * 1e9)
+    kept = requests[requests["arrival_ns"] >= start_ns]
+    ttft = kept["ttft_s"].dropna().to_numpy(dtype=np.float64)
     cut = mser5(ttft)
     return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
-
-
-# (parts of a key, whether a run surely never used it, what never happened)
-_UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
-    (("preemption", "victim"), lambda run: run.summary["preemptions"]["total"] == 0, "nothing was preempted"),
-    (("watermark",), lambda run: _never_blocked(run), "no step lacked KV blocks"),
-    (("admission",), lambda run: _never_blocked(run), "no request was held back"),
-    (("prefix_caching", "eviction"), lambda run: run.summary["prefix_hit_rate"] == 0, "no prefix was hit"),
-    (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
-)
-
-
-def _never_blocked(run: Run) -> bool:
-    return len(run.steps) > 0 and not run.steps["blocked_by"].notna().any()
-
-
-def _hardly_waited(run: Run) -> bool:
-    mean = run.summary["mean_waiting"]
-    return mean is not None and mean < 0.01
-
-
-def _never_triggered(arms: Sequence[Arm]) -> list[str]:
-    """Arms that decided as the baseline at every step, at the same prices: what they differ in was never exercised."""
-    baseline, said = arms[0], []
-    for arm in arms[1:]:
-        pairs = paired_replicates(baseline, arm)
-        keys = [key for key in swept_keys([*baseline.runs, *arm.runs]) if is_policy(key)]
-        is_policys = all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
-        if is_policys and all(_is_same(one, other) for one, other in pairs):
-            runs = [run for pair in pairs for run in pair]
-            why = [
-                text
-                for parts, unused, text in _UNUSED
-                if any(part in key for part in parts for key in keys) and all(unused(run) for run in runs)
-            ]
-            if _is_about_tenants(arm) and all(_num_tenants(run) < 2 for run in runs):
-                why.append("the trace has one tenant")
-            reason = f": {fmt.listing(why)}" if why else ""
-            said.append(
-                f"{arm.name} took the same decisions as {baseline.name} at every step; what sets them apart was never "
-                f"triggered{reason}."
-            )
-    return said
-
-
-def _is_same(one: Run, other: Run) -> bool:
-    same = [run.summary["e2e_s"]["mean"] for run in (one, other)]
-    return decided_alike(one) == decided_alike(other) and same[0] == same[1]
-
-
-def _is_about_tenants(arm: Arm) -> bool:
-    return any("vtc" in str(value) for value in arm.levels.values())
-
-
-def _num_tenants(run: Run) -> int:
-    return int(run.requests["tenant"].nunique(dropna=False))

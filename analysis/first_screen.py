@@ -13,7 +13,7 @@ from analysis import format as fmt
 from analysis.arms import Arm, Pair, grouped, num_replicates, replicates
 from analysis.cautions import is_outrun, num_ignored
 from analysis.checks import failures
-from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, mean_over_replicates, metric_of
+from analysis.compare import LATENCY, RATES, SLO_METRICS, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.effects import Effect, by_factor
 from analysis.fidelity import worst_errors
 from analysis.findings import change_text
@@ -79,6 +79,7 @@ def _kept_at(group: Compared, slo: SLO) -> str:
         return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
     by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
     (most, best), *others = by_share.items()
+    how_sure = " (no difference beyond the noise)" if others and _is_noise(group, share) else ""
     if not others:
         both = " both" if len(best) == 2 else ""
         who = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
@@ -87,10 +88,17 @@ def _kept_at(group: Compared, slo: SLO) -> str:
         (least, worst) = others[-1]
         return (
             f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests, the most of {len(values)} arms, "
-            f"and {fmt.listing(worst)} for {least}, the least"
+            f"and {fmt.listing(worst)} for {least}, the least{how_sure}"
         )
     rest = [f"{fmt.listing(names)} for {text}" for text, names in others]
-    return f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests, {fmt.listing(rest)}"
+    return f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests, {fmt.listing(rest)}{how_sure}"
+
+
+def _is_noise(group: Compared, metric: Metric) -> bool:
+    """Whether neither arms nor levels of a factor differ in it by more than the noise, as far as that is known."""
+    every = [*group.rows, *(effect.comparison for effect in group.effects)]
+    rows = [row for row in every if row.metric is metric and row.verdict != "unknown"]
+    return bool(rows) and not any(row.is_claim for row in rows)
 
 
 def _keeps(names: Sequence[str]) -> str:
@@ -103,7 +111,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
     claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: at which load
     num_quiet = num_unknown = 0
     for group in groups:
-        at_load = f"At {group.load}, " if group.load else ""
+        where = _where(group)
         for subject, rows, uneven in _subjects(group):
             claims = [row for row in rows if row.is_claim]
             if not claims:
@@ -112,7 +120,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
                 continue
             for row in claims:
                 claimed.setdefault((subject, row.metric.label), []).append((group.load, row))
-            ranked.append((max(abs(row.gain) for row in claims), f"{at_load}{subject}: {_told(claims)}{uneven}."))
+            ranked.append((max(abs(row.gain) for row in claims), f"{where}{subject}: {_told(claims)}{uneven}."))
     ranked.sort(key=lambda item: -item[0])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
     said = [*best[: most - 2], *_turning(claimed), *(text for _, text in ranked)]
@@ -128,6 +136,17 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
             f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'} no difference beyond the noise."
         )
     return said
+
+
+def _where(group: Compared) -> str:
+    """What a sentence on a load begins with."""
+    parts = [f"at {group.load}"] if group.load else []
+    if any(is_outrun(run) for arm in group.arms for run in arm.runs):
+        parts.append("beyond the capacity of some arm")
+    if num_replicates(group.arms) == 1:
+        parts.append("on this one trace")
+    said = ", ".join(parts)
+    return f"{said[0].upper()}{said[1:]}, " if said else ""
 
 
 def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]) -> list[str]:
@@ -168,19 +187,20 @@ def _described(group: Compared, slo: SLO | None) -> str:
 
 
 def _subjects(group: Compared) -> list[tuple[str, list[Comparison], str]]:
-    """(what against what, its comparisons, in which metrics the average of a factor hides what others make of it)."""
-    if group.effects:
-        found = []
-        for effects in by_factor(group.effects).values():
-            first = effects[0]
-            change = f"{fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
-            uneven = [effect.comparison.metric.label for effect in effects if effect.interaction is not None]
-            hidden = f" (in {fmt.listing(uneven)} the effect depends on the other factors)" if uneven else ""
-            subject = f"on average over the other factors, {factor_name(first.factor)} {change}"
-            found.append((subject, [effect.comparison for effect in effects], hidden))
-        return found
-    by_arm = grouped(group.rows, lambda row: row.arm)
-    return [(f"{arm} against {group.arms[0].name}", rows, "") for arm, rows in by_arm.items()]
+    """(what against what, its comparisons, in which metrics the average of a factor hides what others make of it).
+    Of a factorial design its factors, and arms in metrics that no factor changes on average."""
+    found: list[tuple[str, list[Comparison], str]] = []
+    for effects in by_factor(group.effects).values():
+        first = effects[0]
+        change = f"{fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
+        uneven = [effect.comparison.metric.label for effect in effects if effect.interaction is not None]
+        hidden = f" (in {fmt.listing(uneven)} the effect depends on the other factors)" if uneven else ""
+        subject = f"on average over the other factors, {factor_name(first.factor)} {change}"
+        found.append((subject, [effect.comparison for effect in effects], hidden))
+    known = {effect.comparison.metric.label for effect in group.effects if effect.comparison.is_claim}
+    rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
+    by_arm = grouped(rows, lambda row: row.arm)
+    return found + [(f"{arm} against {group.arms[0].name}", mine, "") for arm, mine in by_arm.items()]
 
 
 def _told(claims: Sequence[Comparison]) -> str:
@@ -221,7 +241,7 @@ def trust(
     if any(run.manifest.get("backend") == "sim" for run in runs):
         lights.append(_prices(runs))
     lights.append(_replicates(groups, runs))
-    lights.append(_load(arms))
+    lights.append(_load(groups))
     return [*lights, _records(arms, num_left_out)]
 
 
@@ -230,7 +250,8 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
     if num < 2:
         return Trust("replicates", "poor", "one replicate: nothing says how the result varies between traces")
     steps = [step for run in runs for step in run.flat_config.get("trace.transforms") or () if isinstance(step, dict)]
-    drawn = [name for name in _DRAWN if any(step.get("name") == name for step in steps)]
+    given = grouped(steps, lambda step: step.get("name"))
+    drawn = [name for name in _DRAWN if len(set(map(repr, given.get(name, ())))) > (name == "window")]
     stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
     how = fmt.listing([*drawn, *dict.fromkeys(f"other {name}" for name in stated)])
     return Trust("replicates", "good" if num >= _FEW else "fair", f"{num} replicates" + (f", by {how}" if how else ""))
@@ -241,10 +262,12 @@ def _ignoring(arms: Sequence[Arm]) -> str:
     return fmt.listing(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
 
 
-def _load(arms: Sequence[Arm]) -> Trust:
-    beyond = sorted({arm.name for arm in arms if any(is_outrun(run) for run in arm.runs)})
+def _load(groups: Sequence[Compared]) -> Trust:
+    arms = [arm for group in groups for arm in group.arms]
+    beyond = [(group.load, names) for group in groups if (names := _beyond(group.arms))]
     if beyond:
-        return Trust("load", "fair", f"beyond the capacity of {fmt.listing(beyond)}")
+        told = [f"{fmt.listing(names)}{f' at {load}' if load else ''}" for load, names in beyond]
+        return Trust("load", "fair", f"beyond the capacity of {'; of '.join(told)}")
     if any(run.summary.get("steadiness") is None for arm in arms for run in arm.runs):
         return Trust("load", "fair", "not judged: requests came all at once")
     untold = sorted(
@@ -256,6 +279,12 @@ def _load(arms: Sequence[Arm]) -> Trust:
     if ignored := _ignoring(arms):
         return Trust("load", "fair", f"{ignored} ignored requests that can never fit: less was served than came")
     return Trust("load", "good", "every arm kept up with what came")
+
+
+def _beyond(arms: Sequence[Arm]) -> list[str]:
+    """The arms that were outrun; one name for all."""
+    names = [arm.name for arm in arms if any(is_outrun(run) for run in arm.runs)]
+    return ["every arm"] if len(names) == len(arms) > 1 else names
 
 
 def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:

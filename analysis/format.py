@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 NOT_REACHED = "not reached"
@@ -71,12 +72,23 @@ def change(percent: float) -> str:
 
 
 def plain(value: Any) -> str:
-    """A configuration value: on and off for booleans, "default" for null."""
+    """A configuration value: on and off for booleans, "default" for null, components as `component` says them."""
     if value is None:
         return "default"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) and component(one) for one in value):
+        return " + ".join(component(one) for one in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def component(settings: Mapping[str, Any]) -> str:
+    """ "AtMost(n=16)", "window(start_s=0, stop_s=60)"; "" where no key says which component it is."""
+    said = next((settings[key] for key in ("_target_", "name") if settings.get(key)), None)
+    if said is None:
+        return ""
+    arguments = [f"{key}={plain(value)}" for key, value in settings.items() if key not in ("_target_", "name")]
+    return str(said).rsplit(".", 1)[-1] + (f"({', '.join(arguments)})" if arguments else "")
 
 
 def listing(words: list[str]) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from analysis.arms import infer_arms, is_policy
+from analysis.arms import infer_arms, is_policy, stated_replicates
 from analysis.load import Run, relative, swept_keys
 from testbed.errors import RunFolderError
 
@@ -24,7 +24,7 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
     """The runs by experiment, the one to report first: it compares something if any does, and has the most runs."""
     keys = swept_keys(runs)
     platform = [key for key in keys if key.split(".")[0] in _PLATFORM and key.split(".")[-1] != "seed"]
-    replicated = {name for run in runs for name in run.flat_config.get("report.replicates") or ()}
+    replicated = stated_replicates(runs)
     trace = [key for key in keys if key.startswith("trace.") and key not in (*LOAD_KEYS, *replicated, "trace.seed")]
     policy = [key for key in keys if is_policy(key) and key not in platform]
 

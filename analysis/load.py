@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from analysis.describe import run_lines, sweep_lines
 from analysis.files import one_line, read_json, read_said
+from analysis.format import component
 from analysis.frames import as_frame
 from analysis.metrics import SLO
 from analysis.naming import as_cell
@@ -184,6 +185,7 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Ru
     sweeps = [load_sweep(path) for path in paths]
     if not sweeps:
         raise RunFolderError("no run folder given")
+    align([run for sweep in sweeps for run in sweep.runs])
     runs = {run.path.resolve(): run for sweep in sweeps for run in sweep.runs}
     incomplete = {path.resolve(): (path, reason) for sweep in sweeps for path, reason in sweep.incomplete}
     above = Path(os.path.commonpath([sweep.path.resolve() for sweep in sweeps]))
@@ -243,6 +245,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
             runs.append(run)
         else:
             incomplete.append((folder, f"the run is partial (interrupted or still going): {_REPEAT}"))
+    align(runs)
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
@@ -280,6 +283,20 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def align(runs: Sequence[Run]) -> None:
+    """Gives a component one key in every `flat_config` where some runs name it, and others spell out a class of one's
+    own, or its arguments: "watermark" and "AtMost(n=16)"."""
+    keys = {key for run in runs for key in run.flat_config}
+    parents = {key[:place] for key in keys for place, letter in enumerate(key) if letter == "."}
+    for mixed in keys & parents:
+        for run in runs:
+            inner = {key: value for key, value in run.flat_config.items() if key.startswith(f"{mixed}.")}
+            if words := component({key.removeprefix(f"{mixed}."): value for key, value in inner.items()}):
+                for key in inner:
+                    del run.flat_config[key]
+                run.flat_config[mixed] = words
 
 
 def swept_keys(runs: Sequence[Run]) -> list[str]:

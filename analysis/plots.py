@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import style
-from analysis.arms import Runs, grouped, infer_arms, named
+from analysis.arms import Runs, grouped, infer_arms, load_keys, named, stated_replicates
 from analysis.compare import Comparison
 from analysis.curves import MAX_POINTS, Engine, engines_of, thin, total
 from analysis.fidelity import pair_of
@@ -87,16 +87,19 @@ def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], 
 def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
     """P99 TTFT and P99 TPOT over the completed requests/s, one curve an arm, one point a load.
 
-    Runs of one load (equal `trace.*` settings but the seed) are replicates: a point is their mean, its bar spans them.
+    Runs of one load (equal `trace.*` settings but the seed, and what `report.replicates` names) are replicates: a point
+    is their mean, its bar spans them.
     A triangle at the top edge is a load at which the quantile was not reached in some replicate. Axes `[2]`.
     """
     if isinstance(arms, Sweep):
         arms = {arm.name: arm.runs for arm in infer_arms(arms.runs)}
+    every = [run for runs in arms.values() for run in runs]
+    loads = load_keys(every, stated_replicates(every))
     panels_of = {"ttft_s": "P99 TTFT", "tpot_s": "P99 TPOT"}
     with style.styled():
         figure, (panels,) = style.grid(1, 2, 2.5 + style.legend_height(list(arms)))
         for axes, (name, title) in zip(panels, panels_of.items(), strict=True):
-            points = {label: _load_points(runs, name) for label, runs in arms.items()}
+            points = {label: _load_points(runs, name, loads) for label, runs in arms.items()}
             known = np.array([row["mean"] for rows in points.values() for row in rows if row["mean"] is not None])
             factor, unit = style.time_unit(known)
             for index, rows in enumerate(points.values()):
@@ -109,14 +112,11 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
     return cast(AxesArray, panels)
 
 
-def _load_points(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
-    """One dict a load, by offered rate: rate, and mean, low, high of the P99 over replicates (None: not reached)."""
-
-    def load(run: Run) -> str:
-        return repr({k: v for k, v in run.flat_config.items() if k.startswith("trace.") and not k.endswith("seed")})
-
+def _load_points(runs: Sequence[Run], name: str, loads: Sequence[str]) -> list[dict[str, Any]]:
+    """One dict a load, by offered rate: rate, and mean, low, high of the P99 over replicates (None: not reached).
+    loads: the settings that make one load another."""
     points = []
-    for replicates in grouped(runs, load).values():
+    for replicates in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in loads])).values():
         rate = float(np.mean([run.summary["throughput"]["requests_per_s"] or 0.0 for run in replicates]))
         offered = float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in replicates]))
         values = [run.summary[name]["p99"] for run in replicates]

@@ -33,12 +33,12 @@ from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Compari
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.first_screen import Compared, answer, trust
 from analysis.groups import differing, experiments, left_out, refuse_unused
-from analysis.load import Run, load_sweep, num_replicas, relative
+from analysis.load import Run, align, load_sweep, num_replicas, relative
 from analysis.metrics import SLO
 from analysis.report_fidelity import fidelity_section
 from analysis.report_parts import DEFAULT_MARGIN, Plot, ReportInput, Sections
 from analysis.reproduce import MAX_COMMANDS, sweep_commands
-from analysis.study import stated, stated_slo
+from analysis.study import same_warm_up, stated, stated_slo
 from analysis.summary import summary_value
 from testbed.errors import RunFolderError
 
@@ -100,6 +100,7 @@ def report_from_folders(
         raise RunFolderError("no run folder given")
     sweeps = [load_sweep(folder) for folder in folders]
     runs = list({run.path.resolve(): run for sweep in sweeps for run in sweep.runs}.values())
+    align(runs)
     pairs = join_repeats(infer_pairs(runs))
     sims = [run for run in runs if run.manifest.get("backend") == "sim"] or runs
     paired = {pair.sim.path for pair in pairs}
@@ -111,6 +112,7 @@ def report_from_folders(
     counted = {run.path for run in (*sims, *compared)}
     others += [alone] if (alone := [run for run in runs if run.path not in counted]) else []
     arms = infer_arms(chosen)
+    same_warm_up(compared)
     report = ReportInput(
         arms=arms,
         pairs=pairs,
@@ -247,7 +249,9 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
     first = {arm.name: next(iter(replicates(arm).values())) for arm in ordered}
-    where = f"{f' at {load}' if load else ''}, seed {next(iter(first.values())).manifest.get('seed')}"
+    at_load = [run for arm in arms for run in arm.runs]
+    which = tables.replicate_name(next(iter(first.values())), at_load)
+    where = f"{f' at {load}' if load else ''}, {which}"
     dropped = len(arms) - len(ordered)
     note = f" The first {len(ordered)} of {len(arms)} arms are shown." if dropped else ""
     sections.plots.append(

@@ -22,6 +22,16 @@ def stated(runs: Sequence[Run], name: str) -> Any:
     return next(iter(found.values()), None)
 
 
+def same_warm_up(runs: Sequence[Run]) -> None:
+    """Raises RunFolderError where runs that are compared leave out starts of different lengths."""
+    found = sorted({float(run.flat_config.get("report.warmup_s") or 0.0) for run in runs})
+    if len(found) > 1:
+        raise RunFolderError(
+            f"the runs leave out different starts (report.warmup_s: {', '.join(f'{value:g}' for value in found)}); "
+            "give every command of the sweep the same: what is done is not run again"
+        )
+
+
 def stated_slo(runs: Sequence[Run]) -> SLO | None:
     """The same of the SLO."""
     found = list(dict.fromkeys(run.slo for run in runs if run.slo is not None))

@@ -97,7 +97,7 @@ def series_style(index: int) -> dict[str, Any]:
 
 
 def marker(index: int) -> str:
-    return MARKERS[index % len(MARKERS)]
+    return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
 
 
 def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, Path]:

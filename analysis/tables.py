@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, engine_of, infer_arms, replicates
+from analysis.arms import Arm, Pair, engine_of, infer_arms, replicates, stated_replicates
 from analysis.checks import outline
 from analysis.compare import TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.effects import Effect, by_factor
 from analysis.fidelity import RATES
 from analysis.findings import bounds_text, change_text, interval_text, verdict_text
-from analysis.load import Run, num_replicas
+from analysis.load import Run, num_replicas, swept_keys
 from analysis.metrics import SLO
-from analysis.naming import factor_name
+from analysis.naming import factor_name, is_seed
 from analysis.summary import summary_value
 
 MAX_FACTS = 5  # values of one fact that are spelt out: every manifest has its own
@@ -216,11 +216,19 @@ def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
 
 def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(arm, replicate, link) of every run."""
+    every = [run for arm in arms for run in arm.runs]
     return [
-        (arm.name, f"seed {fmt.plain(key[1])}", links[str(run.path)])
-        for arm in arms
-        for key, run in replicates(arm).items()
+        (arm.name, replicate_name(run, every), links[str(run.path)]) for arm in arms for run in replicates(arm).values()
     ]
+
+
+def replicate_name(run: Run, every: Sequence[Run]) -> str:
+    """Its seed, and those settings of the trace that were called replicates, as far as runs differ in them."""
+    keys = [key for key in swept_keys(every) if key.split(".")[0] == "trace" and not is_seed(key)]
+    stated = stated_replicates(every)
+    told = [fmt.plain(run.flat_config.get(key)) for key in keys if any(key.startswith(name) for name in stated)]
+    seeds = {one.manifest.get("seed") for one in every}
+    return ", ".join([*told, *([f"seed {fmt.plain(run.manifest.get('seed'))}"] if len(seeds) > 1 or not told else [])])
 
 
 def _float(value: Any) -> float | None:

@@ -252,7 +252,7 @@ def test_a_noisy_machine_is_told_first(tmp_path):
     said = [line for line in before.splitlines() if line.startswith("- ")]
     assert re.search(r"two equal real runs differed by up to .* % in .*\. Run it again", said[0])
     text = Page(path.read_text()).text
-    assert text.index("Run it again") < text.index("On this one trace")
+    assert text.index("Run it again") < text.index("On this one trace, against")
 
 
 def test_what_failed_or_was_ignored_is_told_first_with_its_arm(tmp_path):

@@ -81,17 +81,18 @@ def test_growth_must_go_on_and_be_more_than_chance() -> None:
     assert not is_outrun((1000.0, 2000.0, 3000.0), 100_000), "5 % of what came are 2,500"
 
 
-@pytest.mark.parametrize(("rate", "is_beyond"), [(10.0, False), (60.0, False), (90.0, True), (200.0, True)])
-def test_a_server_beyond_its_capacity_is_outrun(tmp_path: Path, rate: float, is_beyond: bool) -> None:
-    """Steps of 0.1 s, one token each, eight at a time: 80 requests/s."""
+@pytest.mark.parametrize(("rate", "verdict"), [(10.0, False), (60.0, None), (90.0, True), (200.0, True)])
+def test_a_server_beyond_its_capacity_is_outrun(tmp_path: Path, rate: float, verdict: bool | None) -> None:
+    """Steps of 0.1 s, one token each, eight at a time: at most 80 requests/s, and less as prompts fill its budget: of
+    60 that come in a second it serves 54, and of 600 that is not enough to tell."""
     run = simulate(
         {"num_requests": 600, "rate": rate, "arrival": "deterministic", "output": {"kind": "constant", "value": 1}},
         folder=tmp_path / "run", model="tiny", cost={"name": "constant", "step_s": 0.1},
         scheduler={"name": "vllm_v1", "max_num_seqs": 8},
     )  # fmt: skip
-    assert run.summary["steadiness"]["is_outrun"] is is_beyond
+    assert run.summary["steadiness"]["is_outrun"] is verdict
     note = outrun_note(run.summary)
-    assert (note is not None) is is_beyond
+    assert (note is not None) is (verdict is True)
     assert note is None or "the latencies depend on how long the trace is" in note
 
 
@@ -102,7 +103,7 @@ def test_a_frame_says_what_the_files_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "num", "verdict"),
-    [(10.0, 1200, False), (30.0, 1200, False), (60.0, 1200, True), (150.0, 3000, True), (60.0, 40, None)],
+    [(10.0, 1200, False), (30.0, 1200, None), (60.0, 1200, True), (150.0, 3000, True), (60.0, 40, None)],
 )
 def test_a_server_that_sessions_outrun_is_told_though_their_turns_wait_for_one_another(
     tmp_path: Path, rate: float, num: int, verdict: bool | None

@@ -1,0 +1,164 @@
+"""A report is not fooled by what a study may plant: starts left out, bursts, holes, few or aborted requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis import plots
+from analysis.arms import Arm, infer_arms
+from analysis.cautions import cautions
+from analysis.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.effects import Effect
+from analysis.first_screen import Compared, answer
+from analysis.load import load, load_sweep
+from analysis.metrics import SLO
+from analysis.report import report_from_folders
+from analysis.statistics import Estimate, Verdict
+from testbed.errors import RunFolderError
+from tests.experiments.test_report_conclusions import TIGHT, ran, report
+
+pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
+
+LIGHT = {"num_requests": 120, "rate": 5.0}
+
+
+def row(arm: str, metric: int, change: float, said: Verdict) -> Comparison:
+    return Comparison(arm, LATENCY[metric], 1.0, Estimate(change, change, change, 3, "paired t", "log_ratio"), said)
+
+
+def test_an_arm_s_gain_is_told_where_no_factor_has_an_average_one() -> None:
+    arms = [Arm("base", {}, ())]
+    effects = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.01, "inside the noise"), 2, None)]
+    rows = [row("other", 0, -0.2, "lower"), row("other", 1, 0.1, "inside the noise")]
+    (said, more) = answer([Compared("", arms, rows, effects)], None)
+    assert said.replace("\u00a0", " ").endswith("other against base: better in mean TTFT (−18 %).")
+    assert more == "1 more comparison shows no difference beyond the noise."
+    claimed = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.1, "lower"), 2, None)]
+    (said,) = answer([Compared("", arms, rows, claimed)], None)
+    assert "on average over the other factors, watermark 0.1 instead of 0" in said, "what a factor does is told as its"
+
+
+def test_starts_of_two_lengths_are_not_compared(tmp_path: Path) -> None:
+    for name, warmup_s in (("vllm_v1", 4.0), ("sarathi", 0.0)):
+        ran(tmp_path / name, trace=LIGHT, scheduler=name, report={"warmup_s": warmup_s})
+    with pytest.raises(RunFolderError, match=r"different starts \(report.warmup_s: 0, 4\)"):
+        report_from_folders([tmp_path], tmp_path / "report.html")
+    ran(tmp_path / "again", trace=LIGHT, scheduler="sarathi", report={"warmup_s": 4.0})
+    (tmp_path / "sarathi" / "done").unlink()
+    said = report(tmp_path)
+    left = 2 * load_sweep(tmp_path).runs[0].summary["num_in_warmup"]
+    assert f"came in its first 4 s are left out of all numbers (report.warmup_s): {left} of 240" in said
+
+
+def test_a_burst_is_no_empty_start(tmp_path: Path) -> None:
+    """Twenty requests at once, before a light load: what they wait for is theirs. An empty system is fast."""
+    burst = [{"arrival_time": 0.001 * i, "prompt_tokens": 900, "output_tokens": 40} for i in range(20)]
+    calm = [{"arrival_time": 5.0 + i, "prompt_tokens": 300, "output_tokens": 20} for i in range(60)]
+    for name, rows, is_said in (("burst", burst + calm, False), ("empty", _rising(), True)):
+        ran(tmp_path / name, trace=rows, cache={"num_gpu_blocks": 400})
+        said = cautions({"": infer_arms([load_sweep(tmp_path / name).runs[0]])}, 0.02)
+        assert any("The start, when the system is still empty" in text for text in said) is is_said, name
+
+
+def _rising() -> list[dict[str, float]]:
+    """A start that is faster than the rest."""
+    sizes = [100] * 40 + [900] * 200
+    return [{"arrival_time": 0.5 * i, "prompt_tokens": size, "output_tokens": 10} for i, size in enumerate(sizes)]
+
+
+def test_an_overload_is_told_at_its_load(tmp_path: Path) -> None:
+    for rate in (5.0, 90.0):
+        for name in ("vllm_v1", "sarathi"):
+            trace = {"num_requests": 400, "rate": rate}
+            ran(tmp_path / f"{name}-{rate}", trace=trace, scheduler=name, cache=TIGHT)
+    said = report(tmp_path)
+    assert "beyond the capacity of every arm at rate = 90 requests/s" in said
+    assert "At rate = 5 requests/s: every arm is beyond capacity" not in said
+    for rate, words in ((5.0, "On this one trace, "), (90.0, "Beyond the capacity of some arm, on this one trace, ")):
+        arms = infer_arms([run for run in load_sweep(tmp_path).runs if run.config["trace"]["rate"] == rate])
+        (text,) = answer([Compared("", arms, [row(arms[1].name, 0, -0.2, "lower")], ())], None)
+        assert text.startswith(f"{words}{arms[1].name} against {arms[0].name}: better in mean TTFT")
+
+
+def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Path) -> None:
+    for seed in range(2):
+        for name in ("vllm_v1", "sarathi"):
+            ran(tmp_path / f"{name}-{seed}", trace={"num_requests": 400, "rate": 90.0}, scheduler=name, cache=TIGHT,
+                seed=seed)  # fmt: skip
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    arms[0].runs[0].summary["steadiness"]["is_outrun"] = False
+    (said,) = [text for text in cautions({"": arms}, 0.02) if "beyond capacity" in text]
+    assert said.startswith(f"{arms[0].name} (in 1 of 2 replicates) and {arms[1].name} are beyond capacity")
+
+
+def test_arms_with_more_replicates_than_others_are_named(tmp_path: Path) -> None:
+    for name, num in (("vllm_v1", 3), ("sarathi", 2)):
+        for seed in range(num):
+            ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    said = report(tmp_path)
+    assert "There are not as many replicates of every arm (2 of sarathi; 3 of vllm_v1)" in said
+
+
+def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None:
+    cut = [
+        {"arrival_time": 0.1 * i, "prompt_tokens": 100, "output_tokens": 200, "cancel_after": 0.2 if i % 3 else 9.0}
+        for i in range(60)
+    ]
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace=cut, scheduler=name)
+    said = report(tmp_path)
+    aborted = load_sweep(tmp_path).runs[0].summary["finish_reasons"]["abort"]
+    assert aborted > 5
+    assert f"{aborted / 0.6:.3g} % of the requests of sarathi were aborted" in said
+    assert f"A run has {60 - aborted} requests that ended: its P99s are all but its largest values" in said
+
+
+def test_a_class_of_one_s_own_and_one_of_ours_are_levels_of_one_factor(tmp_path: Path) -> None:
+    for name, admission in (("a", "watermark"), ("b", {"_target_": "testbed.policies.admission.NoEvict"})):
+        ran(tmp_path / name, trace=LIGHT, scheduler={"name": "vllm_v1", "admission": admission})
+    arms = infer_arms(load([tmp_path / "a", tmp_path / "b"]).runs)
+    assert [arm.name for arm in arms] == ["admission watermark", "admission NoEvict"]
+    assert not any("more than their names say" in text for text in cautions({"": arms}, 0.02))
+
+
+def test_cells_of_a_design_in_which_nothing_was_triggered_are_counted(tmp_path: Path) -> None:
+    for blocks in (5_000, 330):
+        for victim in ("last_in_queue_order", "most_blocks"):
+            for seed in range(2):
+                ran(tmp_path / f"{blocks}-{victim}-{seed}", seed=seed, cache={"num_gpu_blocks": blocks},
+                    scheduler={"name": "vllm_v1", "victim": victim})  # fmt: skip
+    said = report(tmp_path)
+    assert re_spaced("took the same decisions as victim") in said
+    assert "in 1 of 2 pairs of arms that differ in nothing else" in said
+
+
+def re_spaced(text: str) -> str:
+    return text.replace("\u00a0", " ")
+
+
+def test_windows_that_were_called_replicates_are_one_load_in_a_curve(tmp_path: Path) -> None:
+    for rate in (5.0, 20.0):
+        for start in (0, 4):
+            cut = [{"name": "window", "start_s": start, "end_s": start + 4}]
+            ran(tmp_path / f"{rate}-{start}", trace={"num_requests": 160, "rate": rate, "transforms": cut},
+                report={"replicates": ["trace.transforms"]})  # fmt: skip
+    (axes, _) = plots.throughput_latency(load_sweep(tmp_path))
+    assert next(len(line.get_xdata()) for line in axes.lines if line.get_marker() != "None") == 2
+    said = report(tmp_path)
+    assert "window(start_s=0, end_s=4)" in said
+
+
+def test_attainments_that_noise_explains_are_told_so(tmp_path: Path) -> None:
+    for seed in range(2):
+        for name in ("vllm_v1", "prefill_first"):
+            trace = {"num_requests": 150, "rate": 40.0}
+            ran(tmp_path / f"{name}-{seed}", trace=trace, scheduler=name, cache=TIGHT, seed=seed, slo={"ttft_s": 0.2})
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    share = SLO_METRICS[0]
+    estimate = Estimate(-0.2, -0.9, 0.5, 2, "paired t", "log_ratio")
+    for verdict, is_said in (("inside the noise", True), ("lower", False), ("unknown", False)):
+        rows = [Comparison(arms[1].name, share, 0.5, estimate, verdict)]  # type: ignore[arg-type]
+        (first, *_) = answer([Compared("", arms, rows, ())], SLO(ttft_s=0.2))
+        assert first.endswith("(no difference beyond the noise).") is is_said

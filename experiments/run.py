@@ -120,7 +120,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
         is_pressed = isinstance(failure, KeyboardInterrupt)
         what = "interrupted" if is_pressed else f"failed: {describe_failure(failure)}"
         message, exit_status = f"{what}; {describe_kept(folder)}", INTERRUPTED if is_pressed else 1
-    origin.state(folder)
+    origin.state(folder, command)
     run = load_run(folder)
     return RunResult(folder, run.manifest["status"], exit_status, message, run.summary, config.raw, run.manifest)
 

@@ -156,13 +156,13 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[P
         folder = point.place(identity)
         if not config.overwrite and is_done(folder, identity):
             done[folder] = point
-            num_restated += restate(folder, config)
+            num_restated += restate(folder, config, point.command, point.origin.given)
             continue
         aside += [] if config.overwrite else known.make_room(folder, identity)
         todo[folder] = point
     after = end_of_others(sweep.root, {*done, *todo})
     for folder, point in done.items() if after == 0 else ():
-        point.origin.state(folder)
+        point.origin.state(folder, point.command)
     _say_found(len(points), list(done), aside, num_restated)
     return [replace(point, origin=point.origin.moved(after)) for point in todo.values()]
 

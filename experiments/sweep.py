@@ -36,6 +36,7 @@ from experiments.points import Board, Known, Outcome, Point, Share, holds_anothe
 from experiments.restate import restate
 from experiments.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweep_progress import Followed
+from experiments.traces import check_trace
 from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
 
@@ -129,6 +130,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
         try:
             config = checked(overrides, RunConfig.from_container(raw))
             check_importable(config)
+            check_trace(config)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of(overrides, swept, number)
             points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))

@@ -33,9 +33,14 @@ def notes_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def reason_of(failure: BaseException) -> str:
+    """As manifest.json has it."""
+    return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
+
+
 def failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], records: RunRecords) -> str:
     total = manifest["trace"]["num_requests"]
     after = f"after {records.num_finished} of {'an unknown number of' if total is None else total} requests"
     if isinstance(failure, KeyboardInterrupt):
         return f"interrupted {after}; {describe_kept(folder)}"
-    return f"failed {after}: {describe_failure(failure)}; {describe_kept(folder)}"
+    return f"failed {after}: {reason_of(failure)}; {describe_kept(folder)}"

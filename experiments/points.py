@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr
@@ -27,10 +28,12 @@ from experiments.run import INTERRUPTED, execute
 from experiments.run_folder import (
     SET_ASIDE,
     describe_failure,
+    did_not_begin,
     has_run,
     is_locked,
     read_manifest,
     saved_config,
+    say_failed,
     set_aside,
 )
 from testbed.errors import RunFolderError, TestbedError
@@ -79,9 +82,12 @@ class Known:
                 self._by_config.setdefault(match[1], []).append(folder)
 
     def make_room(self, folder: Path, identity: Identity) -> Iterator[tuple[str, Path]]:
-        """Sets aside what is in a point's way: (why, where it is now). What another process is writing stays."""
+        """Sets aside what is in a point's way: (why, where it is now). What another process is writing stays; of what
+        did not begin nothing does."""
         others = [path for path in self._by_config.get(identity.config[:12], []) if path != folder]
         for path in (*others, folder):
+            if did_not_begin(path) and not is_locked(path):
+                shutil.rmtree(path, ignore_errors=True)
             if not has_run(path) or is_locked(path):
                 continue
             if path == folder and not (path / "done").exists():
@@ -211,8 +217,11 @@ def _run(point: Point) -> Outcome:
     except KeyboardInterrupt:
         return Outcome(point.label, "interrupted", folder, exit_status=INTERRUPTED)
     except (TestbedError, OSError, MemoryError) as error:
-        status = error.exit_status if isinstance(error, TestbedError) else 1
-        return Outcome(point.label, "failed", folder, describe_failure(error), status)
+        message, status = describe_failure(error), error.exit_status if isinstance(error, TestbedError) else 1
+        if folder:
+            made_by = {"command": point.command, "started_in": os.getcwd(), **asdict(point.origin)}
+            say_failed(Path(folder), config, {"failure": message, **made_by})
+        return Outcome(point.label, "failed", folder, message, status)
     if was_pressed() or result.exit_status == INTERRUPTED:  # of one that is whole too: the next is not to be begun
         return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
     if result.exit_status:

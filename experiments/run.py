@@ -17,7 +17,7 @@ from experiments import build, engines
 from experiments.build_engine import check_prompts, check_token_ids
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
-from experiments.ending import failure_message, notes_of
+from experiments.ending import failure_message, notes_of, reason_of
 from experiments.environment import describe_machine, describe_versions
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
@@ -190,6 +190,7 @@ def _run(
         manifest["trace"] = describe_trace(trace)  # it was read meanwhile
     manifest |= {
         "status": "complete" if failure is None else "partial",
+        "failure": None if failure is None else reason_of(failure),
         "wall_s": round(time.monotonic() - began, 3),
         **engines.describe_engines(schedulers, records),
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,

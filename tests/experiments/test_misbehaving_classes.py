@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from analysis.load import load_sweep
 from experiments.run import execute
-from tests.experiments.kit import SHORT, TINY, config_of, say, table_of
+from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, table_of
 
 MISBEHAVING = """
 from testbed.blocks.eviction import LRU
@@ -109,6 +111,12 @@ class Counting(LRU):
 
     def hit(self, block):
         self.calls["hit"] += 1
+
+
+class BindRaisesAtTwo(FCFS):
+    def bind(self, context):
+        if context.seed == 2:
+            raise KeyError("nothing")
 """
 
 
@@ -140,6 +148,37 @@ def test_a_class_that_fails_is_named_in_one_line(
     assert said.status == 1
     for word in words:
         assert word in said.error()
+
+
+def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = f"scheduler.queue_order=fcfs,{{_target_: {misbehaving}.BindRaisesAtTwo}}"
+    sweep = ("run", "-m", *TINY, *SHORT, own, "seed=1,2", f"hydra.sweep.dir={tmp_path / 's'}")
+    for _ in range(2):
+        assert "KeyError: 'nothing'" in say(capsys, *sweep).error()
+        found = load_sweep(tmp_path / "s")
+        ((folder, _),) = found.incomplete
+        assert len(found.runs) == 3
+        manifest = manifest_of(folder)
+        assert manifest["status"] == "failed"
+        assert "KeyError: 'nothing'" in manifest["failure"]
+        assert manifest["swept"]["seed"] == "2"
+    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
+    assert "1 run of BindRaisesAtTwo failed" in (tmp_path / "r.md").read_text().replace("\\", "")
+    (tmp_path / "misbehaving.py").write_text(MISBEHAVING.replace("seed == 2", "seed == 3"))
+    monkeypatch.delitem(sys.modules, "misbehaving")
+    assert say(capsys, *sweep).status == 0
+    found = load_sweep(tmp_path / "s")
+    assert (len(found.runs), found.incomplete) == (4, ()), "of what did not begin nothing stays"
+
+
+def test_a_run_that_a_class_ended_says_so_in_its_manifest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str
+) -> None:
+    own = f"scheduler.queue_order={{_target_: {misbehaving}.HeadRaises}}"
+    say(capsys, "run", *TINY, *SHORT, own, f"hydra.run.dir={tmp_path / 'run'}")
+    assert "ValueError: no head today" in manifest_of(tmp_path / "run")["failure"]
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,19 @@ def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, capsys: pyte
     failed = [line for line in said.out.splitlines() if line.startswith("failed ")]
     assert [line.split(": ")[0].split()[-1] for line in failed] == ["cache.watermark=0.99", "cache.watermark=0.999"]
     assert "a watermark of 0.99 leaves" in said.error()
-    assert len(load_sweep(tmp_path / "s").runs) == 1
+    found = load_sweep(tmp_path / "s")
+    assert (len(found.runs), len(found.incomplete)) == (1, 2)
+    assert {manifest_of(folder)["status"] for folder, _ in found.incomplete} == {"failed"}
+
+
+def test_a_point_whose_trace_is_empty_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sweep(capsys, tmp_path / "s", "trace.start_s=0,1000")
+    assert "has no requests" in said.error()
+    ((folder, _),) = load_sweep(tmp_path / "s").incomplete
+    assert manifest_of(folder)["failure"] in said.error()
+    assert manifest_of(folder)["swept"] == {"trace.start_s": "1000"}
+    assert "done before  1 of 2" in sweep(capsys, tmp_path / "s", "trace.start_s=0,1000").out
+    assert [path.name for path, _ in load_sweep(tmp_path / "s").incomplete] == [folder.name], "in the same place"
 
 
 def test_a_point_with_ignored_requests_fails_the_sweep_and_keeps_its_results(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ from experiments.identity import identity_of
 from experiments.options import Library
 from experiments.origin import Origin, end_of_others
 from experiments.overrides import check, library_of, literal, of_one_point, parsed, swept_values
-from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
+from experiments.points import Known, Outcome, Point, Share, board_in, holds_another, is_done, refuse_others
 from experiments.restate import restate
 from experiments.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweep_progress import Followed
@@ -199,16 +197,13 @@ def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]],
 def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
     """What came of the points, as far as anything did. Raises SweepError when the launcher fails."""
     num_jobs, limit = _jobs(sweep.master, len(todo), todo[0].raw["points_per_job"])
-    sweep.root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".points-", dir=sweep.root))
-    board = Board(folder)
-    board.write(todo)
-    share = Share(str(folder), limit, os.getcwd())
     # the jobs' configuration is Hydra's alone: what the points are stands on the board
     overrides = [f"hydra.sweep.dir={literal(str(sweep.root))}", "hydra.sweep.subdir=."]
     failure: Exception | None = None
     returns: Iterable[JobReturn] = ()
-    with Followed(board, len(todo)) as followed:
+    with board_in(sweep.root) as board, Followed(board, len(todo)) as followed:
+        board.write(todo)
+        share = Share(str(board.folder), limit, os.getcwd())
         try:
             launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=sweep.context, task_function=share, config=sweep.master
@@ -219,9 +214,6 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
             raise _interrupted(len(todo) - followed.num_complete) from None
         except Exception as error:  # noqa: BLE001  a launcher may raise anything when a worker dies
             failure = error
-        finally:
-            followed.stop()
-            shutil.rmtree(folder, ignore_errors=True)
     for item in returns:
         _ = item.return_value  # raises what a job did: a bug, since all else is on the board
     if any(outcome.status == "interrupted" for outcome in followed.outcomes):

@@ -10,7 +10,7 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.run import execute
-from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, table_of
+from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, table_of, write_rows
 
 MISBEHAVING = """
 from testbed.blocks.eviction import LRU
@@ -117,6 +117,11 @@ class BindRaisesAtTwo(FCFS):
     def bind(self, context):
         if context.seed == 2:
             raise KeyError("nothing")
+
+
+class HoldsLongOnes:
+    def allows(self, seq, running):
+        return seq.num_prompt_tokens <= 12
 """
 
 
@@ -171,6 +176,27 @@ def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
     assert say(capsys, *sweep).status == 0
     found = load_sweep(tmp_path / "s")
     assert (len(found.runs), found.incomplete) == (4, ()), "of what did not begin nothing stays"
+
+
+@pytest.mark.parametrize(("num_tokens", "num_held", "num_unfit"), [(128, 1, 0), (16, 1, 1)])
+def test_what_an_admission_policy_holds_back_for_ever_is_no_request_that_cannot_fit(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    misbehaving: str,
+    num_tokens: int,
+    num_held: int,
+    num_unfit: int,
+) -> None:
+    rows = [{"arrival_time": 0, "prompt_tokens": size, "output_tokens": 2} for size in (4, 13, 20)[: 2 + num_unfit]]
+    own = f"scheduler.admission={{_target_: {misbehaving}.HoldsLongOnes}}"
+    error = say(
+        capsys, "run", *TINY, own, "trace=jsonl", f"trace.path={write_rows(tmp_path / 'rows.jsonl', rows)}",
+        f"scheduler.max_model_len={num_tokens}", f"hydra.run.dir={tmp_path / 'run'}",
+    ).error()  # fmt: skip
+    assert f"{num_held} of {len(rows)} requests were held back while nothing ran" in error
+    assert "blocked by admission while nothing runs" in error
+    assert f"Let scheduler.admission={misbehaving}.HoldsLongOnes allow a request that is alone" in error
+    assert ("could never fit" in error) == ("trace.max_prompt_tokens" in error) == bool(num_unfit)
 
 
 def test_a_run_that_a_class_ended_says_so_in_its_manifest(

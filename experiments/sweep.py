@@ -10,7 +10,7 @@ import itertools
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
@@ -59,7 +59,9 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     check([*of_hydra, *arguments], is_sweep=True)  # what an overlay sweeps is among them
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments)), library_of(of_hydra)), root)
-    todo = _left_to_run(sweep, _points(sweep))
+    points = _points(sweep)
+    _say_unknown_baseline([config for _, config in points])
+    todo = _left_to_run(sweep, points)
     outcomes = _launched(sweep, todo) if todo else []
     _conclude(sweep, outcomes, len(todo) - len(outcomes))
 
@@ -137,6 +139,20 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     if refused:
         raise _failure(refused, f"({len(refused)} of {len(sweep.combinations)} points are refused, and none was run)")
     return points
+
+
+def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
+    """A note if no arm of the points has the name; it may be one of those that the folder has from before."""
+    baseline = configs[0].report.baseline
+    if baseline is None:
+        return
+    from analysis.arms import infer_arms  # not at the top: Arrow is slow to import
+    from analysis.load import Run
+
+    runs = [Run(Path(f"point-{number}"), config.raw, {}) for number, config in enumerate(configs)]
+    names = [arm.name for arm in infer_arms(runs)]
+    if len(names) > 1 and not any(baseline in name for name in names):
+        print(f"note         report.baseline is {baseline!r}, and no arm of these points is: {'; '.join(names)}")
 
 
 def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[Point]:

@@ -325,6 +325,16 @@ def test_files_of_traces_are_looked_for_before_any_point_runs(
     assert (tmp_path / "s").exists(), "what its rows decide is said of the rows"
 
 
+def test_a_baseline_that_no_arm_has_for_a_name_is_said_before_any_point_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = ("scheduler=unified,decode_first", "seed=0,1")
+    first, *others = sweep(capsys, tmp_path / "s", *arms, "report.baseline=unifed").out.splitlines()
+    assert first == "note         report.baseline is 'unifed', and no arm of these points is: unified; decode_first"
+    assert len(others) > 3, "the points are run all the same"
+    assert "report.baseline" not in sweep(capsys, tmp_path / "s", *arms, "report.baseline=unified").out
+
+
 def test_a_class_file_that_breaks_sets_no_finished_point_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,8 @@ from analysis.load import Run, require_path
 from experiments.compose import compose_config, to_overrides
 from experiments.origin import Origin
 from experiments.run import execute
-from testbed.errors import TestbedError, TraceError
+from experiments.run_folder import require_writable
+from testbed.errors import RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers.own import read_own
 from testbed.traces.schema import Trace
@@ -55,6 +56,10 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     config = compose_config(overrides)
     target = _until_the_end() if folder is None else require_path("folder", folder)
     command = shlex.join(["from", "Python:", *overrides])
+    try:
+        require_writable(target)
+    except OSError as error:
+        raise RunFolderError(f"folder is {target}: {error.strerror}; give another") from None
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     if result.status != "complete":
         raise TestbedError(result.message)
@@ -82,7 +87,10 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
     with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
         file = Path(scratch) / "rows.jsonl"
         file.write_text("".join(_line(row) for row in trace))
-        return read_own(file)
+        try:
+            return read_own(file)
+        except TraceError as error:
+            raise TraceError(str(error).replace(str(file), "the rows given")) from None
 
 
 def _line(row: object) -> str:

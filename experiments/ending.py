@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from experiments.engines import RunRecords
 from experiments.names import device_of_run
 from experiments.replay_log import warnings_of
 from experiments.run_folder import describe_failure, describe_kept
+from testbed.core.plan import BlockedBy
+
+_HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbed.core.scheduler's
 
 
 def notes_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
@@ -33,9 +38,40 @@ def notes_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]]) -> str:
+    """ignored: (request id, reason), at least one. What could never fit is told apart from what was held back."""
+    groups: dict[str, list[tuple[str, str]]] = {}  # by what blocked them; "": they were too large
+    for item in ignored:
+        held = _HELD.match(item[1])
+        groups.setdefault("" if held is None else held[1], []).append(item)
+    said = [
+        f"{len(items)} of {num_requests} requests {'were held back while nothing ran' if by else 'could never fit'} "
+        f"and ended as 'ignored' (first: {items[0][0]!r}: {items[0][1]})"
+        for by, items in groups.items()
+    ]
+    hints = "; ".join(_hint(config, by) for by in groups)
+    return f"{'; '.join(said)}; the other results are complete. {hints}, or accept it with allow_ignored=true"
+
+
+def _hint(config: RunConfig, blocked_by: str) -> str:
+    """What to do about requests that ended as ignored."""
+    if not blocked_by:
+        return "Cut them with trace.max_prompt_tokens, raise the limit"
+    if blocked_by != BlockedBy.ADMISSION:
+        return "Change the setting that held them back"
+    named = config.scheduler.admission
+    policy = named if isinstance(named, str) else named.get("_target_", named.get("name"))
+    return f"Let scheduler.admission={policy} allow a request that is alone"
+
+
+def reason_of(failure: BaseException) -> str:
+    """As manifest.json has it."""
+    return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
+
+
 def failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], records: RunRecords) -> str:
     total = manifest["trace"]["num_requests"]
     after = f"after {records.num_finished} of {'an unknown number of' if total is None else total} requests"
     if isinstance(failure, KeyboardInterrupt):
         return f"interrupted {after}; {describe_kept(folder)}"
-    return f"failed {after}: {describe_failure(failure)}; {describe_kept(folder)}"
+    return f"failed {after}: {reason_of(failure)}; {describe_kept(folder)}"

@@ -31,10 +31,10 @@ class Origin:
     def moved(self, by: int) -> Origin:
         return replace(self, point=None if self.point is None else self.point + by)
 
-    def state(self, folder: Path) -> None:
+    def state(self, folder: Path, command: str) -> None:
         """Says so of a finished run, which an earlier command had made in another place of its sweep."""
         manifest = read_manifest(folder)
-        if manifest != (now := manifest | asdict(self)):
+        if manifest != (now := manifest | asdict(self) | {"command": command}):
             write_json(folder / "manifest.json", now)
 
 

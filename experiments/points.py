@@ -6,13 +6,16 @@ dead job costs the point that it was at. Jobs and sweep speak through a folder, 
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,14 +30,17 @@ from experiments.run import INTERRUPTED, execute
 from experiments.run_folder import (
     SET_ASIDE,
     describe_failure,
+    did_not_begin,
     has_run,
     is_locked,
     read_manifest,
     saved_config,
+    say_failed,
     set_aside,
 )
 from testbed.errors import RunFolderError, TestbedError
 
+_BOARD, _OWNER = ".points-", "owner"
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # of a point's folder: Identity.name
 
 
@@ -79,9 +85,12 @@ class Known:
                 self._by_config.setdefault(match[1], []).append(folder)
 
     def make_room(self, folder: Path, identity: Identity) -> Iterator[tuple[str, Path]]:
-        """Sets aside what is in a point's way: (why, where it is now). What another process is writing stays."""
+        """Sets aside what is in a point's way: (why, where it is now). What another process is writing stays; of what
+        did not begin nothing does."""
         others = [path for path in self._by_config.get(identity.config[:12], []) if path != folder]
         for path in (*others, folder):
+            if did_not_begin(path) and not is_locked(path):
+                shutil.rmtree(path, ignore_errors=True)
             if not has_run(path) or is_locked(path):
                 continue
             if path == folder and not (path / "done").exists():
@@ -118,20 +127,47 @@ def refuse_others(folders: list[Path]) -> None:
 # --- jobs ---
 
 
+@contextmanager
+def board_in(root: Path) -> Iterator[Board]:
+    """Within, a sweep's folder has a board at which this process waits. Those of processes that were killed go."""
+    root.mkdir(parents=True, exist_ok=True)
+    for left in filter(_is_left, list(root.glob(f"{_BOARD}*"))):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_BOARD, dir=root))
+    try:
+        with (folder / "new").open("wb") as owner:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(owner, fcntl.LOCK_EX)
+            (folder / "new").rename(folder / _OWNER)  # whoever finds it finds it held
+            yield Board(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left(board: Path) -> bool:
+    """Whether nobody waits there any more; where the file system has no locks, nobody can tell."""
+    try:
+        with (board / _OWNER).open("rb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 class Board:
     """A folder in which jobs say what they have taken and what came of it. It is gone once nobody waits for them."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._read: set[str] = set()
         self.num_taken = 0  # at the last look
 
     def write(self, points: list[Point]) -> None:
-        (self._folder / "points").write_text(json.dumps([asdict(point) for point in points]))
+        (self.folder / "points").write_text(json.dumps([asdict(point) for point in points]))
 
     def points(self) -> list[Point]:
         try:
-            stored = json.loads((self._folder / "points").read_bytes())
+            stored = json.loads((self.folder / "points").read_bytes())
             return [Point(**{**fields, "origin": Origin(**fields["origin"])}) for fields in stored]
         except FileNotFoundError:
             return []
@@ -139,13 +175,13 @@ class Board:
     def take(self, index: int) -> bool:
         """Whether the point is now the caller's alone."""
         try:
-            (self._folder / f"{index}.taken").open("x").close()
+            (self.folder / f"{index}.taken").open("x").close()
         except (FileExistsError, FileNotFoundError):
             return False
         return True
 
     def say(self, index: int, outcome: Outcome) -> None:
-        file = self._folder / f"{index}.said"
+        file = self.folder / f"{index}.said"
         try:
             file.with_suffix(".new").write_text(json.dumps(asdict(outcome)))
             os.replace(file.with_suffix(".new"), file)
@@ -154,11 +190,11 @@ class Board:
 
     def news(self) -> list[Outcome]:
         """What was said since the last look."""
-        names = os.listdir(self._folder)
+        names = os.listdir(self.folder)
         self.num_taken = sum(name.endswith(".taken") for name in names)
         new = sorted(name for name in names if name.endswith(".said") and name not in self._read)
         self._read.update(new)
-        said = [json.loads((self._folder / name).read_bytes()) for name in new]
+        said = [json.loads((self.folder / name).read_bytes()) for name in new]
         return [Outcome(**{**fields, "notes": tuple(fields["notes"])}) for fields in said]
 
 
@@ -211,8 +247,11 @@ def _run(point: Point) -> Outcome:
     except KeyboardInterrupt:
         return Outcome(point.label, "interrupted", folder, exit_status=INTERRUPTED)
     except (TestbedError, OSError, MemoryError) as error:
-        status = error.exit_status if isinstance(error, TestbedError) else 1
-        return Outcome(point.label, "failed", folder, describe_failure(error), status)
+        message, status = describe_failure(error), error.exit_status if isinstance(error, TestbedError) else 1
+        if folder:
+            made_by = {"command": point.command, "started_in": os.getcwd(), **asdict(point.origin)}
+            say_failed(Path(folder), config, {"failure": message, **made_by})
+        return Outcome(point.label, "failed", folder, message, status)
     if was_pressed() or result.exit_status == INTERRUPTED:  # of one that is whole too: the next is not to be begun
         return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
     if result.exit_status:

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 from experiments.config import JUDGING, RunConfig
-from experiments.run_folder import as_yaml, saved_config, write_json
+from experiments.run_folder import as_yaml, read_manifest, saved_config, write_json
 
 
-def restate(folder: Path, config: RunConfig) -> bool:
-    """Whether the run in the folder stated another SLO or question than `config` does; it now states this one."""
+def restate(folder: Path, config: RunConfig, command: str, given: dict[str, str] | None) -> bool:
+    """Whether the run in the folder stated another SLO or question than `config` does; it now states this one, and that
+    the command made it, which gives all that decides the run as the run's own did. given: Origin.given."""
     file = folder / "config.yaml"
     if as_yaml({group: config.raw[group] for group in JUDGING}) in file.read_text():
         return False
@@ -22,5 +23,6 @@ def restate(folder: Path, config: RunConfig) -> bool:
     temporary = file.with_suffix(".tmp")
     temporary.write_text(as_yaml(kept | {group: config.raw[group] for group in JUDGING}))
     os.replace(temporary, file)
+    write_json(folder / "manifest.json", read_manifest(folder) | {"command": command, "given": given})
     write_json(folder / "summary.json", load_run(folder).summarise())
     return True

@@ -17,7 +17,7 @@ from experiments import build, engines
 from experiments.build_engine import check_prompts, check_token_ids
 from experiments.collector import fewer_collections
 from experiments.config import RunConfig
-from experiments.ending import failure_message, notes_of
+from experiments.ending import failure_message, ignored_message, notes_of, reason_of
 from experiments.environment import describe_machine, describe_versions
 from experiments.foreign import policy_failure
 from experiments.identity import identity_of
@@ -120,7 +120,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
         is_pressed = isinstance(failure, KeyboardInterrupt)
         what = "interrupted" if is_pressed else f"failed: {describe_failure(failure)}"
         message, exit_status = f"{what}; {describe_kept(folder)}", INTERRUPTED if is_pressed else 1
-    origin.state(folder)
+    origin.state(folder, command)
     run = load_run(folder)
     return RunResult(folder, run.manifest["status"], exit_status, message, run.summary, config.raw, run.manifest)
 
@@ -190,6 +190,7 @@ def _run(
         manifest["trace"] = describe_trace(trace)  # it was read meanwhile
     manifest |= {
         "status": "complete" if failure is None else "partial",
+        "failure": None if failure is None else reason_of(failure),
         "wall_s": round(time.monotonic() - began, 3),
         **engines.describe_engines(schedulers, records),
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
@@ -263,12 +264,7 @@ def _close(
         message = failure_message(failure, folder, manifest, records)
         exit_status = INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1
     elif records.ignored:
-        first_id, reason = records.ignored[0]
-        message = (
-            f"{len(records.ignored)} of {manifest['trace']['num_requests']} requests could never fit and ended as "
-            f"'ignored' (first: {first_id!r}: {reason}); the other results are complete. Cut them with "
-            "trace.max_prompt_tokens, raise the limit, or accept it with allow_ignored=true"
-        )
+        message = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
         exit_status = 0 if config.allow_ignored else 1
     from analysis.checks import failures  # not at the top: Arrow is slow to import
     from analysis.steadiness import outrun_note

@@ -30,12 +30,28 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where i
 MODEL_FOLDER = "model"  # of a run of a model that vLLM served
 TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
 LOG_FILE = "run.log"
+_OF_RUNS = ("done", "manifest.json", "requests.parquet")
 SET_ASIDE = ".stale"  # of a sweep's folder: finished points that were made from something else
 
 
 def has_run(folder: Path) -> bool:
-    """Whether a run, whole or partial, is in the folder."""
-    return any((folder / name).exists() for name in ("done", "manifest.json", "requests.parquet"))
+    """Whether a run, whole or partial, is in the folder; one that did not begin is none."""
+    return any((folder / name).exists() for name in _OF_RUNS) and not did_not_begin(folder)
+
+
+def did_not_begin(folder: Path) -> bool:
+    """Whether all that the folder has of a run is why it failed before it began."""
+    is_alone = not any((folder / name).exists() for name in _OF_RUNS if name != "manifest.json")
+    return is_alone and read_manifest(folder).get("status") == "failed"
+
+
+def say_failed(folder: Path, config: RunConfig, said: dict[str, Any]) -> None:
+    """Leaves word of a run that failed before it began: reports then tell of it, and it is made as if nothing were
+    there. said: for its manifest. Where nothing can be written, or another run is, nothing is left."""
+    with suppress(OSError, RunFolderError), locked(folder):  # why the run failed is what its caller says
+        if not has_run(folder):
+            claim(folder, config)
+            write_json(folder / "manifest.json", {"status": "failed", **said})
 
 
 def refuse_overwrite(

@@ -43,7 +43,7 @@ class TraceConfig:
         for name in ("limit", "max_prompt_tokens", "max_output_tokens", "vocab_size"):
             require_whole_or_null(f"trace.{name}", getattr(self, name), 1)
         require("trace.rate_scale", self.rate_scale, self.rate_scale > 0, "a finite number above 0")
-        if self.start_s < 0 or (self.end_s is not None and self.end_s <= self.start_s):
+        if not 0 <= self.start_s < math.inf or not (self.end_s is None or self.start_s < self.end_s < math.inf):
             raise ConfigError(
                 f"trace.start_s is {self.start_s} and trace.end_s is {self.end_s}; the window must start at 0 or later "
                 "and end after its start"

@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
@@ -32,10 +30,11 @@ from experiments.identity import identity_of
 from experiments.options import Library
 from experiments.origin import Origin, end_of_others
 from experiments.overrides import check, library_of, literal, of_one_point, parsed, swept_values
-from experiments.points import Board, Known, Outcome, Point, Share, holds_another, is_done, refuse_others
+from experiments.points import Known, Outcome, Point, Share, board_in, holds_another, is_done, refuse_others
 from experiments.restate import restate
 from experiments.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweep_progress import Followed
+from experiments.traces import check_trace
 from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
 
@@ -60,7 +59,9 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     check([*of_hydra, *arguments], is_sweep=True)  # what an overlay sweeps is among them
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments)), library_of(of_hydra)), root)
-    todo = _left_to_run(sweep, _points(sweep))
+    points = _points(sweep)
+    _say_unknown_baseline([config for _, config in points])
+    todo = _left_to_run(sweep, points)
     outcomes = _launched(sweep, todo) if todo else []
     _conclude(sweep, outcomes, len(todo) - len(outcomes))
 
@@ -129,6 +130,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
         try:
             config = checked(overrides, RunConfig.from_container(raw))
             check_importable(config)
+            check_trace(config)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of(overrides, swept, number)
             points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
@@ -137,6 +139,20 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     if refused:
         raise _failure(refused, f"({len(refused)} of {len(sweep.combinations)} points are refused, and none was run)")
     return points
+
+
+def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
+    """A note if no arm of the points has the name; it may be one of those that the folder has from before."""
+    baseline = configs[0].report.baseline
+    if baseline is None:
+        return
+    from analysis.arms import infer_arms  # not at the top: Arrow is slow to import
+    from analysis.load import Run
+
+    runs = [Run(Path(f"point-{number}"), config.raw, {}) for number, config in enumerate(configs)]
+    names = [arm.name for arm in infer_arms(runs)]
+    if len(names) > 1 and not any(baseline in name for name in names):
+        print(f"note         report.baseline is {baseline!r}, and no arm of these points is: {'; '.join(names)}")
 
 
 def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[Point]:
@@ -156,13 +172,13 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[P
         folder = point.place(identity)
         if not config.overwrite and is_done(folder, identity):
             done[folder] = point
-            num_restated += restate(folder, config)
+            num_restated += restate(folder, config, point.command, point.origin.given)
             continue
         aside += [] if config.overwrite else known.make_room(folder, identity)
         todo[folder] = point
     after = end_of_others(sweep.root, {*done, *todo})
     for folder, point in done.items() if after == 0 else ():
-        point.origin.state(folder)
+        point.origin.state(folder, point.command)
     _say_found(len(points), list(done), aside, num_restated)
     return [replace(point, origin=point.origin.moved(after)) for point in todo.values()]
 
@@ -197,16 +213,13 @@ def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]],
 def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
     """What came of the points, as far as anything did. Raises SweepError when the launcher fails."""
     num_jobs, limit = _jobs(sweep.master, len(todo), todo[0].raw["points_per_job"])
-    sweep.root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".points-", dir=sweep.root))
-    board = Board(folder)
-    board.write(todo)
-    share = Share(str(folder), limit, os.getcwd())
     # the jobs' configuration is Hydra's alone: what the points are stands on the board
     overrides = [f"hydra.sweep.dir={literal(str(sweep.root))}", "hydra.sweep.subdir=."]
     failure: Exception | None = None
     returns: Iterable[JobReturn] = ()
-    with Followed(board, len(todo)) as followed:
+    with board_in(sweep.root) as board, Followed(board, len(todo)) as followed:
+        board.write(todo)
+        share = Share(str(board.folder), limit, os.getcwd())
         try:
             launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=sweep.context, task_function=share, config=sweep.master
@@ -217,9 +230,6 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
             raise _interrupted(len(todo) - followed.num_complete) from None
         except Exception as error:  # noqa: BLE001  a launcher may raise anything when a worker dies
             failure = error
-        finally:
-            followed.stop()
-            shutil.rmtree(folder, ignore_errors=True)
     for item in returns:
         _ = item.return_value  # raises what a job did: a bug, since all else is on the board
     if any(outcome.status == "interrupted" for outcome in followed.outcomes):

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 from experiments.config import RunConfig
+from experiments.forcing import check_simulated_output
 from experiments.policies import instantiate
 from experiments.settings import (
     AgenticTraceConfig,
@@ -25,9 +27,32 @@ from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
-from testbed.traces.readers.open_text import watching
+from testbed.traces.readers.open_text import existing_file, watching
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import CountedTrace, StreamedTrace, whole
+
+_OF_FOLDERS = ("servegen", "agentic")  # formats whose trace may be a folder
+
+
+def check_trace(config: RunConfig) -> None:
+    """Raises ConfigError or TraceError for what can be told of the `trace` group while nothing is read or generated."""
+    settings = config.trace
+    vocab_size(config)
+    if config.is_simulated and config.raw["cost"].get("name") != "recorded":
+        check_simulated_output(settings.forced)
+    if "_target_" in config.raw["trace"]:
+        return
+    if isinstance(settings, SyntheticTraceConfig):
+        _generator(config)
+        named = [settings.lengths_from]
+    else:
+        named = [_file(settings)]
+        if settings.name in ("agentic", "lengths"):
+            _arrivals(config.raw["trace"])
+    named += [step["path"] for step in settings.transforms if step["name"] == "merge"]
+    for path in named:
+        if path is not None and not (settings.name in _OF_FOLDERS and Path(path).is_dir()):
+            existing_file(path)
 
 
 def build_trace(config: RunConfig) -> Trace:
@@ -69,21 +94,30 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
     if "_target_" in values:
         source = cast(TraceSource, instantiate("trace", values))
     elif settings.name == "synthetic":
-        if settings.path is not None:
-            raise ConfigError(
-                f"trace.path is {settings.path!r}, and trace=synthetic reads no file; say what the file is, as "
-                f"trace=azure (one of: {', '.join(READERS)})"
-            )
         source = _synthetic(config, seed, stream)
-    elif settings.name in READERS:
-        if settings.path is None:
-            raise ConfigError(f"trace={settings.name} needs trace.path=<file>")
-        options = _reader_options(settings, values, seed)
-        source = open_trace(settings.name, settings.path, settings.limit, stream, **options)
     else:
-        raise ConfigError(unknown(f"trace is {settings.name!r}", settings.name, ["synthetic", *READERS]))
+        path, options = _file(settings), _reader_options(settings, values, seed)
+        source = open_trace(settings.name, path, settings.limit, stream, **options)
     source = _transformed(source, settings)
     return transforms.apply_all(source, settings.transforms, lambda name, path: open_trace(name, path), seed)
+
+
+def _file(settings: TraceConfig) -> str:
+    """The one to read. Raises ConfigError if there is none, or no such format."""
+    if settings.name not in READERS:
+        raise ConfigError(unknown(f"trace is {settings.name!r}", settings.name, ["synthetic", *READERS]))
+    if settings.path is None:
+        raise ConfigError(f"trace={settings.name} needs trace.path=<file>")
+    return settings.path
+
+
+def _generator(config: RunConfig) -> SyntheticConfig:
+    if config.trace.path is not None:
+        raise ConfigError(
+            f"trace.path is {config.trace.path!r}, and trace=synthetic reads no file; say what the file is, as "
+            f"trace=azure (one of: {', '.join(READERS)})"
+        )
+    return freeze(SyntheticConfig, "trace", config.raw["trace"])
 
 
 def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource:
@@ -91,7 +125,7 @@ def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource
 
     settings = config.trace
     assert isinstance(settings, SyntheticTraceConfig)
-    generator = freeze(SyntheticConfig, "trace", config.raw["trace"])
+    generator = _generator(config)
     lengths_from = None
     if settings.lengths_from is not None:
         lengths_from = open_trace(settings.lengths_format, settings.lengths_from)

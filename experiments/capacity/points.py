@@ -36,7 +36,7 @@ def run_point(
             num = result.manifest["trace"]["num_requests"] or num_requests
             load = Load(False, num, watch.num_failed, watch.over)
         elif result.status != "complete":
-            raise TestbedError(result.message)
+            raise TestbedError(result.manifest.get("failure") or result.message)  # the folder is not kept
         else:
             load = count_load(load_run(result.folder).requests, slo, result.summary["duration_s"])
     notes = list(result.manifest.get("cost_notes") or [])

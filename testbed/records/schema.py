@@ -85,7 +85,8 @@ STEP_COLUMNS: dict[str, str] = {
 COMPLETED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 MANIFEST_KEYS = (
-    "status",  # complete, partial (interrupted or failed)
+    "status",  # complete, partial (interrupted or failed), failed (a sweep's point that did not begin: nothing is kept)
+    "failure",  # why it is not complete; null where it is
     "backend",  # sim, real
     "created",  # ISO time
     "wall_s",  # wall clock of the run

@@ -6,7 +6,7 @@ whole and sorted by `arrange` instead. Both have the same rows, and the same fin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import final
 
@@ -77,7 +77,7 @@ class StreamedTrace:
             latest_ns = row.arrival_ns
             yield row
         if latest_ns < 0:
-            raise TraceError(f"trace {self._name!r} has no requests; expected at least one{self._after()}")
+            raise TraceError(f"trace {self._name!r} has no requests; expected at least one{after(self._notes)}")
 
     def derived(
         self,
@@ -92,8 +92,11 @@ class StreamedTrace:
         tail = self._closed_tail if closed_tail is None else closed_tail
         return StreamedTrace(self._name, make, notes, num_requests, closed_tail=tail)
 
-    def _after(self) -> str:
-        return f" (after: {self._notes[-1]})" if self._notes else ""
+
+def after(notes: Sequence[str]) -> str:
+    """What was done to a trace that came to nothing, for a message: last, and before."""
+    *before, last = notes or ("",)
+    return f" (after: {last}{'; before that: ' if before else ''}{'; '.join(before)})" if last else ""
 
 
 class CountedTrace:

@@ -113,7 +113,7 @@ def test_the_page_says_what_it_compared_and_what_it_left_out(page):
     assert "3 replicates" in text
     assert "the run is partial" in text
     assert "The real runs used another trace than the ablation" in text
-    assert "testbed run seed=2" in text
+    assert "testbed run -m seed=0,1,2 trace.rate=" in text
     assert "trace fingerprint" in text
     assert "core compiled core compiled by mypyc 1.0" in text
 

@@ -385,6 +385,19 @@ def test_a_mistake_is_one_line(
     assert text in said.error()
 
 
+def test_a_class_that_fails_is_named_without_a_folder_that_is_not_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "class Order(FCFS):\n    def head(self, now_ns): return 1 / 0\n"
+    own = "from testbed.policies.queue_order import FCFS\n" + own
+    (tmp_path / "dividing_order.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    order = "scheduler.queue_order={_target_: dividing_order.Order}"
+    error = say(capsys, "capacity", *TINY, *SHORT, "slo.ttft_s=1", order, "--out", str(tmp_path / "c")).error()
+    assert "dividing_order.py:3: ZeroDivisionError" in error
+    assert "testbed-capacity-" not in error
+
+
 def test_the_real_engine_is_searched(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = capacity_of(tmp_path, *TINY, *SHORT, *REAL, "slo.e2e_s=30", "trace.rate=0.5", "slo.attainment=0.5")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
+from experiments.points import board_in
 from tests.experiments.kit import SHORT, TINY
 from tests.experiments.test_sweeps import POINTS, sweep
 from tests.source_tree import ROOT
@@ -87,6 +88,20 @@ def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path
     assert "done before  1 of 3" in ended.stdout
     assert {file: file.stat().st_mtime_ns for file in before} == before
     assert len(load_sweep(tmp_path / "s").runs) == 3
+
+
+def test_the_board_of_a_killed_sweep_is_removed_and_that_of_a_living_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    (tmp_path / "armed").touch()
+    assert of_process(tmp_path, POINTS, "scheduler.queue_order={_target_: deadly.order}").returncode < 0
+    (left,) = (tmp_path / "s").glob(".points-*")
+    with board_in(tmp_path / "s") as board:
+        assert not left.exists()
+        sweep(capsys, tmp_path / "s", "seed=0")
+        assert list((tmp_path / "s").glob(".points-*")) == [board.folder]
+    assert not board.folder.exists()
 
 
 def test_slurm_s_launcher_by_its_executor_for_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

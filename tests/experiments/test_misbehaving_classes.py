@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from analysis.load import load_sweep
 from experiments.run import execute
-from tests.experiments.kit import SHORT, TINY, config_of, say, table_of
+from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, table_of, write_rows
 
 MISBEHAVING = """
 from testbed.blocks.eviction import LRU
@@ -109,6 +111,17 @@ class Counting(LRU):
 
     def hit(self, block):
         self.calls["hit"] += 1
+
+
+class BindRaisesAtTwo(FCFS):
+    def bind(self, context):
+        if context.seed == 2:
+            raise KeyError("nothing")
+
+
+class HoldsLongOnes:
+    def allows(self, seq, running):
+        return seq.num_prompt_tokens <= 12
 """
 
 
@@ -140,6 +153,58 @@ def test_a_class_that_fails_is_named_in_one_line(
     assert said.status == 1
     for word in words:
         assert word in said.error()
+
+
+def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = f"scheduler.queue_order=fcfs,{{_target_: {misbehaving}.BindRaisesAtTwo}}"
+    sweep = ("run", "-m", *TINY, *SHORT, own, "seed=1,2", f"hydra.sweep.dir={tmp_path / 's'}")
+    for _ in range(2):
+        assert "KeyError: 'nothing'" in say(capsys, *sweep).error()
+        found = load_sweep(tmp_path / "s")
+        ((folder, _),) = found.incomplete
+        assert len(found.runs) == 3
+        manifest = manifest_of(folder)
+        assert manifest["status"] == "failed"
+        assert "KeyError: 'nothing'" in manifest["failure"]
+        assert manifest["swept"]["seed"] == "2"
+    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
+    assert "1 run of BindRaisesAtTwo failed" in (tmp_path / "r.md").read_text().replace("\\", "")
+    (tmp_path / "misbehaving.py").write_text(MISBEHAVING.replace("seed == 2", "seed == 3"))
+    monkeypatch.delitem(sys.modules, "misbehaving")
+    assert say(capsys, *sweep).status == 0
+    found = load_sweep(tmp_path / "s")
+    assert (len(found.runs), found.incomplete) == (4, ()), "of what did not begin nothing stays"
+
+
+@pytest.mark.parametrize(("num_tokens", "num_held", "num_unfit"), [(128, 1, 0), (16, 1, 1)])
+def test_what_an_admission_policy_holds_back_for_ever_is_no_request_that_cannot_fit(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    misbehaving: str,
+    num_tokens: int,
+    num_held: int,
+    num_unfit: int,
+) -> None:
+    rows = [{"arrival_time": 0, "prompt_tokens": size, "output_tokens": 2} for size in (4, 13, 20)[: 2 + num_unfit]]
+    own = f"scheduler.admission={{_target_: {misbehaving}.HoldsLongOnes}}"
+    error = say(
+        capsys, "run", *TINY, own, "trace=jsonl", f"trace.path={write_rows(tmp_path / 'rows.jsonl', rows)}",
+        f"scheduler.max_model_len={num_tokens}", f"hydra.run.dir={tmp_path / 'run'}",
+    ).error()  # fmt: skip
+    assert f"{num_held} of {len(rows)} requests were held back while nothing ran" in error
+    assert "blocked by admission while nothing runs" in error
+    assert f"Let scheduler.admission={misbehaving}.HoldsLongOnes allow a request that is alone" in error
+    assert ("could never fit" in error) == ("trace.max_prompt_tokens" in error) == bool(num_unfit)
+
+
+def test_a_run_that_a_class_ended_says_so_in_its_manifest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str
+) -> None:
+    own = f"scheduler.queue_order={{_target_: {misbehaving}.HeadRaises}}"
+    say(capsys, "run", *TINY, *SHORT, own, f"hydra.run.dir={tmp_path / 'run'}")
+    assert "ValueError: no head today" in manifest_of(tmp_path / "run")["failure"]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,11 @@ def test_bad_input_raises_one_line(tmp_path: Path) -> None:
         with pytest.raises(TestbedError, match=match) as refused:
             simulate(trace, **SMALL)
         assert "\n" not in str(refused.value)
+        assert "/testbed-" not in str(refused.value), "a temporary file that nobody knows"
+    (tmp_path / "one.csv").touch()
+    for folder in (tmp_path / "one.csv", tmp_path / "one.csv" / "x"):
+        with pytest.raises(TestbedError, match=f"folder is {folder}: "):
+            simulate(ROWS, folder=folder, **SMALL)
 
 
 def test_replay_runs_the_engine(tmp_path: Path) -> None:

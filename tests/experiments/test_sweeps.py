@@ -154,7 +154,19 @@ def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, capsys: pyte
     failed = [line for line in said.out.splitlines() if line.startswith("failed ")]
     assert [line.split(": ")[0].split()[-1] for line in failed] == ["cache.watermark=0.99", "cache.watermark=0.999"]
     assert "a watermark of 0.99 leaves" in said.error()
-    assert len(load_sweep(tmp_path / "s").runs) == 1
+    found = load_sweep(tmp_path / "s")
+    assert (len(found.runs), len(found.incomplete)) == (1, 2)
+    assert {manifest_of(folder)["status"] for folder, _ in found.incomplete} == {"failed"}
+
+
+def test_a_point_whose_trace_is_empty_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sweep(capsys, tmp_path / "s", "trace.start_s=0,1000")
+    assert "has no requests" in said.error()
+    ((folder, _),) = load_sweep(tmp_path / "s").incomplete
+    assert manifest_of(folder)["failure"] in said.error()
+    assert manifest_of(folder)["swept"] == {"trace.start_s": "1000"}
+    assert "done before  1 of 2" in sweep(capsys, tmp_path / "s", "trace.start_s=0,1000").out
+    assert [path.name for path, _ in load_sweep(tmp_path / "s").incomplete] == [folder.name], "in the same place"
 
 
 def test_a_point_with_ignored_requests_fails_the_sweep_and_keeps_its_results(
@@ -267,6 +279,60 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
     assert said.format(root=tmp_path / "s") in error
     assert "Traceback" not in error
     assert not list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trace.num_requests=5,0", "trace.num_requests is 0; it must be at least 1"),
+        ("trace.rate=1,nan", "trace.rate is nan; it must be above 0"),
+        ("trace.rate_scale=1,inf", "trace.rate_scale is inf; it must be a finite number above 0"),
+        ("trace.start_s=0,nan", "trace.start_s is nan"),
+        ("trace.vocab_size=512,513", "trace.vocab_size is 513, but model tiny has 512 tokens"),
+        ("trace.forced=tokens,nothing", "the simulator has no model"),
+        ("trace.lengths_from=null,missing.csv", "missing.csv: does not exist"),
+        ("trace.path=null,some.csv", "trace=synthetic reads no file"),
+        ("trace.prompt={kind: uniform},{kind: uniform, min_tokens: 0}", "trace.prompt.min_tokens is 0"),
+        ("trace.transforms=[],[{name: merge, path: missing.csv}]", "missing.csv: does not exist"),
+        ("trace.transforms=[],[{name: thin, fraction: 2}]", "trace.transforms[0] (thin): fraction is 2; it must be"),
+        ("trace.transforms=[],[{name: jitter, within_s: 0}]", "trace.transforms[0] (jitter): within_s is 0"),
+        ("trace.transforms=[],[{name: arrivals, rate: 0}]", "trace.transforms[0] (arrivals): rate is 0"),
+        ("trace.transforms=[],[{name: set_rate, rate: -1, by: warp}]", "trace.transforms[0] (set_rate): rate is -1"),
+        ("trace.transforms=[],[{name: repeat, times: 0}]", "trace.transforms[0] (repeat): times is 0"),
+    ],
+)
+def test_what_the_trace_may_not_be_is_said_before_any_point_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    error = sweep(capsys, tmp_path / "s", override).error()
+    assert said in error
+    assert error.endswith("(1 of 2 points are refused, and none was run)")
+    assert not (tmp_path / "s").exists()
+
+
+def test_files_of_traces_are_looked_for_before_any_point_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
+    of_file = ("run", "-m", *TINY, "trace=jsonl", f"hydra.sweep.dir={tmp_path / 's'}")
+    files = f"trace.path={tmp_path / 'rows.jsonl'},{tmp_path / 'missing.jsonl'},{tmp_path}"
+    error = say(capsys, *of_file, files).error()
+    assert "missing.jsonl: does not exist" in error
+    assert "(2 of 3 points are refused, and none was run)" in error
+    assert "trace=jsonl needs trace.path=<file>" in say(capsys, *of_file, "trace.path=null", "seed=0,1").error()
+    steps = "trace.transforms=[{name: set_rate, rate: 2, by: thin}, {name: bootstrap}]"
+    assert "no rate to change" in say(capsys, *of_file, files.partition(",")[0], steps, "seed=0,1").error()
+    assert (tmp_path / "s").exists(), "what its rows decide is said of the rows"
+
+
+def test_a_baseline_that_no_arm_has_for_a_name_is_said_before_any_point_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = ("scheduler=unified,decode_first", "seed=0,1")
+    first, *others = sweep(capsys, tmp_path / "s", *arms, "report.baseline=unifed").out.splitlines()
+    assert first == "note         report.baseline is 'unifed', and no arm of these points is: unified; decode_first"
+    assert len(others) > 3, "the points are run all the same"
+    assert "report.baseline" not in sweep(capsys, tmp_path / "s", *arms, "report.baseline=unified").out
 
 
 def test_a_class_file_that_breaks_sets_no_finished_point_aside(

@@ -10,6 +10,7 @@ from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
+from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import materialize
 
 S = 10**9
@@ -151,6 +152,11 @@ def test_impossible_parameters_are_refused(change, message):
 def test_nothing_left_is_an_error_that_says_why():
     with pytest.raises(TraceError, match=r"has no requests; expected at least one \(after: cut to 5 s … 6 s\)"):
         transforms.window(plain(1, 2), 5, 6)
+    said = r"\(after: cut to 5 s … 6 s; before that: arrival rate x 2; the first 3 of 4 requests\)"
+    for trace in (plain(1, 2, 5, 6), StreamedTrace("x", lambda: iter(plain(1, 2, 5, 6).rows), num_requests=4)):
+        cut = transforms.limit(transforms.scale_rate(trace, 2), 3)
+        with pytest.raises(TraceError, match=said):
+            whole(transforms.window(cut, 5, 6))
     with pytest.raises(TraceError, match="cannot be stretched: all its requests arrive at 0"):
         transforms.stretch_to(plain(0, 0), 5)
 

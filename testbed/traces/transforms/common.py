@@ -10,7 +10,7 @@ from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.parts import rename_part
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
-from testbed.traces.stream import StreamedTrace
+from testbed.traces.stream import StreamedTrace, after
 
 S = TypeVar("S", Trace, StreamedTrace)
 Rows = Callable[[], Iterator[TraceRequest]]
@@ -38,7 +38,7 @@ def derived(
         said = note if counted is None else counted()
         return arrange(trace.name, made, trace.notes if said is None else (*trace.notes, said))
     except TraceError as error:
-        raise TraceError(f"{error} (after: {note})" if note else str(error)) from None
+        raise TraceError(f"{error}{after((*trace.notes, note))}" if note else str(error)) from None
 
 
 def last_ns(trace: TraceSource) -> int:

@@ -12,7 +12,7 @@ from testbed.checks import require_type
 from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import nearest, shown
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.schema import Trace, TraceRequest, TraceSource
+from testbed.traces.schema import Span, Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
 from testbed.traces.transforms import combination, resampling, selection, sizes, timing
@@ -155,9 +155,29 @@ def _telling(trace: StreamedTrace, told: str) -> StreamedTrace:
 
 
 def check_steps(steps: Iterable[Step]) -> None:
-    """Raises ConfigError at the first step with an unknown name or parameter, or a value of another type."""
+    """Raises ConfigError at the first step with an unknown name or parameter, or a value that no trace allows."""
     for position, step in enumerate(steps):
-        _checked(step, f"trace.transforms[{position}]")
+        where = f"trace.transforms[{position}]"
+        transform, values = _checked(step, where)
+        trace = StreamedTrace("", _unread) if transform.is_streamed else _SMALLEST
+        try:
+            if transform.apply is not _merge:
+                transform.apply(trace, **values)
+        except ConfigError as error:
+            raise _told(error, f"{where} ({step['name']}): ") from None
+        except (_UnreadError, TraceError):
+            continue  # parameters are looked at first; the rest is for the trace itself to show
+
+
+class _UnreadError(Exception):
+    """A transformation has come to the rows of a trace that has none yet."""
+
+
+def _unread() -> Iterator[TraceRequest]:
+    raise _UnreadError
+
+
+_SMALLEST = Trace("", (TraceRequest("", 0, (Span(0, 0, 1),), None),))  # for what needs a whole trace
 
 
 def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrace, told: str) -> TraceSource:

@@ -49,8 +49,9 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
     for arm in arms:
         if num := num_ignored(arm):
             said.append(
-                f"{arm.name} ignored {fmt.number(num)} requests that can never fit: they have no latency, so its "
-                "latencies are of the others, and are not compared with those of arms that served them."
+                f"{arm.name} ignored {fmt.number(num)} requests that can never fit, or that nothing admits: they have "
+                "no latency, so its latencies are of the others, and are not compared with those of arms that served "
+                "them."
             )
         if share := _aborted_share(arm):
             said.append(

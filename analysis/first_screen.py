@@ -277,7 +277,7 @@ def _load(groups: Sequence[Compared]) -> Trust:
         why = "the trace ends before it shows whether the engine keeps up"
         return Trust("load", "fair", f"not judged for {fmt.listing(untold)}: {why}")
     if ignored := _ignoring(arms):
-        return Trust("load", "fair", f"{ignored} ignored requests that can never fit: less was served than came")
+        return Trust("load", "fair", f"{ignored} ignored requests: less was served than came")
     return Trust("load", "good", "every arm kept up with what came")
 
 

@@ -239,17 +239,26 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         try:
             run = load_run(folder)
         except RunFolderError as error:
-            incomplete.append((folder, str(error).removeprefix(f"{folder}: ")))
+            incomplete.append((folder, _failure(folder) or str(error).removeprefix(f"{folder}: ")))
             continue
         if run.is_complete:
             runs.append(run)
         else:
-            incomplete.append((folder, f"the run is partial (interrupted or still going): {_REPEAT}"))
+            why = _failure(folder) or f"the run is partial (interrupted or still going): {_REPEAT}"
+            incomplete.append((folder, why))
     align(runs)
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
     return Sweep(root, tuple(_in_order(runs)), tuple(incomplete))
+
+
+def _failure(folder: Path) -> str:
+    """Why the run there did not get to its end, as its manifest has it; "" where it does not say."""
+    try:
+        return str(read_json(folder / "manifest.json").get("failure") or "")
+    except RunFolderError:
+        return ""
 
 
 def _was_made_again(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from analysis.load import load, load_sweep
 from analysis.metrics import SLO
 from analysis.report import report_from_folders
 from analysis.statistics import Estimate, Verdict
-from testbed.errors import RunFolderError
+from testbed.errors import RunFolderError, TestbedError
 from tests.experiments.test_report_conclusions import TIGHT, ran, report
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
@@ -113,6 +113,24 @@ def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None
     assert aborted > 5
     assert f"{aborted / 0.6:.3g} % of the requests of sarathi were aborted" in said
     assert f"A run has {60 - aborted} requests that ended: its P99s are all but its largest values" in said
+
+
+class Raises:
+    """Admits nobody."""
+
+    def allows(self, seq: object, running: object) -> bool:
+        raise ValueError("no day for it")
+
+
+def test_an_arm_that_failed_is_named_with_its_reason(tmp_path: Path) -> None:
+    for name, scheduler in (("a", "vllm_v1"), ("b", "sarathi")):
+        ran(tmp_path / name, trace=LIGHT, scheduler=scheduler)
+    admission = {"_target_": f"{__name__}.Raises"}
+    with pytest.raises(TestbedError):
+        ran(tmp_path / "c", trace=LIGHT, scheduler={"name": "vllm_v1", "admission": admission})
+    said = report(tmp_path)
+    assert "failed or did not end, and is left out (c: " in said
+    assert "ValueError: no day for it" in said
 
 
 def test_a_class_of_one_s_own_and_one_of_ours_are_levels_of_one_factor(tmp_path: Path) -> None:

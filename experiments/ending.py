@@ -18,7 +18,7 @@ from testbed.core.plan import BlockedBy
 _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbed.core.scheduler's
 
 
-def notes_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
+def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[str, ...]:
     """What whoever reads the run's numbers should know of them."""
     notes = [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
@@ -35,6 +35,9 @@ def notes_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[str, ...]:
         notes.append(
             f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
         )
+    if summary["num_in_warmup"] and not summary["num_requests"]:
+        left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
+        notes.append(f"{left}, so there are no numbers: lower it, or take a longer trace")
     return tuple(notes)
 
 

@@ -277,7 +277,7 @@ def _close(
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
     outrun = outrun_note(summary)
-    notes = (*failed, *([] if outrun is None else [outrun]), *notes_of(config, manifest))
+    notes = (*failed, *([] if outrun is None else [outrun]), *notes_of(config, manifest, summary))
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
 
 

@@ -17,6 +17,7 @@ from analysis.metrics import SLO
 from analysis.report import report_from_folders
 from analysis.statistics import Estimate, Verdict
 from testbed.errors import RunFolderError, TestbedError
+from tests.experiments.kit import SHORT, TINY, say
 from tests.experiments.test_report_conclusions import TIGHT, ran, report
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
@@ -50,6 +51,13 @@ def test_starts_of_two_lengths_are_not_compared(tmp_path: Path) -> None:
     said = report(tmp_path)
     left = 2 * load_sweep(tmp_path).runs[0].summary["num_in_warmup"]
     assert f"came in its first 4 s are left out of all numbers (report.warmup_s): {left} of 240" in said
+
+
+def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", *TINY, *SHORT, "report.warmup_s=1000", f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.status == 0
+    assert "report.warmup_s=1000 leaves out all" in said.out
+    assert "requests, so there are no numbers: lower it" in said.out
 
 
 def test_a_burst_is_no_empty_start(tmp_path: Path) -> None:

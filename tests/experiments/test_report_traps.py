@@ -16,7 +16,7 @@ from analysis.load import load, load_sweep
 from analysis.metrics import SLO
 from analysis.report import report_from_folders
 from analysis.statistics import Estimate, Verdict
-from testbed.errors import RunFolderError, TestbedError
+from testbed.errors import ConfigError, RunFolderError, TestbedError
 from tests.experiments.kit import SHORT, TINY, say
 from tests.experiments.test_report_conclusions import TIGHT, ran, report
 
@@ -174,6 +174,12 @@ def test_windows_that_were_called_replicates_are_one_load_in_a_curve(tmp_path: P
     assert next(len(line.get_xdata()) for line in axes.lines if line.get_marker() != "None") == 2
     said = report(tmp_path)
     assert "window(start_s=0, end_s=4)" in said
+
+
+@pytest.mark.parametrize("runs", [None, "runs/a", 3])
+def test_a_plot_of_what_is_no_run_is_refused(runs: object) -> None:
+    with pytest.raises(ConfigError, match=r"runs is .*; give a Run, a Sweep, or several Runs"):
+        plots.latency_cdf(runs)  # type: ignore[arg-type]
 
 
 def test_attainments_that_noise_explains_are_told_so(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -264,27 +264,29 @@ def _ignoring(arms: Sequence[Arm]) -> str:
 
 def _load(groups: Sequence[Compared]) -> Trust:
     arms = [arm for group in groups for arm in group.arms]
-    beyond = [(group.load, names) for group in groups if (names := _beyond(group.arms))]
-    if beyond:
-        told = [f"{fmt.listing(names)}{f' at {load}' if load else ''}" for load, names in beyond]
-        return Trust("load", "fair", f"beyond the capacity of {'; of '.join(told)}")
+    if beyond := _where_so(groups, is_outrun):
+        return Trust("load", "fair", f"beyond the capacity of {beyond}")
     if any(run.summary.get("steadiness") is None for arm in arms for run in arm.runs):
         return Trust("load", "fair", "not judged: requests came all at once")
-    untold = sorted(
-        {arm.name for arm in arms if any(run.summary["steadiness"]["is_outrun"] is None for run in arm.runs)}
-    )
-    if untold:
+    if untold := _where_so(groups, lambda run: run.summary["steadiness"]["is_outrun"] is None):
         why = "the trace ends before it shows whether the engine keeps up"
-        return Trust("load", "fair", f"not judged for {fmt.listing(untold)}: {why}")
+        return Trust("load", "fair", f"not judged for {untold}: {why}")
     if ignored := _ignoring(arms):
         return Trust("load", "fair", f"{ignored} ignored requests: less was served than came")
     return Trust("load", "good", "every arm kept up with what came")
 
 
-def _beyond(arms: Sequence[Arm]) -> list[str]:
-    """The arms that were outrun; one name for all."""
-    names = [arm.name for arm in arms if any(is_outrun(run) for run in arm.runs)]
-    return ["every arm"] if len(names) == len(arms) > 1 else names
+def _where_so(groups: Sequence[Compared], is_so: Callable[[Run], bool]) -> str:
+    """The arms of which some run is so, at their loads; one name for all."""
+    by_load: dict[str, str] = {}
+    for group in groups:
+        names = [arm.name for arm in group.arms if any(map(is_so, arm.runs))]
+        if names:
+            by_load[group.load] = "every arm" if len(names) == len(group.arms) > 1 else fmt.listing(names)
+    by_name = grouped(by_load, lambda load: by_load[load])
+    told = [f"{who}{f' at {fmt.listing(loads)}' if any(loads) else ''}" for who, loads in by_name.items()]
+    is_all = list(by_name) == ["every arm"] and len(by_load) == len(groups) > 1
+    return "every arm" if is_all else "; ".join(told)
 
 
 def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:

@@ -204,13 +204,13 @@ def _left_out_start(arms: Sequence[Arm]) -> list[str]:
     ]
 
 
-_FEW_BEYOND = 100  # requests: of fewer, none is expected beyond P99
+_MIN_FOR_P99 = 100  # requests: of fewer, none is expected beyond it
 
 
 def _few_requests(arms: Sequence[Arm]) -> list[str]:
     """Runs of which P99 is little more than the largest value."""
-    least = min((run.summary["num_finished"] for arm in arms for run in arm.runs), default=_FEW_BEYOND)
-    if least >= _FEW_BEYOND:
+    least = min((run.summary["num_finished"] for arm in arms for run in arm.runs), default=_MIN_FOR_P99)
+    if least >= _MIN_FOR_P99:
         return []
     return [
         f"A run has {fmt.number(least)} requests that ended: its P99s are all but its largest values, and say little "

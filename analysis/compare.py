@@ -169,7 +169,7 @@ def paired_values(
 
 
 def ignored(run: Run) -> int:
-    """Requests that could never fit."""
+    """Requests that could never fit, or that nothing would have admitted."""
     return int(run.summary["finish_reasons"]["ignored"])
 
 

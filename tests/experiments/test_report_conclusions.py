@@ -163,6 +163,7 @@ def test_a_load_beyond_capacity_is_flagged(tmp_path: Path) -> None:
     said = report(tmp_path)
     assert "At rate = 400 requests/s: every arm is beyond capacity" in said
     assert "At rate = 10 requests/s: every arm is beyond capacity" not in said
+    assert "beyond the capacity of every arm at rate = 400 requests/s" in said
 
 
 def test_one_factor_at_a_time_has_no_main_effects(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class KVSequence(TokenSource):
         self.num_tokens: i64 = num_prompt_tokens
         self.num_computed_tokens: i64 = 0
         self.num_preemptions = 0
+        self.shares_blocks = False  # whether it may share a partly filled block with others: it is of a group
         self.is_prefilling = False  # admitted, and nothing emitted since
         self.last_step: i64 = -1  # the step that scheduled it last
         self.salt = salt
@@ -43,8 +44,3 @@ class KVSequence(TokenSource):
     def together(self) -> tuple[KVSequence, ...]:
         """The sequences that are scheduled together with this one, itself included."""
         return (self,)
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether it may share a partly filled block with others: it is of a group."""
-        return False

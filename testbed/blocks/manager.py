@@ -44,7 +44,7 @@ class BlockManager:
         self.rules = rules
         self.lookahead_slots: i64 = lookahead_slots
         self.sliding_window = sliding_window
-        self.publishes_early = rules.hits_visible != "commit"
+        self.publishes_early = rules.hits_visible != "commit"  # what is scheduled may be hit by who comes next
         self.holds_victims = rules.victims_return == "next_step"
         self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, but a prompt's last one
         self._wants_spare = rules.growth_test == "one_per_sequence"
@@ -182,13 +182,6 @@ class BlockManager:
                 self._gpu.pool.share(block)
         child.block_table = parent.block_table[:]
         self.prefixes.fork(parent, child)
-
-    # --- publication ---
-
-    def scheduled(self, seq: KVSequence, num_tokens: i64) -> None:
-        """The first `num_tokens` tokens will be computed when this step ends; some systems let others hit them now."""
-        if self.publishes_early:
-            self.prefixes.publish(seq, num_tokens)
 
     def planned(self) -> tuple[Pair, ...]:
         """The step is decided: what it allocated for its content counts as computed for the next one, and what it

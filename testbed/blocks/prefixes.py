@@ -113,7 +113,7 @@ class Prefixes:
         chain = seq.chain
         if chain is None:
             return
-        while not chain.is_broken and num_tokens >= (chain.num_published + 1) * self._block_size:
+        while num_tokens >= (chain.num_published + 1) * self._block_size and not chain.is_broken:
             if self.merged is not None:
                 chain.is_broken = not self.merged.publish_next(chain, seq.block_table)
             else:

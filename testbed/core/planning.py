@@ -6,10 +6,11 @@ from testbed.core.plan import BatchPlan, Pair
 from testbed.core.step import Step
 
 
-def make_plan(step: Step) -> BatchPlan:
+def make_plan(step: Step, *, has_groups: bool) -> BatchPlan:
+    """has_groups: whether running sequences are of groups."""
     copies, swap_in = _last_into_each(step.blocks.planned()), _last_into_each(step.swap_in)
     shape = step.batch.shape(step.blocks.sliding_window, len(step.leaving.swap_out), len(swap_in), len(copies))
-    has_beams = any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs)
+    has_beams = has_groups and any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs)
     return BatchPlan(
         step.number, shape, step.batch, step.admitted, step.preempted, step.leaving.swap_out, swap_in, step.swapped_in,
         copies, step.ignored, step.blocked_by, has_beams, step.leaving.preempted_for,

@@ -13,18 +13,18 @@ class Running:
         self.units: dict[int, Sequence] = {}  # by unit id, in running order
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, in order of admission
-        self._num_groups = 0  # running units that are, or will be, several sequences
+        self.num_groups = 0  # running units that are, or will be, several sequences
         self._in_order: tuple[Sequence, ...] | None = ()  # the units; None: they have changed since somebody asked
 
     @property
     def num_seqs(self) -> int:
         """Running sequences, those included that a group's prompt will part into."""
-        return sum([seq.num_seqs for seq in self.units.values()]) if self._num_groups else len(self.units)
+        return sum([seq.num_seqs for seq in self.units.values()]) if self.num_groups else len(self.units)
 
     @property
     def num_parted(self) -> int:
         """Running sequences that there are now."""
-        return sum([seq.num_together for seq in self.units.values()]) if self._num_groups else len(self.units)
+        return sum([seq.num_together for seq in self.units.values()]) if self.num_groups else len(self.units)
 
     @property
     def in_order(self) -> tuple[Sequence, ...]:
@@ -42,7 +42,7 @@ class Running:
         """A unit runs, behind all others."""
         self.units[seq.unit_id] = seq
         self._in_order = None
-        self._num_groups += seq.group is not None
+        self.num_groups += seq.group is not None
         for one in seq.together:
             one.enter(SequenceState.RUNNING)
             if one.is_prefilling:
@@ -51,7 +51,7 @@ class Running:
     def stop(self, seq: Sequence) -> None:
         del self.units[seq.unit_id]
         self._in_order = None
-        self._num_groups -= seq.group is not None
+        self.num_groups -= seq.group is not None
         self.prefilling.pop(seq.seq_id, None)
 
     def leave(self, seq: Sequence) -> None:
@@ -61,7 +61,7 @@ class Running:
         self._in_order = None
         if seq.siblings is None:
             del units[seq.unit_id]
-            self._num_groups -= units is self.units and seq.group is not None
+            self.num_groups -= units is self.units and seq.group is not None
             return
         left = tuple([one for one in seq.siblings if one is not seq])
         for one in left:
@@ -92,7 +92,7 @@ class Running:
 
     def check_invariants(self, *, is_between_steps: bool) -> None:
         assert self._in_order is None or list(self._in_order) == list(self.units.values())
-        assert self._num_groups == sum([1 for seq in self.units.values() if seq.group is not None])
+        assert self.num_groups == sum([1 for seq in self.units.values() if seq.group is not None])
         if is_between_steps:
             prefilling = [seq.seq_id for seq in self.units.values() if seq.is_prefilling]
             assert sorted(self.prefilling) == sorted(prefilling), "unfinished prefills are kept apart"

@@ -173,7 +173,7 @@ class Scheduler:
         if not step.batch.seqs:
             self._unblock(step)
         self._late += step.close()
-        plan = make_plan(step)
+        plan = make_plan(step, has_groups=self._running.num_groups > 0)
         if not plan.is_empty:
             self._steps += (step,)
             if self.limits.max_num_plans > 1:
@@ -269,6 +269,8 @@ class Scheduler:
             assert running.num_seqs <= self.limits.max_num_seqs
 
     def _check_sequence(self, seq: Sequence) -> None:
+        assert seq.num_together == len(seq.together)
+        assert seq.shares_blocks == (seq.group is not None)
         if seq.siblings is not None:
             assert len(seq.siblings) > 1
             assert seq in seq.siblings

@@ -60,6 +60,7 @@ class Sequence(KVSequence):
         self.unit_id: i64 = seq_id  # the same for sequences that are scheduled together
         self.group: SequenceGroup | None = None
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
+        self.num_together: i64 = 1  # of these
         self.num_in_flight_tokens = self.num_placeholders = i64(0)
         self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.state = SequenceState.WAITING
@@ -83,6 +84,7 @@ class Sequence(KVSequence):
             self.prompt_logprobs = [None] * self.num_prompt_tokens
         if sampling.num_seqs > 1:  # at the end: whom it tells of itself may look at all of it
             self.group = SequenceGroup(self)
+            self.shares_blocks = True
 
     # --- tokens ---
 
@@ -225,11 +227,12 @@ class Sequence(KVSequence):
 
     def join(self, siblings: tuple[Sequence, ...]) -> None:
         """It is scheduled together with these from now on, itself included."""
+        self.num_together = len(siblings)
         self.siblings = siblings if len(siblings) > 1 else None
 
     def part(self) -> None:
         """It stands for itself from now on."""
-        self.siblings, self.unit_id = None, self.seq_id
+        self.siblings, self.num_together, self.unit_id = None, 1, self.seq_id
 
     @property
     def num_seqs(self) -> int:
@@ -246,14 +249,6 @@ class Sequence(KVSequence):
         return (self,) if self.siblings is None else self.siblings
 
     @property
-    def num_together(self) -> i64:
-        return 1 if self.siblings is None else len(self.siblings)
-
-    @property
-    def shares_blocks(self) -> bool:
-        return self.group is not None
-
-    @property
     def may_part(self) -> bool:
         """Whether others may part from it with its next token."""
         return self.group is not None and (self.group.is_beam or not self.group.has_parted)
@@ -267,7 +262,7 @@ class Sequence(KVSequence):
         """A new member of the group: all that is computed of this one, and `token` after it, with its logprobs."""
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
         child.token_limit, child.foreseen_end = self.token_limit, self.foreseen_end
-        child.group, child.unit_id, child.siblings = self.group, self.unit_id, self.siblings
+        child.group, child.shares_blocks, child.unit_id = self.group, self.shares_blocks, self.unit_id
         child.state, child.last_step = self.state, self.last_step
         child.stuck_at, child.num_preemptions = self.stuck_at, self.num_preemptions
         child.num_cached_tokens = self.num_cached_tokens

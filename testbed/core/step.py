@@ -120,11 +120,13 @@ class Step:
 
     def _schedule_one(self, seq: Sequence, num_tokens: i64) -> None:
         assert seq.state is RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
-        _check_count(seq, seq.num_computed_tokens, num_tokens)
+        end = seq.num_computed_tokens + num_tokens
+        assert seq.num_computed_tokens < end <= seq.num_tokens, _miscounted(seq, num_tokens, seq.num_computed_tokens)
         is_twice = seq.last_step == self.number and self.batch.num_tokens_of(seq) > 0  # or it was withdrawn since
         assert not is_twice, f"{seq.request_id} is scheduled twice in step {self.number}"
         self.batch.add(seq, num_tokens)
-        self.blocks.scheduled(seq, min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens))
+        if self.blocks.publishes_early:
+            self.blocks.prefixes.publish(seq, min(end, seq.num_known_tokens))
         seq.last_step = self.number
 
     def decode(self, min_budget: int = 1) -> None:
@@ -200,8 +202,9 @@ class Step:
     def resume(self, seq: Sequence, num_tokens: int) -> None:
         """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was
         part of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
-        _check_count(seq, seq.num_computed_tokens, num_tokens)
-        is_new = seq.num_computed_tokens + num_tokens > len(seq.block_table) * self.blocks.block_size
+        end = seq.num_computed_tokens + num_tokens
+        assert seq.num_computed_tokens < end <= seq.num_tokens, _miscounted(seq, num_tokens, seq.num_computed_tokens)
+        is_new = end > len(seq.block_table) * self.blocks.block_size
         if seq.is_prefilling and is_new and not self.blocks.can_grow(seq, num_tokens):
             return
         for one in seq.together:
@@ -240,7 +243,7 @@ class Step:
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
         """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
-        _check_count(seq, hit.num_tokens, num_tokens)
+        assert 0 < num_tokens <= seq.num_tokens - hit.num_tokens, _miscounted(seq, num_tokens, hit.num_tokens)
         self._waiting.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
         self._running.admit(seq)
@@ -292,7 +295,5 @@ class Step:
         return ()
 
 
-def _check_count(seq: Sequence, start: i64, num_tokens: i64) -> None:
-    """Asserts that so many tokens of a sequence, from position `start` on, are there to be computed."""
-    lacks = seq.num_tokens - start
-    assert 0 < num_tokens <= lacks, f"{seq.request_id} is scheduled for {num_tokens} tokens; it may be for 1 to {lacks}"
+def _miscounted(seq: Sequence, num_tokens: int, start: int) -> str:
+    return f"{seq.request_id} is scheduled for {num_tokens} tokens; it may be for 1 to {seq.num_tokens - start}"

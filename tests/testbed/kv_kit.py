@@ -19,7 +19,8 @@ def sequence(seq_id: int, tokens: int | Seq[int]) -> Sequence:
 def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
     """Admits a sequence and computes all it knows; its table."""
     blocks.admit(seq, seq.num_tokens, blocks.lookup(seq))
-    blocks.scheduled(seq, seq.num_tokens)
+    if blocks.publishes_early:
+        blocks.prefixes.publish(seq, seq.num_tokens)
     blocks.planned()
     seq.num_computed_tokens = seq.num_tokens
     blocks.prefixes.publish(seq, seq.num_tokens)

@@ -343,7 +343,7 @@ def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() 
     blocks.planned()
     parent = Sequence(0, make_request("g", 7, None, sampling=SamplingParams(n=3)), 4096)
     blocks.admit(parent, 7, blocks.lookup(parent))
-    blocks.scheduled(parent, 7)
+    blocks.prefixes.publish(parent, 7)
     blocks.planned()
     parent.num_computed_tokens = 7
     members = [parent, parent.fork(1, 5), parent.fork(2, 5)]
@@ -352,7 +352,7 @@ def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() 
     parent.emit(5)
     for member in members:
         blocks.grow(member, 1)
-        blocks.scheduled(member, 8)
+        blocks.prefixes.publish(member, 8)
     assert members[0].block_table == members[1].block_table == members[2].block_table, "one block for all"
     assert blocks.swapping.can_swap_in(out.together) is OK
     swapped_in = {target for _, target in blocks.swapping.swap_in(out.together)}

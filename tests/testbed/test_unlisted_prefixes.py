@@ -125,7 +125,8 @@ class World:
 
     def compute(self, seq: Sequence, num_tokens: int, *, may_be_withdrawn: bool) -> None:
         end = seq.num_computed_tokens + num_tokens
-        self.blocks.scheduled(seq, end)
+        if self.blocks.publishes_early:
+            self.blocks.prefixes.publish(seq, end)
         if may_be_withdrawn and self.rng.random() < 0.1:  # preempted before it is computed
             self.blocks.prefixes.withdraw(seq, seq.num_computed_tokens)
             self.leave(seq, comes_back=True)

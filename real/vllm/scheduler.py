@@ -97,7 +97,7 @@ class CoreInVllm(SchedulerInterface):
         self.steering = self.make_steering()
         self._translator = Translator(
             max_model_len=self.max_model_len,
-            sends_resumed_as_new=bool(getattr(vllm_config, "use_v2_model_runner", False)),
+            max_held=self.scheduler_config.max_num_seqs if getattr(vllm_config, "use_v2_model_runner", False) else None,
             log_stats=log_stats,
             cached_block_size=self.steering.cached_block_size,
         )
@@ -209,6 +209,10 @@ class CoreInVllm(SchedulerInterface):
     def get_num_unfinished_requests(self) -> int:
         """Of those that steps are wanted for. While all is paused there are none: vLLM waits for that."""
         return 0 if self._is_still else len(self._translator.live) + len(self._refused)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether it has not ended, by vLLM's own id. vLLM asks since 0.33."""
+        return request_id in self._names
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0 or (bool(self._launched) and not self._is_still)

@@ -46,17 +46,18 @@ class Launched:
 
 
 class Translator:
-    """Of one engine. live: by our ids. sends_resumed_as_new: whether the newer model runner reads what is told.
-    log_stats: whether vLLM wants to know when what happened to requests. cached_block_size: of the prefix cache, if
+    """Of one engine. live: by our ids. max_held: how many requests the newer model runner keeps, which is told of
+    resumed ones as if they were new; None: the older one, which keeps what a step has. log_stats: whether vLLM wants to know when what happened to requests. cached_block_size: of the prefix cache, if
     there is one. hits: since its last statistics."""
 
     def __init__(
-        self, *, max_model_len: int, sends_resumed_as_new: bool, log_stats: bool, cached_block_size: int | None
+        self, *, max_model_len: int, max_held: int | None, log_stats: bool, cached_block_size: int | None
     ) -> None:
         self.live: dict[str, Told] = {}
         self.finished: set[str] = set()  # vLLM's ids, which the workers are to forget
         self._max_model_len = max_model_len
-        self._sends_resumed_as_new = sends_resumed_as_new
+        self._max_held = max_held
+        self._sends_resumed_as_new = max_held is not None
         self._log_stats = log_stats
         self._cached_block_size = cached_block_size
         self.hits = PrefixCacheStats()
@@ -83,6 +84,7 @@ class Translator:
                 preempted.add(told.request.request_id)
         for admission in plan.admitted:
             self._note_admission(self.live[admission.request_id].request, admission)
+        preempted |= self._put_away({name for name, _ in plan.num_scheduled})
         new: list[NewRequestData] = []
         cached, launched, counts = CachedRequestData.make_empty(), Launched(plan), dict[str, int]()
         for (name, num_tokens), row in zip(plan.num_scheduled, plan.scheduled, strict=True):
@@ -102,6 +104,17 @@ class Translator:
             told.has_run, told.table, told.step = True, list(row.block_table), self._step
             told.num_in_flight += row.samples
         return self._output(new, cached, counts, preempted), launched
+
+    def _put_away(self, scheduled: set[str]) -> set[str]:
+        """Where more run than workers keep, they forget who is not in this step, the longest ago scheduled first; vLLM's
+        ids. Told as preempted, they keep their blocks, and are told anew when they go on."""
+        if self._max_held is None or len(self.live) <= self._max_held:
+            return set()
+        idle = [told for name, told in self.live.items() if told.table is not None and name not in scheduled]
+        idle = sorted(idle, key=lambda told: told.step)[: max(0, len(idle) + len(scheduled) - self._max_held)]
+        for told in idle:
+            told.table = None
+        return {told.request.request_id for told in idle}
 
     def added(self, name: str, request: Any) -> None:
         """A request of our id `name` waits."""

@@ -148,7 +148,8 @@ def _preemption(one: Preempted) -> str:
 def _whose(one: Preempted) -> str:
     """For what it was preempted."""
     if one.for_request_id is None:
-        return "the order of the queue" if one.why == "queue_order" else "somebody whom its log does not name"
+        known = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}
+        return known.get(one.why, "somebody whom its log does not name")
     return "its own growth" if one.for_request_id == one.request_id else f"the growth of {one.for_request_id}"
 
 

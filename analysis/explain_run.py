@@ -88,7 +88,11 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
     if not len(preemptions):
         return []
     reason = preemptions["why"].map(
-        {"queue_order": "the order of the queue", "unknown": "somebody whom the log does not name"}
+        {
+            "queue_order": "the order of the queue",
+            "reset": "a reset of the prefix cache",
+            "unknown": "somebody whom the log does not name",
+        }
     )
     named = preemptions["for_request_id"].fillna(reason)
     whose = named.where(named != preemptions["request_id"], "itself")

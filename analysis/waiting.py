@@ -50,7 +50,7 @@ class Preempted:
     step: int
     at_ns: int
     mode: str
-    why: str  # growth, queue_order, or unknown: a log of vLLM's does not say
+    why: str  # growth, queue_order, reset, or unknown: a log of vLLM's does not say
     for_request_id: str | None  # whose growth
     lost_tokens: int
     back_ns: int | None = None
@@ -159,6 +159,8 @@ class Engine:
         self._behind.pop(name, None)
         lost, whose = step.lost_tokens.get(name, 0), step.preempted_for.get(name)
         why = "unknown" if name not in step.preempted_for else "queue_order" if whose is None else "growth"
+        if whose == "":
+            why, whose = "reset", None
         self.last[name] = Preempted(name, self._replica, step.step, step.start_ns, mode, why, whose, lost)
         self.preempted.append(self.last[name])
         if mode == "swap":

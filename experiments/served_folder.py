@@ -104,6 +104,7 @@ class ServedFolder:
         self._all = together([self._recorder, self._tape, self._trace])
         self.arrived, self.aborted = self._all.arrived, self._all.aborted
         self.committed, self.ended = self._all.committed, self._all.ended
+        self.prefixes_reset = self._all.prefixes_reset
         self._manifest = self._describe(said) | {"unpriced": unpriced or None}
         write_json(self._folder / "manifest.json", self._manifest)
 

@@ -39,6 +39,9 @@ class LateRecords:
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
         self._events.append(partial(self.recorder.aborted, request_id, now_ns, step))
 
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        self._events.append(partial(self.recorder.prefixes_reset, now_ns, step))
+
     def committed(self, step: StepView) -> None:
         self._events.append(partial(self.recorder.committed, step))
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY
+from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ Decision = dict[str, Any]  # field -> value, "step" first; `scheduled` keeps the
 @dataclass(frozen=True, slots=True)
 class Case:
     """requests: by arrival, ties by numeric id. steps: one decision each, in order of time. aborts: of requests, each
-    with the numbers of steps planned and committed before it, in that order."""
+    with the numbers of steps planned and committed before it, in that order. resets: of the prefix cache and of all
+    that ran, these numbers alone; they come behind the aborts of the same place."""
 
     name: str
     system: str
@@ -33,6 +34,7 @@ class Case:
     requests: tuple[Request, ...]
     steps: tuple[Decision, ...]
     aborts: tuple[tuple[int, int, str], ...] = ()
+    resets: tuple[tuple[int, int], ...] = ()
 
 
 def read_cases(file: Path) -> list[Case]:
@@ -68,8 +70,9 @@ def _case(line: str, place: str) -> Case:
         if len(steps) > 1 and steps[-1]["step"] <= steps[-2]["step"]:
             raise TraceError(f"{place}: step {steps[-1]['step']} follows step {steps[-2]['step']}; steps must increase")
     aborts = sorted([_abort(row, requests, place) for row in fields.get("aborts", ())], key=itemgetter(0, 1))
+    resets = sorted([_place(row, place, "resets") for row in fields.get("resets", ())])
     in_order = sorted(requests.values(), key=lambda request: (request.arrival_ns, int(request.request_id)))
-    return Case(name, system, place, config, tuple(in_order), tuple(steps), tuple(aborts))
+    return Case(name, system, place, config, tuple(in_order), tuple(steps), tuple(aborts), tuple(resets))
 
 
 def _request(row: Any, place: str) -> Request:
@@ -98,9 +101,12 @@ def _abort(row: Any, requests: dict[str, Request], place: str) -> tuple[int, int
     name = present(row, "request_id", place)
     if name not in requests:
         raise TraceError(f"{place}: aborts name request {name!r}, which the case does not have")
-    where = f"{place}: abort of {name}"
-    planned, committed = (_present(row, where, key, _COUNT) for key in ("planned", "committed"))
-    return planned, committed, name
+    return *_place(row, f"{place}: abort of {name}", "aborts"), name
+
+
+def _place(row: Any, place: str, field: str) -> tuple[int, int]:
+    row = _checked(row, place, field, _OBJECTS)
+    return _present(row, place, "planned", _COUNT), _present(row, place, "committed", _COUNT)
 
 
 def _decision(row: Any, requests: dict[str, Request], place: str) -> Decision:

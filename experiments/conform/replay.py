@@ -55,7 +55,7 @@ class Feed:
         self.num_planned = self.num_committed = 0
         self.arrived: list[str] = []  # added for the latest plan
         self._requests = case.requests
-        self._aborts = deque(case.aborts)
+        self._aborts, self._resets = deque(case.aborts), deque(case.resets)
         self._aborted: set[str] = set()
         self._num_arrived = 0
 
@@ -65,7 +65,7 @@ class Feed:
         self.second += 1
         while True:
             self._arrive()
-            self._abort()
+            self._disturb()
             if self.scheduler.has_work:
                 plan = self.scheduler.plan(self.second * SECOND_NS)
                 if not plan.is_empty:
@@ -77,17 +77,21 @@ class Feed:
 
     def commit(self) -> None:
         """The oldest plan in flight. Every output is forced, so there is nothing to say but when the step ended."""
-        self._abort()
+        self._disturb()
         self.num_committed += 1
         end_ns = (self.second + 1) * SECOND_NS
         self.scheduler.commit(StepResult(end_ns), end_ns)
 
-    def _abort(self) -> None:
-        """What was aborted by now. What is gone before the next plan looks at it never arrives."""
-        while self._aborts and self._aborts[0][:2] <= (self.num_planned, self.num_committed):
+    def _disturb(self) -> None:
+        """What was aborted or reset by now. What is gone before the next plan looks at it never arrives."""
+        now = self.num_planned, self.num_committed
+        while self._aborts and self._aborts[0][:2] <= now:
             request_id = self._aborts.popleft()[2]
             self._aborted.add(request_id)
             self.scheduler.abort(request_id, max(0, self.second) * SECOND_NS)
+        while self._resets and self._resets[0] <= now:
+            self._resets.popleft()
+            self.scheduler.reset_prefixes()
 
     def _arrive(self) -> None:
         for request in self._requests[self._num_arrived :]:

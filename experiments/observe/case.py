@@ -43,6 +43,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
         },
         "requests": [_request(one) for one in requests.values()],
         "aborts": aborts,
+        "resets": [{"planned": one.place[0], "committed": one.place[1]} for one in log.resets],
         "steps": steps,
     }
 
@@ -77,8 +78,10 @@ def why_no_case(log: ObservedLog) -> str:
         return "requests came in another order than that of their arrivals, by which vLLM's priorities go"
     if log.header["device"]["pipeline_parallel_size"] != 1:
         return "pipeline parallelism plans several batches at a time"
-    if log.resets:
-        return f"the prefix cache was reset {log.resets} times"
+    if any(one.preempts is None for one in log.resets):
+        return f"the prefix cache was reset {len(log.resets)} times, and this older log does not say what it preempted"
+    if num := sum(bool(one.preempts) and one.place[0] > one.place[1] for one in log.resets):
+        return f"what ran lost its KV to a reset {num} times with a step in flight: vLLM drops its tokens, we do not"
     if config["prefix_caching"] and any(isinstance(one.prompt, int) for one in log.requests.values()):
         return "prefix caching was on, and the log has lengths in place of token ids"
     if log.is_cut:

@@ -53,7 +53,7 @@ _KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the o
     },
     "commit": _OF_STEPS | {"emitted": _is_by_id(_is_tokens), "ended": _is_by_id(_ID)},
     "abort": _PLACE | {"id": _ID},
-    "reset_prefix_cache": {"ns": _NS},
+    "reset_prefix_cache": _PLACE,
 }  # fmt: skip
 
 

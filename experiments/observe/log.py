@@ -74,6 +74,13 @@ class ObservedStep(NamedTuple):
     free_after: int
 
 
+class Reset(NamedTuple):
+    """The prefix cache was emptied. preempts: with it all that ran was preempted; None: an older log does not say."""
+
+    place: Place
+    preempts: bool | None
+
+
 @dataclass(slots=True)
 class ObservedLog:
     """A whole log. header: its first line. steps: those that were committed. is_cut: of a replay of ours that did not
@@ -83,7 +90,7 @@ class ObservedLog:
     header: dict[str, Any]
     requests: dict[str, ObservedRequest]
     steps: list[ObservedStep]
-    resets: int
+    resets: tuple[Reset, ...]
     is_cut: bool = False
     num_open: int = 0
     is_in_order: bool = True  # whether those of a priority came by their instants of arrival, no two alike
@@ -150,7 +157,7 @@ class _Reader:
         self._left_out: dict[str, str] = {}  # what each is
         self._plans: dict[int, dict[str, Any]] = {}
         self._steps: list[ObservedStep] = []
-        self._num_resets = 0
+        self._resets: list[Reset] = []
         self._max_model_len = int(header["config"]["max_model_len"])
         self._running: set[str] = set()
         self._last_ns = 0
@@ -175,7 +182,8 @@ class _Reader:
                 request.aborted = int(fields["plans"]), int(fields["commits"])
                 request.reason, request.ended_ns = "abort", self._at(fields["ns"])
         elif kind == "reset_prefix_cache":
-            self._num_resets += 1
+            if fields.get("is_reset", True):  # else vLLM refused it: requests had blocks
+                self._resets.append(Reset((int(fields["plans"]), int(fields["commits"])), fields.get("preempts")))
         else:
             raise ValueError(f"a line of kind {kind!r}")
 
@@ -281,7 +289,7 @@ class _Reader:
             self._header,
             requests,
             steps,
-            self._num_resets,
+            tuple([one._replace(place=min(one.place, last)) for one in self._resets]),
             num_open=num_open,
             is_in_order=self._is_in_order,
             left_out=tuple(self._left_out.values()), was_in_flight=bool(self._plans),

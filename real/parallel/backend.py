@@ -25,8 +25,9 @@ from real.parallel.processes import Ranks
 from real.parallel.wire import pack
 from real.parallel.worker import Setup
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans
-from testbed.core.plan import BatchPlan, MadeRows
+from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
+from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
 ABORT_S = 5.0  # that an aborted collective may take to leave the GPU

@@ -18,8 +18,9 @@ from real.host_memory import available_bytes
 from real.parallel.channel import Channel, channel_pair
 from real.parallel.processes import Failure, describe_end, end_process, heard, spawn
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans
-from testbed.core.plan import BatchPlan, MadeRows
+from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
+from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
 PROCESS_BYTES = 400 * 1024**2  # of an engine's process on a CPU, without model and cache

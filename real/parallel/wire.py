@@ -11,8 +11,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
 from testbed.core.request import SamplingParams
+from testbed.made_rows import MadeRows
 
 ROW_NUMBERS = 5
 COMPUTE_ONLY = SamplingParams()

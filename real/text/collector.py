@@ -159,6 +159,10 @@ class Collector:
         for watcher in self._watchers:
             watcher.aborted(request_id, now_ns, step)
 
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        for watcher in self._watchers:
+            watcher.prefixes_reset(now_ns, step)
+
     def committed(self, step: StepView) -> None:
         for seq in step.emitters:
             live = self._live[seq.request.request_id]

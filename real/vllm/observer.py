@@ -276,9 +276,10 @@ class ObservedScheduler(Scheduler):
             ended += super().finish_requests(name, finished_status) or ()
         return ended
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        self.testbed_log.event("reset_prefix_cache")
-        return super().reset_prefix_cache(*args, **kwargs)
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> Any:
+        is_reset = super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+        self.testbed_log.event("reset_prefix_cache", preempts=bool(reset_running_requests), is_reset=bool(is_reset))
+        return is_reset
 
     def shutdown(self) -> None:
         self.testbed_log.close()

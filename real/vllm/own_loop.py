@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, WaitUntil
+from testbed.core.commands import Abort, Arrive, Event, Execute, ResetPrefixes, Resume, WaitUntil
 from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished, FinishReason, Outcome, Spans, StepResult
 from testbed.core.plan import BatchPlan
@@ -20,7 +20,7 @@ from testbed.core.serve import serve
 
 
 class ServedInbox:
-    """Requests and aborts as vLLM has them; seen at the next step boundary. Open until it is closed."""
+    """Requests, aborts and resets as vLLM has them; seen at the next step boundary. Open until it is closed."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -70,6 +70,9 @@ class OwnLoop:
 
     def aborted(self, name: str) -> None:
         self._inbox.put(Abort(name))
+
+    def reset_prefixes(self) -> None:
+        self._inbox.put(ResetPrefixes())
 
     def next_plan(self) -> BatchPlan | None:
         assert isinstance(self._command, WaitUntil), "vLLM asks for a step while it owes the outcome of another"

@@ -40,6 +40,10 @@ class Steering(Protocol):
 
     def aborted(self, name: str) -> None: ...
 
+    def reset_prefixes(self) -> None:
+        """The next plan preempts all that runs, and nobody finds KV from before it."""
+        ...
+
     def next_plan(self) -> BatchPlan | None:
         """The plan to launch now; None: nothing to do."""
         ...
@@ -93,7 +97,6 @@ class CoreInVllm(SchedulerInterface):
         self._refused: list[tuple[Any, str]] = []  # ended here; reported with the next step
         self._held: dict[str, Any] = {}  # by our ids, what came while vLLM is paused
         self._finished_sets: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
-        self._salt_epoch = 0  # raised when the prefix cache is reset: what was cached before is found no more
         self.steering = self.make_steering()
         self._translator = Translator(
             max_model_len=self.max_model_len,
@@ -124,8 +127,6 @@ class CoreInVllm(SchedulerInterface):
             self._held[name] = request
 
     def _take(self, name: str, request: Any) -> None:
-        if self._salt_epoch:
-            request.cache_salt = f"{self._salt_epoch}:{request.cache_salt or ''}"
         self._translator.added(name, request)
         self.steering.added(name, request)
 
@@ -253,12 +254,14 @@ class CoreInVllm(SchedulerInterface):
             for name, request in held.items():
                 self._take(name, request)
 
-    def reset_prefix_cache(self, *given: Any, **more: Any) -> bool:
-        """Prefixes from before are found no more; False while requests live, as in vLLM."""
-        if self._translator.live:
-            _logger.warning("the prefix cache is not reset while requests are served")
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *given: Any, **more: Any) -> bool:
+        """Nobody finds KV from before any more. What runs is preempted, with the next plan, if it is to be: a token of
+        it that is on its way still comes; else the answer is False while anything runs, as in vLLM."""
+        if not reset_running_requests and self._translator.num_holders:
+            _logger.warning("the prefix cache is not reset: %d requests hold blocks", self._translator.num_holders)
             return False
-        self._salt_epoch += 1
+        self.steering.reset_prefixes()
+        self._translator.hits.reset = True
         return True
 
     def shutdown(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from testbed.core.outcome import Outcome
 from testbed.core.plan import BatchPlan
+from testbed.errors import RequestError
 
 
 class Seat:
@@ -21,6 +22,10 @@ class Seat:
 
     def added(self, name: str, request: Any) -> None: ...
     def aborted(self, name: str) -> None: ...
+
+    def reset_prefixes(self) -> None:
+        """Plans come from a loop, which takes its events from elsewhere."""
+        raise RequestError("backend=vllm takes a reset of the prefix cache from the run's inbox, not from vLLM")
 
     def next_plan(self) -> BatchPlan | None:
         plan, self.plan = self.plan, None

@@ -63,6 +63,11 @@ class Translator:
         self.hits = PrefixCacheStats()
         self._step = 0
 
+    @property
+    def num_holders(self) -> int:
+        """Live requests that have blocks."""
+        return sum(told.table is not None for told in self.live.values())
+
     # --- to the workers ---
 
     def empty(self) -> SchedulerOutput:
@@ -146,7 +151,8 @@ class Translator:
         cached.req_ids.append(request.request_id)
         if is_resumed:
             cached.resumed_req_ids.add(request.request_id)
-        if told.step != self._step - 1 and not self._sends_resumed_as_new:
+        is_gone = is_resumed or told.step != self._step - 1  # from the workers' batch
+        if is_gone and not self._sends_resumed_as_new:
             cached.all_token_ids[request.request_id] = list(request.all_token_ids)
         cached.new_block_ids.append((blocks,) if blocks else None)
         cached.num_computed_tokens.append(row.start)

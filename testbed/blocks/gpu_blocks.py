@@ -5,7 +5,7 @@ from __future__ import annotations
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import Evictor
 from testbed.blocks.keys import KeySource
-from testbed.blocks.kv_sequence import RELEASED, KVSequence
+from testbed.blocks.kv_sequence import RELEASED
 from testbed.blocks.pool import BlockPool
 from testbed.blocks.prefix_cache import PrefixCache
 
@@ -56,19 +56,22 @@ class GPUBlocks:
             last_step, self._last_steps[block] = self._last_steps[block], -1
         self.evictable.add(block, depth, last_step)
 
-    def release_table(self, table: list[int]) -> None:
-        """A whole table, the deepest block first."""
+    def release_table(self, table: list[int], last_step: int = -1) -> None:
+        """A whole table, the deepest block first. last_step: which scheduled its sequence last, if that counts."""
         for depth in range(len(table) - 1, -1, -1):
             block = table[depth]
             if block != RELEASED:
+                if self._last_steps and last_step >= 0:
+                    self._last_steps[block] = last_step
                 self.release(block, depth)
 
-    def note_last_step(self, seq: KVSequence) -> None:
-        """The sequence is about to release its blocks."""
-        if self._last_steps and seq.last_step >= 0:
-            for block in seq.block_table:
-                if block != RELEASED:
-                    self._last_steps[block] = seq.last_step
+    def empty(self) -> None:
+        """Every block is free, and without content. None may be referenced."""
+        while len(self.evictable):
+            block = self.evictable.pop()
+            self.cache.forget(block)
+            self.pool.put_back(block)
+        assert self.pool.num_free == self.pool.num_blocks, "the blocks are emptied, and some are in use"
 
     def check_invariants(self, tables: list[list[int]]) -> None:
         """free + referenced + cached-and-unreferenced = total; counts equal the tables' references."""

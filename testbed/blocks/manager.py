@@ -18,7 +18,7 @@ from testbed.blocks.keys import KeySource
 from testbed.blocks.kv_sequence import RELEASED, KVSequence
 from testbed.blocks.pool import Pair
 from testbed.blocks.prefixes import Prefixes, PrefixHit
-from testbed.blocks.swap import Swapping, SwapSpace, num_distinct
+from testbed.blocks.swap import Swapping, SwapSpace
 from testbed.blocks.verdict import Verdict
 
 
@@ -74,10 +74,6 @@ class BlockManager:
         """The free GPU blocks, the first of them first: in a pool that has been in use they lie anywhere."""
         assert sorted(order) == sorted(self._gpu.pool.free), "not the blocks that are free"
         self._gpu.pool.free[:] = order[::-1]
-
-    def num_held_blocks(self, seq: KVSequence) -> int:
-        """Distinct GPU blocks of the sequence and those scheduled together with it."""
-        return num_distinct([one.block_table for one in seq.together])
 
     # --- prefixes ---
 
@@ -200,9 +196,8 @@ class BlockManager:
         """
         if seq.cpu_table:
             self._cpu.drop(seq)
-        self._gpu.note_last_step(seq)
         self._copies.take_back([seq.block_table])
-        self._gpu.release_table(seq.block_table)
+        self._gpu.release_table(seq.block_table, seq.last_step)
         seq.block_table = []
         if seq.chain is not None:
             seq.chain.frozen_hit = None  # its hit is looked up anew

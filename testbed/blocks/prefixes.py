@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from mypy_extensions import i64
@@ -37,9 +38,8 @@ class Prefixes:
         self.num_queried_tokens = 0  # known ones of first admissions
         self.num_hit_tokens = 0  # how many of them were found in the cache
         self.source = source
-        self.merged: MergedContent | None = None
-        if source is not None and rules.duplicates == "merged":
-            self.merged = MergedContent(gpu, source)
+        is_merged = rules.duplicates == "merged"
+        self.merged = MergedContent(gpu, source) if is_merged and source is not None else None
         self._block_size: i64 = 1 if source is None else source.block_size
         self._gpu = gpu
         self._isolate_tenants = isolate_tenants
@@ -150,8 +150,14 @@ class Prefixes:
         self.chain_of(seq, self.source, num_full)
         return num_full
 
+    def reset(self, waiting: Iterable[KVSequence]) -> None:
+        """Nobody hits anything from before, not even who knows of it. No block may be referenced."""
+        for seq in waiting:
+            self.forget(seq)
+        self._gpu.empty()
+
     def forget(self, seq: KVSequence) -> None:
-        """The sequence will not come back; what it published may stay."""
+        """The sequence will not come back, or finds nothing; what it published may stay."""
         if seq.chain is not None:
             seq.chain.unlisted = None  # which knows the chain
             seq.chain = None

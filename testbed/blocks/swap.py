@@ -68,10 +68,9 @@ class SwapSpace:
 
     def planned(self) -> None:
         """The step is decided: what it emptied is free."""
-        if self._leaving:
-            for block in self._leaving:
-                self.pool.put_back(block)
-            self._leaving = []
+        for block in self._leaving:
+            self.pool.put_back(block)
+        self._leaving = []
 
     def check_invariants(self, tables: list[list[int]]) -> None:
         self.pool.check_invariants(tables, len(self._leaving))
@@ -200,6 +199,4 @@ class Swapping:
 
 def num_distinct(tables: list[list[int]]) -> int:
     """Distinct blocks of some tables."""
-    if len(tables) == 1:
-        return sum([1 for block in tables[0] if block != RELEASED])
     return len({block for table in tables for block in table if block != RELEASED})

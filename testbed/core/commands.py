@@ -23,7 +23,11 @@ class Abort(NamedTuple):
     request_id: str
 
 
-Event = Arrive | Abort
+class ResetPrefixes(NamedTuple):
+    """KV from before is worth nothing any more: the weights are others, or each measurement begins alike."""
+
+
+Event = Arrive | Abort | ResetPrefixes
 
 
 # --- commands ---

@@ -116,7 +116,10 @@ class Commit:
         siblings = parent.together
         logprobs = outcome.logprobs[len(outcome.tokens) :]
         for index, token in enumerate(outcome.forks):
-            child = parent.fork(self._new_member_id(group), token, logprobs[index : index + 1])
+            seq_id = group.group_id + len(group.members)  # whatever else arrives: a sampler's draws may go by it
+            if group.is_beam:
+                seq_id = self.new_seq_ids(1)
+            child = parent.fork(seq_id, token, logprobs[index : index + 1])
             self._blocks.fork(parent, child)
             siblings = (*siblings, child)
             group.members.append(child)
@@ -128,11 +131,6 @@ class Commit:
         for one in siblings:
             one.join(siblings)
         return ending
-
-    def _new_member_id(self, group: SequenceGroup) -> int:
-        if not group.is_beam:  # independent of what else arrives, as a sampler's draws may go by it
-            return group.group_id + len(group.members)
-        return self.new_seq_ids(1)
 
 
 def _end_of(seq: Sequence, token: int, stop: FinishReason | None) -> FinishReason | None:

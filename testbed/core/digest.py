@@ -19,7 +19,6 @@ from testbed.core.step import Step
 VERSION: Final = 2  # of the definition below; tapes do not compare across versions
 _REASONS: Final = tuple(FinishReason)
 _MODES: Final = tuple(PreemptionMode)
-_xxh64: Final = xxh64_digest
 
 
 class Digest:
@@ -49,7 +48,7 @@ class Digest:
         self._aborted = []
         for admission in step.admitted:
             self._add(1, admission.seq_id, admission.num_cached_tokens, admission.is_resumed)
-        for preemption in step.preempted:
+        for preemption in step.leaving.preempted:
             self._add(2, preemption.seq_id, preemption.num_computed_tokens, _MODES.index(preemption.mode))
         for ignored in step.ignored:
             self._add(3, ignored.seq_id)
@@ -75,6 +74,6 @@ class Digest:
 
     def _hash(self) -> bytes:
         """Of the numbers, of which none is left."""
-        digest: bytes = _xxh64(self._numbers.getvalue())
+        digest: bytes = xxh64_digest(self._numbers.getvalue())
         self._numbers.truncate(0)
         return digest

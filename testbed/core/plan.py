@@ -15,6 +15,7 @@ from testbed.core.request import SamplingParams
 from testbed.core.value import Value
 
 PLACEHOLDER: Final = -1  # the token that the plan before this one draws for this sequence
+RESET: Final = ""  # in place of the request for which another was preempted
 Pair = tuple[int, int]  # (source, destination) blocks
 
 
@@ -164,20 +165,6 @@ class Rows:
         raise NotImplementedError
 
 
-class MadeRows(Rows):
-    """Rows that are there already. names: the request id of each; a device needs none."""
-
-    def __init__(self, rows: tuple[ScheduledSequence, ...], names: Seq[str] = ()) -> None:
-        self._rows = rows
-        self._names = names
-
-    def make(self) -> tuple[ScheduledSequence, ...]:
-        return self._rows
-
-    def num_scheduled(self) -> list[tuple[str, int]]:
-        return [(name, row.num_tokens) for name, row in zip(self._names, self._rows, strict=True)]
-
-
 @mypyc_attr(free_list_len=1)
 class BatchPlan(Value):
     """One step, decided. step: how many were planned before it.
@@ -185,7 +172,8 @@ class BatchPlan(Value):
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
     sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
     contents. swapped_in: ids of the requests behind `swap_in`. has_beams: whether rows of a beam search are among them.
-    preempted_for: beside `preempted`, whose growth took the blocks; None: no growth, but the order of the queue.
+    preempted_for: beside `preempted`, whose growth took the blocks; None: no growth, but the order of the queue; RESET:
+    a reset of the prefix cache, whose victims stand before all others.
     """
 
     FIELDS: ClassVar = (

@@ -12,14 +12,12 @@ def make_plan(step: Step, *, has_groups: bool) -> BatchPlan:
     shape = step.batch.shape(step.blocks.sliding_window, len(step.leaving.swap_out), len(swap_in), len(copies))
     has_beams = has_groups and any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs)
     return BatchPlan(
-        step.number, shape, step.batch, step.admitted, step.preempted, step.leaving.swap_out, swap_in, step.swapped_in,
-        copies, step.ignored, step.blocked_by, has_beams, step.leaving.preempted_for,
+        step.number, shape, step.batch, step.admitted, step.leaving.preempted, step.leaving.swap_out, swap_in,
+        step.swapped_in, copies, step.ignored, step.blocked_by, has_beams, step.leaving.preempted_for,
     )  # fmt: skip
 
 
 def _last_into_each(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Of the moves into one block the last: its first taker found its content elsewhere and gave it back."""
-    if not pairs:
-        return pairs
     sources = {destination: source for source, destination in pairs}
     return tuple([(source, destination) for source, destination in pairs if sources[destination] == source])

@@ -9,7 +9,7 @@ from testbed.blocks.manager import BlockManager
 from testbed.blocks.swap import num_distinct
 from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch
-from testbed.core.plan import Ignored, Pair, Preemption, PreemptionMode
+from testbed.core.plan import RESET, Ignored, Pair, Preemption, PreemptionMode
 from testbed.core.policies import Policies
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence
@@ -25,6 +25,7 @@ class Preempting:
     ) -> None:
         self.preempted: tuple[Preemption, ...] = ()
         self.preempted_for: tuple[str | None, ...] = ()  # beside them, whose growth it was for
+        self.num_reset = 0  # the first of them, which lost what they had to a reset
         self.swap_out: tuple[Pair, ...] = ()
         self.held: tuple[Sequence, ...] = ()  # victims that are back in the queue when the step is decided
         self.ignored: tuple[Ignored, ...] = ()
@@ -35,20 +36,25 @@ class Preempting:
     def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows.
         grower: who finds none without them."""
-        blocks = self._blocks
+        blocks, whose = self._blocks, None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)
-        self._running.stop(seq)
-        wish = self._policies.mode(seq, blocks.num_held_blocks(seq))
-        can_recompute = seq.siblings is None or not (seq.group is not None and seq.group.is_beam)
+        wish = self._policies.mode(seq, num_distinct([one.block_table for one in seq.together]))
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
         # what was merged in this step is computed after the swap out, by others
         can_swap = not (was_scheduled and blocks.prefixes.merged is not None)
-        if (wants_swap or not can_recompute) and can_swap and blocks.swapping.can_swap_out(seq.together) is Verdict.OK:
-            self._swap_out(seq, grower)
-        elif can_recompute:
-            self._recompute(seq, grower)
+        if (wants_swap or _is_search(seq)) and can_swap and blocks.swapping.can_swap_out(seq.together) is Verdict.OK:
+            self._swap_out(seq, whose)
         else:
-            self._free_and_end(seq, _lost_beams_reason(seq, blocks))
+            self._recompute(seq, whose)
+
+    def reset(self) -> None:
+        """Nobody has KV from before, or finds any: what runs or is swapped out is recomputed, whatever the policy
+        wishes. The last goes first, so that all stand in the queue as they ran."""
+        for seq in reversed([*self._running.swapped.values(), *self._running.in_order]):
+            self._running.stop(seq)
+            self._recompute(seq, RESET)
+        self._blocks.prefixes.reset(self._waiting)
+        self.num_reset = len(self.preempted)
 
     def give_up(self, seq: Sequence) -> None:
         """Ends a running sequence that finds no room although nothing else runs."""
@@ -58,7 +64,6 @@ class Preempting:
             f"of {blocks.num_gpu_blocks} KV blocks are free (growth_test={blocks.rules.growth_test})"
         )
         self._withdraw(seq)
-        self._running.stop(seq)
         self._free_and_end(seq, reason)
 
     def give_up_swapped(self, seq: Sequence) -> None:
@@ -68,28 +73,32 @@ class Preempting:
             f"{num_distinct([one.cpu_table for one in seq.together])} swapped-out KV blocks, room to grow and a "
             f"watermark of {blocks.watermark_blocks} exceed the pool of {blocks.num_gpu_blocks}"
         )
-        self._running.leave_swapped(seq)
+        self._running.stop(seq)
         self._free_and_end(seq, reason)
 
     def end(self, seq: Sequence, reason: str) -> None:
         """Reports a sequence, and those with it, as ignored. They hold nothing, and are in no queue."""
         self.ignored += (Ignored(seq.seq_id, seq.request_id, reason),)
-        for one in seq.together:
-            self.ended += ((one, reason),)
+        self.ended += tuple([(one, reason) for one in seq.together])
 
     def _withdraw(self, seq: Sequence) -> bool:
-        """A victim that was scheduled already gives its share of the step back; False: it was not."""
+        """A victim stops; one that was scheduled already gives its share of the step back. False: it was not."""
         was_scheduled = False
         for one in seq.together:
             if self._batch.remove(one):
                 self._blocks.prefixes.withdraw(one, one.num_computed_tokens)
                 was_scheduled = True
+        self._running.stop(seq)
         return was_scheduled
 
-    def _recompute(self, seq: Sequence, grower: Sequence | None) -> None:
-        """Several members are recomputed as so many sequences, each from its own first token."""
+    def _recompute(self, seq: Sequence, whose: str | None) -> None:
+        """Several members are recomputed as so many sequences, each from its own first token; those of a search, which
+        go together, end."""
+        if _is_search(seq):
+            self._free_and_end(seq, _lost_beams_reason(seq, self._blocks, is_reset=whose == RESET))
+            return
         for one in reversed(seq.together):
-            self._note(one, PreemptionMode.RECOMPUTE, grower)
+            self._note(one, PreemptionMode.RECOMPUTE, whose)
             self._blocks.free(one)
             one.restart()
             one.enter(SequenceState.WAITING)
@@ -99,17 +108,17 @@ class Preempting:
             else:
                 self._waiting.push_back(one)
 
-    def _swap_out(self, seq: Sequence, grower: Sequence | None) -> None:
+    def _swap_out(self, seq: Sequence, whose: str | None) -> None:
         for one in seq.together:
             if one.may_part:  # who parts from it would not be there; it draws again
                 one.give_up_flight()
-            self._note(one, PreemptionMode.SWAP, grower)
+            self._note(one, PreemptionMode.SWAP, whose)
         self.swap_out += self._blocks.swapping.swap_out(seq.together)
         self._running.swap_out(seq)
 
-    def _note(self, seq: Sequence, mode: PreemptionMode, grower: Sequence | None) -> None:
+    def _note(self, seq: Sequence, mode: PreemptionMode, whose: str | None) -> None:
         self.preempted += (Preemption(seq.seq_id, seq.request_id, mode, seq.num_computed_tokens),)
-        self.preempted_for += (None if grower is None else grower.request_id,)
+        self.preempted_for += (whose,)
         seq.num_preemptions += 1
 
     def _free_and_end(self, seq: Sequence, reason: str) -> None:
@@ -120,7 +129,14 @@ class Preempting:
         self.end(seq, reason)
 
 
-def _lost_beams_reason(seq: Sequence, blocks: BlockManager) -> str:
+def _is_search(seq: Sequence) -> bool:
+    """Whether it stands for several beams, which cannot be recomputed one by one."""
+    return seq.siblings is not None and seq.group is not None and seq.group.is_beam
+
+
+def _lost_beams_reason(seq: Sequence, blocks: BlockManager, *, is_reset: bool) -> str:
+    if is_reset:
+        return f"{len(seq.together)} beams, which cannot be recomputed, lost their KV to a reset of the prefix cache"
     return (
         f"{len(seq.together)} beams were preempted, which cannot be recomputed, and the CPU pool of "
         f"{blocks.num_cpu_blocks} blocks had no room to swap them out "

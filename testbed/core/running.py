@@ -49,6 +49,9 @@ class Running:
                 self.prefilling[one.seq_id] = one
 
     def stop(self, seq: Sequence) -> None:
+        """A unit runs no more, or is swapped out no more."""
+        if self.swapped.pop(seq.unit_id, None) is not None:
+            return
         del self.units[seq.unit_id]
         self._in_order = None
         self.num_groups -= seq.group is not None
@@ -74,10 +77,6 @@ class Running:
             one.enter(SequenceState.SWAPPED)
         self.swapped[seq.unit_id] = seq
 
-    def leave_swapped(self, seq: Sequence) -> None:
-        """A swapped-out unit comes back, or ends."""
-        self.swapped.pop(seq.unit_id, None)
-
     def prefilled(self, seq: Sequence) -> None:
         seq.is_prefilling = False
         self.prefilling.pop(seq.seq_id, None)
@@ -85,8 +84,6 @@ class Running:
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running units another order; `seqs` are all of them."""
         assert len(seqs) == len(self.units)
-        if seqs == list(self.units.values()):
-            return
         self._in_order = None
         self.units = {seq.unit_id: seq for seq in seqs}
 

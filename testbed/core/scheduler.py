@@ -1,8 +1,8 @@
 """The scheduler: queues, lifecycle and commit. A pure state machine; a composition decides each step.
 
-    add / abort          at any time
-    plan(now) -> plan    decides a step and changes block tables; touches no device
-    commit(result, now)  takes what came out of it; ends what is finished
+    add / abort / reset_prefixes    at any time
+    plan(now) -> plan               decides a step and changes block tables; touches no device
+    commit(result, now)             takes what came out of it; ends what is finished
 
 One plan is in flight at most or, where `limits.max_num_plans` is 2 (asynchronous scheduling), one while the next is
 decided: its counts have gone on then, the tokens that it draws are placeholders, and what ends with it ends at its
@@ -58,6 +58,7 @@ class Scheduler:
         self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
         self._steps: tuple[Step, ...] = ()  # the plans in flight, the oldest first
         self._late: tuple[Sequence, ...] = ()  # victims that wait, back in the queue with the next commit
+        self._resets = False  # with the next plan
 
     # --- state ---
 
@@ -109,7 +110,9 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
         is_beam = request.sampling.beam_width > 1
         seq_id = self._commit.new_seq_ids(1 if is_beam else request.sampling.num_seqs)  # of parallel samples too
-        seq = Sequence(seq_id, request, self.limits.max_model_len, self._stop_tokens(request))
+        eos = () if self._eos_token_id is None or request.sampling.ignore_eos else (self._eos_token_id,)
+        stops = (*request.sampling.stop_token_ids, *eos)
+        seq = Sequence(seq_id, request, self.limits.max_model_len, stops)
         self._live[request.request_id] = seq
         if reason := self._never_runs(seq):
             self._rejected.append((seq, reason))
@@ -140,6 +143,10 @@ class Scheduler:
         self.blocks.reuse_cpu_blocks()
         return finished[0] if finished else None
 
+    def reset_prefixes(self) -> None:
+        """From the next plan on nobody has or finds KV from before it: what runs or is swapped out is recomputed."""
+        self._resets = True
+
     def _leave(self, seq: Sequence) -> None:
         """Takes a live sequence from where it is, with all that it holds."""
         if seq.state is not SequenceState.WAITING:
@@ -166,10 +173,14 @@ class Scheduler:
             self._policies, is_ahead=bool(self._steps),
         )  # fmt: skip
         self._policies.tell_time(now_ns)
+        if self._resets:
+            self._resets = False
+            step.leaving.reset()
         for seq, reason in self._rejected:
             step.leaving.end(seq, reason)
         self._rejected = []
-        self._composition.compose(step)
+        if not step.leaving.held:  # by a reset: they are the first to come back
+            self._composition.compose(step)
         if not step.batch.seqs:
             self._unblock(step)
         self._late += step.close()
@@ -209,12 +220,11 @@ class Scheduler:
 
     def _tell_served(self, step: Step, now_ns: int) -> None:
         """Tells the queue, if it wants to know, what each sequence of the step got."""
-        served = self._waiting.served
-        if served is None:
+        if self._waiting.served is None:
             return
         emitters = {seq.seq_id for seq in self.emitters}
         for index, seq in enumerate(step.batch.seqs):
-            served(seq, step.batch.counts[index], int(seq.seq_id in emitters), now_ns)
+            self._waiting.served(seq, step.batch.counts[index], int(seq.seq_id in emitters), now_ns)
 
     def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int, finished: list[Finished]) -> None:
         """The sequence has ended; adds what to say of its request if it was the last of it."""
@@ -232,19 +242,14 @@ class Scheduler:
 
     def _unblock(self, step: Step) -> None:
         """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""
-        if step.preempted or step.leaving.ignored or self._running.units or self._running.swapped or self._steps:
+        leaving, running = step.leaving, self._running
+        if leaving.preempted or leaving.ignored or running.units or running.swapped or self._steps:
             return
         seq = step.head()
         if seq is not None and step.blocked_by is not None:
             step.ignore(seq, f"blocked by {step.blocked_by.value} while nothing runs: no later step could admit it")
 
     # --- inside ---
-
-    def _stop_tokens(self, request: Request) -> tuple[int, ...]:
-        stops = request.sampling.stop_token_ids
-        if self._eos_token_id is None or request.sampling.ignore_eos:
-            return stops
-        return (*stops, self._eos_token_id)
 
     def check_invariants(self) -> None:
         """Every live sequence is in exactly one place; running ones have tables that cover what is computed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from testbed.core.commands import Arrive, Event, Execute, Resume, StepView, WaitUntil
+from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, StepView, WaitUntil
 from testbed.core.interfaces import Inbox, Recorder
 from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
@@ -40,7 +40,8 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
     while True:
         for event in inbox.due(now_ns):
             _take(event, inbox, scheduler, recorder, now_ns)
-        newest = _plan(scheduler, now_ns) if scheduler.has_work else None
+        plan = scheduler.plan(now_ns) if scheduler.has_work else None
+        newest = None if plan is None or plan.is_empty else Planned(plan, now_ns, scheduler)
         if newest is not None:
             in_flight += (newest,)
         elif in_flight and in_flight[-1].looked_ns is None:
@@ -72,12 +73,6 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
         now_ns = (yield WaitUntil(next_ns)).now_ns
 
 
-def _plan(scheduler: Scheduler, now_ns: int) -> Planned | None:
-    """The next plan; None if there is nothing to do."""
-    plan = scheduler.plan(now_ns)
-    return None if plan.is_empty else Planned(plan, now_ns, scheduler)
-
-
 def _commit(
     planned: Planned, result: StepResult, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int
 ) -> bool:
@@ -98,6 +93,10 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
     if isinstance(event, Arrive):
         recorder.arrived(event.request, now_ns, scheduler.num_steps)
         scheduler.add(event.request)
+        return
+    if not isinstance(event, Abort):
+        recorder.prefixes_reset(now_ns, scheduler.num_steps)
+        scheduler.reset_prefixes()
         return
     if scheduler.is_live(event.request_id):  # of a group, what a plan in flight ignores ends later: it is aborted now
         recorder.aborted(event.request_id, now_ns, scheduler.num_steps)

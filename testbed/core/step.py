@@ -61,7 +61,8 @@ class Step:
 
     @property
     def preempted(self) -> tuple[Preemption, ...]:
-        return self.leaving.preempted
+        """For want of blocks, or for the head of the queue; not those of a reset."""
+        return self.leaving.preempted[self.leaving.num_reset :]
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
@@ -186,7 +187,7 @@ class Step:
 
     def bring_in(self, seq: Sequence) -> None:
         """Swaps a sequence in: it runs again from where it was."""
-        self._running.leave_swapped(seq)
+        self._running.stop(seq)
         self.swap_in += self.blocks.swapping.swap_in(seq.together)
         self.swapped_in += (seq.request_id,)
         self._running.start(seq)

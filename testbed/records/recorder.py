@@ -71,6 +71,9 @@ class RunRecorder:
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
         """Nothing to write: `ended` follows."""
 
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        """Nothing to write: whom it preempts, the next step says."""
+
     def committed(self, step: StepView) -> None:
         plan = step.plan
         before = self._recomputed(plan) if self._explains else {}

@@ -18,6 +18,7 @@ class NoRecords:
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
     def committed(self, step: StepView) -> None: ...
     def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
@@ -35,6 +36,10 @@ class Recorders:
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
         for recorder in self._recorders:
             recorder.aborted(request_id, now_ns, step)
+
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        for recorder in self._recorders:
+            recorder.prefixes_reset(now_ns, step)
 
     def committed(self, step: StepView) -> None:
         for recorder in self._recorders:

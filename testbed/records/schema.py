@@ -159,7 +159,8 @@ def decision(step: StepView) -> dict[str, Any]:
 def explanation(plan: BatchPlan, before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
     """What record.explain=true adds to the line of a step that preempts, or takes back who was preempted.
 
-    preempted_for: whose growth took the blocks; null: nobody's, but the order of the queue; empty: it is not known.
+    preempted_for: whose growth took the blocks; null: nobody's, but the order of the queue; "": a reset of the prefix
+    cache; an empty object: it is not known.
     lost_tokens: what the victim had computed (swapped out: it keeps them). recomputed_tokens: what will be computed
     again; below 0 where it was preempted once more before that. before, after: that number, by request, so far.
     """

@@ -1,8 +1,8 @@
 """The tape of a real run: what the outside world did to the core, so that the same decisions can be had again.
 
-Per step the instants that `plan` and `commit` were given and every outcome that was not forced; every arrival and abort
-with the step that first saw it. Lines of JSON, written as things happen: a killed run leaves a usable tape. The prompts
-themselves are in the run folder's trace.jsonl.
+Per step the instants that `plan` and `commit` were given and every outcome that was not forced; every arrival, abort
+and reset of the prefix cache with the step that first saw it. Lines of JSON, written as things happen: a killed run
+leaves a usable tape. The prompts themselves are in the run folder's trace.jsonl.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testbed.core.commands import Abort, Arrive, Event, StepView
+from testbed.core.commands import Abort, Arrive, Event, ResetPrefixes, StepView
 from testbed.core.digest import VERSION as DIGEST_VERSION
 from testbed.core.outcome import Finished, FinishReason, Outcome, Spans
 from testbed.core.request import Request
@@ -22,6 +22,7 @@ from testbed.foreign_text import parsed, shown, whole
 
 VERSION = 1
 MAX_NS = 2**62
+RESET_PREFIXES = "reset_prefixes"  # the kind of an event
 NUM_FIELDS = 5  # of an outcome, and fork_stops if there are any: what decides; log-probabilities do not
 
 
@@ -44,11 +45,11 @@ class TapeStep(NamedTuple):
 
 
 class TapeEvent(NamedTuple):
-    """An arrival or an abort, first seen at the boundary before `step`, at `now_ns`. max_tokens: of an arrival at a
+    """What came from outside, first seen at the boundary before `step`, at `now_ns`. max_tokens: of an arrival at a
     live loop, what it had leave for; the trace has what came of it."""
 
-    kind: str  # arrive, abort
-    request_id: str
+    kind: str  # arrive, abort, reset_prefixes
+    request_id: str  # of a reset none
     step: int
     now_ns: int
     arrival_ns: int  # arrivals: the intended instant
@@ -91,6 +92,9 @@ class TapeWriter:
 
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
         self._write({"kind": "abort", "id": request_id, "step": step, "ns": now_ns})
+
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        self._write({"kind": RESET_PREFIXES, "step": step, "ns": now_ns})
 
     def committed(self, step: StepView) -> None:
         outcomes = step.result.outcomes
@@ -154,7 +158,8 @@ def read_tape(path: Path) -> Tape:
                 numbers = (item["step"], item["ns"], item.get("arrival_ns", item["ns"]))
                 bound = item.get("max_tokens")
                 _check_numbers("step, ns, arrival_ns, max_tokens", [*numbers, *([] if bound is None else [bound])])
-                events.append(TapeEvent(kind, item["id"], *numbers, bound))
+                name = "" if kind == RESET_PREFIXES else item["id"]
+                events.append(TapeEvent(kind, name, *numbers, bound))
         except (KeyError, TypeError, ValueError) as error:
             if number == len(lines):
                 break
@@ -229,7 +234,9 @@ class TapeInbox:
         while self._next < len(self._events) and self._events[self._next].now_ns <= now_ns:
             event = self._events[self._next]
             self._next += 1
-            if event.kind == "abort":
+            if event.kind == RESET_PREFIXES:
+                events.append(ResetPrefixes())
+            elif event.kind == "abort":
                 events.append(Abort(event.request_id))
             else:
                 request = self._make_request(event.request_id, event.arrival_ns)

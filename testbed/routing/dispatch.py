@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from testbed.core.commands import Arrive, Event
+from testbed.core.commands import Arrive, Event, ResetPrefixes
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
@@ -113,12 +113,17 @@ class Dispatcher:
         return self._source.next_ns()
 
     def send_due(self, now_ns: int, *, is_late: bool = False) -> Iterator[int]:
-        """Sends each event that is due to a replica, whose number is given before the next one is routed.
+        """Sends each event that is due to a replica, a reset to all; its number is given before the next is routed.
 
         is_late: the caller was busy when it fell due; the replica has an arrival from its own instant on.
         """
         for event in self._source.due(now_ns):
             sent_ns = now_ns
+            if isinstance(event, ResetPrefixes):
+                for number, inbox in enumerate(self.inboxes):
+                    inbox.put(event, now_ns)
+                    yield number
+                continue
             if isinstance(event, Arrive):
                 name = event.request.request_id
                 sent_ns = min(now_ns, event.request.arrival_ns) if is_late else now_ns

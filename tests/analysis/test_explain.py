@@ -107,6 +107,17 @@ def test_a_preemption_says_for_whom_and_what_it_cost(tmp_path: Path) -> None:
     assert "for a (1)" in explain_run(load_run(folder))
 
 
+def test_a_preemption_by_a_reset_of_the_prefix_cache_is_called_so(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, [row("a", 12, 16), row("b", 12, 16)], "cache.num_gpu_blocks=8", "cache.watermark=0")
+    file = folder / "decisions.jsonl"
+    file.write_text(file.read_text().replace('"preempted_for": {"b": "a"}', '"preempted_for": {"b": ""}'))
+    gone = preemptions(folder)
+    assert set(gone["why"]) == {"reset"}
+    assert gone["for_request_id"].isna().all()
+    assert "for a reset of the prefix cache" in explain_request(load_run(folder), "b").splitlines()[2]
+    assert "for a reset of the prefix cache (" in explain_run(load_run(folder))
+
+
 def test_who_is_aborted_or_can_never_fit_waits_until_then(tmp_path: Path) -> None:
     rows = [row("a", 12, 9), row("long", 200, 2), row("gone", 12, 3, cancel_after=4.5)]
     folder = run_of(tmp_path, rows, "cache.num_gpu_blocks=8", "cache.watermark=0", "allow_ignored=true")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, Preemption, PreemptionMode
+from testbed.core.plan import BatchPlan, BatchShape, Preemption, PreemptionMode
+from testbed.made_rows import MadeRows
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.inbox import to_request
 from testbed.traces.schema import Trace

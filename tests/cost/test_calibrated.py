@@ -17,8 +17,9 @@ from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
 from testbed.core.commands import StepView
 from testbed.core.outcome import Spans, StepResult
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
+from testbed.made_rows import MadeRows
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 from testbed.specs.profiles import MeasuredStep, Profile

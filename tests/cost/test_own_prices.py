@@ -10,8 +10,9 @@ import pytest
 from sim.backend import SimBackend, SimWork
 from testbed.compiled import current
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.errors import ConfigError
+from testbed.made_rows import MadeRows
 
 DECODES = BatchShape(3, 300, (), 3)
 CHUNK = BatchShape(0, 0, (PrefillChunk(0, 64),), 0)

@@ -93,6 +93,23 @@ CACHED = {
     "steps": [decision(0, {"0": 8}, 6, 8, {"0": 0}), decision(1, {"1": 4}, 6, 8, {"1": 4})],
 }
 
+# '0' and '1' run, '2' waits for a seat. A reset behind step 0 has both computed again, with what each emitted, before
+# '2' enters: 9 tokens, and the 7 of 8 that are left of the budget of 16. Behind step 1, with which '0' ended,
+# another has '1' computed again; '2' finds nothing, though '0' had the same prompt. Blocks: 2 + 2, 3 + 2, 2 + 2, 3.
+RESET = {
+    "case": "reset",
+    "system": "vllm_v1_0.33",
+    "config": CONFIG | {"prefix_caching": True, "max_num_seqs": 2, "max_num_batched_tokens": 16},
+    "requests": [request("0", 0, range(8), 2), request("1", 0, range(20, 27), 3), request("2", 0, range(8), 1)],
+    "resets": [{"planned": 2, "committed": 2}, {"planned": 1, "committed": 1}],
+    "steps": [
+        decision(0, {"0": 8, "1": 7}, 4, 4, {"0": 0, "1": 0}) | {"num_waiting": 1},
+        decision(1, {"0": 9, "1": 7}, 3, 6) | {"preempted": ["0", "1"], "num_waiting": 1},
+        decision(2, {"1": 8, "2": 8}, 4, 6, {"2": 0}) | {"preempted": ["1"]},
+        decision(3, {"1": 1}, 5, 8),
+    ],
+}
+
 
 def changed(case: dict[str, Any], index: int, **fields: Any) -> dict[str, Any]:
     """The case with other values recorded at one step."""
@@ -113,8 +130,8 @@ def conform(
 
 
 def test_cases_that_are_decided_as_recorded_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said, lines = conform(capsys, tmp_path, [PLAIN, CACHED])
-    assert lines == ["ok plain: 3 steps", "ok cached: 2 steps", "2 passed, 0 failed"]
+    said, lines = conform(capsys, tmp_path, [PLAIN, CACHED, RESET])
+    assert lines == ["ok plain: 3 steps", "ok cached: 2 steps", "ok reset: 4 steps", "3 passed, 0 failed"]
     assert said.status == 0
     assert said.err == ""
 

@@ -11,12 +11,12 @@ from testbed.core.plan import (
     BatchPlan,
     BatchShape,
     Ignored,
-    MadeRows,
     Preemption,
     PreemptionMode,
     ScheduledSequence,
 )
 from testbed.core.request import GREEDY
+from testbed.made_rows import MadeRows
 
 
 class Plans:

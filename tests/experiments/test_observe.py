@@ -144,6 +144,29 @@ def test_a_log_of_a_version_that_no_preset_mirrors_makes_no_case(tmp_path: Path,
     assert len(load_run(tmp_path / "run").steps) == 60
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "why"),
+    [
+        ("sync", {}, "the prefix cache was reset 1 times, and this older log does not say what it preempted"),
+        ("sync", {"preempts": False, "is_reset": False}, ""),  # refused: requests had blocks
+        ("async", {"preempts": True, "is_reset": True}, "lost its KV to a reset 1 times with a step in flight"),
+    ],
+)
+def test_a_log_with_a_reset_says_why_it_makes_no_case(
+    tmp_path: Path, name: str, fields: dict[str, Any], why: str
+) -> None:
+    """Behind a plan of vLLM's whose commit is not there yet."""
+    lines = lines_of(name)
+    at = [line["kind"] for line in lines].index("plan") + 1
+    plan = lines[at - 1]
+    reset = {"ns": plan["ns"], "plans": plan["step"] + 1, "commits": plan["committed"], **fields}
+    lines.insert(at, {"kind": "reset_prefix_cache", **reset})
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    found = [line for line in said if line.startswith("no case")]
+    assert (tmp_path / "run" / "case.jsonl").exists() == (not why)
+    assert (len(found), why in "".join(found)) == (bool(why), True)
+
+
 def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:
     lines = lines_of("sync")
     for line in lines:

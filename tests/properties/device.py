@@ -27,6 +27,11 @@ class Device:
         """The prefix that has `token` after the prefix `parent` (at the beginning: after a cache salt)."""
         return self._names.setdefault((parent, token), len(self._names) + 1)
 
+    def wipe(self) -> None:
+        """Nothing that was written is worth reading any more."""
+        for pool in (self.gpu, self.cpu):
+            pool[:] = [[EMPTY] * self.block_size for _ in pool]
+
     def move(self, plan: BatchPlan) -> None:
         """Everything that comes before the computation; all sources of a kind are read before anything is written."""
         _move_all(plan.swap_out, self.gpu, self.cpu)

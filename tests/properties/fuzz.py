@@ -3,8 +3,8 @@
     python -m tests.properties.fuzz --operations 1000000 --seed 0
     python -m tests.properties.fuzz --life 0/1234/80          one life again, as the table of failures names it
 
-An operation is an add, an abort, a plan or a commit. After each, the core's own invariants and every law of the shadow
-hold. Exit status 1 if any life failed.
+An operation is an add, an abort, a reset, a plan or a commit. After each, the core's own invariants and every law of
+the shadow hold. Exit status 1 if any life failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MAX_FAILURES = 200
 ROWS = (
     "operations", "adds", "plans", "admissions", "preemptions by recompute", "preemptions by swap",
     "blocks swapped out", "blocks swapped in", "swap ins", "forks", "drops", "copies on write", "beams given up",
-    "hit tokens", "evictions", "aborts of waiting", "aborts of running", "aborts of swapped", "ended by stop",
+    "hit tokens", "evictions", "resets of running", "resets of swapped", "aborts of waiting",
+    "aborts of running", "aborts of swapped", "ended by stop",
     "ended by length", "ended by abort", "ended by ignored", "victims admitted again in the step",
     "runs that do not end by themselves", "digests repeated", "digests repeated with all prefixes listed",
 )  # fmt: skip

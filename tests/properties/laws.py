@@ -18,6 +18,7 @@ def check_admissions(shadow: Shadow, plan: BatchPlan) -> None:
     setup = shadow.setup
     idle = not any(member.place == "running" for member in shadow.members.values())
     victims = [shadow.members[item.seq_id] for item in plan.preempted if item.mode is PreemptionMode.RECOMPUTE]
+    victims = shadow.lost + victims
     if setup.rules.victims_return == "this_step":
         _put_back(shadow, victims)
     ended = {item.seq_id for item in plan.ignored}

@@ -59,6 +59,12 @@ class Life:
         self.shadow.aborted(name, self.scheduler.abort(name, self.now_ns))
         self._check()
 
+    def reset(self) -> None:
+        self.calls.append(("reset", "", self.now_ns))
+        self.scheduler.reset_prefixes()
+        self.shadow.reset()
+        self._check()
+
     def step(self) -> None:
         """A plan, what a device makes of it, and its commit."""
         scheduler, shadow = self.scheduler, self.shadow
@@ -136,6 +142,8 @@ def repeat(scheduler: Scheduler, calls: list[Call]) -> list[int]:
             scheduler.add(what)
         elif kind == "abort":
             scheduler.abort(str(what), now_ns)
+        elif kind == "reset":
+            scheduler.reset_prefixes()
         else:
             assert isinstance(what, StepResult)
             scheduler.plan(now_ns)
@@ -145,11 +153,12 @@ def repeat(scheduler: Scheduler, calls: list[Call]) -> list[int]:
 
 
 def random_life(seed: str, num_operations: int, composition: str | None = None) -> Life:
-    """A whole life: adds, aborts and steps in a random mix, then the rest of the work, then the repetition."""
+    """A whole life: adds, aborts, resets and steps in a random mix, then the rest of the work, then the repetition."""
     rng = random.Random(seed)
     life = Life(random_setup(rng, composition), rng)
     share_added = rng.choice((0.1, 0.25, 0.4))
     share_aborted = rng.choice((0.0, 0.02, 0.1))
+    share_reset = rng.choice((0.0, 0.0, 0.02, 0.1))
     try:
         for _ in range(num_operations):
             choice = rng.random()
@@ -157,6 +166,8 @@ def random_life(seed: str, num_operations: int, composition: str | None = None) 
                 life.add()
             elif choice < share_added + share_aborted:
                 life.abort()
+            elif choice > 1 - share_reset:
+                life.reset()
             else:
                 life.step()
         life.drain()

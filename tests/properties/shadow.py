@@ -10,7 +10,7 @@ import random
 from collections import Counter, deque
 
 from testbed.core.outcome import Finished, FinishReason, Outcome, StepResult
-from testbed.core.plan import BatchPlan, PreemptionMode, ScheduledSequence
+from testbed.core.plan import RESET, BatchPlan, PreemptionMode, ScheduledSequence
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence
@@ -36,6 +36,8 @@ class Shadow:
         self._next_id = 0
         self._num_queried = self._num_hit = 0  # tokens, of first admissions
         self._doomed: list[Member] = []  # ended by the plan in flight
+        self._is_reset = False  # what was computed is lost with the next plan
+        self.lost: list[Member] = []  # whom that one has put back into the queue
         rules = setup.rules
         self._reads_own_step = rules.hits_visible != "commit"
         self._trusts_hits = not (rules.hits_frozen or rules.hits_visible == "plan")
@@ -63,10 +65,16 @@ class Shadow:
         self._check_finished(job, finished)
         self.check_conservation()
 
+    def reset(self) -> None:
+        self.device.wipe()
+        self._is_reset = True
+        self.counts["resets"] += 1
+
     def planned(self, plan: BatchPlan) -> None:
         """Checks a plan against the model, the limits, and the content of the KV slots, and executes its moves."""
         assert not plan.is_empty, "work is left, and nothing moves"
         rows = plan.scheduled
+        plan = self._follow_reset(plan)
         before = {member.seq_id: member.place for member in self.members.values()}
         check_admissions(self, plan)
         check_steps_of_their_own(self, plan)
@@ -133,6 +141,33 @@ class Shadow:
 
     # --- events of a plan ---
 
+    def _follow_reset(self, plan: BatchPlan) -> BatchPlan:
+        """Before all else of the plan: whoever had anything has nothing. Returns the rest of it."""
+        num = sum(whose == RESET for whose in plan.preempted_for)
+        assert set(plan.preempted_for[:num]) <= {RESET}, "a reset comes first"
+        assert self._is_reset or not num, "a reset that nobody asked for"
+        held = [member for member in self.members.values() if member.place in (RUNNING, SWAPPED)]
+        self.lost = [self.members[item.seq_id] for item in plan.preempted[:num]]
+        beams = [item.seq_id for item in plan.ignored if "to a reset" in item.reason]
+        self._doomed = [one for seq_id in beams for one in self.members[seq_id].unit]
+        if self._is_reset:
+            assert all(member in self.lost or member in self._doomed for member in held), "somebody kept its KV"
+        for member in self._doomed:
+            assert self._is_reset
+            assert member.job.is_beam
+            member.place = ENDED
+            self.counts["beams lost to a reset"] += 1
+        for item, member in zip(plan.preempted, self.lost, strict=False):
+            assert item.mode is PreemptionMode.RECOMPUTE
+            assert item.num_computed_tokens == member.num_computed
+            self.counts[f"resets of {member.place}"] += 1
+            self._preempt(member, item.mode)
+        self._regroup()
+        if self.lost and self.setup.rules.victims_return == "next_step":
+            assert plan.shape.is_empty, "somebody enters before those who ran"
+        self._is_reset = False
+        return plan.replace(preempted=plan.preempted[num:], preempted_for=plan.preempted_for[num:])
+
     def _follow_events(self, plan: BatchPlan) -> None:
         """Moves each sequence through what the plan says happened to it, in the only order that makes sense."""
         preempted: dict[int, list[PreemptionMode]] = {}
@@ -166,10 +201,11 @@ class Shadow:
             left = (modes, num_in, item)
             assert left == ([], 0, None), f"{member.seq_id} is {member.place}, and there is more: {left}"
         self._regroup()
-        self._doomed = [one for item in plan.ignored for one in self.members[item.seq_id].unit]
-        for member in self._doomed:
+        ignored = [one for item in plan.ignored for one in self.members[item.seq_id].unit]
+        for member in [one for one in ignored if one not in self._doomed]:
             assert member.place != ENDED
             member.place = ENDED
+            self._doomed.append(member)
 
     def _computed_at_preemption(self, plan: BatchPlan, seq_id: int) -> int:
         admitted = [item.num_cached_tokens for item in plan.admitted if item.seq_id == seq_id]

@@ -60,6 +60,11 @@ class CoreMachine(RuleBasedStateMachine):
     def abort(self, rng: random.Random) -> None:
         self.life.use(rng).abort()
 
+    @rule(rng=randoms)
+    @followed
+    def reset(self, rng: random.Random) -> None:
+        self.life.use(rng).reset()
+
     @rule(rng=randoms, times=st.sampled_from((1, 1, 2, 5)))
     @followed
     def step(self, rng: random.Random, times: int) -> None:
@@ -110,6 +115,26 @@ def test_presets_follow_the_shadow(name: str):
             rng.choice((life.add, life.step, life.step, life.step, life.abort if rng.random() < 0.2 else life.step))()
         life.drain()
         life.check_repeats(2)
+
+
+def test_after_a_reset_nobody_has_or_finds_kv_from_before():
+    """The device forgets all at that instant: whoever read a slot from before would be seen."""
+    counts = Life.no_counts()
+    for name, values in presets().items():
+        for number in range(6):
+            rng = random.Random(f"reset/{name}/{number}")
+            limits = Limits(8, rng.choice((16, 64)), 60, 0, 1)
+            setup = Setup(**values | {"preemption": "swap"}, limits=limits, num_blocks=16, num_cpu_blocks=24)
+            life = Life(setup, rng)
+            for _ in range(100):
+                rng.choices((life.add, life.step, life.abort, life.reset), (10, 30, 1, 2))[0]()
+            life.drain()
+            life.check_repeats(2)
+            counts += life.counts
+    assert min(counts[kind] for kind in ("resets of running", "resets of swapped", "beams lost to a reset")) > 20, (
+        counts
+    )
+    assert counts["hit tokens"] > 1000
 
 
 @pytest.mark.parametrize("seed", ["x21", "x53", "x117", "x146", *range(8)])
@@ -203,6 +228,7 @@ def test_all_that_can_happen_happened():
         "preemptions by swap", "preemptions by recompute", "swap ins", "copies on write", "forks", "drops",
         "aborts of waiting", "aborts of running", "ended by ignored", "ended by stop", "ended by length", "hit tokens",
         "evictions", "digests repeated", "digests repeated with all prefixes listed", "beams given up",
+        "resets of running", "beams lost to a reset",
     )  # fmt: skip
     assert not [kind for kind in kinds if not counts[kind]], counts
 

@@ -135,6 +135,15 @@ class AsyncLife:
             self.counts["aborts in flight"] += bool(self._in_flight)
         self.scheduler.check_invariants()
 
+    def reset(self) -> None:
+        """A plan in flight was executed when it was launched: what it drew still comes."""
+        if len(self._in_flight) > 1:
+            return
+        self.scheduler.reset_prefixes()
+        self.device.memory.wipe()
+        self.counts["resets in flight"] += bool(self._in_flight)
+        self.scheduler.check_invariants()
+
     def step(self) -> None:
         """A plan if there may be one more, and a commit if there was nothing to plan, or no more may be in flight."""
         self.now_ns += 1
@@ -184,7 +193,7 @@ def ahead(rng: random.Random) -> Setup:
 def lived(setup: Setup, rng: random.Random, num_operations: int = 80) -> AsyncLife:
     life = AsyncLife(setup, rng)
     for _ in range(num_operations):
-        rng.choices((life.add, life.step, life.abort), (5, 20, 1))[0]()
+        rng.choices((life.add, life.step, life.abort, life.reset), (10, 40, 2, 1))[0]()
     life.drain()
     return life
 
@@ -202,7 +211,8 @@ def test_long_lives_see_preemptions_surprises_and_aborts_while_a_plan_is_in_flig
     for number in range(60):
         rng = random.Random(f"ahead/{number}")
         counts += lived(ahead(rng), rng, 200).counts
-    assert min(counts[name] for name in ("placeholders", "preemptions ahead", "aborts in flight")) > 100, counts
+    rare = ("placeholders", "preemptions ahead", "aborts in flight", "resets in flight")
+    assert min(counts[name] for name in rare) > 100, counts
     assert min(counts["ends by stop"], counts["ends by length"]) > 100, counts
 
 

@@ -12,8 +12,9 @@ from real.checkpoint import make_checkpoint
 from real.config import RealConfig
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import choose
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, PrefillChunk, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY, SamplingParams
+from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec, RopeScaling
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other

@@ -9,7 +9,7 @@ import pytest
 
 from real.backend import RealBackend
 from real.driver import run
-from testbed.core.commands import Arrive, Event
+from testbed.core.commands import Arrive, Event, ResetPrefixes
 from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
@@ -51,15 +51,18 @@ class Requests:
 
     is_open = False
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: list[Request], reset_at: tuple[int, ...] = ()) -> None:
         self.pending = list(requests)
+        self._reset_at, self.num_boundaries = reset_at, 0
         self.outputs: dict[str, list[int]] = {}
         self.num_preemptions = self.num_cached_tokens = 0
 
     def due(self, now_ns: int) -> list[Event]:
         due = [request for request in self.pending if request.arrival_ns <= now_ns]
         self.pending = self.pending[len(due) :]
-        return [Arrive(request) for request in due]
+        self.num_boundaries += 1
+        resets = [ResetPrefixes()] if self.num_boundaries in self._reset_at else []
+        return [*resets, *[Arrive(request) for request in due]]
 
     def next_ns(self) -> int | None:
         return self.pending[0].arrival_ns if self.pending else None
@@ -73,6 +76,7 @@ class Requests:
 
     def arrived(self, request, now_ns, step) -> None: ...
     def aborted(self, request_id, now_ns, step) -> None: ...
+    def prefixes_reset(self, now_ns, step) -> None: ...
     def ended(self, finished, now_ns) -> None: ...
 
 
@@ -89,13 +93,14 @@ class ProbingClock(TickingClock):
 
 
 def serve_on_engine(
-    requests: list[Request], composition: str, num_blocks: int, caching: bool, plans: int = 1, **options: object
-) -> Requests:
+    requests: list[Request], composition: str, num_blocks: int, caching: bool, plans: int = 1,
+    reset_at: tuple[int, ...] = (), **options: object
+) -> Requests:  # fmt: skip
     backend = tiny_backend(num_gpu_blocks=num_blocks, **options)
     scheduler = make_scheduler(
         composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256, plans=plans)
     )
-    inbox = Requests(requests)
+    inbox = Requests(requests, reset_at)
     run(serve(inbox, scheduler, inbox), backend, TickingClock() if plans == 1 else ProbingClock(backend))
     return inbox
 
@@ -118,6 +123,14 @@ def test_every_request_gets_the_tokens_it_gets_alone(alone, plans, composition, 
     assert together.outputs == alone
     assert (together.num_preemptions > 0) == (num_blocks == 24)
     assert (together.num_cached_tokens > 0) == caching
+
+
+@pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])
+@pytest.mark.parametrize("plans", [1, 2], ids=["one plan", "a plan ahead"])
+def test_what_a_reset_has_computed_again_are_the_same_tokens(alone, plans, composition):
+    together = serve_on_engine(REQUESTS, composition, 128, True, plans, reset_at=(4, 9, 15))
+    assert together.outputs == alone
+    assert together.num_preemptions > len(REQUESTS)
 
 
 def sampled(index: int, **changes: object) -> Request:

@@ -55,7 +55,7 @@ def lived(setup: Setup, rng: random.Random, folder: Path, *, is_newer: bool, num
 
     life = InVllm(setup, rng, folder / "tape.jsonl", is_newer=is_newer)
     for _ in range(num_operations):
-        rng.choices((life.add, life.step, life.abort, life.pause), (5, 20, 1, 0.5))[0]()
+        rng.choices((life.add, life.step, life.abort, life.pause, life.reset), (5, 20, 1, 0.5, 0.8))[0]()
     life.drain()
     life.check_tape()
     return life.counts
@@ -75,7 +75,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(
 
 @RUNNERS
 @LOOPS
-def test_long_lives_see_preemptions_hits_aborts_and_pauses(tmp_path: Path, is_newer: bool, is_async: bool) -> None:
+def test_long_lives_see_all_that_comes_from_outside(tmp_path: Path, is_newer: bool, is_async: bool) -> None:
     counts: Counter[str] = Counter()
     for number in range(30):
         rng = random.Random(f"in vllm/{number}")
@@ -88,6 +88,8 @@ def test_long_lives_see_preemptions_hits_aborts_and_pauses(tmp_path: Path, is_ne
         "pauses with requests",
         "ends by stop",
         "ends by length",
+        "resets of who runs",
+        "resets in flight" if is_async else "resets of who runs",
     )
     assert min(counts[name] for name in names) > 40, counts
 

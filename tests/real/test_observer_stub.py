@@ -246,7 +246,7 @@ def test_resets_of_the_prefix_cache_are_noted(tmp_path: Path) -> None:
     add(scheduler, "a", [1, 2], max_tokens=1)
     scheduler.update_from_output(plan(scheduler, a=2), {"a": 5})
     assert scheduler.calls == ["reset_prefix_cache"]
-    assert read_log(log).resets == 1
+    assert read_log(log).resets == (((0, 0), True),)
 
 
 class _Full:

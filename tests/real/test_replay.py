@@ -10,8 +10,9 @@ from real.clocks import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
 from real.replay import MAX_LAG_NS, HostTimes, ReplayLag
 from testbed.core.commands import StepView
 from testbed.core.outcome import Spans, StepResult
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows
+from testbed.core.plan import BatchPlan, BatchShape
 from testbed.core.request import Request
+from testbed.made_rows import MadeRows
 
 MS = 1_000_000
 

@@ -40,8 +40,8 @@ class Served:
         self.core = Setup(num_cpu_blocks=0, preemption="recompute", limits=limits).scheduler()
         loop = OwnLoop(self.core, _Nothing(), _request_of)
         self.scheduler = Steered(loop, engine_config(is_newer=is_newer), BLOCK_SIZE, **options)
-        memory = Memory(BLOCK_SIZE, 17, reads_own_step=False)
-        self.worker = NewerRunner(memory) if is_newer else OlderRunner(memory, is_async=is_async)
+        self.memory = Memory(BLOCK_SIZE, 17, reads_own_step=False)
+        self.worker = NewerRunner(self.memory) if is_newer else OlderRunner(self.memory, is_async=is_async)
         self.engine = Engine(self.scheduler, self.worker, is_async=is_async)
         self.reasons: dict[str, str] = {}
 
@@ -252,16 +252,57 @@ def test_what_was_cached_before_a_reset_is_found_no_more() -> None:
     served.add("b")
     served.step()
     assert served.num_hit_tokens == 8
-    assert not served.scheduler.reset_prefix_cache(), "as long as requests are served"
+    assert not served.scheduler.reset_prefix_cache(), "as long as requests have blocks"
     served.run()
     assert served.scheduler.reset_prefix_cache()
-    assert served.add("c", cache_salt="own").cache_salt == "1:own"
+    assert served.add("c", cache_salt="own").cache_salt == "own"
     served.add("d")
     served.run()
     assert served.num_hit_tokens == 8
     served.add("e")
     assert served.run() == dict.fromkeys("abcde", "length")
     assert served.num_hit_tokens == 16
+
+
+@RUNNERS
+@LOOPS
+@pytest.mark.parametrize("is_paused", [False, True], ids=["between steps", "in a pause"])
+def test_a_reset_of_what_runs_has_it_computed_again_and_changes_no_token(
+    is_newer: bool, is_async: bool, is_paused: bool
+) -> None:
+    """As vLLM's pause_generation(mode="keep", clear_cache=True) asks for it, before weights are changed."""
+    served = Served(is_async=is_async, is_newer=is_newer)
+    requests = [served.add("a"), served.add("b"), served.add("c", [7, 7])]
+    served.step(3)
+    if is_paused:
+        served.scheduler.set_pause_state(ALL)
+        assert served.run() == {}
+    num_hit = served.num_hit_tokens
+    assert served.scheduler.reset_prefix_cache(True, True)
+    served.memory.wipe()
+    served.scheduler.set_pause_state(NONE)
+    assert served.run() == dict.fromkeys("abc", "length")
+    for request in requests:
+        assert request.output_token_ids == tokens_alone(request)
+        assert request.num_preemptions == 1
+    assert num_hit == served.num_hit_tokens == 0
+    assert served.core.blocks.num_free_blocks == 16
+    assert served.worker.known == {}
+
+
+@LOOPS
+def test_aborts_and_a_reset_at_once(is_async: bool) -> None:
+    """As a pause with mode="abort" has it: nothing is left to preempt."""
+    served = Served(is_async=is_async)
+    served.add("a")
+    served.step(2)
+    served.scheduler.finish_requests(None, vllm.RequestStatus.FINISHED_ABORTED)
+    assert served.scheduler.reset_prefix_cache(), "what has ended has no blocks"
+    served.memory.wipe()
+    again = served.add("b")
+    assert served.run() == {"b": "length"}
+    assert again.output_token_ids == tokens_alone(again)
+    assert again.num_preemptions == served.num_hit_tokens == 0
 
 
 # --- pauses ---

@@ -76,10 +76,10 @@ class LLM:
 
 
 class Aborting(Requests):
-    """Aborts some requests, at instants of its own."""
+    """Aborts some requests, at instants of its own, and resets the prefix cache at some boundaries."""
 
-    def __init__(self, requests: list[Request], aborts: list[tuple[int, str]]) -> None:
-        super().__init__(requests)
+    def __init__(self, requests: list[Request], aborts: list[tuple[int, str]], reset_at: tuple[int, ...]) -> None:
+        super().__init__(requests, reset_at)
         self._aborts = aborts
         self.spans: list[Spans] = []
 
@@ -145,7 +145,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path, seed: 
     aborts = [(rng.randrange(1, 30) * 1_000_000, rng.choice(requests).request_id) for _ in range(rng.randrange(3))]
     backend = start(tmp_path, is_async=is_async)
     scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=is_async)), Pools(NUM_BLOCKS, 0))
-    source = Aborting(requests, aborts)
+    source = Aborting(requests, aborts, tuple(rng.sample(range(2, 30), rng.randrange(4))))
     run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
     llm = backend._llm
     aborted = {name for name, request in llm.requests.items() if request.status == vllm.RequestStatus.FINISHED_ABORTED}

@@ -154,12 +154,12 @@ class InVllm:
             max_model_len=setup.limits.max_model_len, is_newer=is_newer, num_blocks=setup.num_blocks + 1
         )
         self.scheduler = Steered(self.loop, config, setup.block_size)
-        memory = Memory(
+        self.memory = Memory(
             setup.block_size,
             setup.num_blocks + 1,
             reads_own_step=setup.caching and setup.rules.hits_visible != "commit",
         )
-        self.worker = NewerRunner(memory) if is_newer else OlderRunner(memory, is_async=is_async)
+        self.worker = NewerRunner(self.memory) if is_newer else OlderRunner(self.memory, is_async=is_async)
         self.engine = Engine(self.scheduler, self.worker, is_async=is_async)
         self.live: dict[str, Any] = {}
         self._requests: dict[str, OurRequest] = {}
@@ -210,9 +210,23 @@ class InVllm:
         if self.live.pop(name, None) is not None:
             self.counts["aborted"] += 1
 
+    def reset(self) -> None:
+        """Between two steps: of all, or only if nothing runs."""
+        preempts = self._rng.random() < 0.8
+        runs = self.core.num_running > 0
+        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=preempts)
+        assert is_reset or not preempts
+        if is_reset:
+            self.memory.wipe()
+            self.counts["resets of nobody"] += not runs
+            self.counts["resets in flight"] += runs and bool(self.engine.queue)
+            self.counts["resets of who runs"] += runs
+
     def pause(self) -> None:
         """Everything stands still, and nothing is lost."""
         self.scheduler.set_pause_state(vllm.PauseState.PAUSED_ALL)
+        if self._rng.random() < 0.3:
+            self.reset()
         for _ in range(4):
             if self._rng.random() < 0.2:
                 self.add()
@@ -288,4 +302,5 @@ class _Digests:
 
     def arrived(self, request: OurRequest, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
     def ended(self, finished: list[Finished], now_ns: int) -> None: ...

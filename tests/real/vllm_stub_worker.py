@@ -41,6 +41,10 @@ class Memory:
         self._names: dict[tuple[int, int], int] = {}
         self.texts: list[list[int]] = [[]]
 
+    def wipe(self) -> None:
+        """Other weights: what was computed before is worth nothing."""
+        self._slots = [[UNKNOWN] * self._block_size for _ in self._slots]
+
     def compute(self, rows: list[Row]) -> dict[str, int]:
         """Writes the rows' slots; the token of each that samples."""
         read = {} if self._reads_own_step else {row.name: self._read(row) for row in rows}

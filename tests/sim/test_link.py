@@ -19,11 +19,12 @@ from sim.fleet import Fleet
 from sim.link import HostLink
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
 from testbed.core.request import GREEDY
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError
+from testbed.made_rows import MadeRows
 from testbed.routing.routers import RoundRobin
 
 BLOCK_SIZE, BLOCK_NS, COMPUTE_NS = 4, 100, 1000

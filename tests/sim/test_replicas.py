@@ -164,6 +164,16 @@ def test_an_abort_follows_its_request() -> None:
     assert len(second.steps) == 4
 
 
+def test_a_reset_goes_to_all_replicas() -> None:
+    inbox = Sessions([request("a", 0, 9), request("b", 3, 9)], [], {}, resets=(35,))
+    busy, later, idle = fleet_of(inbox, To(a=0, b=1), 3)
+    assert ("prefixes reset", 40, 4) in busy.events
+    assert ("prefixes reset", 43, 4) in later.events
+    assert idle.events == [("prefixes reset", 35, 0)]
+    assert [len(log.steps) for log in (busy, later, idle)] == [9, 9, 0]
+    assert [item.request_id for item in busy.views[4].plan.preempted] == ["a"]
+
+
 def test_steps_that_are_over_count_when_a_router_looks() -> None:
     """A prompt of 2: after 3 steps 4 tokens are computed and 5 known. At 30 the third is over, and the next not yet
     planned: one block of 4 is held, and full, so it is cached. At 35 the fourth step has its second block."""

@@ -15,7 +15,7 @@ from sim.cost.constant import ConstantCost
 from sim.cost.linear import LinearCost
 from sim.cost.roofline import RooflineCost
 from sim.driver import run
-from testbed.core.commands import Abort, Arrive, Event, StepView
+from testbed.core.commands import Abort, Arrive, Event, ResetPrefixes, StepView
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
@@ -32,11 +32,14 @@ STEP_NS = 1_000_000
 
 
 class Sessions:
-    """Requests at their arrivals, aborts, and turns that come some time after another has ended. An inbox."""
+    """Requests at their arrivals, aborts, resets, and turns that come some time after another has ended. An inbox."""
 
     is_open = False
 
-    def __init__(self, arrivals: list[Request], aborts: list[tuple[int, str]], turns: dict[str, Request]) -> None:
+    def __init__(
+        self, arrivals: list[Request], aborts: list[tuple[int, str]], turns: dict[str, Request],
+        resets: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         self._events: list[tuple[int, int, Event]] = []
         self._turns = turns  # by the id of the request before; its arrival_ns is the think time
         self._count = count()
@@ -44,6 +47,8 @@ class Sessions:
             self._push(request.arrival_ns, Arrive(request))
         for instant, name in aborts:
             self._push(instant, Abort(name))
+        for instant in resets:
+            self._push(instant, ResetPrefixes())
 
     def _push(self, instant: int, event: Event) -> None:
         heappush(self._events, (instant, next(self._count), event))
@@ -86,6 +91,9 @@ class Log:
 
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
         self.events.append(("aborted", request_id, now_ns, step))
+
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        self.events.append(("prefixes reset", now_ns, step))
 
     def committed(self, step: StepView) -> None:
         assert len(self.steps) < MAX_STEPS, "these worlds end: something is taken back and done again for ever"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, StepView, WaitUntil
+from testbed.core.commands import Abort, Arrive, Event, Execute, ResetPrefixes, Resume, StepView, WaitUntil
 from testbed.core.outcome import Finished, StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
@@ -59,6 +59,9 @@ class Log:
 
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
         self.seen.append(("aborted", request_id, now_ns, step))
+
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        self.seen.append(("prefixes reset", now_ns, step))
 
     def committed(self, step: StepView) -> None:
         self.seen.append(("committed", step.plan.step, step.end_ns))
@@ -151,6 +154,20 @@ def test_a_queue_order_is_told_when_a_request_ended_and_when_one_was_aborted() -
     inbox = ListInbox(arrive("a", 0, output=9), arrive("b", 0, output=3), arrive("late", 7), abort("a", 5))
     drive(inbox, make_scheduler(queue=queue))
     assert queue.noted == [("a", 10), ("b", 30), ("late", 30)]
+
+
+def test_a_reset_takes_effect_at_the_next_boundary_and_is_told_to_all() -> None:
+    log, _ = drive(
+        ListInbox(arrive("a", 0, output=3), Timed(3, ResetPrefixes()), Timed(99, ResetPrefixes())), make_scheduler()
+    )
+    assert [item for item in log.seen if item[0] != "committed"] == [
+        ("arrived", "a", 0, 0),
+        ("prefixes reset", 10, 1),
+        ("ended", ["a"], 30),
+        ("prefixes reset", 99, 3),
+    ]
+    assert [[item.request_id for item in step.plan.preempted] for step in log.steps] == [[], ["a"], []]
+    assert [step.plan.num_scheduled for step in log.steps] == [[("a", 4)], [("a", 5)], [("a", 1)]]
 
 
 def test_an_abort_of_a_finished_request_is_nothing() -> None:

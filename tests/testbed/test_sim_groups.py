@@ -10,8 +10,9 @@ from scipy.stats import chisquare
 from sim.backend import SimBackend
 from testbed.core.batch import Batch
 from testbed.core.outcome import Outcome, Spans
-from testbed.core.plan import BatchPlan, BatchShape, MadeRows, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
 from testbed.core.request import SamplingParams
+from testbed.made_rows import MadeRows
 
 VOCAB_SIZE = 50
 

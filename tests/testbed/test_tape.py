@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.core.commands import Abort, Arrive, StepView
+from testbed.core.commands import Abort, Arrive, ResetPrefixes, StepView
 from testbed.core.outcome import FinishReason, Outcome, Spans, StepResult
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
@@ -25,7 +25,7 @@ def view(scheduler: Scheduler, plan_ns: int, end_ns: int, outcomes: tuple[Outcom
 
 
 def write_tape(path: Path) -> list[StepView]:
-    """Two steps, one of them sampled and stopped by the backend, and an abort."""
+    """Two steps, one of them sampled and stopped by the backend, a reset and an abort."""
     scheduler, writer = make_scheduler(), TapeWriter(path, decision)
     request = make_request("a", 4, None, arrival_ns=3)
     writer.arrived(request, 7, 0)
@@ -35,6 +35,7 @@ def write_tape(path: Path) -> list[StepView]:
         view(scheduler, 2**60, 2**60 + 1, (Outcome(0, (6,), FinishReason.STOP),)),
     ]
     writer.committed(views[0])
+    writer.prefixes_reset(2**60, 1)
     writer.aborted("a", 2**60, 1)
     writer.committed(views[1])
     writer.ended([], 0)
@@ -45,7 +46,11 @@ def write_tape(path: Path) -> list[StepView]:
 def test_a_tape_comes_back_as_it_was_written(tmp_path: Path) -> None:
     views = write_tape(tmp_path / "tape.jsonl")
     tape = read_tape(tmp_path / "tape.jsonl")
-    assert tape.events == (TapeEvent("arrive", "a", 0, 7, 3), TapeEvent("abort", "a", 1, 2**60, 2**60))
+    assert tape.events == (
+        TapeEvent("arrive", "a", 0, 7, 3),
+        TapeEvent("reset_prefixes", "", 1, 2**60, 2**60),
+        TapeEvent("abort", "a", 1, 2**60, 2**60),
+    )
     for step, seen in zip(tape.steps, views, strict=True):
         assert (step.plan_ns, step.commit_ns) == (seen.plan_ns, seen.end_ns)
         assert step.outcomes == seen.result.outcomes
@@ -151,6 +156,7 @@ def test_the_events_of_a_tape_come_at_the_boundaries_that_first_saw_them() -> No
         TapeEvent("arrive", "a", 0, 5, 2),
         TapeEvent("arrive", "b", 0, 5, 4),
         TapeEvent("abort", "a", 1, 9, 9),
+        TapeEvent("reset_prefixes", "", 1, 9, 9),
         TapeEvent("arrive", "c", 1, 9, 8),
     )
 
@@ -162,6 +168,6 @@ def test_the_events_of_a_tape_come_at_the_boundaries_that_first_saw_them() -> No
     assert inbox.due(4) == []
     assert inbox.due(5) == [Arrive(make("a", 2)), Arrive(make("b", 4))]
     assert inbox.next_ns() == 9
-    assert inbox.due(100) == [Abort("a"), Arrive(make("c", 8))]
+    assert inbox.due(100) == [Abort("a"), ResetPrefixes(), Arrive(make("c", 8))]
     assert inbox.next_ns() is None
     assert not inbox.is_open

@@ -51,8 +51,11 @@ def mean_count(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of 1 in percent."""
-    return NOTHING if value is None else f"{significant(100.0 * value)}{SPACE}%"
+    """A share of 1 in percent. "100 %" is all: what rounds to it, and is less, is "> 99.9 %"."""
+    if value is None:
+        return NOTHING
+    text = significant(100.0 * value)
+    return f"{f'>{SPACE}99.9' if text == '100' and value < 1.0 - 1e-9 else text}{SPACE}%"
 
 
 def change(percent: float) -> str:

@@ -7,7 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from analysis import format as fmt
-from analysis.arms import Arm, decided_alike, grouped, is_policy, level_groups, paired_replicates
+from analysis.arms import (
+    Arm,
+    comparable,
+    decided_alike,
+    grouped,
+    is_policy,
+    level_groups,
+    paired_replicates,
+    replicates,
+)
 from analysis.load import Run, swept_keys
 from analysis.naming import factor_name
 
@@ -18,7 +27,13 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (("admission",), lambda run: _never_blocked(run), "no request was held back"),
     (("prefix_caching", "eviction"), lambda run: run.summary["prefix_hit_rate"] == 0, "no prefix was hit"),
     (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
+    (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
+    (("queue_order priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
 )
+
+
+def _is_one(run: Run, column: str) -> bool:
+    return int(run.requests[column].nunique(dropna=False)) < 2
 
 
 def _never_blocked(run: Run) -> bool:
@@ -31,27 +46,40 @@ def _hardly_waited(run: Run) -> bool:
 
 
 def never_triggered(arms: Sequence[Arm]) -> list[str]:
-    """Arms that decided as the baseline at every step, at the same prices: what they differ in was never exercised."""
-    baseline, said = arms[0], []
-    for arm in arms[1:]:
-        pairs = paired_replicates(baseline, arm)
-        keys = [key for key in swept_keys([*baseline.runs, *arm.runs]) if is_policy(key)]
-        is_policys = all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
-        if is_policys and all(_is_same(one, other) for one, other in pairs):
-            runs = [run for pair in pairs for run in pair]
-            why = [
-                text
-                for parts, unused, text in _UNUSED
-                if any(part in key for part in parts for key in keys) and all(unused(run) for run in runs)
-            ]
-            if _is_about_tenants(arm) and all(_num_tenants(run) < 2 for run in runs):
-                why.append("the trace has one tenant")
-            reason = f": {fmt.listing(why)}" if why else ""
-            said.append(
-                f"{arm.name} took the same decisions as {baseline.name} at every step; what sets them apart was never "
-                f"triggered{reason}."
-            )
-    return said
+    """Arms that decided as another at every step, at the same prices: what they differ in was never exercised."""
+    groups: list[list[Arm]] = []
+    for arm in arms:
+        same = next((group for group in groups if _took_same(group[0], arm)), None)
+        if same is None:
+            groups.append([arm])
+        else:
+            same.append(arm)
+    return [
+        f"{fmt.listing([arm.name for arm in others])} took the same decisions as {first.name} at every step; what sets "
+        f"them apart was never triggered{_why_not([first, *others])}."
+        for first, *others in groups
+        if others
+    ]
+
+
+def _took_same(one: Arm, other: Arm) -> bool:
+    keys = [key for key in swept_keys([*one.runs, *other.runs]) if is_policy(key)]
+    is_policys = all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
+    if not is_policys or len(comparable([one, other], one)) < 2:
+        return False
+    return all(_is_same(*runs) for runs in paired_replicates(one, other))
+
+
+def _why_not(arms: Sequence[Arm]) -> str:
+    """What never happened, as far as that is known; ": …" or nothing."""
+    runs = [run for arm in arms for run in replicates(arm).values()]
+    said = [f"{key} {value}" for arm in arms for key, value in arm.levels.items() if key in swept_keys(runs)]
+    why = [
+        text
+        for parts, unused, text in _UNUSED
+        if any(part in words for part in parts for words in said) and all(unused(run) for run in runs)
+    ]
+    return f": {fmt.listing(why)}" if why else ""
 
 
 def hardly_triggered(arms: Sequence[Arm]) -> list[str]:
@@ -84,11 +112,3 @@ def _but(factor: Sequence[str], arm: Arm) -> str:
 def _is_same(one: Run, other: Run) -> bool:
     same = [run.summary["e2e_s"]["mean"] for run in (one, other)]
     return decided_alike(one) == decided_alike(other) and same[0] == same[1]
-
-
-def _is_about_tenants(arm: Arm) -> bool:
-    return any("vtc" in str(value) for value in arm.levels.values())
-
-
-def _num_tenants(run: Run) -> int:
-    return int(run.requests["tenant"].nunique(dropna=False))

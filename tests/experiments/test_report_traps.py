@@ -39,7 +39,7 @@ def test_an_arm_s_gain_is_told_where_no_factor_has_an_average_one() -> None:
     assert more == "1 more comparison shows no difference beyond the noise."
     claimed = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.1, "lower"), 2, None)]
     (said,) = answer([Compared("", arms, rows, claimed)], None)
-    assert "on average over the other factors, watermark 0.1 instead of 0" in said, "what a factor does is told as its"
+    assert "On average over the other factors, watermark 0.1 instead of 0" in said, "what a factor does is told as its"
 
 
 def test_starts_of_two_lengths_are_not_compared(tmp_path: Path) -> None:

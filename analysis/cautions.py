@@ -143,11 +143,29 @@ def _unnamed(arms: Sequence[Arm]) -> list[str]:
     ]
     said = [f"{factor_name(key)} ({_values(arms, key)})" for key in found[:_MAX_KEYS]]
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
-    for name, words in _RESOLVED.items():
+    is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
+    for name, words in {**_RESOLVED, **({} if is_simulated else {"device": "device"})}.items():
         per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
         if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
             said.append(f"{words} ({_listed(per_arm)})")
     return [f"The arms differ in more than their names say: {fmt.listing(said)}."] if said else []
+
+
+def changed_sources(runs: Sequence[Run]) -> list[str]:
+    """A sentence where runs that are compared were made from files, classes or code of one name and other content."""
+    made = [run.manifest.get("identity") or {} for run in runs]  # older runs do not say
+    by_name: dict[str, set[str]] = {}
+    for part in ("classes", "files"):
+        for name, content in ((name, content) for one in made for name, content in (one.get(part) or {}).items()):
+            by_name.setdefault(name, set()).add(content)
+    changed = [name for name, contents in by_name.items() if len(contents) > 1]
+    changed += ["the code of the testbed"] if len({one["code"] for one in made if "code" in one}) > 1 else []
+    if not changed:
+        return []
+    return [
+        f"Between the runs that are compared {fmt.listing(changed)} changed, and what looks like an arm's doing may be "
+        "that: run them again from one state."
+    ]
 
 
 def _values(arms: Sequence[Arm], key: str) -> str:

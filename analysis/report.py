@@ -28,7 +28,7 @@ from analysis.arms import (
     replicates,
     unsaid_keys,
 )
-from analysis.cautions import cautions, is_outrun, lost
+from analysis.cautions import cautions, changed_sources, is_outrun, lost
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
 from analysis.first_screen import Compared, answer
@@ -312,6 +312,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
         "cautions": [
             *findings.failed_checks(links, everything),
             *missed,
+            *changed_sources(everything),
             *fidelity_findings.too_noisy(noise),
             *clocks,
             *report.cautions,

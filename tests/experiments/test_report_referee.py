@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from analysis import format as fmt
 from analysis.arms import Arm, Pair, infer_arms
-from analysis.cautions import cautions, lost
+from analysis.cautions import cautions, changed_sources, lost
 from analysis.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.fidelity_findings import not_measured
 from analysis.findings import best_arms
@@ -145,6 +146,32 @@ def test_a_start_that_is_all_there_is_is_no_report(tmp_path: Path) -> None:
 def test_a_share_is_all_only_where_it_is() -> None:
     told = [fmt.share(value).replace(fmt.SPACE, " ") for value in (1.0, 0.99996, 0.9994, 1.2)]
     assert told == ["100 %", "> 99.9 %", "99.9 %", "120 %"]
+
+
+def test_changes_are_factors_from_ten_times_on_and_no_longer_than_a_reader_needs() -> None:
+    told = [fmt.change(value).replace(fmt.SPACE, " ") for value in (899.0, 900.0, -89.6, -95.0, 6.3e11, -99.9999999)]
+    assert told == ["+899 %", "×10", "−90 %", "÷20", "×10\u202f000 or more", "÷10\u202f000 or more"]
+
+
+def test_what_changed_between_runs_beside_their_settings_is_named(tmp_path: Path) -> None:
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace=LIGHT, scheduler=name)
+    runs = load_sweep(tmp_path).runs
+    assert changed_sources(runs) == []
+    runs[0].manifest["identity"] |= {"classes": {"mine": "a", "other": "b"}, "code": "1"}
+    runs[1].manifest["identity"] |= {"classes": {"mine": "c", "other": "b"}, "code": "2"}
+    (said,) = changed_sources(runs)
+    assert said.startswith("Between the runs that are compared mine and the code of the testbed changed, ")
+
+
+def test_real_runs_of_two_machines_are_told_apart(tmp_path: Path) -> None:
+    for number, (backend, chunked) in enumerate(itertools.product(("sim", "real"), (False, True))):
+        write_run(tmp_path / backend / str(chunked), backend, chunked=chunked, num_requests=30)
+        manifest = tmp_path / backend / str(chunked) / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"device": "cpu"', f'"device": "cpu {number}"'))
+    for backend, is_said in (("sim", False), ("real", True)):
+        said = cautions({"": arms_of(tmp_path / backend)}, 0.02)
+        assert any("device (cpu 2 in " in text for text in said) is is_said, said
 
 
 @pytest.mark.parametrize(("num_requests", "is_said"), [(40, True), (2000, False)])

@@ -317,7 +317,10 @@ def test_what_the_trace_may_not_be_is_said_before_any_point_runs(
         ("cache.eviction=lru,[mru]", "cache.eviction is ['mru']"),
         ("backend.router=round_robin,{_target_: builtins.dict, 1: 2}", "backend.router: "),
         ("scheduler.admission=watermark,{_target_: decimal.Decimal, value: x}", "scheduler.admission: cannot make"),
-        ("scheduler.oracle=none,{_target_: testbed.policies.oracle.Noisy, sd: 3}", "cannot make 'testbed.policies.oracle.Noisy'"),
+        (
+            "scheduler.oracle=none,{_target_: testbed.policies.oracle.Noisy, sd: 3}",
+            "cannot make 'testbed.policies.oracle.Noisy'",
+        ),
     ],
 )
 def test_policies_that_cannot_be_made_are_said_before_any_point_runs(

@@ -15,6 +15,7 @@ from analysis.compare import Comparison, metric_of
 from analysis.fidelity import worst_errors
 from analysis.load import Run
 
+_MAX_MISSED = 3  # picks that are named; the table has all
 _TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: what they say of a simulator is little
 _ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
 
@@ -55,10 +56,11 @@ def _largest(noise: Mapping[str, float]) -> tuple[float, str]:
     return max(((noise[path], path) for path in _ERRORS_TOLD if path in noise and "p99" not in path), default=(0.0, ""))
 
 
-def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
+def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) -> list[str]:
     """Whether the simulator picks the real engine's best policy, a sentence for each load. rankings: by load, as
-    `fidelity.ranking_agreement` makes them."""
+    `fidelity.ranking_agreement` makes them. noise: of equal real runs; empty: none was repeated."""
     said = []
+    by = "" if noise else " (each policy ran once, so whether that is noise is not known)"
     for load, ranking in rankings.items():
         told = ranking[ranking["winner_is_clear"]]
         where = f"At {load}" if load else "On this trace"
@@ -70,10 +72,11 @@ def winners(rankings: Mapping[str, pd.DataFrame]) -> list[str]:
             f"({row['sim_winner']}, on the engine {_share(row['regret'])} behind {row['real_winner']})"
             for row in told[~told["same_winner"].astype(bool)].to_dict("records")
         ]
+        named = missed[:_MAX_MISSED] + ([f"{len(missed) - _MAX_MISSED} more"] if len(missed) > _MAX_MISSED else [])
         said.append(
             f"{where} the simulator picks the real engine's best policy in {len(told) - len(missed)} of the "
-            f"{len(told)} metrics in which the engine tells it apart from the second best"
-            + (f"; not in {fmt.listing(missed)}." if missed else ".")
+            f"{len(told)} metrics in which the engine tells it apart from the second best{by}"
+            + (f"; not in {fmt.listing(named)}." if missed else ".")
         )
     return said
 
@@ -97,7 +100,7 @@ def fidelity_findings(
 ) -> list[str]:
     """What the pairs show: whether the best policy is the engine's, the error of each latency and rate, the machine's
     own noise, the order of the policies. rankings: by load."""
-    said = winners(rankings)
+    said = winners(rankings, noise)
     known = [path for path in _ERRORS_TOLD if path in noise]
     for pair in pairs:
         errors = tables[pair.label].set_index("metric")["error"].dropna()

@@ -302,7 +302,7 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
     commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
     measured = fidelity_section(report, sections, noise)
     rankings: Mapping[str, Any] = measured["rankings"]
-    missed = [text for text in fidelity_findings.winners(rankings) if "; not in " in text]
+    missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     return {
         "title": report.title,

@@ -300,10 +300,13 @@ def test_whether_the_simulator_picks_the_winner_is_said_first(tmp_path):
     )
     ranking = fidelity.ranking_agreement({pair.label: (pair.sim, pair.real) for pair in pairs})
     swapped = ranking.assign(sim_winner="chunked False", same_winner=False, regret=0.034)
-    (missed,) = fidelity_findings.winners({"9 requests/s": swapped})
+    (missed,) = fidelity_findings.winners({"9 requests/s": swapped}, {"ttft_s.mean": 0.1})
     assert missed.startswith("At 9 requests/s the simulator picks the real engine's best policy in 0 of the ")
-    assert "(chunked False, on the engine 3.4 % behind chunked " in missed
-    (none,) = fidelity_findings.winners({"": ranking.assign(winner_is_clear=False)})
+    assert missed.count("(chunked False, on the engine 3.4 % behind chunked ") == 3
+    assert missed.endswith(" more.")
+    assert "each policy ran once" in first
+    assert "each policy ran once" not in missed
+    (none,) = fidelity_findings.winners({"": ranking.assign(winner_is_clear=False)}, {})
     assert "tells no policy apart as the best" in none
 
 

@@ -79,13 +79,17 @@ def _shared(runs: Sequence[Run], drawn: Sequence[str]) -> tuple[Level, str]:
     narrow = "intervals are narrower than those of other traces would be"
     if any(early_end > late_start for (_, early_end), (late_start, _) in pairwise(sorted(set(map(_window, runs))))):
         return "poor", f": their windows overlap, so {narrow}"
-    if list(drawn) == ["jitter"]:
+    steps = [step for run in runs for step in _steps(run)]
+    kept = [float(step.get("fraction", 1.0)) for step in steps if step.get("name") == "thin"]
+    if not {"window", "bootstrap", "sample_sessions"}.isdisjoint(drawn):
+        return "good", ""
+    if kept:
+        told = f": each shares {fmt.share(max(kept))} of another's requests, so {narrow}"
+        return "poor" if max(kept) > _MOSTLY else "fair", told
+    if any(step.get("name") == "set_rate" and step.get("by") == "thin" for step in steps):
+        return "fair", f": each shares a part of another's requests, so {narrow}"
+    if "jitter" in drawn:
         return "poor", " of the same requests: how the result hangs on exact arrivals, and nothing of other traces"
-    if "thin" in drawn and "window" not in drawn:
-        kept = [step.get("fraction", 1.0) for run in runs for step in _steps(run) if step.get("name") == "thin"]
-        share = float(max(kept, default=1.0))
-        told = f": each shares {fmt.share(share)} of another's requests, so {narrow}"
-        return "poor" if share > _MOSTLY else "fair", told
     return "good", ""
 
 
@@ -103,13 +107,15 @@ def _ignoring(arms: Sequence[Arm]) -> str:
 
 def _load(groups: Sequence[Compared]) -> Trust:
     arms = [arm for group in groups for arm in group.arms]
-    if beyond := _where_so(groups, is_outrun):
-        return Trust("load", "fair", f"beyond the capacity of {beyond}")
     if any(run.summary.get("steadiness") is None for arm in arms for run in arm.runs):
         return Trust("load", "fair", "not judged: requests came all at once")
-    if untold := _where_so(groups, lambda run: run.summary["steadiness"]["is_outrun"] is None):
-        why = "the trace ends before it shows whether the engine keeps up"
-        return Trust("load", "fair", f"not judged for {untold}: {why}")
+    beyond = _where_so(groups, is_outrun)
+    untold = _where_so(groups, lambda run: run.summary["steadiness"]["is_outrun"] is None)
+    said = [f"beyond the capacity of {beyond}"] * bool(beyond)
+    if untold:
+        said.append(f"not judged for {untold}: the trace ends before it shows whether the engine keeps up")
+    if said:
+        return Trust("load", "fair", "; ".join(said))
     if ignored := _ignoring(arms):
         return Trust("load", "fair", f"{ignored} ignored requests: less was served than came")
     return Trust("load", "good", "every arm kept up with what came")

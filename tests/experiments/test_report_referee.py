@@ -70,6 +70,11 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
         ({"name": "jitter", "within_s": 0.1}, "poor", " replicates, by jitter of the same requests: how the result"),
         ({"name": "thin", "fraction": 0.98}, "poor", " replicates, by thin: each shares 98.0 % of another's requests"),
         ({"name": "thin", "fraction": 0.5}, "fair", " replicates, by thin: each shares 50.0 % of another's requests"),
+        (
+            {"name": "set_rate", "rate": 9, "by": "thin"},
+            "fair",
+            " replicates: each shares a part of another's requests",
+        ),
         ({"name": "bootstrap"}, "good", " replicates, by bootstrap"),
     ],
 )
@@ -83,6 +88,15 @@ def test_replicates_that_share_requests_are_worth_less(
         ran(tmp_path / "runs" / str(seed), trace={"name": "jsonl", "path": file, "transforms": [steps]}, seed=seed)
     found, why = light(arms_of(tmp_path / "runs"), "replicates")
     assert (found, why[1 : 1 + len(words)]) == (level, words)
+
+
+def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace=LIGHT, scheduler=name)
+    one, other = arms = arms_of(tmp_path)
+    one.runs[0].summary["steadiness"]["is_outrun"], other.runs[0].summary["steadiness"]["is_outrun"] = True, None
+    _, why = light(arms, "load")
+    assert why.startswith(f"beyond the capacity of {one.name}; not judged for {other.name}: the trace ends before")
 
 
 @pytest.mark.parametrize("is_overlapping", [False, True])

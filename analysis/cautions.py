@@ -15,7 +15,7 @@ from analysis.files import read_json, read_yaml
 from analysis.load import Run, flatten, relative, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.statistics import mser5
-from analysis.triggered import hardly_triggered, never_triggered
+from analysis.triggered import never_triggered
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
@@ -32,7 +32,7 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
     for load, group in loads.items():
         at_load = f"At {load}: " if load else ""
         found = [*_outrun(group), *_draining(group), *_uneven(group), *_warm_up(group, margin)]
-        found += [*never_triggered(group), *hardly_triggered(group)]
+        found += never_triggered(group)
         said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
     return said
 

@@ -250,7 +250,7 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
     if any(outcome.status == "interrupted" for outcome in followed.outcomes):
         raise _interrupted(todo, followed)
     if failure is not None:
-        _say_not_begun(todo, followed, "the sweep ended before it began")
+        _say_not_begun(todo, followed, "the sweep ended without it")
         raise SweepError(_of_launcher(sweep.master, failure, len(todo) - followed.num_complete, len(todo)))
     return list(_settled(followed.outcomes))
 

@@ -173,15 +173,11 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
 
 
 def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
-    """What a reader must know before using the numbers."""
+    """What a reader must know before using the numbers, beside what the lights and the cautions say."""
     said = []
-    counts = sorted({len(replicates(arm)) for arm in arms})
-    if counts and counts[0] == 1:
-        said.append("At least one arm has a single replicate: nothing here says how the result varies between traces.")
-        if any(len(replicates(arm)) < len(arm.runs) for arm in arms):
-            said.append("Of a recorded trace a seed makes no replicate; docs/traces.md says what does.")
-    elif counts and counts[0] < 5:
-        said.append(f"There are only {counts[0]} replicates: intervals over so few are wide and lean on normality.")
+    least = min((len(replicates(arm)) for arm in arms), default=0)
+    if 1 < least < 5:
+        said.append(f"There are only {least} replicates: intervals over so few are wide and lean on normality.")
     unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)
     if unfinished:
         said.append(
@@ -196,6 +192,4 @@ def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
         )
     if not slo_given:
         said.append("No SLO was given, so there is no goodput.")
-    if any(run.manifest.get("backend") == "sim" for arm in arms for run in arm.runs):
-        said.append("Simulated numbers are a cost model's predictions; see above for what was measured of its error.")
     return said

@@ -132,7 +132,7 @@ def test_without_a_real_run_the_page_says_that_nothing_was_measured(sweep, tmp_p
     text = " ".join(Page(path.read_text()).text.split())
     assert "No real run was given." in text
     assert "On this one trace, against prefill_first, prefix caching off" in text
-    assert "nothing here says how the result varies between traces" in text
+    assert "one replicate: nothing says how the result varies between traces" in text
 
 
 def test_loads_become_conditions_and_a_curve(tmp_path):

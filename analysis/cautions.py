@@ -15,7 +15,7 @@ from analysis.files import read_json, read_yaml
 from analysis.load import Run, flatten, relative, swept_keys
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.statistics import mser5
-from analysis.triggered import hardly_triggered, never_triggered
+from analysis.triggered import never_triggered
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
@@ -31,8 +31,8 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     for load, group in loads.items():
         at_load = f"At {load}: " if load else ""
-        found = [*_outrun(group), *_uneven(group), *_warm_up(group, margin)]
-        found += [*never_triggered(group), *hardly_triggered(group)]
+        found = [*_outrun(group), *_draining(group), *_uneven(group), *_warm_up(group, margin)]
+        found += never_triggered(group)
         said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
     return said
 
@@ -46,19 +46,27 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
         of = f" of {name}" if name else ""
         said.append(f"{runs}{of} failed or did not end, and {'is' if len(entries) == 1 else 'are'} left out")
         said[-1] += f" ({relative(first, start)}: {reason})."
+    said += _ignoring(arms)
     for arm in arms:
-        if num := num_ignored(arm):
-            said.append(
-                f"{arm.name} ignored {fmt.number(num)} requests that can never fit, or that nothing admits: they have "
-                "no latency, so its latencies are of the others, and are not compared with those of arms that served "
-                "them."
-            )
         if share := _aborted_share(arm):
             said.append(
                 f"{fmt.share(share)} of the requests of {arm.name} were aborted: they have no E2E, and their TTFT and "
                 "TPOT are of what came before."
             )
     return said
+
+
+def _ignoring(arms: Sequence[Arm]) -> list[str]:
+    """Requests that have no latency: a sentence for the arms that ignored as many of as many."""
+    counts = grouped(arms, lambda arm: (num_ignored(arm), sum(run.summary["num_requests"] for run in arm.runs)))
+    told = {count: fmt.listing([arm.name for arm in members]) for count, members in counts.items() if count[0]}
+    apart = ", and are not compared with those of arms that ignored fewer or more" if len(counts) > 1 else ""
+    each = {count: " each" if len(members) > 1 else "" for count, members in counts.items()}
+    return [
+        f"{names} ignored {fmt.number(num)} of {fmt.number(sent)} requests{each[num, sent]} "
+        f"(they can never fit, or nothing admits them): these have no latency, so latencies are of the others{apart}."
+        for (num, sent), names in told.items()
+    ]
 
 
 def _aborted_share(arm: Arm) -> float:
@@ -110,7 +118,7 @@ def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     if copies:
         said.append(
             f"{copies} of {num} runs repeat another one, decision for decision, and count once: a seed makes no "
-            "replicate of a recorded trace (docs/traces.md says what does)."
+            "replicate of a trace that is recorded, or whose trace.seed is given (docs/traces.md says what does)."
         )
     if left > copies:
         said.append(
@@ -135,11 +143,29 @@ def _unnamed(arms: Sequence[Arm]) -> list[str]:
     ]
     said = [f"{factor_name(key)} ({_values(arms, key)})" for key in found[:_MAX_KEYS]]
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
-    for name, words in _RESOLVED.items():
+    is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
+    for name, words in {**_RESOLVED, **({} if is_simulated else {"device": "device"})}.items():
         per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
         if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
             said.append(f"{words} ({_listed(per_arm)})")
     return [f"The arms differ in more than their names say: {fmt.listing(said)}."] if said else []
+
+
+def changed_sources(runs: Sequence[Run]) -> list[str]:
+    """A sentence where runs that are compared were made from files, classes or code of one name and other content."""
+    made = [run.manifest.get("identity") or {} for run in runs]  # older runs do not say
+    by_name: dict[str, set[str]] = {}
+    for part in ("classes", "files"):
+        for name, content in ((name, content) for one in made for name, content in (one.get(part) or {}).items()):
+            by_name.setdefault(name, set()).add(content)
+    changed = [name for name, contents in by_name.items() if len(contents) > 1]
+    changed += ["the code of the testbed"] if len({one["code"] for one in made if "code" in one}) > 1 else []
+    if not changed:
+        return []
+    return [
+        f"Between the runs that are compared {fmt.listing(changed)} changed, and what looks like an arm's doing may be "
+        "that: run them again from one state."
+    ]
 
 
 def _values(arms: Sequence[Arm], key: str) -> str:
@@ -175,7 +201,26 @@ def _outrun(arms: Sequence[Arm]) -> list[str]:
     return [
         f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {offered:.3g} requests/s came there, "
         f"{reached:.3g} were served, and more and more were in the system until the last one came. Such latencies "
-        "depend on how long the trace is; compare throughputs there, or lower the rate."
+        "depend on how long the trace is, and so does how many keep an SLO; compare throughputs there, or lower the "
+        "rate."
+    ]
+
+
+_DRAINED = 0.85  # of what came a second: below, the time after the last arrival weighs in what was served
+
+
+def _draining(arms: Sequence[Arm]) -> list[str]:
+    """Rates of traces that are short beside the time that their last requests take."""
+    runs = [run for arm in arms for run in replicates(arm).values() if not (is_outrun(run) or ignored(run))]
+    rates = [run.summary["throughput"] for run in runs if run.summary["steadiness"] is not None]
+    slow = [rate for rate in rates if rate["requests_per_s"] < _DRAINED * rate["offered_per_s"]]
+    if not slow:
+        return []
+    offered, reached = (float(np.mean([rate[name] for rate in slow])) for name in ("offered_per_s", "requests_per_s"))
+    return [
+        f"Rates are over all of a run, and the traces are short: {offered:.3g} requests/s came and {reached:.3g} were "
+        "served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "
+        "how long these took; a longer trace helps."
     ]
 
 
@@ -223,8 +268,9 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     empty system is fast; what is slower than the rest is a burst, and none of the start's."""
     changes: dict[str, float] = {}
     for arm in arms:
-        runs = [run for run in replicates(arm).values() if not is_outrun(run)]  # others come to no steady state
-        changes[arm.name] = float(np.median([_change_by_warm_up(run) for run in runs])) if runs else 0.0
+        runs = list(replicates(arm).values())
+        each = [0.0 if is_outrun(run) else _change_by_warm_up(run) for run in runs]  # those come to no steady state
+        changes[arm.name] = float(np.median(each))
     worst = max(changes, key=lambda name: changes[name])
     if changes[worst] <= margin:
         return []

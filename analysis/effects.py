@@ -50,10 +50,9 @@ def main_effects(
 ) -> list[Effect]:
     """Every factor of a design with at least two crossed factors, every level but the baseline's; else nothing: where
     not every combination of levels ran, a factor's mean would mix in the others."""
-    factors = level_groups(arms)
-    num_combinations = prod(len({_level(arm, factor) for arm in arms}) for factor in factors)
-    if len(factors) < 2 or len(arms) < num_combinations:
+    if not is_full_design(arms):
         return []
+    factors = level_groups(arms)
     found: list[Effect] = []
     for metric in metrics:
         rows = []
@@ -63,6 +62,13 @@ def main_effects(
             rows += [_effect(arms, baseline, factors, factor, level, metric, slo) for level in steps]
         found += _judge([row for row in rows if row is not None], margin)
     return found
+
+
+def is_full_design(arms: Sequence[Arm]) -> bool:
+    """Whether there are several factors, and an arm of every combination of their levels."""
+    factors = level_groups(arms)
+    num_combinations = prod(len({_level(arm, factor) for arm in arms}) for factor in factors)
+    return len(factors) > 1 and len(arms) >= num_combinations
 
 
 def _level(arm: Arm, factor: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 NOT_REACHED = "not reached"
 NOTHING = "–"
 MINUS = "−"
+FACTOR = 10_000  # more is as good as any
 SPACE = "\u00a0"  # no break between a number and its unit
 
 
@@ -51,19 +52,22 @@ def mean_count(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of 1 in percent."""
-    return NOTHING if value is None else f"{significant(100.0 * value)}{SPACE}%"
+    """A share of 1 in percent. "100 %" is all: what rounds to it, and is less, is "> 99.9 %"."""
+    if value is None:
+        return NOTHING
+    text = significant(100.0 * value)
+    return f"{f'>{SPACE}99.9' if text == '100' and value < 1.0 - 1e-9 else text}{SPACE}%"
 
 
 def change(percent: float) -> str:
-    """A relative change in percent, always signed unless it rounds to 0; as a factor from ten times as much on, and
-    where so little is left that percents would say nothing is."""
+    """A relative change in percent, always signed unless it rounds to 0; as a factor from ten times as much, or as
+    little, on, up to FACTOR: an interval of two replicates may end at millions."""
     if not math.isfinite(percent):
         return NOTHING
-    if percent >= 900:
-        return f"×{significant(1 + percent / 100, 2)}"
-    if -100 < percent < -99:
-        return f"÷{significant(100 / (100 + percent), 2)}"
+    if percent >= 900 or -100 < percent < -90:
+        times = 1 + percent / 100
+        size, sign = (times, "×") if times > 1 else (1 / times, "÷")
+        return f"{sign}{significant(size, 2)}" if size < FACTOR else f"{sign}{significant(FACTOR, 2)} or more"
     rounded = round(percent, 1) if abs(percent) < 10 else round(percent)
     if rounded == 0:
         return f"0{SPACE}%"

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from analysis import fidelity, findings, plots, tables
+from analysis import fidelity, fidelity_findings, findings, plots, tables
 from analysis.arms import (
     Arm,
     by_load,
@@ -28,29 +28,32 @@ from analysis.arms import (
     replicates,
     unsaid_keys,
 )
-from analysis.cautions import cautions, is_outrun, lost
+from analysis.cautions import cautions, changed_sources, is_outrun, lost
 from analysis.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.effects import Effect, by_factor, main_effects, one_factor_away
-from analysis.first_screen import Compared, answer, trust
+from analysis.first_screen import Compared, answer
 from analysis.groups import differing, experiments, left_out, refuse_unused
 from analysis.load import Run, align, load_sweep, num_replicas, relative
 from analysis.metrics import SLO
 from analysis.report_fidelity import fidelity_section
-from analysis.report_parts import DEFAULT_MARGIN, Plot, ReportInput, Sections
+from analysis.report_parts import DEFAULT_MARGIN, Plot, ReportInput, Sections, baseline_text, default_question, what_ran
 from analysis.reproduce import MAX_COMMANDS, sweep_commands
-from analysis.study import same_warm_up, stated, stated_slo
+from analysis.study import check_warm_up, stated, stated_slo
 from analysis.summary import summary_value
+from analysis.trust import trust
 from testbed.errors import RunFolderError
 
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
 _MAX_CURVES = 8
-_MAX_RAN = 4  # models and devices that are named at the top
 
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     """Writes the report to `out` (an .html path), returns it. RunFolderError for arms or pairs of different traces."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
+    check_warm_up(
+        [*(run for arm in report.arms for run in arm.runs), *(run for pair in report.pairs for run in pair.runs)]
+    )
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = Sections(path)
@@ -112,7 +115,6 @@ def report_from_folders(
     counted = {run.path for run in (*sims, *compared)}
     others += [alone] if (alone := [run for run in runs if run.path not in counted]) else []
     arms = infer_arms(chosen)
-    same_warm_up(compared)
     report = ReportInput(
         arms=arms,
         pairs=pairs,
@@ -292,26 +294,36 @@ def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
 
 def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:
     runs = [run for arm in report.arms for run in arm.runs]
-    everything = [*runs, *[run for pair in report.pairs for run in pair.runs]]
+    everything = report.runs
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise([pair.reals for pair in report.pairs])
-    clocks = findings.unlike_clocks(findings.probe_of(run.manifest) for run in everything if run.manifest.get("replay"))
+    replayed = [fidelity_findings.probe_of(run.manifest) for run in everything if run.manifest.get("replay")]
+    clocks = fidelity_findings.unlike_clocks(replayed)
     commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
     measured = fidelity_section(report, sections, noise)
+    rankings: Mapping[str, Any] = measured["rankings"]
+    missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     return {
         "title": report.title,
-        "question": report.question or _default_question(report.arms, baseline),
-        "ran": _what_ran(everything),
-        "baseline": _baseline_text(report, baseline),
-        "cautions": [*findings.failed_checks(links, everything), *findings.too_noisy(noise), *clocks, *report.cautions],
+        "question": report.question or default_question(report.arms, baseline),
+        "ran": what_ran(everything),
+        "baseline": baseline_text(report, baseline),
+        "cautions": [
+            *findings.failed_checks(links, everything),
+            *missed,
+            *changed_sources(everything),
+            *fidelity_findings.too_noisy(noise),
+            *clocks,
+            *report.cautions,
+        ],
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
         "plots": sections.plots,
         "fidelity": {"warnings": [], "setup": None} | measured,
-        "trust": trust(sections.compared, report.pairs, measured.get("errors", {}), len(report.incomplete)),
+        "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
         "commands": [*commands, *([report.command] if report.command else [])],
@@ -320,35 +332,6 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
         "runs": tables.runs_table(report.arms, links),
         "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
     }
-
-
-def _what_ran(runs: Sequence[Run]) -> str:
-    """Which models ran where, simulated or measured."""
-    said: dict[str, None] = {}
-    for run in runs:
-        on = f"{run.manifest.get('model')} on {run.manifest.get('device')}"
-        is_simulated = run.manifest.get("backend") == "sim"
-        said[f"simulated: {on}, cost={run.manifest.get('cost')}" if is_simulated else f"measured: {on}"] = None
-    shown = [*said][:_MAX_RAN]
-    more = f"; and {len(said) - len(shown)} more" if len(said) > len(shown) else ""
-    text = "; ".join(shown) + more
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _baseline_text(report: ReportInput, baseline: Arm) -> str:
-    if len(report.arms) < 2:
-        return ""
-    is_point = baseline.runs[0].manifest.get("point") is not None
-    why = "the first point of the sweep" if is_point else "the first run, in the order of the folders"
-    why += "; --baseline or report.baseline names another"
-    return f"Baseline: {baseline.name}, {'as named' if report.baseline else why}."
-
-
-def _default_question(arms: Sequence[Arm], baseline: Arm) -> str:
-    if len(arms) == 1:
-        return f"How does {baseline.name} serve {'this trace' if len(arms[0].runs) == 1 else 'these traces'}?"
-    variants = f"{len(arms) - 1} variants" if len(arms) > 2 else next(a.name for a in arms if a.name != baseline.name)
-    return f"How {'do' if len(arms) > 2 else 'does'} {variants} differ from {baseline.name} on the same trace?"
 
 
 def _markdown(text: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import fidelity, findings, plots, tables
+from analysis import fidelity, fidelity_findings, plots, tables
 from analysis.arms import engine_of
 from analysis.load import Run, relative
 from analysis.report_parts import ReportInput, Sections
@@ -15,17 +15,17 @@ from analysis.report_parts import ReportInput, Sections
 
 def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str, float]) -> dict[str, Any]:
     """The section on the real engine: tables, plot, sentences, and what was not measured."""
-    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": []}
-    result["not_measured"] = findings.not_measured(report.arms, report.pairs)
+    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": [], "errors": {}, "rankings": {}}
+    result["not_measured"] = fidelity_findings.not_measured(report.arms, report.pairs)
     if not report.pairs:
         return result
     matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
     errors = {pair.label: fidelity.error_table(*pair.runs) for pair in report.pairs}
     engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
     rankings = _rankings(report, noise) if len(engines) == 1 else {}
-    result["errors"] = errors
-    result["said"] = findings.fidelity_findings(report.pairs, errors, rankings, report.margin, noise)
-    result["warnings"] = findings.smaller_than_error(sections.comparisons, errors)
+    result |= {"errors": errors, "rankings": rankings}
+    result["said"] = fidelity_findings.fidelity_findings(report.pairs, errors, rankings, report.margin, noise)
+    result["warnings"] = fidelity_findings.smaller_than_error(sections.comparisons, errors)
     result["tables"] = [tables.error_tables(errors)]
     if len(engines) > 1:
         result["tables"].insert(0, tables.side_by_side(report.pairs, engines))

@@ -3,12 +3,12 @@
 Looked at over the time in which requests arrived, by quarters, the first of which is left to the engine to fill up.
 A number grows if its mean does from the second quarter to the third, and on to the fourth: in all by OUTRUN of the
 requests that arrive between the two (half of all), and by more than chance explains (three standard deviations of a
-Poisson count; if it is between one and three, it cannot be told). Arrivals outran the engine if the requests that were
-never scheduled yet grow so. If those in the system do (an engine may take in all that comes, and be slow with all of
-it), this tells the same where requests stay for less than a quarter in the mean, or where the last one to end does so
-later, after the last arrival, than LATE times what any request of the first quarter took. Else it may only be filling
-up, which cannot be told; nor can anything where requests stay for more than half of the time in which they came
-(sessions: all of it, for a recorded one has long pauses).
+Poisson count; between one and three, or if it was less in the third quarter, it cannot be told). Arrivals outran the
+engine if the requests that were never scheduled yet grow so. If those in the system do (an engine may take in all that
+comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or
+where the last one to end does so later, after the last arrival, than LATE times what any request of the first quarter
+took. Else it may only be filling up, which cannot be told; nor can anything where requests stay for more than half of
+the time in which they came (sessions: all of it, for a recorded one has long pauses).
 
 A later turn comes because the one before it has ended: however slow the engine is, as many come as it serves. So of a
 trace with sessions the time is that in which sessions began, the last of which leaves the engine to drain; sessions are
@@ -18,6 +18,7 @@ their waits left out, last for less than a quarter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,14 +130,15 @@ def _ends(piece: RequestColumns) -> FloatArray:
     return np.where(np.isnan(finish), np.inf, finish)
 
 
-def is_outrun(waiting: Sequence[float], num_requests: int, deviations: float = SURE) -> bool:
-    """Whether arrivals outran the engine. waiting: as above, or sums of them over replicates, with their requests.
-    deviations: beyond which it is no chance."""
-    if not waiting:
-        return False
-    second, third, fourth = waiting
+def is_outrun(waiting: Sequence[float], num_requests: int) -> bool:
+    """Whether arrivals outran the engine. waiting: as above, or sums of them over replicates, with their requests."""
+    return bool(waiting) and waiting[0] < waiting[1] < waiting[2] and _grew(waiting, num_requests, SURE)
+
+
+def _grew(counts: Sequence[float], num_requests: int, deviations: float) -> bool:
+    """Whether there are more in the last quarter, by more than so many deviations of what chance does."""
     between = num_requests / 2
-    return second < third < fourth and fourth - second >= max(OUTRUN * between, deviations * between**0.5)
+    return counts[2] - counts[0] >= max(OUTRUN * between, deviations * math.sqrt(between))
 
 
 def _judged(customers: Customers, waiting: Sequence[float], in_system: Sequence[float]) -> bool | None:
@@ -151,7 +153,7 @@ def _judged(customers: Customers, waiting: Sequence[float], in_system: Sequence[
     if any(is_outrun(one, num) for one in counts):
         return True if stays.mean_ns <= quarter_ns or stays.drain_ns > LATE * stays.longest_early_ns else None
     is_long = stays.mean_ns > (4 if in_sessions else 2) * quarter_ns
-    return None if is_long or any(is_outrun(one, num, PERHAPS) for one in counts) else False
+    return None if is_long or any(_grew(one, num, PERHAPS) for one in counts) else False
 
 
 def steadiness(requests: Requests) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from analysis.statistics import wilson
 from analysis.steadiness import steadiness
 from analysis.survival import distribution
 
-SUMMARY_VERSION = 10
+SUMMARY_VERSION = 11
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max

@@ -194,8 +194,13 @@ def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
     place = _place_of_point(config, folder, info.sweep.subdir != ".")
     if place is None:
         return None
-    # a point is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
-    return _finish(_executed(config, place, []))
+    try:  # a point is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
+        result = _executed(config, place, [])
+    except TestbedError as error:
+        given = _given("task")
+        Origin.of(given).say_failed(place, config, str(error), shlex.join(["testbed", "run", *given]))
+        raise
+    return _finish(result)
 
 
 def _executed(config: RunConfig, folder: Path, of_hydra: list[str]) -> RunResult:

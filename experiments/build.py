@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from experiments.config import RunConfig
 from experiments.costs import block_bytes, build_cost, unread_settings
@@ -19,6 +19,7 @@ from experiments.traces import build_source as build_source
 from experiments.traces import build_trace as build_trace
 from experiments.traces import vocab_size as vocab_size
 from real.config import RealConfig
+from real.vllm.config import VllmConfig
 from sim.backend import SimBackend, refuse_unforced
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep
@@ -100,37 +101,67 @@ def _largest_captured(config: RunConfig) -> int:
     return min(max(min(num_decodes, bounds.max_num_seqs), num_tokens), bounds.max_num_batched_tokens)
 
 
+class Policies(NamedTuple):
+    """Those of one scheduler, as they were chosen; nothing is bound yet."""
+
+    composition: Any
+    queue: Any
+    admission: Any
+    preemption: Any
+    victims: Any
+    oracle: Any
+    eviction: EvictionPolicy
+
+
+def make_policies(config: RunConfig) -> Policies:
+    """Raises ConfigError for one that there is not, or that cannot be made."""
+    chosen = config.scheduler
+    queue = make_policy("scheduler.queue_order", chosen.queue_order)
+    return Policies(
+        composition=make_policy("scheduler.composition", chosen.composition),
+        queue=queue,
+        admission=make_policy("scheduler.admission", chosen.admission),
+        preemption=make_policy("scheduler.preemption", chosen.preemption),
+        victims=make_policy("scheduler.victim", _victim(chosen, queue)),
+        oracle=make_policy("scheduler.oracle", chosen.oracle),
+        eviction=_eviction(config),
+    )
+
+
+def check_makeable(config: RunConfig) -> None:
+    """Raises ConfigError for policies that there are not, or that cannot be made, before anything else is."""
+    if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
+        return
+    make_policies(config)
+    if isinstance(config.backend, SimConfig | RealConfig):
+        make_policy("backend.router", config.backend.router)
+
+
 def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
     """The core, the same for both backends."""
     cache, scheduler = config.cache, config.scheduler
     check_plans_ahead(config)
     check_policies(config, pools)
-    eviction = _eviction(config)
+    made = make_policies(config)
+    _check_made(config, pools, made.composition, made.preemption)
     blocks = BlockManager(
         block_size=cache.block_size,
         num_gpu_blocks=pools.num_gpu_blocks,
         num_cpu_blocks=pools.num_cpu_blocks,
         watermark=scheduler.watermark if cache.watermark is None else cache.watermark,
         rules=scheduler.kv_rules,
-        eviction=eviction,
+        eviction=made.eviction,
         key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
         isolate_tenants=cache.isolate_tenants,
         lookahead_slots=scheduler.lookahead_slots,
         sliding_window=config.sliding_window,
     )
-    composition = make_policy("scheduler.composition", scheduler.composition)
-    queue = make_policy("scheduler.queue_order", scheduler.queue_order)
-    admission = make_policy("scheduler.admission", scheduler.admission)
-    preemption = make_policy("scheduler.preemption", scheduler.preemption)
-    victims = make_policy("scheduler.victim", _victim(scheduler, queue))
-    _check_made(config, pools, composition, preemption)
-    oracle = make_policy("scheduler.oracle", scheduler.oracle)
-    context = PolicyContext(blocks, limits(config), oracle, build_estimator(config), config.seed)
+    context = PolicyContext(blocks, limits(config), made.oracle, build_estimator(config), config.seed)
     try:
-        for policy in (oracle, eviction, queue, admission, preemption, victims):
+        for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):
             bind(policy, context)
-        if hasattr(victims, "bind_queue"):
-            victims.bind_queue(queue)
+        if hasattr(made.victims, "bind_queue"):
+            made.victims.bind_queue(made.queue)
     except TestbedError:
         raise
     except Exception as error:  # noqa: BLE001  # a user's class may raise anything
@@ -138,11 +169,11 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
     return Scheduler(
         limits=context.limits,
         blocks=blocks,
-        composition=composition,
-        queue=queue,
-        victims=victims,
-        admission=admission,
-        preemption=preemption,
+        composition=made.composition,
+        queue=made.queue,
+        victims=made.victims,
+        admission=made.admission,
+        preemption=made.preemption,
         eos_token_id=config.model.eos_token_id,
     )
 

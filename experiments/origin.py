@@ -5,11 +5,15 @@ Owns the words of a command line as data. Must not know what the keys mean, or w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from experiments.run_folder import read_manifest, write_json
+from experiments.config import RunConfig
+from experiments.run_folder import claim, has_run, locked, read_manifest, write_json
+from testbed.errors import RunFolderError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,15 @@ class Origin:
         manifest = read_manifest(folder)
         if manifest != (now := manifest | asdict(self) | {"command": command}):
             write_json(folder / "manifest.json", now)
+
+    def say_failed(self, folder: Path, config: RunConfig, why: str, command: str) -> None:
+        """Leaves word of a run that did not begin: reports then tell of it, and it is made as if nothing were there.
+        Where nothing can be written, or another run is, nothing is left."""
+        with suppress(OSError, RunFolderError), locked(folder):  # why it failed is what its caller says
+            if not has_run(folder):
+                claim(folder, config)
+                said = {"status": "failed", "failure": why, "command": command, "started_in": os.getcwd()}
+                write_json(folder / "manifest.json", said | asdict(self))
 
 
 UNKNOWN = Origin()

@@ -35,7 +35,6 @@ from experiments.run_folder import (
     is_locked,
     read_manifest,
     saved_config,
-    say_failed,
     set_aside,
 )
 from testbed.errors import RunFolderError, TestbedError
@@ -249,8 +248,7 @@ def _run(point: Point) -> Outcome:
     except (TestbedError, OSError, MemoryError) as error:
         message, status = describe_failure(error), error.exit_status if isinstance(error, TestbedError) else 1
         if folder:
-            made_by = {"command": point.command, "started_in": os.getcwd(), **asdict(point.origin)}
-            say_failed(Path(folder), config, {"failure": message, **made_by})
+            point.origin.say_failed(Path(folder), config, message, point.command)
         return Outcome(point.label, "failed", folder, message, status)
     if was_pressed() or result.exit_status == INTERRUPTED:  # of one that is whole too: the next is not to be begun
         return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
@@ -258,6 +256,12 @@ def _run(point: Point) -> Outcome:
         return Outcome(point.label, "failed", folder, result.message, result.exit_status, result.notes)
     notes = (*result.notes, result.message) if result.message else result.notes
     return Outcome(point.label, "complete", folder, notes=notes)
+
+
+def say_not_begun(point: Point, why: str) -> None:
+    """Leaves word of a point that nobody came to, where nothing of it is."""
+    config = RunConfig.from_container(point.raw)
+    point.origin.say_failed(point.place(identity_of(config)), config, why, point.command)
 
 
 class _NoTerminal(io.TextIOBase):

@@ -45,15 +45,6 @@ def did_not_begin(folder: Path) -> bool:
     return is_alone and read_manifest(folder).get("status") == "failed"
 
 
-def say_failed(folder: Path, config: RunConfig, said: dict[str, Any]) -> None:
-    """Leaves word of a run that failed before it began: reports then tell of it, and it is made as if nothing were
-    there. said: for its manifest. Where nothing can be written, or another run is, nothing is left."""
-    with suppress(OSError, RunFolderError), locked(folder):  # why the run failed is what its caller says
-        if not has_run(folder):
-            claim(folder, config)
-            write_json(folder / "manifest.json", {"status": "failed", **said})
-
-
 def refuse_overwrite(
     folder: Path, overwrite: bool, key: str = "hydra.run.dir", allow: str | None = "overwrite=true"
 ) -> None:

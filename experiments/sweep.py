@@ -23,6 +23,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from experiments.build import check_makeable
 from experiments.compose import checked, compose_raw
 from experiments.config import JUDGING, RunConfig
 from experiments.foreign import check_importable
@@ -30,7 +31,17 @@ from experiments.identity import identity_of
 from experiments.options import Library
 from experiments.origin import Origin, end_of_others
 from experiments.overrides import check, library_of, literal, of_one_point, parsed, swept_values
-from experiments.points import Known, Outcome, Point, Share, board_in, holds_another, is_done, refuse_others
+from experiments.points import (
+    Known,
+    Outcome,
+    Point,
+    Share,
+    board_in,
+    holds_another,
+    is_done,
+    refuse_others,
+    say_not_begun,
+)
 from experiments.restate import restate
 from experiments.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweep_progress import Followed
@@ -120,6 +131,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     points: list[tuple[Point, RunConfig]] = []
     refused: list[Outcome] = []
     values: dict[str, set[str]] = {}
+    makeable: set[str] = set()  # each choice of policies is made once
     for item in (item for _, overrides in sweep.combinations for item in overrides):
         values.setdefault(item.partition("=")[0], set()).add(item)
     for number, (label, overrides) in enumerate(sweep.combinations):
@@ -131,6 +143,9 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
             config = checked(overrides, RunConfig.from_container(raw))
             check_importable(config)
             check_trace(config)
+            if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend")])) not in makeable:
+                check_makeable(config)
+                makeable.add(chosen)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of(overrides, swept, number)
             points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
@@ -227,14 +242,15 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
             returns = launcher.launch([overrides] * num_jobs, initial_job_idx=0)
         except KeyboardInterrupt:
             followed.stop()
-            raise _interrupted(len(todo) - followed.num_complete) from None
+            raise _interrupted(todo, followed) from None
         except Exception as error:  # noqa: BLE001  a launcher may raise anything when a worker dies
             failure = error
     for item in returns:
         _ = item.return_value  # raises what a job did: a bug, since all else is on the board
     if any(outcome.status == "interrupted" for outcome in followed.outcomes):
-        raise _interrupted(len(todo) - followed.num_complete)
+        raise _interrupted(todo, followed)
     if failure is not None:
+        _say_not_begun(todo, followed, "the sweep ended without it")
         raise SweepError(_of_launcher(sweep.master, failure, len(todo) - followed.num_complete, len(todo)))
     return list(_settled(followed.outcomes))
 
@@ -255,7 +271,17 @@ def _settled(outcomes: list[Outcome]) -> Iterator[Outcome]:
             yield replace(outcome, status="failed", message=message)
 
 
-def _interrupted(num_left: int) -> KeyboardInterrupt:
+def _say_not_begun(todo: list[Point], followed: Followed, why: str) -> None:
+    """Leaves word in the folders of points of which nobody has spoken: a report would not miss them."""
+    heard = {outcome.label for outcome in followed.outcomes}
+    for point in todo:
+        if point.label not in heard:
+            say_not_begun(point, why)
+
+
+def _interrupted(todo: list[Point], followed: Followed) -> KeyboardInterrupt:
+    _say_not_begun(todo, followed, "interrupted before it began")
+    num_left = len(todo) - followed.num_complete
     left = "1 point is" if num_left == 1 else f"{num_left} points are"
     return KeyboardInterrupt(f"interrupted; finished points stay, {left} left: the same command runs them")
 

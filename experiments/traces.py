@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,6 +50,8 @@ def check_trace(config: RunConfig) -> None:
         named = [_file(settings)]
         if settings.name in ("agentic", "lengths"):
             _arrivals(config.raw["trace"])
+    if isinstance(settings, ShareGPTTraceConfig) and settings.tokenizer and not Path(settings.tokenizer).exists():
+        load_tokenizer(settings.tokenizer)  # by a name of Hugging Face's: whether it is here it alone can say
     named += [step["path"] for step in settings.transforms if step["name"] == "merge"]
     for path in named:
         if path is not None and not (settings.name in _OF_FOLDERS and Path(path).is_dir()):
@@ -192,6 +195,7 @@ def _arrivals(values: dict[str, Any]) -> ArrivalConfig:
     return freeze(ArrivalConfig, "trace", {name: values[name] for name in names if name in values})
 
 
+@lru_cache(maxsize=1)
 def load_tokenizer(path: str) -> Callable[[str], list[int]]:
     """A local Hugging Face tokenizer as text -> token ids."""
     try:

@@ -22,7 +22,7 @@ from statistics import geometric_mean
 import numpy as np
 
 from analysis.fidelity import relative_error
-from analysis.findings import probe_of
+from analysis.fidelity_findings import probe_of
 from analysis.load import Run, load_run
 from analysis.summary import summary_value
 from experiments.arguments import Parser

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from analysis.arms import grouped
 from analysis.fidelity import error_table, match_requests, part_errors, ranking_agreement, real_noise, request_errors
-from analysis.findings import probe_of, unlike_clocks
+from analysis.fidelity_findings import probe_of, unlike_clocks
 from analysis.frames import json_safe
 from analysis.load import Run
 from analysis.step_fidelity import StepErrors, step_errors

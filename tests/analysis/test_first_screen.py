@@ -10,11 +10,12 @@ import pytest
 from analysis.arms import Arm, Pair, infer_arms
 from analysis.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.fidelity import error_table
-from analysis.first_screen import MAX_SENTENCES, Compared, answer, trust
+from analysis.first_screen import MAX_SENTENCES, Compared, answer
 from analysis.load import load_run
 from analysis.metrics import SLO
 from analysis.reproduce import sweep_commands
 from analysis.statistics import Estimate, Verdict
+from analysis.trust import trust
 from tests.analysis.runs import write_run
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from analysis import fidelity, findings, tables
+from analysis import fidelity, fidelity_findings, findings, tables
 from analysis import format as fmt
 from analysis.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
 from analysis.cautions import lost
@@ -132,7 +132,7 @@ def test_without_a_real_run_the_page_says_that_nothing_was_measured(sweep, tmp_p
     text = " ".join(Page(path.read_text()).text.split())
     assert "No real run was given." in text
     assert "On this one trace, against prefill_first, prefix caching off" in text
-    assert "nothing here says how the result varies between traces" in text
+    assert "one replicate: nothing says how the result varies between traces" in text
 
 
 def test_loads_become_conditions_and_a_curve(tmp_path):
@@ -237,12 +237,12 @@ def test_the_rate_of_a_synthetic_trace_has_a_unit(tmp_path):
 def test_a_noisy_machine_is_told_first(tmp_path):
     pair = Pair("p", *[load_run(write_run(tmp_path / kind, kind, num_requests=8)) for kind in ("sim", "real")])
     errors = {"p": fidelity.error_table(pair.sim, pair.real)}
-    calm = findings.fidelity_findings([pair], errors, {}, 0.02, {"ttft_s.p99": 0.1})
-    noisy = findings.fidelity_findings([pair], errors, {}, 0.02, {"ttft_s.p50": 0.8})
+    calm = fidelity_findings.fidelity_findings([pair], errors, {}, 0.02, {"ttft_s.p99": 0.1})
+    noisy = fidelity_findings.fidelity_findings([pair], errors, {}, 0.02, {"ttft_s.p50": 0.8})
     assert "a smaller error cannot be told from that" in calm[-1]
     assert not any("smaller error" in text for text in noisy)
-    assert findings.too_noisy({"ttft_s.p50": 0.1}) == findings.too_noisy({}) == []
-    assert not findings.too_noisy({"ttft_s.p99": 0.8}), "the worst of few requests"
+    assert fidelity_findings.too_noisy({"ttft_s.p50": 0.1}) == fidelity_findings.too_noisy({}) == []
+    assert not fidelity_findings.too_noisy({"ttft_s.p99": 0.8}), "the worst of few requests"
     for chunked in (False, True):
         write_run(tmp_path / "all" / f"{chunked}", chunked=chunked, num_requests=10)
     for name, noise in (("real", 0.1), ("real-again", 0.8)):
@@ -267,7 +267,7 @@ def test_what_failed_or_was_ignored_is_told_first_with_its_arm(tmp_path):
     before = text.partition("**Before you read on**")[2].partition("## Findings")[0]
     assert "1 run of decode\\_first" in before
     assert "failed or did not end, and is left out (runs/cut: " in before
-    assert "prefill\\_first ignored 3 requests that can never fit" in before
+    assert "prefill\\_first ignored 3 of 10 requests (they can never fit, or nothing admits them)" in before
     claims = text.partition("## Findings")[2].partition("##")[0]
     assert re.search(r"Not comparable .*an arm that ignored requests\): .*P99 TTFT", claims)
     assert not re.search(r"(better|worse) in [^.]*(TTFT|TPOT|E2E)", claims)
@@ -300,10 +300,13 @@ def test_whether_the_simulator_picks_the_winner_is_said_first(tmp_path):
     )
     ranking = fidelity.ranking_agreement({pair.label: (pair.sim, pair.real) for pair in pairs})
     swapped = ranking.assign(sim_winner="chunked False", same_winner=False, regret=0.034)
-    (missed,) = findings.winners({"9 requests/s": swapped})
+    (missed,) = fidelity_findings.winners({"9 requests/s": swapped}, {"ttft_s.mean": 0.1})
     assert missed.startswith("At 9 requests/s the simulator picks the real engine's best policy in 0 of the ")
-    assert "(chunked False, on the engine 3.4 % behind chunked " in missed
-    (none,) = findings.winners({"": ranking.assign(winner_is_clear=False)})
+    assert missed.count("(chunked False, on the engine 3.4 % behind chunked ") == 3
+    assert missed.endswith(" more.")
+    assert "each policy ran once" in first
+    assert "each policy ran once" not in missed
+    (none,) = fidelity_findings.winners({"": ranking.assign(winner_is_clear=False)}, {})
     assert "tells no policy apart as the best" in none
 
 

@@ -48,6 +48,14 @@ def test_a_trace_shorter_than_its_requests_is_not_judged() -> None:
     assert outrun(served([float(i) for i in range(200)], [60.0] * 200)) is False, "long outputs, filled at half"
 
 
+def test_growth_that_paused_is_not_judged() -> None:
+    """Stays of 4, 3 and 12 s in the last quarters, four a second: the queue is longest where the trace ends."""
+    arrivals = [i * 0.25 for i in range(200)]
+    stays = [4.0 if at < 25 else 3.0 if at < 37.5 else 12.0 for at in arrivals]
+    assert outrun(served(arrivals, stays)) is None
+    assert outrun(served(arrivals, [3.0] * 200)) is False
+
+
 def test_what_was_ignored_does_not_wait_for_ever() -> None:
     rows = [request_row(request_id=f"r{i}", arrival_ns=i * S, finish_ns=i * S) for i in range(100)]
     assert waiting_by_quarter(Requests.of(table(rows, REQUEST_COLUMNS))) == (0.0, 0.0, 0.0)

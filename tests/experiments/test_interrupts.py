@@ -113,8 +113,9 @@ def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:
     status, lines = interrupted(folder, *arguments)
     assert (status, len(lines)) == (130, 1)
     assert "2 points are left: the same command runs them" in lines[0]
-    (cut,) = folder.iterdir()  # an interrupt ends the sweep, not one point of it
-    assert manifest_of(cut)["status"] == "partial"
+    said = {manifest["status"]: manifest["failure"] for manifest in map(manifest_of, folder.iterdir())}
+    assert said == {"partial": "interrupted", "failed": "interrupted before it began"}, "the sweep ends, not one point"
+    assert not list(folder.rglob("done"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

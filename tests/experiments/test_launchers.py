@@ -23,13 +23,17 @@ from tests.source_tree import ROOT
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
 DEADLY = """
 import os, signal
-from testbed.policies.queue_order import FCFS
+from testbed.policies.orders import KeyedQueue
 
 
 def order():
+    return KeyedQueue(first_come)
+
+
+def first_come(seq):
     if os.path.exists("armed"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return FCFS()
+    return (seq.seq_id,)
 """
 
 

@@ -310,6 +310,37 @@ def test_what_the_trace_may_not_be_is_said_before_any_point_runs(
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("scheduler.victim=most_blocks,nope", "scheduler.victim is 'nope'; valid: auto, "),
+        ("cache.eviction=lru,[mru]", "cache.eviction is ['mru']"),
+        ("backend.router=round_robin,{_target_: builtins.dict, 1: 2}", "backend.router: "),
+        ("scheduler.admission=watermark,{_target_: decimal.Decimal, value: x}", "scheduler.admission: cannot make"),
+        (
+            "scheduler.oracle=none,{_target_: testbed.policies.oracle.Noisy, sd: 3}",
+            "cannot make 'testbed.policies.oracle.Noisy'",
+        ),
+    ],
+)
+def test_policies_that_cannot_be_made_are_said_before_any_point_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    error = sweep(capsys, tmp_path / "s", override, "seed=0,1").error()
+    assert said in error
+    assert error.endswith("(2 of 4 points are refused, and none was run)")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_point_of_another_sweeper_that_does_not_begin_is_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(capsys, tmp_path / "s", "scheduler.victim=most_blocks,nope", "hydra/sweeper=basic")
+    ((folder, why),) = load_sweep(tmp_path / "s").incomplete
+    assert why.startswith("scheduler.victim is 'nope'")
+    assert manifest_of(folder)["status"] == "failed"
+
+
 def test_files_of_traces_are_looked_for_before_any_point_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +351,10 @@ def test_files_of_traces_are_looked_for_before_any_point_runs(
     assert "missing.jsonl: does not exist" in error
     assert "(2 of 3 points are refused, and none was run)" in error
     assert "trace=jsonl needs trace.path=<file>" in say(capsys, *of_file, "trace.path=null", "seed=0,1").error()
+    (tmp_path / "talks.json").write_text("[]")
+    talks = ("trace=sharegpt", f"trace.path={tmp_path / 'talks.json'}", f"trace.tokenizer={tmp_path / 'none'}")
+    assert "trace.tokenizer" in (error := say(capsys, *of_file, *talks, "seed=0,1").error())
+    assert "(2 of 2 points are refused, and none was run)" in error
     steps = "trace.transforms=[{name: set_rate, rate: 2, by: thin}, {name: bootstrap}]"
     assert "no rate to change" in say(capsys, *of_file, files.partition(",")[0], steps, "seed=0,1").error()
     assert (tmp_path / "s").exists(), "what its rows decide is said of the rows"

@@ -1,0 +1,207 @@
+"""What a hostile referee would strike: ranks that noise makes, replicates that share requests, arms that are one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from analysis import format as fmt
+from analysis.arms import Arm, Pair, infer_arms
+from analysis.cautions import cautions, changed_sources, lost
+from analysis.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.fidelity_findings import not_measured
+from analysis.findings import best_arms
+from analysis.first_screen import Compared, answer
+from analysis.load import load_sweep
+from analysis.metrics import SLO
+from analysis.report import report_from_folders, write_report
+from analysis.report_parts import ReportInput
+from analysis.statistics import Estimate, Verdict
+from analysis.triggered import never_triggered
+from analysis.trust import trust
+from testbed.errors import RunFolderError
+from tests.analysis.runs import write_run
+from tests.experiments.test_report_conclusions import TIGHT, ran
+
+pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
+
+LIGHT = {"num_requests": 40, "rate": 5.0}
+CHANGE = Estimate(-0.2, -0.4, -0.1, 3, "paired t", "log_ratio")
+
+
+def arms_of(folder: Path) -> list[Arm]:
+    return infer_arms(load_sweep(folder).runs)
+
+
+def light(arms: list[Arm], about: str, **more: Any) -> tuple[str, str]:
+    found = {one.about: one for one in trust([Compared("", arms, (), ())], more.pop("pairs", ()), {}, **more)}
+    return found[about].level, found[about].why.replace(fmt.SPACE, " ")
+
+
+def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_path: Path) -> None:
+    for name in ("vllm_v1", "sarathi", "prefill_first"):
+        for seed in range(2):
+            trace = {"num_requests": 150, "rate": 40.0}
+            ran(tmp_path / f"{name}-{seed}", trace=trace, scheduler=name, cache=TIGHT, seed=seed)
+    slo, share = SLO(ttft_s=0.2), SLO_METRICS[0]
+    arms = arms_of(tmp_path)
+    base, one, other = (arm.name for arm in arms)
+    cases: tuple[tuple[Verdict, Verdict, str], ...] = (
+        ("lower", "lower", ""),
+        ("inside the noise", "equivalent", " (no difference beyond the noise)"),
+        ("lower", "inside the noise", f" (the noise may set {other} apart from {base})"),
+        ("lower", "unknown", f" (of {other} no interval is known)"),
+        ("unknown", "unknown", " (of these no interval is known)"),
+    )
+    estimate = Estimate(-0.2, -0.4, -0.1, 3, "paired t", "log_ratio")
+    for first, second, words in cases:
+        rows = [Comparison(name, share, 0.5, estimate, said) for name, said in ((one, first), (other, second))]
+        (told, *_) = answer([Compared("", arms, rows, ())], slo)
+        assert told.endswith(f"{words}.") if words else not told.endswith(")."), told
+
+
+@pytest.mark.parametrize(
+    ("steps", "level", "words"),
+    [
+        ({"name": "jitter", "within_s": 0.1}, "poor", " replicates, by jitter of the same requests: how the result"),
+        ({"name": "thin", "fraction": 0.98}, "poor", " replicates, by thin: each shares 98.0 % of another's requests"),
+        ({"name": "thin", "fraction": 0.5}, "fair", " replicates, by thin: each shares 50.0 % of another's requests"),
+        (
+            {"name": "set_rate", "rate": 9, "by": "thin"},
+            "fair",
+            " replicates: each shares a part of another's requests",
+        ),
+        ({"name": "bootstrap"}, "good", " replicates, by bootstrap"),
+    ],
+)
+def test_replicates_that_share_requests_are_worth_less(
+    tmp_path: Path, steps: dict[str, Any], level: str, words: str
+) -> None:
+    rows = [{"arrival_time": 0.02 * i, "prompt_tokens": 50 + i, "output_tokens": 5} for i in range(200)]
+    ran(tmp_path / "once", trace=rows)
+    file = str(tmp_path / "once" / "trace.jsonl")
+    for seed in range(6):
+        ran(tmp_path / "runs" / str(seed), trace={"name": "jsonl", "path": file, "transforms": [steps]}, seed=seed)
+    found, why = light(arms_of(tmp_path / "runs"), "replicates")
+    assert (found, why[1 : 1 + len(words)]) == (level, words)
+
+
+def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace=LIGHT, scheduler=name)
+    one, other = arms = arms_of(tmp_path)
+    one.runs[0].summary["steadiness"]["is_outrun"], other.runs[0].summary["steadiness"]["is_outrun"] = True, None
+    _, why = light(arms, "load")
+    assert why.startswith(f"beyond the capacity of {one.name}; not judged for {other.name}: the trace ends before")
+
+
+@pytest.mark.parametrize("is_overlapping", [False, True])
+def test_windows_that_overlap_are_no_replicates_of_each_other(tmp_path: Path, is_overlapping: bool) -> None:
+    for start in range(5):
+        trace = {**LIGHT, "start_s": start, "end_s": start + 1.5 if is_overlapping else start + 1}
+        ran(tmp_path / str(start), trace=trace, report={"replicates": ["trace.start_s", "trace.end_s"]})
+    level, why = light(arms_of(tmp_path), "replicates")
+    assert (level == "poor") is ("their windows overlap" in why) is is_overlapping
+
+
+def test_arms_that_decided_alike_are_named_also_where_none_is_the_baseline(tmp_path: Path) -> None:
+    for budget in (64, 2048, 4096, 8192):
+        scheduler = {"name": "sarathi", "max_num_batched_tokens": budget}
+        trace = {**LIGHT, "prompt": {"kind": "constant", "value": 512}}
+        ran(tmp_path / f"{budget}", trace=trace, scheduler=scheduler, cache={"num_gpu_blocks": 5000})
+    (said,) = never_triggered(arms_of(tmp_path))
+    name = "max num batched tokens"
+    assert said.startswith(f"{name} 4096 and {name} 8192 took the same decisions as {name} 2048 at every step")
+
+
+def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:
+    rows = [Comparison(name, LATENCY[0], 1.0, CHANGE, "lower") for name in ("a", "b")]
+    assert best_arms(rows, "base")[0].endswith("is that of a and b.")
+    slo, goodput = SLO(ttft_s=100.0), SLO_METRICS[1]
+    for name in ("vllm_v1", "sarathi", "prefill_first"):
+        for seed in range(2):
+            ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    arms = arms_of(tmp_path)
+    rows = [Comparison(arm.name, goodput, 9.0 - place, CHANGE, "higher") for place, arm in enumerate(arms[1:])]
+    said = answer([Compared("", arms, rows, ())], slo)
+    assert said[1].startswith(f"{arms[1].name} serves most within the SLO")
+    assert said[1].endswith(f"; {arms[2].name} is not told apart from it.")
+
+
+def test_a_simulator_that_picks_other_policies_than_the_engine_is_told_first(tmp_path: Path) -> None:
+    for backend in ("sim", "real"):
+        for chunked in (False, True):
+            write_run(tmp_path / f"{backend}-{chunked}", backend, chunked=chunked, num_requests=30)
+    arms = infer_arms([load_sweep(tmp_path / f"sim-{chunked}").runs[0] for chunked in (False, True)])
+    real = load_sweep(tmp_path / "real-True").runs[0]
+    real.manifest["device"] = "AMD EPYC, 2 threads"
+    pairs = [Pair("p", arms[0].runs[0], real)]
+    assert not any("device" in text for text in not_measured(arms, pairs)), "a CPU is the library's cpu"
+    ranking = pd.DataFrame({"winner_is_clear": [True, True, False], "same_winner": [True, False, False]})
+    level, why = light(arms, "fidelity", pairs=pairs, rankings={"": ranking})
+    assert level == "poor"
+    assert why.endswith("; of 2 best policies of the engine it picks 1")
+
+
+def test_a_start_that_is_all_there_is_is_no_report(tmp_path: Path) -> None:
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace=LIGHT, scheduler=name, report={"warmup_s": 1000.0})
+    says = r"warmup_s=1000 leaves out all requests of .* \(2 of 2 runs\)"
+    with pytest.raises(RunFolderError, match=says):
+        report_from_folders([tmp_path], tmp_path / "report.html")
+    with pytest.raises(RunFolderError, match=says):
+        write_report(ReportInput(arms_of(tmp_path)), tmp_path / "report.html")
+
+
+def test_a_share_is_all_only_where_it_is() -> None:
+    told = [fmt.share(value).replace(fmt.SPACE, " ") for value in (1.0, 0.99996, 0.9994, 1.2)]
+    assert told == ["100 %", "> 99.9 %", "99.9 %", "120 %"]
+
+
+def test_changes_are_factors_from_ten_times_on_and_no_longer_than_a_reader_needs() -> None:
+    told = [fmt.change(value).replace(fmt.SPACE, " ") for value in (899.0, 900.0, -89.6, -95.0, 6.3e11, -99.9999999)]
+    assert told == ["+899 %", "×10", "−90 %", "÷20", "×10\u202f000 or more", "÷10\u202f000 or more"]
+
+
+def test_what_changed_between_runs_beside_their_settings_is_named(tmp_path: Path) -> None:
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace=LIGHT, scheduler=name)
+    runs = load_sweep(tmp_path).runs
+    assert changed_sources(runs) == []
+    runs[0].manifest["identity"] |= {"classes": {"mine": "a", "other": "b"}, "code": "1"}
+    runs[1].manifest["identity"] |= {"classes": {"mine": "c", "other": "b"}, "code": "2"}
+    (said,) = changed_sources(runs)
+    assert said.startswith("Between the runs that are compared mine and the code of the testbed changed, ")
+
+
+def test_real_runs_of_two_machines_are_told_apart(tmp_path: Path) -> None:
+    for number, (backend, chunked) in enumerate(itertools.product(("sim", "real"), (False, True))):
+        write_run(tmp_path / backend / str(chunked), backend, chunked=chunked, num_requests=30)
+        manifest = tmp_path / backend / str(chunked) / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"device": "cpu"', f'"device": "cpu {number}"'))
+    for backend, is_said in (("sim", False), ("real", True)):
+        said = cautions({"": arms_of(tmp_path / backend)}, 0.02)
+        assert any("device (cpu 2 in " in text for text in said) is is_said, said
+
+
+@pytest.mark.parametrize(("num_requests", "is_said"), [(40, True), (2000, False)])
+def test_rates_of_short_traces_are_said_to_be_of_their_ends_too(
+    tmp_path: Path, num_requests: int, is_said: bool
+) -> None:
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace={**LIGHT, "num_requests": num_requests, "rate": 20.0}, scheduler=name)
+    said = cautions({"": arms_of(tmp_path)}, 0.02)
+    assert any("no more came while the last ones were being served" in text for text in said) is is_said
+
+
+def test_requests_that_were_ignored_are_told_of_as_many(tmp_path: Path) -> None:
+    rows = [{"arrival_time": 0.1 * i, "prompt_tokens": 900 if i % 5 else 9000, "output_tokens": 5} for i in range(20)]
+    for name in ("vllm_v1", "sarathi"):
+        ran(tmp_path / name, trace=rows, scheduler=name, cache={"num_gpu_blocks": 400}, allow_ignored=True)
+    (said,) = lost(arms_of(tmp_path), [], tmp_path)
+    assert said.startswith("sarathi and vllm_v1 ignored 4 of 20 requests each (")
+    assert said.endswith("so latencies are of the others.")

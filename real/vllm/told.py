@@ -63,11 +63,6 @@ class Translator:
         self.hits = PrefixCacheStats()
         self._step = 0
 
-    @property
-    def num_holders(self) -> int:
-        """Live requests that have blocks."""
-        return sum(told.table is not None for told in self.live.values())
-
     # --- to the workers ---
 
     def empty(self) -> SchedulerOutput:

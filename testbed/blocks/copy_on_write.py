@@ -55,6 +55,8 @@ class CopyOnWrite:
 
     def take_back(self, tables: list[list[int]]) -> dict[int, int]:
         """Copies of this step into blocks that are given up now are not made; by such a block, its source."""
+        if not self.pairs:
+            return {}
         given_up = {block for table in tables for block in table}
         origins = {copy: source for source, copy in self.pairs if copy in given_up}
         self.pairs = tuple([pair for pair in self.pairs if pair[1] not in origins])

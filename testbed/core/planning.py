@@ -19,5 +19,7 @@ def make_plan(step: Step, *, has_groups: bool) -> BatchPlan:
 
 def _last_into_each(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Of the moves into one block the last: its first taker found its content elsewhere and gave it back."""
+    if not pairs:
+        return pairs
     sources = {destination: source for source, destination in pairs}
     return tuple([(source, destination) for source, destination in pairs if sources[destination] == source])

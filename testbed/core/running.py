@@ -84,6 +84,8 @@ class Running:
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running units another order; `seqs` are all of them."""
         assert len(seqs) == len(self.units)
+        if seqs == list(self.units.values()):
+            return
         self._in_order = None
         self.units = {seq.unit_id: seq for seq in seqs}
 

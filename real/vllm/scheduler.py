@@ -257,9 +257,8 @@ class CoreInVllm(SchedulerInterface):
     def reset_prefix_cache(self, reset_running_requests: bool = False, *given: Any, **more: Any) -> bool:
         """Nobody finds KV from before any more. What runs is preempted, with the next plan, if it is to be: a token of
         it that is on its way still comes; else the answer is False while anything runs, as in vLLM."""
-        num_running, _ = self.steering.num_requests()
-        if num_running and not reset_running_requests:
-            _logger.warning("the prefix cache is not reset: %d requests hold blocks", num_running)
+        if not reset_running_requests and self._translator.num_holders:
+            _logger.warning("the prefix cache is not reset: %d requests hold blocks", self._translator.num_holders)
             return False
         self.steering.reset_prefixes()
         self._translator.hits.reset = True

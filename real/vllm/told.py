@@ -27,13 +27,15 @@ _FIELDS = {item.name for item in fields(SchedulerOutput)}
 @dataclass(slots=True)
 class Told:
     """What a worker knows of a live request. name: our id. table: our blocks; None: it must be told all of it. step:
-    the last one that had it. num_in_flight: tokens that are being drawn for it."""
+    the last one that had it. is_away: it goes on, and the worker was told to forget it. num_in_flight: tokens that are
+    being drawn for it."""
 
     name: str
     request: Any
     has_run: bool = False
     table: list[int] | None = None
     step: int = -1
+    is_away: bool = False
     num_in_flight: int = 0
 
 
@@ -47,8 +49,9 @@ class Launched:
 
 class Translator:
     """Of one engine. live: by our ids. max_held: how many requests the newer model runner keeps, which is told of
-    resumed ones as if they were new; None: the older one, which keeps what a step has. log_stats: whether vLLM wants to know when what happened to requests. cached_block_size: of the prefix cache, if
-    there is one. hits: since its last statistics."""
+    resumed ones as of new ones; None: the older one, which keeps what a step has. log_stats: whether vLLM wants to know
+    when what happened to requests. cached_block_size: of the prefix cache, if there is one. hits: since its last
+    statistics."""
 
     def __init__(
         self, *, max_model_len: int, max_held: int | None, log_stats: bool, cached_block_size: int | None
@@ -62,6 +65,11 @@ class Translator:
         self._cached_block_size = cached_block_size
         self.hits = PrefixCacheStats()
         self._step = 0
+
+    @property
+    def num_holders(self) -> int:
+        """Live requests that have blocks."""
+        return sum(told.table is not None for told in self.live.values())
 
     # --- to the workers ---
 
@@ -77,7 +85,7 @@ class Translator:
         for victim in plan.preempted:
             told = self.live.get(victim.request_id)
             if told is not None:
-                told.table, told.num_in_flight = None, 0
+                told.table, told.is_away, told.num_in_flight = None, False, 0
                 told.request.status = RequestStatus.PREEMPTED
                 told.request.num_preemptions += 1
                 self._note(told.request, EngineCoreEventType.PREEMPTED)
@@ -94,26 +102,28 @@ class Translator:
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = row.start
             counts[request.request_id] = num_tokens
-            if told.table is None and (not told.has_run or self._sends_resumed_as_new):
+            if told.is_away or (told.table is None and (not told.has_run or self._sends_resumed_as_new)):
                 new.append(self._new(told, row))
             elif is_changed and self._sends_resumed_as_new:
                 preempted.add(request.request_id)
                 new.append(self._new(told, row))
             else:
                 self._add(cached, told, row, is_resumed=told.table is None or is_changed)
-            told.has_run, told.table, told.step = True, list(row.block_table), self._step
+            told.has_run, told.is_away = True, False
+            told.table, told.step = list(row.block_table), self._step
             told.num_in_flight += row.samples
         return self._output(new, cached, counts, preempted), launched
 
     def _put_away(self, scheduled: set[str]) -> set[str]:
-        """Where more run than workers keep, they forget who is not in this step, the longest ago scheduled first; vLLM's
-        ids. Told as preempted, they keep their blocks, and are told anew when they go on."""
+        """vLLM's ids of whom the workers forget, as more run than they keep: those not in this step, the longest ago
+        scheduled first. They are told of as preempted, keep their blocks, and come as new ones when they go on."""
         if self._max_held is None or len(self.live) <= self._max_held:
             return set()
-        idle = [told for name, told in self.live.items() if told.table is not None and name not in scheduled]
+        held = [(name, told) for name, told in self.live.items() if told.table is not None and not told.is_away]
+        idle = [told for name, told in held if name not in scheduled]
         idle = sorted(idle, key=lambda told: told.step)[: max(0, len(idle) + len(scheduled) - self._max_held)]
         for told in idle:
-            told.table = None
+            told.is_away = True
         return {told.request.request_id for told in idle}
 
     def added(self, name: str, request: Any) -> None:

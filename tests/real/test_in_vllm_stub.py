@@ -126,7 +126,7 @@ def test_a_table_that_changed_before_its_end_is_told_whole(
     [
         ("the null block", False, "uses the null block|writes where another row writes"),
         ("all blocks again", False, "reads a foreign|which nobody wrote|writes where another row writes"),
-        ("no end", False, "the worker remembers who has ended"),
+        ("no end", False, "the worker remembers who has ended|no place for one more"),
         ("starts a token late", False, "which nobody wrote|reads a foreign|computes|starts at|other tokens|no block"),
         ("no tokens of who was out", True, "its tokens are not told"),
     ],

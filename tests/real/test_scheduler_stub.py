@@ -41,7 +41,7 @@ class Served:
         loop = OwnLoop(self.core, _Nothing(), _request_of)
         self.scheduler = Steered(loop, engine_config(is_newer=is_newer), BLOCK_SIZE, **options)
         self.memory = Memory(BLOCK_SIZE, 17, reads_own_step=False)
-        self.worker = NewerRunner(self.memory) if is_newer else OlderRunner(self.memory, is_async=is_async)
+        self.worker = NewerRunner(self.memory, 8) if is_newer else OlderRunner(self.memory, is_async=is_async)
         self.engine = Engine(self.scheduler, self.worker, is_async=is_async)
         self.reasons: dict[str, str] = {}
 

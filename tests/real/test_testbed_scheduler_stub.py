@@ -90,7 +90,7 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
     folder = tmp_path / "run"
     scheduler = made({"out": str(folder), "device": "cpu"}, is_async=is_async, is_newer=is_newer)
     memory = Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True)
-    worker = NewerRunner(memory) if is_newer else OlderRunner(memory, is_async=is_async)
+    worker = NewerRunner(memory, 6) if is_newer else OlderRunner(memory, is_async=is_async)
     requests = served(scheduler, worker, is_async=is_async)
     assert requests.pop("r8").status == vllm.RequestStatus.FINISHED_ABORTED
     for request in requests.values():

@@ -35,6 +35,7 @@ NUM_STEPS_UNMOVED = 500  # without a token: more than any prompt here needs
 def engine_config(
     *,
     max_model_len: int = 64,
+    max_num_seqs: int = 8,
     is_newer: bool = False,
     num_blocks: int = 17,
     specs: tuple[Any, ...] = (),
@@ -45,7 +46,7 @@ def engine_config(
         "speculative_config": None, "lora_config": None, "kv_transfer_config": None, "ec_transfer_config": None,
         "kv_events_config": None, "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
         "model_config": SimpleNamespace(max_model_len=max_model_len, runner_type="generate"),
-        "scheduler_config": SimpleNamespace(), "use_v2_model_runner": is_newer,
+        "scheduler_config": SimpleNamespace(max_num_seqs=max_num_seqs), "use_v2_model_runner": is_newer,
     }  # fmt: skip
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs or (vllm.FullAttentionSpec(),)]
     return SimpleNamespace(**{**config, **changes}), SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks)
@@ -151,15 +152,20 @@ class InVllm:
         self.loop = _WatchedLoop(self.core, writer, self._ours, writer.close, _Ticking(rng))
         self.loop.watch = self._watch
         config = engine_config(
-            max_model_len=setup.limits.max_model_len, is_newer=is_newer, num_blocks=setup.num_blocks + 1
-        )
+            max_model_len=setup.limits.max_model_len, max_num_seqs=setup.limits.max_num_seqs, is_newer=is_newer,
+            num_blocks=setup.num_blocks + 1,
+        )  # fmt: skip
         self.scheduler = Steered(self.loop, config, setup.block_size)
         self.memory = Memory(
             setup.block_size,
             setup.num_blocks + 1,
             reads_own_step=setup.caching and setup.rules.hits_visible != "commit",
         )
-        self.worker = NewerRunner(self.memory) if is_newer else OlderRunner(self.memory, is_async=is_async)
+        self.worker = (
+            NewerRunner(self.memory, setup.limits.max_num_seqs)
+            if is_newer
+            else OlderRunner(self.memory, is_async=is_async)
+        )
         self.engine = Engine(self.scheduler, self.worker, is_async=is_async)
         self.live: dict[str, Any] = {}
         self._requests: dict[str, OurRequest] = {}

@@ -217,10 +217,12 @@ class _State:
 
 
 class NewerRunner:
-    """Keeps a request until it ends or is preempted; whoever is resumed comes as a new one, with all its tokens."""
+    """Keeps a request until it ends or is preempted, `max_held` of them at most; whoever is resumed comes as a new one,
+    with all its tokens."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, max_held: int) -> None:
         self.known: dict[str, _State] = {}
+        self._max_held = max_held
         self._memory = memory
 
     def execute(self, output: Any) -> Any:
@@ -235,6 +237,7 @@ class NewerRunner:
             self.known[new.req_id] = _State(
                 tokens, list(new.block_ids[0]), new.num_computed_tokens, len(tokens), len(new.prompt_token_ids)
             )
+        assert len(self.known) <= self._max_held, "there is no place for one more"
         told = output.scheduled_cached_reqs
         assert not told.resumed_req_ids, "this runner knows nobody who is resumed"
         for name, start, blocks in zip(told.req_ids, told.num_computed_tokens, told.new_block_ids, strict=True):

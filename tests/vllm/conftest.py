@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+IS_NEWER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # the model runner that vLLM takes by itself on GPUs
+if IS_NEWER:  # its kernels are Triton's, for which vLLM asks for a CPU backend: Triton's interpreter stands for one
+    os.environ["TRITON_INTERPRET"] = "1"
+    backends = pytest.importorskip("triton.backends").backends
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
 
 VOCAB_SIZE = 1024

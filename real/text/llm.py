@@ -119,6 +119,10 @@ class LLM:
         """The tokenizer of transformers; None if there is none."""
         return None if self.tokenizer is None else self.tokenizer.inner
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed before is found any more: each measurement begins alike."""
+        self._running().scheduler.reset_prefixes()
+
     # --- life ---
 
     @property

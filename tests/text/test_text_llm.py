@@ -250,11 +250,14 @@ def test_the_prefix_cache_and_the_counters_stay_from_call_to_call(folder: Path) 
         steps = llm.scheduler.num_steps
         (second,) = llm.generate(prompt, greedy())
         assert llm.scheduler.num_steps == 2 * steps
+        llm.reset_prefix_cache()
+        (third,) = llm.generate(prompt, greedy())
         assert_idle(llm)
     num = len(first.prompt_token_ids)
     assert first.metrics.num_cached_tokens == 0
     assert num - 5 < second.metrics.num_cached_tokens < num
-    assert second.outputs == first.outputs
+    assert third.metrics.num_cached_tokens == 0
+    assert third.outputs == second.outputs == first.outputs
     assert second.metrics.arrival_ns >= first.metrics.finished_ns > first.metrics.first_token_ns
     assert second.request_id != first.request_id
 

@@ -20,7 +20,9 @@ def explain_run(run: Run) -> str:
     told = Told(run)
     waits, preemptions = told.waits, told.preemptions
     requests = told.requests.set_index("request_id")
-    last_ns = int(max(waits["end_ns"].max() if len(waits) else 0, requests["finish_ns"].fillna(0).max()))
+    last_ns = int(
+        max(waits["end_ns"].max() if len(waits) else 0, requests["finish_ns"].fillna(0).max() if len(requests) else 0)
+    )
     requests["end_ns"] = requests["finish_ns"].fillna(last_ns).astype("int64")
     requests["life_ns"] = (requests["end_ns"] - requests["queued_ns"].astype("int64")).clip(lower=0)
     requests["wait_ns"] = waits.groupby("request_id")["ns"].sum().reindex(requests.index, fill_value=0)

@@ -7,6 +7,7 @@ to write, with tape. What vLLM has decided already (pool, lengths, budgets) is t
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +31,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.records.recorders import NoRecords
+from testbed.traces.schema import MAX_NUM_TOKENS
 
 KEYS: dict[str, tuple[type, ...]] = {
     "scheduler": (str, dict), "cache": (dict,), "seed": (int,), "out": (str,), "device": (str,)
@@ -45,7 +47,14 @@ _logger = init_logger("vllm.testbed")
 class TestbedScheduler(CoreInVllm):
     """Made by vLLM. Raises ConfigError, before vLLM serves anything, for settings that cannot be."""
 
+    def name_of(self, request: Any) -> str:
+        """vLLM's id; numbered, where one of before had it: `id~2`."""
+        name = super().name_of(request)
+        self._num_named[name] += 1
+        return name if self._num_named[name] == 1 else f"{name}~{self._num_named[name]}"
+
     def make_steering(self) -> Steering:
+        self._num_named: Counter[str] = Counter()
         settings = (self.vllm_config.additional_config or {}).get("testbed") or {}
         _check(settings)
         said = describe(self)
@@ -156,13 +165,13 @@ def _check_flags(said: Any, scheduler: dict[str, Any], cache: dict[str, Any]) ->
 
 def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
     """Ours of one of vLLM's. vLLM judges who stops; the length it may have at most is known."""
-    salt = request.cache_salt or ""
+    salt, most = request.cache_salt or "", 2**31 - 1
     if request.skip_reading_prefix_cache:  # it reads no prefix of another
         salt = f"{salt} read by {name} alone"
     return Request(
         name, array("i", request.prompt_token_ids), arrival_ns=arrival_ns,
-        sampling=SamplingParams(max_tokens=request.max_tokens, ignore_eos=True), priority=request.priority,
-        cache_salt=salt,
+        sampling=SamplingParams(max_tokens=min(request.max_tokens, MAX_NUM_TOKENS), ignore_eos=True),
+        priority=min(max(request.priority, -most), most), cache_salt=salt,
     )  # fmt: skip
 
 

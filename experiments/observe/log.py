@@ -193,12 +193,17 @@ class _Reader:
             raise ValueError(f"it is step {fields['step']}, and {num_planned} are before it: a line is missing")
         plan = fields | {
             "scheduled": self._named(fields["scheduled"]), "admitted": self._named(fields["admitted"]),
-            "preempted": tuple([self._names[vllm_id] for vllm_id in fields["preempted"]]),
+            "preempted": self._live(fields["preempted"]),
         }  # fmt: skip
         self._plans[num_planned] = plan
         if strays := {*plan["preempted"], *plan["admitted"]} - {*plan["scheduled"], *self._running}:
             raise ValueError(f"it has {min(strays)!r}, which did not run")
         self._running = (self._running - {*plan["preempted"]}) | {*plan["scheduled"]}
+
+    def _live(self, vllm_ids: list[str]) -> tuple[str, ...]:
+        """Of whom a reset preempted, vLLM also tells when an abort came before the next plan."""
+        names = [self._names[vllm_id] for vllm_id in vllm_ids]
+        return tuple([name for name in names if self._requests[name].reason is None])
 
     def _at(self, ns: Any) -> int:
         """An instant on the log's clock."""
@@ -225,7 +230,7 @@ class _Reader:
             max_tokens = min(max_tokens, max(1, self._max_model_len - num_prompt))
         self._requests[name] = ObservedRequest(
             name, number, (int(fields["plans"]), int(fields["commits"])), min(max(0, arrival_ns), queued_ns), queued_ns,
-            prompt, max_tokens, int(fields["priority"]), str(fields["salt"]),
+            prompt, max_tokens, min(max(int(fields["priority"]), 1 - 2**31), 2**31 - 1), str(fields["salt"]),
             bool(fields.get("skips_cache", False)), str(fields.get("unknown", "")),
         )  # fmt: skip
         if not prompt or fields.get("unknown") == _SESSION:

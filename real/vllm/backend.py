@@ -22,6 +22,11 @@ from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
 
+_STOOD_FOR = (  # arguments of vllm.LLM that keys of the run stand for
+    "additional_config", "dtype", "kv_cache_dtype", "scheduling_policy", "long_prefill_token_threshold", "watermark",
+    "enable_chunked_prefill",
+)  # fmt: skip
+
 
 class VllmWork:
     """A plan that vLLM was given, or is about to be. `wait` may be called once, and in the order of the plans."""
@@ -238,7 +243,7 @@ def _started(own: dict[str, Any], given: dict[str, Any]) -> Any:
     these would take the place of others: the folder would say what vLLM did not do."""
     import vllm
 
-    if taken := sorted({*own, "additional_config", "dtype", "kv_cache_dtype"} & {*given}):
+    if taken := sorted({*own, *_STOOD_FOR} & {*given}):
         raise ConfigError(
             f"backend.options has {', '.join(taken)}, which other keys of the run stand for: set it there (scheduler, "
             "cache, backend, model)"

@@ -24,7 +24,7 @@ from real.vllm.told import Launched, Translator
 from real.vllm.versions import check_version
 from testbed.core.outcome import Outcome
 from testbed.core.plan import BatchPlan
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, RequestError
 
 _logger = init_logger("vllm.testbed")
 
@@ -91,6 +91,7 @@ class CoreInVllm(SchedulerInterface):
         self.num_gpu_blocks = int(kv_cache_config.num_blocks) - 1
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._log_stats = log_stats
+        self._is_newer = bool(getattr(vllm_config, "use_v2_model_runner", False))  # the model runner
         self._pause_state = PauseState.UNPAUSED
         self._names: dict[str, str] = {}  # ours by vLLM's, which have a suffix
         self._launched: dict[int, Launched] = {}  # by the output that the workers were told of it
@@ -100,7 +101,7 @@ class CoreInVllm(SchedulerInterface):
         self.steering = self.make_steering()
         self._translator = Translator(
             max_model_len=self.max_model_len,
-            max_held=self.scheduler_config.max_num_seqs if getattr(vllm_config, "use_v2_model_runner", False) else None,
+            max_held=self.scheduler_config.max_num_seqs if self._is_newer else None,
             log_stats=log_stats,
             cached_block_size=self.steering.cached_block_size,
         )
@@ -115,8 +116,10 @@ class CoreInVllm(SchedulerInterface):
         return str(request.request_id)
 
     def add_request(self, request: Any) -> None:
+        if request.request_id in self._names:
+            raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
         name = self.name_of(request)
-        why = unknown_to_us(request) or _not_returned(request)
+        why = unknown_to_us(request) or self._not_returned(request)
         self._names[request.request_id] = name
         if why:
             self._refuse(request, f"this testbed's scheduler has no {why}")
@@ -127,8 +130,12 @@ class CoreInVllm(SchedulerInterface):
             self._held[name] = request
 
     def _take(self, name: str, request: Any) -> None:
-        self._translator.added(name, request)
-        self.steering.added(name, request)
+        try:
+            self.steering.added(name, request)
+        except RequestError as error:
+            self._refuse(request, str(error))
+        else:
+            self._translator.added(name, request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
         """Aborts, also while a plan is in flight: what that brings of them is dropped."""
@@ -148,6 +155,15 @@ class CoreInVllm(SchedulerInterface):
                 self._translator.forget(name)
                 self.steering.aborted(name)
         return ended
+
+    def _not_returned(self, request: Any) -> str:
+        """What a request wants to be told that does not come back from the workers; empty: nothing."""
+        params = request.sampling_params
+        if getattr(params, "prompt_logprob_token_ids", None) is not None:
+            return "prompt_logprob_token_ids"
+        if self._is_newer and getattr(params, "prompt_logprobs", None) is not None:
+            return "prompt_logprobs with vLLM's newer model runner, which forgets those of a preempted prefill"
+        return ""
 
     def _refuse(self, request: Any, message: str) -> None:
         _logger.error("request %s ends with an error: %s", request.request_id, message)
@@ -289,12 +305,6 @@ class CoreInVllm(SchedulerInterface):
 
     def get_kv_event_publisher_config(self) -> None:
         return None
-
-
-def _not_returned(request: Any) -> str:
-    """What a request wants to be told that is not carried back from the workers; empty: nothing."""
-    wants = getattr(request.sampling_params, "prompt_logprob_token_ids", None) is not None
-    return "prompt_logprob_token_ids" if wants else ""
 
 
 def check_engine(config: Any, kv_cache_config: Any) -> None:

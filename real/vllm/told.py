@@ -193,7 +193,7 @@ class Translator:
             if not samples:
                 continue
             if told.request.is_finished():  # aborted since: what came is dropped
-                outcomes.append(Outcome(seq_id, (0,)))
+                outcomes.append(Outcome(seq_id, (0,), FinishReason.ABORT, dropped=True))
                 continue
             request = told.request
             index = answer.req_id_to_index[request.request_id]

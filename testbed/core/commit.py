@@ -89,7 +89,7 @@ class Commit:
         stop: FinishReason | None = None
         if outcome is not None:
             if outcome.dropped:
-                return FinishReason.DROPPED
+                return outcome.stop or FinishReason.DROPPED
             token, stop = outcome.tokens[0], outcome.stop
             if outcome.logprobs:
                 seq.note_logprobs(outcome.logprobs[:1])

@@ -49,8 +49,9 @@ class Outcome(Value):
     """What a backend says of one sequence that was not forced.
 
     tokens: what it emits. forks: the first token of each new sequence that parts from it here: it shares all that was
-    known before, and differs from this token on. dropped: the sequence ends here and emits nothing (a beam that lost);
-    its forks, if any, live. logprobs: of each of `tokens`, then of each of `forks`, where `sampling.needs_logprobs`.
+    known before, and differs from this token on. dropped: the sequence ends here and emits nothing, as a beam that lost
+    or for the reason `stop`; its forks, if any, live. logprobs: of each of `tokens`, then of each of `forks`, where
+    `sampling.needs_logprobs`.
     fork_stops: what `stop` is to the sequence, to each of its forks; empty: none stops.
     """
 

@@ -44,7 +44,11 @@ class ParquetFile:
         self._wait()
         arrays = [as_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
         has_begun: Future[None] = Future()
-        self._group = self._worker.submit(self._write, pa.record_batch(arrays, schema=self._schema), has_begun)
+        group = pa.record_batch(arrays, schema=self._schema)
+        try:
+            self._group = self._worker.submit(self._write, group, has_begun)
+        except RuntimeError:  # the interpreter ends, and with it all threads: a vLLM of a script closes as late as that
+            self._write(group, has_begun)
         has_begun.result()
 
     def close(self) -> None:

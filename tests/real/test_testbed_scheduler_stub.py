@@ -17,7 +17,7 @@ from experiments.app import config_from
 from experiments.config import RunConfig
 from experiments.parity import check_parity
 from experiments.run import execute
-from testbed.errors import ConfigError, RunFolderError
+from testbed.errors import ConfigError, RequestError, RunFolderError
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import TokenIds
 from tests.real import vllm_stub_types as vllm
@@ -92,7 +92,8 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
     memory = Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True)
     worker = NewerRunner(memory, 6) if is_newer else OlderRunner(memory, is_async=is_async)
     requests = served(scheduler, worker, is_async=is_async)
-    assert requests.pop("r8").status == vllm.RequestStatus.FINISHED_ABORTED
+    aborted = requests.pop("r8")
+    assert aborted.status == vllm.RequestStatus.FINISHED_ABORTED
     for request in requests.values():
         assert request.output_token_ids == written(request, 64)
     run = load_run(folder)
@@ -102,6 +103,8 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
         dict(zip(run.requests["request_id"], run.requests["num_output_tokens"], strict=True)).items()
         >= {name: request.num_output_tokens for name, request in requests.items()}.items()
     )
+    row = run.requests.set_index("request_id").loc["r8"]
+    assert (row["finish_reason"], row["num_output_tokens"]) == ("abort", aborted.num_output_tokens), "it got no more"
     report = check_parity(folder)
     assert report.divergence is None, report.divergence
     assert report.num_steps == run.manifest["num_steps"]
@@ -135,6 +138,35 @@ def test_a_model_that_has_no_price_here_is_served_and_its_tape_replays(
         config_from(tmp_path / "run", ["backend=sim"])
     config_from(tmp_path / "run", ["backend=sim", "cost=constant"])
     config_from(tmp_path / "run", ["backend=sim", "model=llama3.1_8b"])
+
+
+def test_what_vllm_admits_and_our_records_do_not_is_bounded_or_named_anew(tmp_path: Path) -> None:
+    from tests.real.vllm_stub_engine import Engine
+
+    scheduler = made({"out": str(tmp_path / "run")})
+    worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
+    engine = Engine(scheduler, worker, is_async=False)
+    for priority, max_tokens in ((10**15, 4), (-(10**15), 4), (0, 2**40)):
+        request = vllm.Request("again", [7] * 5, vllm.SamplingParams(max_tokens), priority=priority)
+        scheduler.add_request(request)
+        with pytest.raises(RequestError, match="'again' is in use"):
+            scheduler.add_request(request)
+        while engine.has_work:
+            engine.step()
+    scheduler.shutdown()
+    run = load_run(tmp_path / "run")
+    assert list(run.requests["request_id"]) == ["again", "again~2", "again~3"]
+    assert list(run.requests["priority"]) == [2**31 - 1, 1 - 2**31, 0]
+    assert check_parity(tmp_path / "run").divergence is None
+
+
+def test_prompt_logprobs_are_refused_where_the_workers_lose_them() -> None:
+    for is_newer, num_refused in ((False, 0), (True, 1)):
+        scheduler = made({}, is_newer=is_newer)
+        params = vllm.SamplingParams(4)
+        params.prompt_logprobs = 1
+        scheduler.add_request(vllm.Request("a", [7] * 5, params))
+        assert len(scheduler._refused) == num_refused
 
 
 def test_a_killed_engine_leaves_what_its_tape_needs(tmp_path: Path) -> None:

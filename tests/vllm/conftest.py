@@ -25,6 +25,8 @@ if IS_NEWER:  # its kernels are Triton's, for which vLLM asks for a CPU backend:
     backends = pytest.importorskip("triton.backends").backends
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
+if IS_NEWER and not pytest.importorskip("vllm.triton_utils").HAS_TRITON:
+    pytest.skip("this vLLM takes no other backend of Triton for a CPU's", allow_module_level=True)
 
 VOCAB_SIZE = 1024
 BLOCK_SIZE = 32

@@ -167,6 +167,19 @@ def test_a_log_with_a_reset_says_why_it_makes_no_case(
     assert (len(found), why in "".join(found)) == (bool(why), True)
 
 
+def test_who_was_preempted_by_a_reset_and_aborted_before_the_next_plan_is_named_by_it_and_gone(tmp_path: Path) -> None:
+    """A log of vLLM 0.32: a pause that keeps requests and clears the cache, an abort, and on it goes."""
+    lines = lines_of("reset_then_abort")
+    (aborted,) = [line["id"] for line in lines if line["kind"] == "abort"]
+    assert any(aborted in line["preempted"] for line in lines if line["kind"] == "plan")
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    requests = load_run(tmp_path / "run").requests.set_index("request_id")
+    assert requests.drop(aborted)["num_preemptions"].tolist() == [1, 1, 1]
+    assert requests.loc[aborted, ["num_preemptions", "finish_reason"]].tolist() == [0, "abort"]
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
+
+
 def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:
     lines = lines_of("sync")
     for line in lines:

@@ -62,6 +62,16 @@ def test_groups_are_written_in_order(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "t.parquet").column("a").to_pylist() == list(range(50))
 
 
+def test_what_comes_when_threads_have_ended_is_written_too(tmp_path: Path) -> None:
+    """As the interpreter ends: vLLM closes the scheduler of a script's engine as late as that."""
+    with ThreadPoolExecutor(1) as worker:
+        file = ParquetFile(tmp_path / "t.parquet", {"a": "int64"}, worker)
+        file.write([(1,)])
+    file.write([(2,)])
+    file.close()
+    assert pq.read_table(tmp_path / "t.parquet").column("a").to_pylist() == [1, 2]
+
+
 def test_what_does_not_fit_is_raised_at_once_and_the_file_goes_on(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as worker:
         file = ParquetFile(tmp_path / "t.parquet", {"a": "int32"}, worker)

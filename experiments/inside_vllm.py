@@ -117,23 +117,33 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str
     for key, value in fixed.items():
         if cache.get(key, value) != value:
             raise ConfigError(f"cache.{key} is {cache[key]}, and vLLM's is {value}: set it there, leave it out here")
-    if scheduler.get("async_scheduling", said.async_scheduling) != said.async_scheduling:
+    if cache.get("kv_dtype") is not None:
         raise ConfigError(
-            f"scheduler.async_scheduling is {scheduler['async_scheduling']}, and vLLM's is {said.async_scheduling}"
+            f"cache.kv_dtype is {cache['kv_dtype']}: that is vLLM's; leave it out, and say kv_cache_dtype there"
+        )
+    if scheduler.get("max_model_len", engine.max_model_len) != engine.max_model_len:
+        raise ConfigError(
+            f"scheduler.max_model_len is {scheduler['max_model_len']}, and vLLM's is {engine.max_model_len}: "
+            "set it there, leave it out here"
         )
     caches = bool(engine.vllm_config.cache_config.enable_prefix_caching)
     if cache.setdefault("prefix_caching", caches) and not caches:
         raise ConfigError("cache.prefix_caching is true, and vLLM was started without: start it with prefix caching")
     overrides = {"scheduler": scheduler, "cache": cache | fixed, "backend": {"name": "vllm"}}
     free = compose_config(to_overrides({**overrides, "device": {"name": device}}))
+    is_async = bool(said.async_scheduling)
+    if ("async_scheduling" in scheduler or not is_async) and free.scheduler.async_scheduling != is_async:
+        raise ConfigError(
+            f"scheduler.async_scheduling of {free.scheduler.name} is {free.scheduler.async_scheduling}, and vLLM's "
+            f"is {is_async}"
+        )
     _check_flags(said, scheduler, cache)
     for key, most in (("max_num_seqs", said.max_num_seqs), ("max_num_batched_tokens", said.max_num_batched_tokens)):
-        wanted = scheduler.get(key)
-        if wanted is not None and wanted > most:
-            raise ConfigError(f"scheduler.{key} is {wanted}, and vLLM was started for {most}: raise it there")
         own = getattr(free.scheduler, key)
+        if scheduler.get(key) is not None and own > most:
+            raise ConfigError(f"scheduler.{key} is {own}, and vLLM was started for {most}: raise it there")
         scheduler[key] = most if own is None else min(own, most)
-    scheduler |= {"max_model_len": engine.max_model_len, "async_scheduling": bool(said.async_scheduling)}
+    scheduler |= {"max_model_len": engine.max_model_len, "async_scheduling": is_async}
     return compose_config(
         to_overrides(
             {

@@ -55,7 +55,7 @@ class TestbedScheduler(CoreInVllm):
 
     def make_steering(self) -> Steering:
         self._num_named: Counter[str] = Counter()
-        settings = (self.vllm_config.additional_config or {}).get("testbed") or {}
+        settings = (self.vllm_config.additional_config or {}).get("testbed", {})
         _check(settings)
         said = describe(self)
         device = settings.get("device") or _device_of(said)
@@ -93,7 +93,9 @@ def _check(settings: Any) -> None:
         raise ConfigError(f"{place} is {settings!r}; it must have keys, as {{'scheduler': 'sarathi'}}")
     for key, value in settings.items():
         if key not in KEYS:
-            raise ConfigError(unknown(f"{place} has an unknown key {key!r}", key, KEYS))
+            raise ConfigError(unknown(f"{place} has an unknown key {key!r}", str(key), KEYS))
+        if value == "":
+            raise ConfigError(f"{place}: {key} is empty; leave it out, or say what it is to be")
         if not isinstance(value, KEYS[key]):
             wanted = " or ".join({str: "a text", dict: "keys", int: "a number"}[kind] for kind in KEYS[key])
             raise ConfigError(f"{place}: {key} is {value!r}; it must be {wanted}")

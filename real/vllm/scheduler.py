@@ -116,7 +116,8 @@ class CoreInVllm(SchedulerInterface):
         return str(request.request_id)
 
     def add_request(self, request: Any) -> None:
-        if request.request_id in self._names:
+        before = self._names.get(request.request_id, "")
+        if before in self._translator.live or before in self._held:
             raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
         name = self.name_of(request)
         why = unknown_to_us(request) or self._not_returned(request)

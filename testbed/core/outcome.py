@@ -51,8 +51,7 @@ class Outcome(Value):
     tokens: what it emits. forks: the first token of each new sequence that parts from it here: it shares all that was
     known before, and differs from this token on. dropped: the sequence ends here and emits nothing, as a beam that lost
     or for the reason `stop`; its forks, if any, live. logprobs: of each of `tokens`, then of each of `forks`, where
-    `sampling.needs_logprobs`.
-    fork_stops: what `stop` is to the sequence, to each of its forks; empty: none stops.
+    `sampling.needs_logprobs`. fork_stops: what `stop` is to the sequence, to each of its forks; empty: none stops.
     """
 
     FIELDS: ClassVar = ("seq_id", "tokens", "stop", "forks", "dropped", "logprobs", "fork_stops")

@@ -209,7 +209,7 @@ class Scheduler:
         for seq, reason in ending:
             self._leave(seq)
             self._digest.finished(seq.seq_id, reason)
-            self._end(seq, reason, "", now_ns, finished)
+            self._end(seq, reason, "aborted" if reason is FinishReason.ABORT else "", now_ns, finished)
         for seq in self._late:
             self._waiting.push_back(seq)
         self._late = ()

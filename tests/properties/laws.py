@@ -1,13 +1,14 @@
-"""Laws that every plan keeps: the queue's order, the watermark, the budgets, the shape."""
+"""Laws that every plan keeps: the queue's order, the watermark, the budgets, the shape. And every end of a request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from testbed.core.outcome import Finished, FinishReason
 from testbed.core.plan import BatchPlan, PreemptionMode, ScheduledSequence
 
 if TYPE_CHECKING:
-    from tests.properties.members import Member
+    from tests.properties.members import Job, Member
     from tests.properties.shadow import Shadow
 
 Rows = tuple[ScheduledSequence, ...]
@@ -139,3 +140,23 @@ def check_budgets(shadow: Shadow, plan: BatchPlan, rows: Rows) -> None:
     assert len(rows) == len(prompts) == 1, f"{num_tokens} tokens in {len(rows)} rows"
     if setup.composition == "prefill_first":
         assert shadow.members[prompts[0].seq_id].num_preempted, "a new prompt beyond the budget"
+
+
+def check_finished(job: Job, finished: Finished, max_model_len: int) -> None:
+    """Each request ends exactly once, with the outputs of all its sequences that were not dropped."""
+    assert finished.request is job.request
+    assert finished.reason is job.reason, f"{finished.reason} instead of {job.reason}"
+    assert finished.reason is not FinishReason.DROPPED, "a request that has no output at all"
+    assert (finished.message != "") == (finished.reason in (FinishReason.IGNORED, FinishReason.ABORT))
+    assert finished.num_output_tokens == sum(map(len, job.outputs))
+    assert list(finished.output_token_ids) == job.outputs[0]
+    if job.width > 1:
+        assert [list(one) for one in finished.outputs] == job.outputs
+    forced = job.request.forced_output
+    if job.is_forced and forced is not None:
+        whole = list(forced)[: job.max_output(max_model_len)]
+        for output, reason in zip(job.outputs, job.reasons, strict=True):
+            assert output == whole[: len(output)], "not the tokens that were forced"
+            assert reason in (FinishReason.IGNORED, FinishReason.ABORT) or output == whole, "not all of them"
+    if finished.reason in (FinishReason.STOP, FinishReason.LENGTH) and not job.is_beam:
+        assert len(job.outputs) == job.width, "a group delivers as many outputs as it has members"

@@ -16,7 +16,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence
 from tests.properties.device import Device
 from tests.properties.draws import draw
-from tests.properties.laws import check_admissions, check_budgets, check_shape, check_steps_of_their_own
+from tests.properties.laws import check_admissions, check_budgets, check_finished, check_shape, check_steps_of_their_own
 from tests.properties.members import ENDED, RUNNING, SWAPPED, WAITING, Job, Member
 from tests.properties.setups import EOS, Setup
 
@@ -62,7 +62,7 @@ class Shadow:
             self.counts[f"aborts of {member.place}"] += 1
             self._end(member, FinishReason.ABORT)
         assert finished is not None
-        self._check_finished(job, finished)
+        check_finished(job, finished, self.setup.limits.max_model_len)
         self.check_conservation()
 
     def reset(self) -> None:
@@ -136,7 +136,7 @@ class Shadow:
         assert Counter(seq.request_id for seq in self.scheduler.emitters) == Counter(emitted), "not what was emitted"
         assert [item.request.request_id for item in finished] == [job.request.request_id for job in done]
         for job, item in zip(done, finished, strict=True):
-            self._check_finished(job, item)
+            check_finished(job, item, self.setup.limits.max_model_len)
         self.check_conservation()
 
     # --- events of a plan ---
@@ -424,25 +424,6 @@ class Shadow:
         if not job.members:
             del self.jobs[job.request.request_id]
             self.counts[f"ended by {job.reason}"] += 1
-
-    def _check_finished(self, job: Job, finished: Finished) -> None:
-        """Each request ends exactly once, with the outputs of all its sequences that were not dropped."""
-        assert finished.request is job.request
-        assert finished.reason is job.reason, f"{finished.reason} instead of {job.reason}"
-        assert finished.reason is not FinishReason.DROPPED, "a request that has no output at all"
-        assert (finished.message != "") == (finished.reason in (FinishReason.IGNORED, FinishReason.ABORT))
-        assert finished.num_output_tokens == sum(map(len, job.outputs))
-        assert list(finished.output_token_ids) == job.outputs[0]
-        if job.width > 1:
-            assert [list(one) for one in finished.outputs] == job.outputs
-        forced = job.request.forced_output
-        if job.is_forced and forced is not None:
-            whole = list(forced)[: job.max_output(self.setup.limits.max_model_len)]
-            for output, reason in zip(job.outputs, job.reasons, strict=True):
-                assert output == whole[: len(output)], "not the tokens that were forced"
-                assert reason in (FinishReason.IGNORED, FinishReason.ABORT) or output == whole, "not all of them"
-        if finished.reason in (FinishReason.STOP, FinishReason.LENGTH) and not job.is_beam:
-            assert len(job.outputs) == job.width, "a group delivers as many outputs as it has members"
 
     def _count(self, plan: BatchPlan, before: dict[int, str]) -> None:
         counts = self.counts

@@ -167,6 +167,9 @@ def test_prompt_logprobs_are_refused_where_the_workers_lose_them() -> None:
         params.prompt_logprobs = 1
         scheduler.add_request(vllm.Request("a", [7] * 5, params))
         assert len(scheduler._refused) == num_refused
+        if num_refused:
+            scheduler.add_request(vllm.Request("a", [7] * 5, params))
+            assert len(scheduler._refused) == 2, "who was refused is not live: its id may come again"
 
 
 def test_a_killed_engine_leaves_what_its_tape_needs(tmp_path: Path) -> None:
@@ -255,6 +258,9 @@ MERGED = FROZEN | {"kv_rules": {"hits_frozen": False}}
     [
         ("sarathi", False, "is 'sarathi'; it must have keys, as {'scheduler': 'sarathi'}"),
         ({"scheduler": 5}, False, "scheduler is 5; it must be a text or keys"),
+        ([], False, r"is \[\]; it must have keys"),
+        ({"out": ""}, False, "out is empty; leave it out"),
+        ({5: "sarathi"}, False, "unknown key 5"),
         ({"cache": "off"}, False, "cache is 'off'; it must be keys"),
         ({"out": 5}, False, "out is 5; it must be a text"),
         ({"out": "/dev/null/run"}, False, "out is /dev/null/run, and Not a directory"),

@@ -224,6 +224,19 @@ def test_an_abort_while_a_plan_is_in_flight_ends_at_once_and_the_row_is_dropped(
     assert scheduler.emitters == []
 
 
+def test_an_outcome_may_end_a_sequence_without_a_token_and_say_why() -> None:
+    """As where a client left while its token was drawn, and the loop has not heard of that."""
+    scheduler = make_scheduler("unified")
+    add(scheduler, make_request("a", 4, None), make_request("b", 4, None))
+    scheduler.plan(0)
+    left, stays = Outcome(0, (0,), FinishReason.ABORT, dropped=True), Outcome(1, (7,))
+    (finished,) = scheduler.commit(StepResult(1, (left, stays)), 1)
+    assert (finished.reason, finished.message, finished.num_output_tokens) == (FinishReason.ABORT, "aborted", 0)
+    assert [seq.request_id for seq in scheduler.emitters] == ["b"]
+    assert scheduler.abort("a", 2) is None, "it has ended"
+    scheduler.check_invariants()
+
+
 def test_one_plan_is_in_flight() -> None:
     scheduler = never_planned()
     plan = scheduler.plan(0)

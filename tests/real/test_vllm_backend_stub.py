@@ -219,7 +219,7 @@ def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, schedu
         ("backend.options={max_num_seqs:2,seed:1}", "backend.options has max_num_seqs, seed, which other keys"),
         (
             "backend.options={enable_chunked_prefill:false,watermark:0.1}",
-            "has enable_chunked_prefill, watermark",
+            "backend.options has enable_chunked_prefill, watermark",
         ),
         ("backend.options={scheduler_cls:mine.Own}", "backend.options has scheduler_cls, which other keys"),
         ("sampling.prompt_logprobs=0", "backend=vllm returns no logprobs of prompts"),

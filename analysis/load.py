@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
 _POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
 _REPEAT = "run its command again with overwrite=true, or that of its sweep as it was"
-_AGAIN = f"the run did not get to its end: {_REPEAT}"
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 
@@ -212,15 +211,29 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         hint = f"; of vLLM's log there is a run to be made: testbed observe import {log}" if log.exists() else ""
         raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(FILES)}){hint}")
     if missing:
-        raise RunFolderError(f"{folder}: {', '.join(missing)} missing; {_AGAIN}")
+        raise RunFolderError(f"{folder}: {', '.join(missing)} missing; {_cure(folder)}")
     try:
         _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
         _check_schema(folder / "steps.parquet", STEP_COLUMNS)
     except RunFolderError as error:
         if (folder / "done").exists():
             raise
-        raise RunFolderError(f"{folder}: its records end in the middle; {_AGAIN}") from error
+        raise RunFolderError(f"{folder}: its records end in the middle; {_cure(folder)}") from error
     return Run(folder, read_said(folder / "config.yaml"), read_said(folder / "manifest.json"))
+
+
+def _cure(folder: Path) -> str:
+    """Of a run without its end: who served cannot have it again, but its tape has all decisions."""
+    try:
+        is_served = str(read_json(folder / "manifest.json").get("command")).startswith("scheduler_cls=")
+    except RunFolderError:
+        is_served = False
+    if is_served:
+        return (
+            f"the vLLM that it is of was killed: `testbed parity {folder}` replays its tape, and `testbed run "
+            f"from={folder} backend=sim` simulates its requests"
+        )
+    return f"the run did not get to its end: {_REPEAT}"
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:

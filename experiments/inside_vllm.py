@@ -17,18 +17,20 @@ from vllm.logger import init_logger
 from experiments.build import Pools, build_scheduler
 from experiments.compose import compose_config, to_overrides
 from experiments.config import RunConfig
+from experiments.foreign import policy_failure
 from experiments.observe.case import USUAL
 from experiments.observe.importing import device_of, with_model
 from experiments.on_device import check_hits, check_in_vllm, check_steps
 from experiments.policies import make_policy
 from experiments.run_folder import MODEL_FOLDER, TRACE_FILE
 from experiments.served_folder import ServedFolder
+from experiments.watches import batch_limits
 from real.vllm.observer import describe
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import unknown
 from testbed.records.recorders import NoRecords
 from testbed.traces.schema import MAX_NUM_TOKENS
@@ -72,7 +74,17 @@ class TestbedScheduler(CoreInVllm):
         scheduler = build_scheduler(config, Pools(self.num_gpu_blocks, 0))
         records = self._records(settings.get("out"), config, scheduler, said, why)
         _logger.info("the testbed decides: scheduler=%s", config.scheduler.name)
-        return OwnLoop(scheduler, records, _request_of, records.finish)
+
+        checks = [limits.check for limits in batch_limits(config)]
+
+        def failed(error: Exception) -> Exception:
+            named = error if isinstance(error, TestbedError) else policy_failure(error, config) or error
+            records.failed(named)
+            return named
+
+        return OwnLoop(
+            scheduler, records, _request_of, records.finish, checks=checks, failed=failed, warn=_logger.warning
+        )
 
     @staticmethod
     def _records(
@@ -81,7 +93,7 @@ class TestbedScheduler(CoreInVllm):
         if not out:
             return _Nothing()
         try:
-            return ServedFolder(Path(out), config, scheduler, said, unpriced)
+            return ServedFolder(Path(out), config, scheduler, said, unpriced, _logger.error)
         except OSError as error:
             raise ConfigError(f'additional_config["testbed"]: out is {out}, and {error.strerror or error}') from None
 
@@ -188,4 +200,5 @@ def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
 
 
 class _Nothing(NoRecords):
+    def failed(self, error: Exception) -> None: ...
     def finish(self) -> None: ...

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from analysis.load import Run
 from experiments.config import RunConfig
 from experiments.environment import describe_machine
 from experiments.observe.importing import manifest_in_vllm
-from experiments.run_folder import MODEL_FOLDER, TRACE_FILE, claim, refuse_overwrite, write_json
+from experiments.run_folder import (
+    MODEL_FOLDER,
+    TRACE_FILE,
+    claim,
+    describe_failure,
+    refuse_overwrite,
+    write_json,
+)  # fmt: skip
 from testbed import compiled
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request
@@ -25,7 +35,7 @@ from testbed.records.tape import TapeWriter
 from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
-from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
+from testbed.traces.schema import Part, Span, TokenIds, Trace, TraceRequest
 from testbed.traces.serialize import row_to_json, write_jsonl
 
 _BOUNDS = "of requests that had not ended, outputs are as long as they had leave for"
@@ -33,13 +43,14 @@ _BOUNDS = "of requests that had not ended, outputs are as long as they had leave
 
 class _Trace(NoRecords):
     """trace.jsonl, a row for each request as it comes, with as many tokens of output as it has leave for; in the end
-    with those that came."""
+    with those that came, which lie in a file without a name until then: an engine may serve for days."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("w", encoding="utf-8")
         self._num = 0
-        self._outputs: dict[str, array[int]] = {}
+        self._ended = TemporaryFile(dir=path.parent)  # noqa: SIM115  as long as the engine lives
+        self._outputs: dict[str, tuple[int, int]] = {}  # where each begins there, and how many bytes it has
         self._cancelled_ns: dict[str, int] = {}  # after their arrivals
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
@@ -56,7 +67,9 @@ class _Trace(NoRecords):
         for one in finished:
             name = one.request.request_id
             if len(one.output_token_ids):
-                self._outputs[name] = array("i", one.output_token_ids)
+                output = array("i", one.output_token_ids).tobytes()
+                self._outputs[name] = self._ended.tell(), len(output)
+                self._ended.write(output)
             if one.reason is FinishReason.ABORT:
                 self._cancelled_ns[name] = max(1, now_ns - one.request.arrival_ns)
 
@@ -69,11 +82,7 @@ class _Trace(NoRecords):
         if not self._num:
             return None
         rows = [
-            row._replace(
-                output=row.output if (output := self._outputs.get(row.request_id)) is None else TokenIds(output),
-                cancel_after_ns=self._cancelled_ns.get(row.request_id),
-                place="",
-            )
+            row._replace(output=self._output(row), cancel_after_ns=self._cancelled_ns.get(row.request_id), place="")
             for row in read_jsonl(self._path)
         ]
         trace, written = arrange(self._path.name, rows), self._path.with_suffix(".tmp")
@@ -81,14 +90,26 @@ class _Trace(NoRecords):
         os.replace(written, self._path)
         return trace
 
+    def _output(self, row: TraceRequest) -> Part | None:
+        if row.request_id not in self._outputs:
+            return row.output
+        begin, num_bytes = self._outputs[row.request_id]
+        self._ended.seek(begin)
+        return TokenIds(array("i", self._ended.read(num_bytes)))
+
 
 class ServedFolder:
-    """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed."""
+    """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed.
+
+    Serving goes on where the folder cannot be written any more; `say` is told so.
+    """
 
     def __init__(
-        self, folder: Path, config: RunConfig, scheduler: Scheduler, said: dict[str, Any], unpriced: str
-    ) -> None:
-        self._folder, self._config, self._scheduler = folder.absolute(), config, scheduler
+        self, folder: Path, config: RunConfig, scheduler: Scheduler, said: dict[str, Any], unpriced: str,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._folder, self._config, self._scheduler, self._say = folder.absolute(), config, scheduler, say
+        self._lost: OSError | None = None  # why nothing is written any more
         refuse_overwrite(self._folder, overwrite=False, key="out", allow=None)
         raw = config.raw
         raw["trace"]["path"] = str(self._folder / TRACE_FILE)
@@ -101,18 +122,57 @@ class ServedFolder:
         self._recorder = RunRecorder(self._folder)
         self._tape = TapeWriter(self._folder / "tape.jsonl", decision, is_live=True)
         self._trace = _Trace(self._folder / TRACE_FILE)
-        self._all = together([self._recorder, self._tape, self._trace])
-        self.arrived, self.aborted = self._all.arrived, self._all.aborted
-        self.committed, self.ended = self._all.committed, self._all.ended
-        self.prefixes_reset = self._all.prefixes_reset
+        records, kept = together([self._recorder, self._tape, self._trace]), self._while_it_can
+        self.arrived, self.aborted, self.committed = (
+            kept(records.arrived),
+            kept(records.aborted),
+            kept(records.committed),
+        )
+        self.ended, self.prefixes_reset = kept(records.ended), kept(records.prefixes_reset)
         self._manifest = self._describe(said) | {"unpriced": unpriced or None}
         write_json(self._folder / "manifest.json", self._manifest)
 
+    def _while_it_can(self, tell: Callable[..., None]) -> Callable[..., None]:
+        def told(*given: Any) -> None:
+            if self._lost is None:
+                try:
+                    tell(*given)
+                except OSError as error:
+                    self._lose(error)
+
+        return told
+
+    def _lose(self, error: OSError) -> None:
+        """What was written until now is kept, as far as the files can be closed."""
+        self._lost = error
+        self._say(f"nothing more is recorded in {self._folder}: {describe_failure(error)}; serving goes on")
+        for close in (self._recorder.close, self._tape.close, self._trace.close):
+            with suppress(OSError):
+                close()
+        self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """The loop ends with this, or its records do: the manifest says so, if it can be written."""
+        self._manifest |= {
+            "failure": describe_failure(error), "num_steps": self._scheduler.num_steps,
+            "num_sent": self._recorder.num_sent,
+        }  # fmt: skip
+        with suppress(OSError):
+            write_json(self._folder / "manifest.json", self._manifest)
+
     def finish(self) -> None:
         """vLLM shuts down: the folder is closed."""
+        if self._lost is None:
+            try:
+                self._finish()
+            except OSError as error:
+                self._lose(error)
+
+    def _finish(self) -> None:
         self._recorder.close()
         self._tape.close()
-        is_whole, scheduler, prefixes = not self._scheduler.has_work, self._scheduler, self._scheduler.blocks.prefixes
+        scheduler, prefixes = self._scheduler, self._scheduler.blocks.prefixes
+        is_whole = not scheduler.has_work and "failure" not in self._manifest
         trace = self._trace.finish()
         self._manifest |= {
             "status": "complete" if is_whole else "partial",

@@ -11,8 +11,8 @@ from experiments import build
 from experiments.config import RunConfig
 from experiments.foreign import PolicyError, own_classes
 from testbed.core.commands import StepView
-from testbed.core.interfaces import Recorder
 from testbed.core.limits import Limits
+from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
 from testbed.records.recorders import NoRecords
 
@@ -30,8 +30,11 @@ class BatchLimits(NoRecords):
         self._limits, self._name = limits, name
 
     def committed(self, step: StepView) -> None:
+        self.check(step.plan)
+
+    def check(self, plan: BatchPlan) -> None:
         """Raises PolicyError, naming the composition, for a step beyond them."""
-        shape, limits = step.plan.shape, self._limits
+        shape, limits = plan.shape, self._limits
         for what, num, key in (
             ("sequences", shape.num_decodes + len(shape.prefills), "max_num_seqs"),
             ("tokens", shape.num_tokens, "max_num_batched_tokens"),
@@ -42,12 +45,12 @@ class BatchLimits(NoRecords):
             )
             if num > most and not is_alone:
                 raise PolicyError(
-                    f"{self._name} computes {num} {what} in step {step.plan.step}, and scheduler.{key} is {most}; "
+                    f"{self._name} computes {num} {what} in step {plan.step}, and scheduler.{key} is {most}; "
                     "look at step.token_budget and step.num_running before you admit"
                 )
 
 
-def batch_limits(config: RunConfig) -> list[Recorder]:
+def batch_limits(config: RunConfig) -> list[BatchLimits]:
     """One where the composition is a class of the user's."""
     named = [name for name in own_classes(config) if name.startswith("scheduler.composition=")]
     return [BatchLimits(build.limits(config), name) for name in named]

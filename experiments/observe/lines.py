@@ -45,7 +45,7 @@ _OF_STEPS = {"step": _COUNT, "began_ns": _NS, "ns": _NS, "free_blocks": _COUNT}
 _KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the other lines
     "add": _PLACE | {
         "id": _ID, "arrival_unix_ns": _NS, "prompt": _is_tokens, "priority": whole(-MAX_NS, MAX_NS), "salt": _ID,
-        "max_tokens": lambda value: value is None or _NS(value),
+        "max_tokens": lambda value: value is None or (_NS(value) and value > 0),
     },
     "plan": _OF_STEPS | {
         "committed": _COUNT, "num_running": _COUNT, "num_waiting": _COUNT, "scheduled": _is_by_id(_COUNT),

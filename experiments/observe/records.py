@@ -14,7 +14,7 @@ from testbed.core.batch import Batch
 from testbed.core.commands import StepView
 from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished, FinishReason, Spans, StepResult
-from testbed.core.plan import Admission, BatchPlan, BatchShape, Preemption, PreemptionMode
+from testbed.core.plan import RESET, Admission, BatchPlan, BatchShape, Preemption, PreemptionMode
 from testbed.core.sequence import Sequence
 from testbed.core.state import SequenceState
 
@@ -57,6 +57,7 @@ class _Told:
         self._max_model_len = int(log.header["config"]["max_model_len"])
         self._seqs: dict[str, Sequence] = {}
         self._plans: deque[BatchPlan] = deque()  # in flight
+        self._after_reset = {one.place[0] for one in log.resets if one.preempts}  # all victims of these plans are its
         self._num_plans = self._num_steps = 0
 
     def arrived(self, one: ObservedRequest) -> None:
@@ -122,7 +123,8 @@ class _Told:
         for seq, num_tokens in zip(batch.seqs, batch.counts, strict=True):
             if seq.advance(num_tokens):
                 seq.num_tokens += 1  # what it emits is there when the next step is planned, or a placeholder is
-        return BatchPlan(self._num_plans, shape, batch, tuple(admitted), tuple(preempted))
+        whose = (RESET,) * len(preempted) if self._num_plans in self._after_reset else ()
+        return BatchPlan(self._num_plans, shape, batch, tuple(admitted), tuple(preempted), preempted_for=whose)
 
     def _end(self, ended: list[tuple[str, FinishReason]], now_ns: int) -> None:
         finished = []

@@ -7,8 +7,8 @@ calls, and its clock is the time at which it is called.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from testbed.core.commands import Abort, Arrive, Event, Execute, ResetPrefixes, Resume, WaitUntil
 from testbed.core.interfaces import Recorder
@@ -17,6 +17,10 @@ from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
+from testbed.foreign_text import some
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ServedInbox:
@@ -50,14 +54,25 @@ class ServedInbox:
 class OwnLoop:
     """Steers vLLM with a core of its own. Implements real.vllm.scheduler.Steering.
 
-    make_request: our request of one of vLLM's, given when it came. close: called once, after the last step.
+    make_request: our request of one of vLLM's, given when it came. close: called once, after the last step. checks:
+    raise for a plan that is not to be carried out. failed: called with what ended the loop; what is raised in its
+    place. warn: called with one line about requests that no step moves; vLLM asks for ever.
     """
+
+    PATIENCE_NS: ClassVar = 5 * 10**9
 
     def __init__(
         self, scheduler: Scheduler, recorder: Recorder, make_request: Callable[[str, Any, int], Request],
         close: Callable[[], None] = lambda: None, read_ns: Callable[[], int] = time.perf_counter_ns,
+        checks: Sequence[Callable[[BatchPlan], None]] = (),
+        failed: Callable[[Exception], Exception] = lambda error: error,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         self._scheduler, self._make_request, self._close, self._read_ns = scheduler, make_request, close, read_ns
+        self._checks, self._failed, self._warn = checks, failed, warn
+        self._failure: Exception | None = None
+        self._stalled_ns: int | None = None  # since when no step moves anything; None: one does
+        self._is_warned = False
         self.cached_block_size = None if (source := scheduler.blocks.prefixes.source) is None else source.block_size
         self._inbox = ServedInbox()
         self._loop = serve(self._inbox, scheduler, recorder)
@@ -75,8 +90,14 @@ class OwnLoop:
         self._inbox.put(ResetPrefixes())
 
     def next_plan(self) -> BatchPlan | None:
+        if self._failure is not None:
+            raise self._failure
         assert isinstance(self._command, WaitUntil), "vLLM asks for a step while it owes the outcome of another"
-        return self._ask()
+        is_stuck = self._command.is_stuck
+        plan = self._ask()
+        is_asked = plan is not None or bool(self._launched_ns) or not self._scheduler.has_work
+        self._note(is_moving=is_asked and not is_stuck)
+        return plan
 
     def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
         now_ns = self._now_ns()
@@ -95,7 +116,7 @@ class OwnLoop:
 
     def close(self) -> None:
         """What was aborted last is still taken in."""
-        if self._inbox.has_events and isinstance(self._command, WaitUntil):
+        if self._failure is None and self._inbox.has_events and isinstance(self._command, WaitUntil):
             self._ask()
         self._inbox.is_open = False
         self._loop.close()
@@ -108,6 +129,8 @@ class OwnLoop:
         command = self._command
         if isinstance(command, WaitUntil) or command.plan is None:
             return None
+        for check in self._checks:
+            self._try(check, command.plan)
         launched_ns = self._now_ns()
         self._launched_ns.append((launched_ns, launched_ns - began_ns))
         if command.is_ahead:
@@ -115,7 +138,30 @@ class OwnLoop:
         return command.plan
 
     def _send(self, resume: Resume) -> None:
-        self._command = self._loop.send(resume)
+        self._command = self._try(self._loop.send, resume)
+
+    def _try(self, act: Callable[[T], R], given: T) -> R:
+        try:
+            return act(given)
+        except Exception as error:
+            self._failure = self._failed(error)
+            if self._failure is error:
+                raise
+            raise self._failure from error
+
+    def _note(self, *, is_moving: bool) -> None:
+        """Says so, once, when nothing has moved for long."""
+        if is_moving:
+            self._stalled_ns, self._is_warned = None, False
+            return
+        self._stalled_ns = self._last_ns if self._stalled_ns is None else self._stalled_ns
+        if not self._is_warned and self._last_ns - self._stalled_ns >= self.PATIENCE_NS:
+            self._is_warned = True
+            ids = [seq.request.request_id for seq in self._scheduler.unfinished()]
+            self._warn(
+                f"for {self.PATIENCE_NS // 10**9} s no step has moved any of {len(ids)} requests: {some(ids)}; check "
+                "the policies (scheduler.composition, scheduler.admission, scheduler.victim)"
+            )
 
     def _now_ns(self) -> int:
         """Each instant is later than the one before it."""

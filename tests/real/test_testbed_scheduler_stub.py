@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from experiments.app import config_from
 from experiments.config import RunConfig
 from experiments.parity import check_parity
 from experiments.run import execute
-from testbed.errors import ConfigError, RequestError, RunFolderError
+from testbed.errors import ConfigError, RequestError, RunFolderError, TestbedError
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import TokenIds
 from tests.real import vllm_stub_types as vllm
@@ -185,6 +187,104 @@ def test_a_killed_engine_leaves_what_its_tape_needs(tmp_path: Path) -> None:
     assert (report.divergence, report.is_cut, report.num_steps) == (None, True, 4)
     (note,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["trace"]["notes"]
     assert note == "of requests that had not ended, outputs are as long as they had leave for"
+
+
+POLICIES = """
+from testbed.policies.queue_order import FCFS
+
+
+class Raises(FCFS):
+    def head(self, now_ns):
+        raise ValueError("no head today")
+
+
+class DoesNothing:
+    def compose(self, step):
+        pass
+
+
+class TakesAll:
+    def compose(self, step):
+        while step.num_waiting:
+            seq = step.head()
+            step.admit(seq, step.blocks.lookup(seq), 2)
+"""
+
+
+@pytest.fixture
+def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "served_policies.py"
+    file.write_text(POLICIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "said"),
+    [
+        ("queue_order", "Raises", "{file}:7: ValueError: no head today (in {named}); mend it there"),
+        ("composition", "TakesAll", "{named} computes 8 sequences in step 0, and scheduler.max_num_seqs is 6; look at"),
+    ],
+)
+def test_a_policy_that_fails_is_named_in_the_error_and_in_the_folder(
+    tmp_path: Path, policies: Path, key: str, name: str, said: str
+) -> None:
+    from tests.real.vllm_stub_engine import Engine
+
+    target = f"served_policies.{name}"
+    preset = {"name": "vllm_v1", key: {"_target_": target}}
+    scheduler = made({"out": str(tmp_path / "run"), "scheduler": preset})
+    engine = Engine(
+        scheduler, OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False), is_async=False
+    )
+    for number in range(8):
+        scheduler.add_request(vllm.Request(f"r{number}", [7] * 3, vllm.SamplingParams(4)))
+    line = said.format(file=policies, named=f"scheduler.{key}={target}")
+    for _ in range(2):  # whoever asks again is told the same
+        with pytest.raises(TestbedError, match=re.escape(line)):
+            engine.step()
+    scheduler.finish_requests(["r0"], None)
+    scheduler.shutdown()
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert line in manifest["failure"]
+    assert manifest["status"] == "partial"
+    assert not (tmp_path / "run" / "done").exists()
+
+
+def test_requests_that_no_step_moves_are_named_once(
+    policies: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.real.vllm_stub_engine import Engine
+
+    monkeypatch.setattr("real.vllm.own_loop.OwnLoop.PATIENCE_NS", 1)
+    scheduler = made({"scheduler": {"name": "vllm_v1", "composition": {"_target_": "served_policies.DoesNothing"}}})
+    engine = Engine(
+        scheduler, OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False), is_async=False
+    )
+    for number in range(2):
+        scheduler.add_request(vllm.Request(f"r{number}", [7] * 5, vllm.SamplingParams(4)))
+    for _ in range(5):
+        engine.step()
+    (line,) = [record.getMessage() for record in caplog.records if "no step has moved" in record.getMessage()]
+    assert "no step has moved any of 2 requests: r0, r1; check the policies (scheduler.composition" in line
+
+
+def test_a_full_disk_ends_the_records_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    requests = None
+    scheduler = made({"out": str(tmp_path / "run")})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
+    try:
+        worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
+        requests = served(scheduler, worker, is_async=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert all(request.is_finished() for request in requests.values())
+    (line,) = [record.getMessage() for record in caplog.records if "nothing more is recorded" in record.getMessage()]
+    assert line.endswith("serving goes on")
+    assert "File too large" in json.loads((tmp_path / "run" / "manifest.json").read_text())["failure"]
+    report = check_parity(tmp_path / "run")
+    assert (report.divergence, report.is_cut) == (None, True)
 
 
 @pytest.fixture

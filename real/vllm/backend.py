@@ -253,7 +253,9 @@ def _started(own: dict[str, Any], given: dict[str, Any]) -> Any:
     except TestbedError:
         raise
     except Exception as error:
-        raise DeviceError(f"vLLM {vllm.__version__} did not start: {_one_line(error)}") from error
+        said = _one_line(error)
+        cure = ": set cache.block_size, to 32 on a CPU" if "block size" in said.lower() else ""
+        raise DeviceError(f"vLLM {vllm.__version__} did not start: {said.rstrip('.')}{cure}") from error
 
 
 def _one_line(error: Exception) -> str:

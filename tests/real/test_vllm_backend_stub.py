@@ -22,7 +22,7 @@ from testbed.core.commands import Abort, Event, StepView
 from testbed.core.outcome import Spans
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
-from testbed.errors import ConfigError, RequestError, TraceError
+from testbed.errors import ConfigError, DeviceError, RequestError, TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TraceRequest
 from tests.real import vllm_stub_types as vllm
@@ -296,6 +296,16 @@ def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monke
         match=r"^vLLM refuses request 'r': Requested sample logprobs of 25, which is greater than max allowed: 20$",
     ):
         backend.add(Request("r", [1]))
+
+
+def test_why_vllm_did_not_start_is_one_line_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **more: Any) -> None:
+        raise ValueError("No common block size for 16 (CPU_ATTN: [MultipleOf(32)]).")
+
+    monkeypatch.setattr(LLM, "__init__", refuse)
+    said = "did not start: No common block size for 16 (CPU_ATTN: [MultipleOf(32)]): set cache.block_size, to 32 on a"
+    with pytest.raises(DeviceError, match=re.escape(said)):
+        start(tmp_path, is_async=False)
 
 
 @pytest.mark.parametrize(("more", "dtype"), [([], "float32"), (["backend.dtype=bfloat16"], "bfloat16")])

@@ -9,6 +9,7 @@ import pandas as pd
 from analysis.capacity import LIMITS, Load
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import Capacity, Found
+from experiments.config import RunConfig
 from experiments.markdown import table
 
 SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
@@ -136,8 +137,8 @@ def setup_lines(capacity: Capacity) -> list[str]:
 
 
 def _terms(found: Found) -> str:
-    arm, raw = found.arm, found.arm.raw
+    arm, config = found.arm, RunConfig.from_container(found.arm.raw)
     limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.slo.limits.items())
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))
-    names = f"{raw['backend']['name']}, {raw['model']['name']} on {raw['device']['name']}"
-    return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {raw['trace'].get('name')} ({num})"
+    names = f"{config.raw['backend']['name']}, {config.model.name} on {config.device.name}"
+    return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {config.trace.name} ({num})"

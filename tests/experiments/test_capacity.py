@@ -330,6 +330,18 @@ def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.Captur
     assert "![goodput and attainment](capacity.png)" in text
 
 
+def test_a_model_of_a_folder_goes_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "own_model"
+    folder.mkdir()
+    shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(shape | heads))
+    settings = (*ONE_TOKEN, f"model.path={folder}", "slo.ttft_s=1", "slo.attainment=0.5", "trace.num_requests=20")
+    said = say(capsys, "capacity", *settings, "--out", str(tmp_path / "found"))
+    assert said.status == 0, said.err
+    assert "sim, own_model on " in said.out
+
+
 def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.009", "--out", str(tmp_path / "low"))
     assert "200 of 200 requests are over slo.ttft_s (0.009 s, with a mean of 0.01 s)" in said.error()

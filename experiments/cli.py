@@ -140,6 +140,7 @@ def _conform(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     from analysis.report import report_from_folders
+    from experiments.points import say_killed
 
     parser = Parser("testbed report", description="One self-contained HTML page about runs or sweeps.")
     parser.add_argument("folders", nargs="+", type=folder_named, help="run or sweep folders")
@@ -162,6 +163,8 @@ def _report(arguments: list[str]) -> int:
         raise RunFolderError(f"{written[0]} exists; choose another --out or pass --overwrite")
     if options.margin is not None and not 0 < options.margin < 1:
         raise ConfigError(f"--margin is {options.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
+    for folder in options.folders:
+        say_killed(folder)
     page = report_from_folders(
         options.folders, out, title=options.title, baseline=options.baseline, question=options.question,
         slo=_limits(options.slo), margin=options.margin, command=shlex.join(["testbed", "report", *arguments]),

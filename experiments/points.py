@@ -128,10 +128,8 @@ def refuse_others(folders: list[Path]) -> None:
 
 @contextmanager
 def board_in(root: Path) -> Iterator[Board]:
-    """Within, a sweep's folder has a board at which this process waits. Those of processes that were killed go."""
+    """Within, a sweep's folder has a board at which this process waits."""
     root.mkdir(parents=True, exist_ok=True)
-    for left in filter(_is_left, list(root.glob(f"{_BOARD}*"))):
-        shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_BOARD, dir=root))
     try:
         with (folder / "new").open("wb") as owner:
@@ -141,6 +139,18 @@ def board_in(root: Path) -> Iterator[Board]:
             yield Board(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def say_killed(root: Path) -> list[Path]:
+    """Leaves word of the points that nobody came to before their sweep was killed. Returns its boards: jobs on other
+    machines may outlive it, and still take from them."""
+    boards = [folder for folder in root.glob(f"{_BOARD}*") if _is_left(folder)]
+    for board in boards:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # cut in the middle: then it names no points
+            for index, point in enumerate(Board(board).points()):
+                if not (board / f"{index}.taken").exists():
+                    say_not_begun(point, "its sweep was killed before it began")
+    return boards
 
 
 def _is_left(board: Path) -> bool:
@@ -259,9 +269,10 @@ def _run(point: Point) -> Outcome:
 
 
 def say_not_begun(point: Point, why: str) -> None:
-    """Leaves word of a point that nobody came to, where nothing of it is."""
-    config = RunConfig.from_container(point.raw)
-    point.origin.say_failed(point.place(identity_of(config)), config, why, point.command)
+    """Leaves word of a point that nobody came to, where nothing of it is and its classes can still be had."""
+    with suppress(TestbedError):
+        config = RunConfig.from_container(point.raw)
+        point.origin.say_failed(point.place(identity_of(config)), config, why, point.command)
 
 
 class _NoTerminal(io.TextIOBase):

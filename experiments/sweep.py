@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from experiments.points import (
     holds_another,
     is_done,
     refuse_others,
+    say_killed,
     say_not_begun,
 )
 from experiments.restate import restate
@@ -173,6 +175,8 @@ def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
 def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[Point]:
     """The points that were not finished before, what is in their way set aside. Says what it found."""
     refuse_run(sweep.root, "hydra.sweep.dir")
+    for board in say_killed(sweep.root):
+        shutil.rmtree(board, ignore_errors=True)
     known = Known(sweep.root)
     todo: dict[Path, Point] = {}
     done: dict[Path, Point] = {}

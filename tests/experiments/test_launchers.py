@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from experiments.points import board_in
+from experiments.points import board_in, say_killed
 from tests.experiments.kit import SHORT, TINY
 from tests.experiments.test_sweeps import POINTS, sweep
 from tests.source_tree import ROOT
@@ -94,17 +95,30 @@ def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path
     assert len(load_sweep(tmp_path / "s").runs) == 3
 
 
-def test_the_board_of_a_killed_sweep_is_removed_and_that_of_a_living_one_is_not(
+def test_a_killed_sweep_leaves_word_of_the_points_that_nobody_came_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "deadly.py").write_text(DEADLY)
     (tmp_path / "armed").touch()
-    assert of_process(tmp_path, POINTS, "scheduler.queue_order={_target_: deadly.order}").returncode < 0
-    (left,) = (tmp_path / "s").glob(".points-*")
-    with board_in(tmp_path / "s") as board:
-        assert not left.exists()
-        sweep(capsys, tmp_path / "s", "seed=0")
-        assert list((tmp_path / "s").glob(".points-*")) == [board.folder]
+    deadly = (POINTS, "scheduler.queue_order={_target_: deadly.order}")
+    assert of_process(tmp_path, *deadly).returncode < 0
+    folder = tmp_path / "s"
+    (left,) = folder.glob(".points-*")
+    assert say_killed(folder) == [left]
+    said = [json.loads(file.read_text()) for file in folder.glob("*/manifest.json")]
+    failures = [manifest["failure"] for manifest in said if manifest["status"] == "failed"]
+    assert failures == ["its sweep was killed before it began"] * 2, "one of three killed it"
+    assert left.exists(), "jobs on other machines may outlive their sweep"
+
+    (tmp_path / "armed").unlink()
+    assert of_process(tmp_path, *deadly).returncode == 0
+    assert len(load_sweep(folder).runs) == 3
+    assert not list(folder.glob(".points-*"))
+
+    with board_in(folder) as board:
+        sweep(capsys, folder, "seed=0")
+        assert list(folder.glob(".points-*")) == [board.folder], "that of a living sweep stays"
+        assert say_killed(folder) == []
     assert not board.folder.exists()
 
 
